@@ -23,7 +23,7 @@ from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import single_process_runner
-from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.engines.vllm import VllmApi
 
 #: the largest difference of a log-probability, in nats, from transformers' own in float32

@@ -3,14 +3,14 @@
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stillhouse.output.folder import RunFolder
-from stillhouse.serving.engines.http import ServedEngine
-from stillhouse.serving.engines.probe import same_weights
+from stillhouse.serving.client.engine_proof import same_weights
+from stillhouse.serving.client.served_engine import ServedEngine
 
 FILE = "writer.json"
 
 
 class _Writer(BaseModel):
-    """likeliest: the tokens after a few prompts, with their log-probabilities (see `http.py`)."""
+    """likeliest: the tokens after a few prompts, with their log-probabilities (see `engine_proof.py`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -19,7 +19,7 @@ class _Writer(BaseModel):
 
 def require_same_writer(engine: ServedEngine, folder: RunFolder) -> None:
     """Write down what the servers' weights are known by. Raises ValueError if a run that goes on finds others."""
-    path, now = folder.path / FILE, _Writer(likeliest=engine.likeliest)
+    path, now = folder.path / FILE, _Writer(likeliest=engine.weights.top_tokens)
     if not path.exists():
         if any(folder.checkpoints.glob("step-*")):
             raise ValueError(f"{path} is missing: whether the servers have the same weights cannot be checked")

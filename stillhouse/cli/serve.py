@@ -66,7 +66,7 @@ from stillhouse.cli.hub import settle_offline
 )
 @click.option("--max-top-k", type=click.IntRange(1), default=256, show_default=True,
               help="Most ids per token of top_k, chosen and prompt_logprobs.")  # fmt: skip
-def serve(teacher: str, *, no_token: bool, generate: bool, max_top_k: int, **options: object) -> None:
+def serve(teacher: str, *, no_token: bool, generate: bool, **options: object) -> None:
     """Serve a teacher's exact signals over HTTP.
 
     TEACHER is a hub id or a folder. Students then train with teacher.url. POST /v1/score gives hidden states or
@@ -87,19 +87,14 @@ def serve(teacher: str, *, no_token: bool, generate: bool, max_top_k: int, **opt
     torchrun --nproc-per-node 2 -m stillhouse serve Qwen/Qwen3-8B
     stillhouse serve Qwen/Qwen3-0.6B --generate --port 8001
     """
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]
+    needed = ("fastapi", "uvicorn", "h11", "prometheus_client")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} not installed; pip install 'stillhouse[serve]'")
     settle_offline([teacher])
     quiet_libraries()
-    options["require_token"] = not no_token
-    if generate:
-        if options.pop("quantize") is not None:
-            raise click.UsageError("--quantize is for a teacher, and not with --generate")
-        from stillhouse.serving.generate import serve_completions
-
-        serve_completions(teacher, **options)  # type: ignore[arg-type]
-        return
+    if generate and options["quantize"] is not None:
+        raise click.UsageError("--quantize is for a teacher, and not with --generate")
     from stillhouse.serving.server import serve as run_server
 
-    run_server(teacher, max_top_k=max_top_k, **options)  # type: ignore[arg-type]
+    run_server(teacher, generate=generate, require_token=not no_token, **options)  # type: ignore[arg-type]

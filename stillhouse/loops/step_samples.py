@@ -40,8 +40,7 @@ from stillhouse.preemption import OverdueError, requested
 from stillhouse.run.rollout_engine import open_engine
 from stillhouse.run.session import Session
 from stillhouse.run.user_functions import ENVIRONMENT, REWARD, function_of
-from stillhouse.serving.client import ServerError
-from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.stored import SECONDS_TO_STOP
 
@@ -65,12 +64,13 @@ class Rollouts:
         assert session.plan is not None
         self.session, self.config = session, session.config.rollout
         self.queue: RolloutQueue | None = None
+        self.engine: RolloutEngine | None = None
         #: the run's name in what it publishes, and where; runs that share rollout.weights have folders of their own
         self.run, self.weights = "", folder.path / "weights"
         if self.config.urls and self.config.writer == "student":
             self.run = self._on_first(folder.identity)
             self.weights = Path(self.config.weights) / self.run if self.config.weights else self.weights
-        self.engine: RolloutEngine | None = open_engine(session, self.config, self.run)
+        self.engine = open_engine(session, self.config, self.run)
         steps, prompts = session.step_schedule.steps, session.train.documents
         if is_first():
             assert self.engine is not None
@@ -172,7 +172,7 @@ class Rollouts:
 
         def written() -> list[Any]:
             assert isinstance(engine, ServedEngine)
-            engines_probed = engine.probed
+            engines_probed = engine.weights.probed
             return [list(engines_probed), [sample.as_json() for sample in probe_samples(prompts, engines_probed)]]
 
         urls, content = self._on_first(written)
@@ -185,7 +185,7 @@ class Rollouts:
         most = rounding(self.session, self.config)
         require_weights_in_use(step, dict(zip(urls, gaps, strict=True)), most)
         if isinstance(engine, ServedEngine):
-            engine.proved(urls[0], most)
+            engine.weights.set_proved(urls[0], most)
 
     def _on_first(self, action: Callable[[], Result]) -> Result:
         """The result of an action on rank 0, on all ranks. It must be something that JSON can represent.

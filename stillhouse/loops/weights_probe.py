@@ -17,7 +17,7 @@ from stillhouse.generation import Completion, Sample
 from stillhouse.objective.keys import OLD_LOG_PROBS
 from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.run.session import Session
-from stillhouse.serving.engines.probe import PROBES, ROUNDED
+from stillhouse.serving.client.engine_proof import PROBES, ROUNDED
 from stillhouse.signals import SignalsLostError
 
 #: a difference of log-probabilities that rounding stays below where both sides compute in float32, in the same way

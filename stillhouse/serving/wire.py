@@ -36,6 +36,8 @@ class _FailFast(FailFast):
 FirstWrong = Annotated[list[T], _FailFast()]
 
 KEY = "score"
+#: the file of the teacher's output head, which `GET /v1/head` gives
+HEAD_FILE = "model.safetensors"
 SAFETENSORS, JSON = "application/vnd.safetensors", "application/json"
 
 
@@ -66,15 +68,22 @@ class ScoreBody(ScoreOptions):
 
 
 def encode_request(signal: SignalSpec, documents: Sequence[DocumentRows]) -> bytes:
-    tensors = {
-        "token_ids": torch.from_numpy(np.concatenate([each.tokens for each in documents]).astype(np.int32)),
-        "offsets": _offsets([len(each.tokens) for each in documents]),
-        "rows": torch.tensor([[each.rows.start, each.rows.stop] for each in documents], dtype=torch.int32),
-    }
-    chosen = [each.ids_NK for each in documents if each.ids_NK is not None]
+    tensors = document_tensors(documents)
+    chosen = [document.ids_NK for document in documents if document.ids_NK is not None]
     if chosen:
         tensors["ids"] = torch.cat(chosen).to(torch.int32)
     return save(tensors, {KEY: json.dumps(_options(signal))})
+
+
+def document_tensors(documents: Sequence[DocumentRows]) -> dict[str, Tensor]:
+    """The tensors `token_ids`, `offsets` and `rows` of a request."""
+    return {
+        "token_ids": torch.from_numpy(np.concatenate([document.tokens for document in documents]).astype(np.int32)),
+        "offsets": _offsets([len(document.tokens) for document in documents]),
+        "rows": torch.tensor(
+            [[document.rows.start, document.rows.stop] for document in documents], dtype=torch.int32
+        ),
+    }
 
 
 def decode_request(content: bytes, content_type: str, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
@@ -91,14 +100,14 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
     expected = {"token_ids": torch.int32, "offsets": torch.int64, "rows": torch.int32}
     if signal.kind == "chosen":
         expected["ids"] = torch.int32
-    found = {name: each.dtype for name, each in tensors.items()}
-    if found != expected:
-        raise ValueError(f"tensors {found}: expected {expected}")
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    if dtypes != expected:
+        raise ValueError(f"tensors {dtypes}: expected {expected}")
     token_ids, offsets, rows = (tensors[name] for name in ("token_ids", "offsets", "rows"))
     if token_ids.dim() != 1:
         raise ValueError(f"token_ids of shape {list(token_ids.shape)}: expected one dim")
     _require_few(offsets.numel() - 1, most_documents)
-    documents = [each.numpy() for each in _divided(token_ids, offsets, "token_ids")]
+    documents = [tokens.numpy() for tokens in _split(token_ids, offsets, "token_ids")]
     if rows.shape != (len(documents), 2):
         raise ValueError(f"rows of shape {list(rows.shape)}: expected [{len(documents)}, 2]")
     ranges = [
@@ -110,8 +119,8 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
 def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Tensor]]) -> bytes:
     """teacher: the identity of the teacher. parts: the signal's tensors for each document of the request."""
     names = list(parts[0])
-    tensors = {name: torch.cat([each[name] for each in parts]).contiguous() for name in names}
-    tensors["offsets"] = _offsets([len(each[names[0]]) for each in parts])
+    tensors = {name: torch.cat([part[name] for part in parts]).contiguous() for name in names}
+    tensors["offsets"] = _offsets([len(part[names[0]]) for part in parts])
     return save(tensors, {KEY: json.dumps({**_options(signal), "teacher": teacher})})
 
 
@@ -126,18 +135,18 @@ def decode_answer(
     teacher = options.pop("teacher", None)
     if not isinstance(teacher, str) or options != _options(signal):
         raise ValueError(f"the answer has {options}: expected {_options(signal)} and the teacher")
-    offsets = _offsets([len(each.rows) for each in documents])
+    offsets = _offsets([len(document.rows) for document in documents])
     if "offsets" not in tensors or not torch.equal(tensors.pop("offsets"), offsets):
         raise ValueError("the answer has other rows than the request")
     expected = {name: ([int(offsets[-1]), *row], dtype) for name, (row, dtype) in signal.tensors(width).items()}
-    found = {name: (list(each.shape), each.dtype) for name, each in tensors.items()}
-    if found != expected:
-        raise ValueError(f"the answer has {found}: expected {expected}")
-    for name, each in tensors.items():
-        if each.isnan().any() or (name == "hidden" and each.isinf().any()):
+    shapes = {name: (list(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    if shapes != expected:
+        raise ValueError(f"the answer has {shapes}: expected {expected}")
+    for name, tensor in tensors.items():
+        if tensor.isnan().any() or (name == "hidden" and tensor.isinf().any()):
             raise ValueError(f"'{name}' of the answer is not finite")
-    bounds = offsets.tolist()
-    return teacher, [{name: each[start:stop] for name, each in tensors.items()} for start, stop in pairwise(bounds)]
+    bounds = pairwise(offsets.tolist())
+    return teacher, [{name: tensor[start:stop] for name, tensor in tensors.items()} for start, stop in bounds]
 
 
 def _from_json(content: bytes, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
@@ -147,13 +156,13 @@ def _from_json(content: bytes, most_documents: int) -> tuple[SignalSpec, list[Do
         raise ValueError(_first_problem(error)) from error
     _require_few(len(body.token_ids), most_documents)
     for tokens in body.token_ids:
-        if not tokens or not all(0 <= each < 2**31 for each in tokens):
+        if not tokens or not all(0 <= token < 2**31 for token in tokens):
             raise ValueError("token_ids: expected one token or more per document, each from 0 to 2³¹ − 1")
-    documents = [np.array(each, dtype=np.int32) for each in body.token_ids]
-    rows = body.rows if body.rows is not None else [(0, len(each)) for each in documents]
+    documents = [np.array(tokens, dtype=np.int32) for tokens in body.token_ids]
+    rows = body.rows if body.rows is not None else [(0, len(tokens)) for tokens in documents]
     if len(rows) != len(documents):
         raise ValueError(f"rows of {len(rows)} documents: expected {len(documents)}")
-    ranges = [_row_range(*each, len(tokens)) for tokens, each in zip(documents, rows, strict=True)]
+    ranges = [_row_range(*bounds, len(tokens)) for tokens, bounds in zip(documents, rows, strict=True)]
     ids = None
     if body.ids is not None:
         try:
@@ -175,12 +184,12 @@ def _with_ids(
     if signal.kind != "chosen":
         if ids is not None:
             raise ValueError(f"ids with signal {signal.kind}: expected them only with chosen")
-        return [DocumentRows(*each) for each in zip(documents, ranges, strict=True)]
+        return [DocumentRows(tokens, rows) for tokens, rows in zip(documents, ranges, strict=True)]
     shape = [sum(map(len, ranges)), signal.top_k]
     if ids is None or list(ids.shape) != shape:
         raise ValueError(f"ids of shape {None if ids is None else list(ids.shape)}: expected {shape}")
-    parts = ids.split([len(each) for each in ranges])
-    return [DocumentRows(*each) for each in zip(documents, ranges, parts, strict=True)]
+    parts = ids.split([len(rows) for rows in ranges])
+    return [DocumentRows(*document) for document in zip(documents, ranges, parts, strict=True)]
 
 
 def _decoded(content: bytes, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -212,7 +221,7 @@ def _offsets(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
-def _divided(values: Tensor, offsets: Tensor, name: str) -> list[Tensor]:
+def _split(values: Tensor, offsets: Tensor, name: str) -> list[Tensor]:
     bounds = offsets.tolist() if offsets.dim() == 1 else []
     lengths = [stop - start for start, stop in pairwise(bounds)]
     if not lengths or min(lengths) < 1 or bounds[0] != 0 or bounds[-1] != len(values):

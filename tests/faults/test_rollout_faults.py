@@ -12,11 +12,11 @@ from kit.stub_writers import Fault, VllmWriter, WriterHandler, WriterServer, wri
 from kit.writer_cases import TEMPERATURE, VOCABULARY, Student, engine_of, requests_of, results, wait_for_tokens
 
 from stillhouse.generation.sample import Sampling
-from stillhouse.serving.client.pool import ServerError
-from stillhouse.serving.engines import http
-from stillhouse.serving.engines.http import MOST_RESTORED
-from stillhouse.serving.engines.probe import PROBE_TOKENS
+from stillhouse.serving.client import served_weights
+from stillhouse.serving.client.engine_proof import PROBE_TOKENS
+from stillhouse.serving.client.served_weights import MOST_RESTORED
 from stillhouse.serving.engines.vllm import VllmApi
+from stillhouse.serving.pool import ServerError
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_a_server_that_restarts_is_given_the_weights_again(student: Student, ser
 def test_of_two_servers_one_dies_during_an_update_and_comes_back(
     student: Student, server: WriterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "PATIENCE", 1.0)
+    monkeypatch.setattr(served_weights, "PATIENCE", 1.0)
     with writing(VllmWriter, student.folder / "model", processed=True) as other:
         engine = engine_of(server, other, timeout=8.0)
         engine.update_weights(1, student.published(1))

@@ -1,7 +1,9 @@
-"""Hostile input against `stillhouse serve`: it answers 4xx, never with 500, and keeps serving."""
+"""Hostile input against `stillhouse serve` in both roles: it answers 4xx, never with 500, and keeps serving."""
 
 import json
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,20 +15,37 @@ from kit.runs import save_model
 from kit.serving import Server
 from safetensors.torch import save
 
+from stillhouse.generation.weights import publish
+from stillhouse.models import Decoder
+from stillhouse.parallel import single_process_runner
 from stillhouse.serving.wire import JSON, SAFETENSORS, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 JSON_LIMIT = 8 * 2**20
+GENERATE, WEIGHTS = "/inference/v1/generate", "/v1/weights"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with Server(save_model(tmp_path_factory.mktemp("serve") / "teacher", "qwen3", seed=2)) as running:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("serve") / "model", "qwen3", seed=2)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with Server(folder) as running:
         yield running
         assert running.client.post("/v1/score", json={"token_ids": [[1, 2]]}).status_code == 200
 
 
-def valid_bodies() -> list[tuple[str, str, bytes]]:
+@pytest.fixture(scope="module")
+def writer(folder: Path) -> Iterator[Server]:
+    with Server(folder, "--generate") as running:
+        yield running
+        body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}
+        assert running.client.post(GENERATE, json=body).status_code == 200
+
+
+def scoring_bodies() -> list[tuple[str, str, bytes]]:
     """Path, content type and body of requests that are answered."""
     document = DocumentRows(
         np.arange(9, dtype=np.int32), range(2, 5), torch.tensor([[1, -1], [3, 3], [250, 0]]).int()
@@ -51,22 +70,52 @@ def valid_bodies() -> list[tuple[str, str, bytes]]:
     ]
 
 
-def test_thousands_of_changed_bodies_are_answered_or_refused(server: Server) -> None:
-    assert_survives(server, valid_bodies(), 500, seed=0)
+def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
+    every = {
+        "n": 1,
+        "max_tokens": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 17,
+        "stop": ["ab", "c"],
+        "stop_token_ids": [2, 9],
+        "logprobs": 1,
+    }
+    bodies = [
+        (GENERATE, {"token_ids": [5, 17, 250], "sampling_params": every, "return_token_ids": True}),
+        (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}),
+        (WEIGHTS, {"folder": str(weights), "version": "run-3"}),
+    ]
+    return [(path, JSON, json.dumps(body).encode()) for path, body in bodies]
 
 
-@pytest.mark.slow
-def test_many_more_changed_bodies_are_answered_or_refused(server: Server) -> None:
-    assert_survives(server, valid_bodies(), 5000, seed=1)
+@pytest.fixture(scope="module")
+def weights(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return publish(
+        single_process_runner(Decoder.from_pretrained(folder), None), tmp_path_factory.mktemp("weights"), 3
+    )
 
 
-def test_requests_made_from_the_openapi_document_are_no_server_errors(server: Server) -> None:
-    from_the_openapi_document(server, 15)
+@pytest.mark.parametrize("count", [500, pytest.param(5000, marks=pytest.mark.slow)])
+def test_thousands_of_changed_bodies_are_answered_or_refused(server: Server, count: int) -> None:
+    assert_survives(server, scoring_bodies(), count, seed=0)
 
 
-@pytest.mark.slow
-def test_many_requests_made_from_the_openapi_document_are_no_server_errors(server: Server) -> None:
-    from_the_openapi_document(server, 500)
+@pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.slow)])
+def test_thousands_of_changed_bodies_are_answered_or_refused_by_a_writer(
+    writer: Server, weights: Path, count: int
+) -> None:
+    assert_survives(writer, writing_bodies(weights), count, seed=0)
+
+
+@pytest.mark.parametrize("role", ["server", "writer"])
+@pytest.mark.parametrize("count", [15, pytest.param(500, marks=pytest.mark.slow)])
+def test_requests_made_from_the_openapi_document_are_no_server_errors(
+    request: pytest.FixtureRequest, role: str, count: int
+) -> None:
+    from_the_openapi_document(request.getfixturevalue(role), count)
 
 
 def score(server: Server, body: dict[str, Any]) -> httpx2.Response:
@@ -225,3 +274,118 @@ def test_other_methods_are_refused(server: Server) -> None:
     for path in ("/v1/score", "/v1/info", "/healthz"):
         for method in ("PUT", "DELETE", "TRACE", "PATCH", "BREW"):
             assert server.client.request(method, path).status_code == 405
+
+
+# the role that writes completions
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"token_ids": []}, "token_ids: List should have at least 1 item"),
+        ({"token_ids": [400]}, "sequence 0 has the token id 400: expected 0 to 399"),
+        ({"token_ids": [-1]}, "token_ids.0: Input should be greater than or equal to 0"),
+        ({"token_ids": [2**70]}, "token_ids.0"),
+        ({"token_ids": [[1]]}, "token_ids.0: Input should be a valid integer"),
+        ({"token_ids": [True]}, "token_ids.0"),
+        ({"token_ids": [1] * 128}, "128 tokens of the prompt and max_tokens=16: expected at most 128 together"),
+        ({"token_ids": [1] * 129}, "129 tokens: expected at most 128 per request"),
+        ({"more": 1}, "more: is not supported by this server"),
+        ({"stream": True}, "stream: Input should be False"),
+        ({"sampling_params": None}, "sampling_params: Input should be an object"),
+    ],
+)
+def test_a_completion_beyond_the_limits_is_refused_by_name(
+    writer: Server, body: dict[str, Any], message: str
+) -> None:
+    assert_refused(writer, {"token_ids": [1], "sampling_params": {}} | body, message)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"n": 2}, "sampling_params.n"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens"),
+        ({"max_tokens": 10**30}, "expected at most 128 together"),
+        ({"max_tokens": 128}, "expected at most 128 together"),
+        ({"temperature": -1}, "sampling_params.temperature"),
+        ({"temperature": 0.001}, "temperature=0.001: expected 0, or at least 0.01"),
+        ({"temperature": 5e-324}, "expected 0, or at least 0.01"),
+        ({"temperature": 101}, "sampling_params.temperature"),
+        ({"top_p": 0}, "sampling_params.top_p"),
+        ({"top_p": 1.1}, "sampling_params.top_p"),
+        ({"top_k": -2}, "sampling_params.top_k"),
+        ({"min_p": -0.1}, "sampling_params.min_p"),
+        ({"seed": -1}, "sampling_params.seed"),
+        ({"seed": 2**63}, "sampling_params.seed"),
+        ({"stop": ""}, "sampling_params.stop"),
+        ({"stop": ["a"] * 17}, "17 stop texts: expected at most 16"),
+        ({"stop": "a" * 257}, "sampling_params.stop"),
+        ({"stop_token_ids": [-1]}, "sampling_params.stop_token_ids"),
+        ({"stop_token_ids": [2] * 257}, "sampling_params.stop_token_ids"),
+        ({"logprobs": 2}, "sampling_params.logprobs"),
+        ({"prompt_logprobs": 1}, "sampling_params.prompt_logprobs"),
+        ({"repetition_penalty": 1.1}, "sampling_params.repetition_penalty"),
+        ({"bad_words": ["a"]}, "sampling_params.bad_words: is not supported by this server"),
+    ],
+)
+def test_sampling_that_is_not_supported_is_refused_by_name(
+    writer: Server, sampling: dict[str, Any], message: str
+) -> None:
+    assert_refused(writer, {"token_ids": [1], "sampling_params": sampling}, message)
+
+
+def assert_refused(writer: Server, body: dict[str, Any], message: str) -> None:
+    answer = writer.client.post(GENERATE, json=body)
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+def test_extreme_sampling_that_is_allowed_is_answered(writer: Server) -> None:
+    for sampling in (
+        {"temperature": 0.01},
+        {"temperature": 100},
+        {"top_p": 5e-324},
+        {"top_k": 2**31 - 1},
+        {"top_k": 1},
+        {"min_p": 1},
+        {"seed": 2**63 - 1},
+        {"stop": ["\N{SNOWMAN}" * 256]},
+        {"stop_token_ids": list(range(256)), "ignore_eos": True},
+    ):
+        body = {"token_ids": [1, 399, 0], "sampling_params": {"max_tokens": 4, "logprobs": 0} | sampling}
+        answer = writer.client.post(GENERATE, json=body)
+        assert answer.status_code == 200, (sampling, answer.text)
+        values = [each["logprob"] for each in answer.json()["choices"][0]["logprobs"]["content"]]
+        assert all(-1000 < value <= 0 for value in values)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b'{"token_ids":' + b"[" * 100_000,
+        b"\xff\xfe",
+        b"null",
+        b'{"token_ids":[1],"sampling_params":{"stop":"\\ud800"}}',
+        b'{"token_ids":[1],"sampling_params":{"temperature":NaN}}',
+        b'{"token_ids":[1],"sampling_params":{"temperature":1e999}}',
+        b'{"folder":"\\ud800","version":"1"}',
+    ],
+    ids=lambda content: repr(content[:40]),
+)
+def test_malformed_json_is_refused_by_a_writer(writer: Server, content: bytes) -> None:
+    for path in (GENERATE, WEIGHTS):
+        answer = writer.client.post(path, content=content, headers={"content-type": JSON})
+        # a body of new weights names a folder, so its limit is lower
+        too_large = path == WEIGHTS and len(content) > 16 * 1024
+        assert answer.status_code == (413 if too_large else 400), (path, answer.text)
+
+
+def test_other_content_types_and_large_bodies_are_refused(writer: Server) -> None:
+    for path in (GENERATE, WEIGHTS):
+        assert writer.client.post(path, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+        large = b" " * (9 * 2**20)
+        assert writer.client.post(path, content=large, headers={"content-type": JSON}).status_code == 413

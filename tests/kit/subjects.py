@@ -40,7 +40,7 @@ from stillhouse.parallel.loading import empty_decoder, load_weights
 from stillhouse.run.in_words import in_words
 from stillhouse.run.layouts import layout_of
 from stillhouse.run.session import device_of, objective_spec
-from stillhouse.serving.generate.updates import WeightUpdates
+from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 
 Load = Callable[[random.Random], None]
 TOKENS = 32

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from peft import PeftModel
 from kit.runs import Command, contents, run, save_model, session_of, write_run, write_texts
+from peft import PeftModel
 from safetensors.torch import load_file
 from test_train_layouts import distill
 from torch import Tensor

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ruamel.yaml import YAML
 from kit.runs import Command, contents, write_run
+from ruamel.yaml import YAML
 
 LISTS = sorted((Path(__file__).parents[1] / "kit" / "mistakes").glob("*.yaml"))
 MISTAKES = [

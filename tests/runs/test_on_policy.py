@@ -13,10 +13,10 @@ import torch
 from kit.families import build
 from kit.ranks import Ranks
 from kit.runs import Command, contents, metrics, write_records, write_run
-from safetensors.torch import load_file
 from kit.serving import Server
-from test_train_resume import signal_at
 from kit.toy_tokenizer import toy_tokenizer
+from safetensors.torch import load_file
+from test_train_resume import signal_at
 
 from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.config import ConfigError, RunConfig

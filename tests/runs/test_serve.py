@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from kit.runs import Command, save_model, wait_for
-from safetensors.torch import load
 from kit.serving import Server, nan_for_token, out_of_memory_above, slow_model
+from safetensors.torch import load
 
 from stillhouse.models import Decoder, model_fingerprint
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec

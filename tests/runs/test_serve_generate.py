@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from kit.runs import save_model
-from safetensors.torch import load_file, save_file
 from kit.serving import Server, slow_generation
+from safetensors.torch import load_file, save_file
 
 from stillhouse.data import load_tokenizer
 from stillhouse.generation import Completion, GenerationRequest, Sampling
@@ -25,7 +25,7 @@ from stillhouse.generation.generate import Generator
 from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import single_process_runner
-from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.engines.stillhouse import StillhouseApi
 
 CPU = torch.device("cpu")
@@ -347,42 +347,3 @@ def test_the_client_of_runs_gets_completions_of_the_version_that_it_gave(folder:
                 assert given.finish == expected.finish
             assert {each.finish for each in found} == {"stop", "length"}
         engine.close()
-
-
-# the queue, the token and the end
-
-
-def test_a_full_queue_answers_429_and_loses_nothing(folder: Path) -> None:
-    limits = ("--batch-tokens", 128, "--queue-tokens", 128)
-    with Server(folder, "--generate", *limits, hook=slow_generation, hook_arguments=(0.03,)) as server:
-        with ThreadPoolExecutor(8) as threads:
-            answers = list(threads.map(lambda seed: ask(server, prompt(1, 30), seed=seed, max_tokens=30), range(8)))
-        assert {each.status_code for each in answers} == {200, 429}
-        assert all(int(each.headers["retry-after"]) >= 1 for each in answers if each.status_code == 429)
-        for seed, each in enumerate(answers):
-            if each.status_code == 200:
-                assert_same(choice(each), own(folder, prompt(1, 30), seed, Sampling(max_new_tokens=30)))
-        assert ask(server, prompt(1), max_tokens=3).status_code == 200
-
-
-@pytest.mark.slow
-def test_sigterm_answers_what_was_accepted_and_ends_with_0(folder: Path) -> None:
-    with (
-        Server(folder, "--generate", hook=slow_generation, hook_arguments=(0.1,)) as server,
-        ThreadPoolExecutor(3) as threads,
-    ):
-        answers = [threads.submit(ask, server, prompt(seed), seed=seed, max_tokens=20) for seed in range(3)]
-        time.sleep(0.5)
-        server.end()
-        for seed, each in enumerate(answers):
-            assert_same(choice(each.result()), own(folder, prompt(seed), seed, Sampling(max_new_tokens=20)))
-        assert server.first.wait(60) == 0
-
-
-def test_every_route_but_healthz_needs_the_token(folder: Path) -> None:
-    headers = {"authorization": "Bearer secret"}
-    with Server(folder, "--generate", environment={"STILLHOUSE_TOKEN": "secret"}, headers=headers) as server:
-        assert ask(server, [5], max_tokens=1).status_code == 200
-        for path, method in ((PATH, "POST"), ("/v1/weights", "POST"), ("/v1/info", "GET"), ("/metrics", "GET")):
-            assert httpx2.request(method, server.url + path, json={}).status_code == 401
-        assert httpx2.get(server.url + "/healthz").status_code == 200

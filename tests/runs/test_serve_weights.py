@@ -16,13 +16,13 @@ from kit.ranks import Ranks
 from kit.runs import Command, save_model
 from kit.serving import Server
 from kit.stub_writers import VllmWriter, writing
+from kit.writer_cases import Student, engine_of, requests_of
 from test_on_policy import write
 from test_serve_generate import changed, load, published  # noqa: F401 (a fixture)
-from kit.writer_cases import Student, engine_of, requests_of
 
+from stillhouse.engine import torch_engine
 from stillhouse.generation.published import MANIFEST, read_manifest
 from stillhouse.generation.weights import version_folder
-from stillhouse.loops import step_samples as rollouts
 from stillhouse.output.folder import RunFolder
 from stillhouse.serving.client import ServerError
 
@@ -180,7 +180,7 @@ def test_a_folder_that_changes_while_it_is_read_leaves_the_weights(folder: Path,
 
 
 def cut_before_apply(path: str) -> None:
-    from stillhouse.serving.generate.updates import WeightUpdates
+    from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 
     apply = WeightUpdates.apply
 
@@ -197,7 +197,7 @@ def cut_before_apply(path: str) -> None:
 
 def load_nothing() -> None:
     """A load that is said to have succeeded, and has changed nothing."""
-    from stillhouse.serving.generate.updates import WeightUpdates
+    from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 
     apply = WeightUpdates.apply
 
@@ -213,7 +213,7 @@ def load_nothing() -> None:
 
 def older_under_newer_number() -> None:
     """Version 3 has the files of version 2, with right hashes, when the servers are told of it."""
-    publish = rollouts.publish
+    publish = torch_engine.publish
 
     @functools.wraps(publish)
     def publishing(runner: Any, folder: Path, version: int, **options: Any) -> Path:
@@ -225,7 +225,7 @@ def older_under_newer_number() -> None:
             read_manifest(final)
         return final
 
-    rollouts.publish = publishing
+    torch_engine.publish = publishing
 
 
 OTHER_LAYOUTS = [pytest.param(f"{each}=2", marks=pytest.mark.slow) for each in ("tensor", "pipeline", "context")]
@@ -272,9 +272,9 @@ def test_a_server_that_comes_back_is_proved_again(tmp_path: Path) -> None:
         probes = [each.prompt_ids.tolist() for each in requests_of(3)]
         engine = engine_of(server, probes=probes)
         engine.update_weights(1, student.published(1))
-        for prompt, each in zip(requests_of(3), engine.probed[server.url], strict=True):
+        for prompt, each in zip(requests_of(3), engine.weights.probed[server.url], strict=True):
             student.assert_written(prompt, each, temperature=1.0, count=8)
-        engine.proved(server.url, 1e-3)
+        engine.weights.set_proved(server.url, 1e-3)
         server.restart()
         server.writer.load = lambda *_, **__: None  # type: ignore[method-assign]
         [future] = engine.generate(requests_of(1))

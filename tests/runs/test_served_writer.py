@@ -9,16 +9,16 @@ from kit.ranks import Ranks
 from kit.runs import Command
 from kit.serving import Server
 from kit.stub_writers import VllmWriter, writing
+from kit.writer_cases import requests_of, results
 from test_on_policy import losses, weights, write
 from transformers import AutoTokenizer
-from kit.writer_cases import requests_of, results
 
 from stillhouse.checkpoint.served_writer import FILE, require_same_writer
 from stillhouse.generation.sample import Sampling
 from stillhouse.output.folder import RunFolder
 from stillhouse.run.run import distill
 from stillhouse.serving.client import ServerError
-from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.engines.vllm import VllmApi

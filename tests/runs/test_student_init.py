@@ -8,14 +8,14 @@ import pytest
 import torch
 from kit.families import build
 from kit.runs import contents, run, save_model, session_of, write_run
+from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
 from test_image_text import MAKERS
 from test_train_layouts import distill
 from torch import Tensor
-from kit.toy_tokenizer import toy_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from stillhouse.config import ConfigError, load_config
+from stillhouse.config import ConfigError
 from stillhouse.run.models import model_fingerprints
 
 EVERY_2 = {"student.init": {"from": "teacher", "layers": "every 2"}}

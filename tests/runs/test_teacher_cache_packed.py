@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.cache_damage import resealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.cache_damage import resealed
 from kit.runs import forward_backward, run, session_of, write_run
 from safetensors import safe_open
 from safetensors.torch import save_file

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from kit.runs import forward_backward, session_of, write_run
-from safetensors.torch import load_file, save_file
 from kit.serving import Server
 from kit.teacher_gradients import Gradients, assert_close, gradients
-from torch import Tensor, nn
 from kit.toy_tokenizer import toy_tokenizer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stillhouse.config import ConfigError

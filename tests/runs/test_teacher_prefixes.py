@@ -12,9 +12,9 @@ import torch
 from kit.ranks import Ranks
 from kit.runs import metrics, run, write_records, write_run
 from kit.teacher_gradients import named_gradients
+from kit.toy_tokenizer import PLAIN_TEMPLATE
 from torch import Tensor
 from torch.nn.functional import kl_div
-from kit.toy_tokenizer import PLAIN_TEMPLATE
 from transformers import AutoModelForCausalLM
 
 from stillhouse.config import load_config

@@ -26,9 +26,9 @@ from kit.faulty_proxy import (
     with_body,
 )
 from kit.runs import metrics, run, save_model, session_of, write_run
-from safetensors.torch import load, load_file, save
 from kit.serving import Server
 from kit.teacher_gradients import assert_close, gradients, gradients_of_signals, log_probs_TV
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from stillhouse.config import ConfigError
@@ -36,8 +36,8 @@ from stillhouse.data import MicroBatch
 from stillhouse.objective import Chosen, Sampled, Signal, TopK
 from stillhouse.run.run import distill
 from stillhouse.run.session import Session
-from stillhouse.serving.client.pool import ServerError, ServerPool
-from stillhouse.serving.client.stillhouse_api import StillhouseApi
+from stillhouse.serving.engines.stillhouse import StillhouseApi
+from stillhouse.serving.pool import ServerError, ServerPool
 from stillhouse.serving.wire import KEY
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.cache.files import document_id
@@ -307,7 +307,7 @@ def test_closing_ends_whatever_is_under_way(server: str) -> None:
     for seed in range(20):
         pool = ServerPool([server], 30.0)
         document = DocumentRows(np.arange(5, 30), range(24))
-        [info] = [StillhouseApi().describe(pool, server)]
+        info = StillhouseApi().describe(pool.asker(server), server)
         [(_, call)] = StillhouseApi().calls(info, SignalSpec("hidden", "float32"), info.width or 0, [document])
 
         def ask(pool: ServerPool = pool, call: Any = call) -> None:

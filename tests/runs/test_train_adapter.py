@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
 from kit.ranks import under_torchrun
 from kit.runs import contents, forward_backward, metrics, run, save_model, session_of, write_run
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from test_train_layouts import distill
 from test_train_resume import evaluations, kill_at, losses

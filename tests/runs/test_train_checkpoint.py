@@ -8,27 +8,25 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from kit import loading_memory
 import pytest
 import torch
+from kit import loading_memory
 from kit.families import build
 from kit.runs import Command, contents, forward_backward, metrics, run, session_of, write_run
-from safetensors.torch import load_file
 from kit.toy_tokenizer import toy_tokenizer
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.checkpoint import checkpoint_folder
 from stillhouse.checkpoint import save as checkpoint
 from stillhouse.checkpoint.checkpoint_folder import checkpoints, prune
 from stillhouse.checkpoint.export_weights import save_from_checkpoint
 from stillhouse.checkpoint.integrity import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
-from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
+from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output import disk
 from stillhouse.output.disk import atomic_folder, remove_unfinished
 from stillhouse.output.folder import RunFolder, init_run_dir

@@ -15,9 +15,9 @@ import torch
 from kit.mtp_cases import make
 from kit.ranks import Ranks
 from kit.runs import ROOT, forward_backward, metrics, run, save_model, session_of, write_records, write_run
+from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
 from torch import Tensor
-from kit.toy_tokenizer import toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from stillhouse.checkpoint.export_weights import save_from_checkpoint

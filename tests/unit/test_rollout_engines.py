@@ -33,9 +33,9 @@ from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import single_process_runner
 from stillhouse.run.rollout_engine import open_engine
 from stillhouse.run.session import prepare
-from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.vllm import VllmApi
+from stillhouse.serving.pool import ServerError
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from kit.stub_writers import VllmWriter, WriterHandler, writing
 from test_on_policy import losses, write
 
 from stillhouse.run.run import distill
-from stillhouse.serving.engines.probe import PROBE_TOKENS
+from stillhouse.serving.client.engine_proof import PROBE_TOKENS
 
 
 def shifted(handler: WriterHandler, content: dict[str, Any]) -> None:

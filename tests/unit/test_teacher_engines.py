@@ -24,9 +24,9 @@ from stillhouse.data import MicroBatch
 from stillhouse.objective import Chosen, TopK
 from stillhouse.run.run import distill
 from stillhouse.run.session import Session
-from stillhouse.serving.client import proof
-from stillhouse.serving.client.api import ServerInfo
-from stillhouse.serving.client.vllm_api import VllmApi
+from stillhouse.serving.client import signal_proof
+from stillhouse.serving.engines.api import ServerInfo
+from stillhouse.serving.engines.vllm import VllmApi
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -271,7 +271,7 @@ def test_no_answer_of_a_returned_server_is_used_before_it_is_proven(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers a step, and is then too busy for the proof."""
-    monkeypatch.setattr(proof, "REPEAT_SECONDS", 0.3)
+    monkeypatch.setattr(signal_proof, "REPEAT_SECONDS", 0.3)
     save_model(tmp_path / "other", "qwen3", seed=9)
     settings = {"teacher.model": str(folder / "teacher"), "teacher.prove": "never"}
     with (
@@ -314,12 +314,12 @@ def test_the_cross_entropy_of_a_few_ids_is_near_that_of_all(sharpness: float) ->
     found = [{"ids": top.indices, "log_probs": top.values, "tail_log_prob": tail_N}]
     probes = [DocumentRows(tokens.numpy(), range(399))]
     exact = -float(log_probs_NV.gather(1, tokens[1:, None]).mean())
-    (words,) = proof._cross_entropy(probes, found, None, 251)
+    (words,) = signal_proof._cross_entropy(probes, found, None, 251)
     assert words.startswith("cross-entropy about ")
     assert words.endswith(" nats per token, 5.53 if it knew nothing")
     estimate = float(words.split()[2])
     # the mean of log p over the other tokens is at most the log of their mean
     assert exact - 5 < estimate < exact + 0.01
     assert estimate == pytest.approx(exact, abs=0.01) or sharpness > 1
-    (words,) = proof._cross_entropy(probes, found, None, None)
+    (words,) = signal_proof._cross_entropy(probes, found, None, None)
     assert words.startswith("cross-entropy at least ")

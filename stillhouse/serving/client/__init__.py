@@ -1,12 +1,23 @@
-"""The client of a teacher's servers: `stillhouse serve`, vLLM and SGLang.
+"""The clients of servers: of a teacher's signals, and of completions.
 
-`pool.py`: sends requests, and repeats them. `api.py` and `*_api.py`: what each engine speaks. `remote.py`: the store
-of signals. `download.py`: the teacher's tokenizer and head. `proof.py`: what is proven before the first step.
+`remote_signals.py`: the store of signals. `download.py`: the teacher's tokenizer and head. `signal_proof.py`: what is
+proven before the first step. `served_engine.py`: the engine that writes completions. `served_weights.py`: the weights
+that its servers have. `engine_proof.py`: what is proven of them.
 """
 
-from stillhouse.serving.client.api import NeedsModelError
-from stillhouse.serving.client.pool import ServerError
-from stillhouse.serving.client.proof import Proof, prove
-from stillhouse.serving.client.remote import RemoteSignals, SignalRequest, connect
+from stillhouse.serving.client.remote_signals import RemoteSignals, SignalRequest, connect
+from stillhouse.serving.client.served_engine import ServedEngine
+from stillhouse.serving.client.signal_proof import Proof, prove
+from stillhouse.serving.engines.api import NeedsModelError
+from stillhouse.serving.pool import ServerError
 
-__all__ = ["NeedsModelError", "Proof", "RemoteSignals", "ServerError", "SignalRequest", "connect", "prove"]
+__all__ = [
+    "NeedsModelError",
+    "Proof",
+    "RemoteSignals",
+    "ServedEngine",
+    "ServerError",
+    "SignalRequest",
+    "connect",
+    "prove",
+]

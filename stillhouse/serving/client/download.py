@@ -14,12 +14,12 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from stillhouse.serving.client.api import ServerInfo
-from stillhouse.serving.client.pool import ServerPool
+from stillhouse.serving.engines.api import ServerInfo
+from stillhouse.serving.pool import ServerPool
+from stillhouse.serving.wire import HEAD_FILE
 
 #: no path, no code, and nothing that a loader would unpickle
 _ALLOWED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(json|txt|model|jinja|safetensors)")
-HEAD = "model.safetensors"
 
 
 def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
@@ -27,13 +27,13 @@ def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
     for name in info.files:
         if not _ALLOWED.fullmatch(name):
             raise ValueError(f"{info.url} offers a file {name!r}: expected configuration, tokenizer and head only")
-    if "config.json" not in info.files or HEAD not in info.files:
-        raise ValueError(f"{info.url} offers {sorted(info.files)}: expected config.json and {HEAD} among them")
+    if "config.json" not in info.files or HEAD_FILE not in info.files:
+        raise ValueError(f"{info.url} offers {sorted(info.files)}: expected config.json and {HEAD_FILE} among them")
     table = json.dumps(sorted(info.files.items())).encode()
     folder = _root() / hashlib.sha256(table).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not _is_whole(folder, info):
+        if not _is_complete(folder, info):
             _fetch(pool, info, folder)
     return folder
 
@@ -41,8 +41,8 @@ def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
 def _fetch(pool: ServerPool, info: ServerInfo, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         for name, digest in info.files.items():
-            path = "/v1/head" if name == HEAD else f"/v1/files/{name}"
-            answer = pool.ask(info.url, path)
+            path = "/v1/head" if name == HEAD_FILE else f"/v1/files/{name}"
+            answer = pool.asker(info.url)(path, None)
             if answer.status_code != 200 or hashlib.sha256(answer.content).hexdigest() != digest:
                 raise ValueError(
                     f"{info.url}{path} answers {answer.status_code} with {len(answer.content):,} bytes that do not "
@@ -53,7 +53,7 @@ def _fetch(pool: ServerPool, info: ServerInfo, folder: Path) -> None:
         shutil.copytree(unfinished, folder)
 
 
-def _is_whole(folder: Path, info: ServerInfo) -> bool:
+def _is_complete(folder: Path, info: ServerInfo) -> bool:
     """Whether the folder has these files with these hashes, and no others."""
     if not folder.is_dir() or {path.name for path in folder.iterdir()} != set(info.files):
         return False

@@ -1,1 +1,1 @@
-"""Clients of the servers that write completions."""
+"""How each kind of server is asked for signals and completions: `stillhouse serve`, vLLM and SGLang."""

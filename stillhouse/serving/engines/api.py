@@ -1,21 +1,87 @@
-"""What the client needs of a kind of server that writes completions: how it is asked, answers and takes weights."""
+"""What a client needs of a kind of server: how it is asked for signals or completions, answers and takes weights."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, Protocol
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
 import httpx2
 import numpy as np
+from pydantic import BaseModel, ValidationError
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.generation.sample import Sampling
-from stillhouse.serving.client.pool import ServerError
+from stillhouse.generation.sample import Completion, Sampling
+from stillhouse.serving.pool import Ask, Call, ServerError
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: one answer of one server, whatever its status; a body of None is a GET
-Ask = Callable[[str, Any], httpx2.Response]
+#: for each document of a request, the signal's tensors
+Scores = list[dict[str, Tensor]]
+#: a request, and the numbers of the documents in it
+NumberedCall = tuple[Sequence[int], Call[Scores]]
 #: what is published: a whole model, or an adapter
 Kind = Literal["model", "adapter"]
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+class NeedsModelError(ValueError):
+    """A server does not offer what the run needs of the teacher's files, so that the run must have the model."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a teacher's server says of itself; None is what it does not say.
+
+    model: the name under which it serves the teacher. identity: a hash of the teacher's weights.
+    vocabulary: rows of the teacher's head. width: E. dtype: in which the teacher computes.
+    max_tokens: of the longest document that it scores. request_tokens: of all documents of a request.
+    max_top_k: ids per token. signals: which it gives.
+    files: the names and hashes of the files of the teacher's folder, if it offers them.
+    quantize: how its layers are quantized, if they are.
+    """
+
+    url: str
+    model: str
+    identity: str | None = None
+    vocabulary: int | None = None
+    width: int | None = None
+    dtype: str | None = None
+    max_tokens: int | None = None
+    request_tokens: int | None = None
+    max_top_k: int | None = None
+    signals: frozenset[str] | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    quantize: str | None = None
+
+
+class ScoringApi(Protocol):
+    """A kind of server that gives a teacher's signals.
+
+    signals: what it can give; only those in `any_temperature` also at a temperature other than 1.
+    """
+
+    name: ClassVar[str]
+    signals: ClassVar[frozenset[str]]
+    any_temperature: ClassVar[frozenset[str]]
+
+    def recognises(self, ask: Ask) -> bool:
+        """Whether the server is of this kind."""
+        ...
+
+    def describe(self, ask: Ask, url: str) -> ServerInfo:
+        """Raises ValueError if the server at this address does not answer as expected."""
+        ...
+
+    def tokenize(self, ask: Ask, model: str, text: str) -> list[int] | None:
+        """The ids of a text without special tokens; None if the server does not tell them."""
+        ...
+
+    def calls(
+        self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
+    ) -> list[NumberedCall]:
+        """The requests that give the signals of documents."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,8 +95,9 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Published:
-    """A version of the student in a folder. label: what servers mark its tokens with. manifest: the sha256 of its
-    manifest, and so of all its files.
+    """A version of the student in a folder.
+
+    label: what servers mark its tokens with. manifest: the sha256 of its manifest, and so of all its files.
     """
 
     version: int
@@ -50,13 +117,20 @@ class Answer:
     finish: Literal["stop", "length"]
     stop: str | None = None
 
+    def completion(self, versions_N: np.ndarray) -> Completion:
+        """The completion with the version of each token. Raises ValueError as `Completion` does."""
+        log_probs_N = np.array(self.log_probs, np.float32)
+        return Completion(np.array(self.ids, np.int32), log_probs_N, versions_N, self.finish)
 
-class EngineApi(Protocol):
-    """A kind of server.
 
-    path: of requests for completions. marks_tokens: whether an answer has the weights' label for each token, and not
-    one for the whole completion. proved: whether log-probabilities are those after the temperature and over the whole
-    vocabulary however the server was started. hint: what to do if the server does not know the path.
+class WritingApi(Protocol):
+    """A kind of server that writes completions.
+
+    path: of requests for completions.
+    marks_tokens: whether an answer has the weights' label for each token, and not one for the whole completion.
+    proved: whether log-probabilities are those after the temperature and over the whole vocabulary however the server
+        was started.
+    hint: what to do if the server does not know the path.
     """
 
     name: ClassVar[str]
@@ -72,7 +146,7 @@ class EngineApi(Protocol):
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
     ) -> dict[str, Any]:
-        """A request for one completion. top: ask for the log-probabilities of so many likeliest tokens, too."""
+        """A request for one completion. top: ask for the log-probabilities of so many most probable tokens, too."""
         ...
 
     def parse(self, response: httpx2.Response, kind: Kind) -> Answer:
@@ -106,6 +180,25 @@ class EngineApi(Protocol):
         ...
 
 
+def described(ask: Ask, url: str, path: str) -> bytes:
+    """What the server at this address says of itself. Raises ValueError unless the status is 200."""
+    answer = ask(path, None)
+    if answer.status_code != 200:
+        raise ValueError(f"{url}{path} answers {answer.status_code}: expected 200, with the right token")
+    return answer.content
+
+
+def parsed(kind: type[Parsed], content: str | bytes, what: str, hint: str = "") -> Parsed:
+    """Raises ValueError for JSON that is not of this kind, in one line: what, the first problem, hint."""
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        problem = f"{first['msg']}, got {str(first['input'])[:100]!r}"
+        raise ValueError(": ".join(filter(None, [what, place, problem])) + (f"; {hint}" if hint else "")) from error
+
+
 def require(response: httpx2.Response, what: str, hint: str = "") -> Any:
     """The JSON of an answer. Raises ServerError unless its status is 200."""
     if response.status_code != 200:
@@ -118,18 +211,3 @@ def require(response: httpx2.Response, what: str, hint: str = "") -> Any:
 
 def refuse(response: httpx2.Response, what: str, why: str, hint: str = "") -> NoReturn:
     raise ServerError(f"{response.url}: {what} failed: {why}{f'; {hint}' if hint else ''}")
-
-
-def token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) -> np.ndarray | None:
-    """The version of each of `count` tokens; None if one of the labels is not among `versions`.
-
-    Raises ValueError unless the spans cover all tokens in their order.
-    """
-    found: list[Any] = []
-    for each in spans:
-        if each.start != len(found) or each.end <= each.start:
-            raise ValueError(f"versions of the tokens {each.start} to {each.end} after {len(found)} tokens")
-        found += [versions.get(each.label or "")] * (each.end - each.start)
-    if len(found) != count or not found:
-        raise ValueError(f"versions of {len(found)} tokens for a completion of {count}")
-    return None if None in found else np.array(found, np.int32)

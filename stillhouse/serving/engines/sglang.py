@@ -1,31 +1,60 @@
-"""SGLang 0.5: completions from `/generate`, weights by `/update_weights_from_disk`. Written after its source; none of
-its answers was recorded.
+"""SGLang (0.5), as a teacher and as a writer of completions: `/generate`. Written after its source; no answer was
+recorded.
 
-It labels a completion as a whole, when it ends. So before an update, completions under way are ended, and what was
-asked before the update and answered after it is discarded and asked again. Its log-probabilities are those after the
-temperature, over the whole vocabulary, unless it was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
+Signals are asked for without new tokens. Hidden states are JSON lists, and need a server that was started with
+`--enable-return-hidden-states`. Their log-probabilities are always at temperature 1, over the whole vocabulary.
+
+Weights of a writer are loaded by `/update_weights_from_disk`. SGLang labels a completion as a whole, when it ends. So
+before an update, completions under way are ended, and what was asked before the update and answered after it is
+discarded and asked again. Log-probabilities of completions are those after the temperature, over the whole
+vocabulary, unless it was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
 """
 
+import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import httpx2
-from pydantic import BaseModel, ValidationError
+import torch
+from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.generation.sample import Sampling
 from stillhouse.serving.engines.api import (
     Answer,
-    Ask,
     Kind,
+    NumberedCall,
     Published,
+    Scores,
+    ServerInfo,
     Span,
+    parsed,
     refuse,
     require,
 )
+from stillhouse.serving.engines.score_tensors import next_tokens, top_k_tensors
+from stillhouse.serving.pool import Ask, Call
+from stillhouse.serving.wire import JSON
+from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 #: log-probability, id, text
+_PromptEntry = tuple[float | None, int, Any]
 _Entry = tuple[float, int, str | None]
+
+
+class _ModelInfo(BaseModel):
+    model_path: str
+
+
+class _ScoredMeta(BaseModel):
+    input_token_logprobs: list[_PromptEntry] | None = None
+    input_top_logprobs: list[list[_PromptEntry] | None] | None = None
+    hidden_states: Annotated[list[Any], Field(min_length=1)] | None = None
+
+
+class _Scored(BaseModel):
+    meta_info: _ScoredMeta
 
 
 class _Finish(BaseModel):
@@ -33,7 +62,7 @@ class _Finish(BaseModel):
     matched: int | str | None = None
 
 
-class _Meta(BaseModel):
+class _GeneratedMeta(BaseModel):
     finish_reason: _Finish
     output_token_logprobs: list[_Entry]
     output_top_logprobs: list[list[_Entry] | None] = []
@@ -42,15 +71,38 @@ class _Meta(BaseModel):
 
 class _Generated(BaseModel):
     output_ids: list[int] | None = None
-    meta_info: _Meta
+    meta_info: _GeneratedMeta
 
 
 class SglangApi:
     name: ClassVar[str] = "sglang"
+    signals: ClassVar[frozenset[str]] = frozenset({"hidden", "top_k"})
+    any_temperature: ClassVar[frozenset[str]] = frozenset({"hidden"})
     path: ClassVar[str] = "/generate"
     marks_tokens: ClassVar[bool] = False
     proved: ClassVar[bool] = False
     hint: ClassVar[str] = "expected SGLang 0.5 or later"
+
+    # signals
+
+    def recognises(self, ask: Ask) -> bool:
+        answer = ask("/get_model_info", None)
+        return answer.status_code == 200 and '"model_path"' in answer.text
+
+    def describe(self, ask: Ask, url: str) -> ServerInfo:
+        answer = ask("/get_model_info", None)
+        info = parsed(_ModelInfo, answer.content, f"{url}/get_model_info is not that of SGLang")
+        return ServerInfo(url, info.model_path)
+
+    def tokenize(self, ask: Ask, model: str, text: str) -> list[int] | None:
+        return None
+
+    def calls(
+        self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
+    ) -> list[NumberedCall]:
+        return [([number], _scoring(spec, width, document)) for number, document in enumerate(documents)]
+
+    # completions
 
     def model_name(self, ask: Ask) -> str | None:
         return None
@@ -79,18 +131,19 @@ class SglangApi:
         }
 
     def parse(self, response: httpx2.Response, kind: Kind) -> Answer:
-        found = _read(response)
-        ids = [token for _, token, _ in found.meta_info.output_token_logprobs]
-        if found.output_ids is not None and found.output_ids != ids:
+        generated = _generated(response)
+        meta = generated.meta_info
+        ids = [token for _, token, _ in meta.output_token_logprobs]
+        log_probs = [log_prob for log_prob, _, _ in meta.output_token_logprobs]
+        if generated.output_ids is not None and generated.output_ids != ids:
             raise ValueError("the ids of the completion and of its log-probabilities differ")
-        log_probs = [value for value, _, _ in found.meta_info.output_token_logprobs]
-        finish = found.meta_info.finish_reason
-        spans = [Span(found.meta_info.weight_version, 0, len(ids))]
-        return Answer(ids, log_probs, spans, finish.type, finish.matched if isinstance(finish.matched, str) else None)
+        stop = meta.finish_reason.matched if isinstance(meta.finish_reason.matched, str) else None
+        return Answer(ids, log_probs, [Span(meta.weight_version, 0, len(ids))], meta.finish_reason.type, stop)
 
     def top_log_probs(self, response: httpx2.Response) -> list[float]:
-        rows = _read(response).meta_info.output_top_logprobs
-        return sorted({token: value for value, token, _ in (rows[0] if rows else None) or []}.values(), reverse=True)
+        rows = _generated(response).meta_info.output_top_logprobs
+        first = (rows[0] if rows else None) or []
+        return sorted({token: log_prob for log_prob, token, _ in first}.values(), reverse=True)
 
     def give(self, ask: Ask, published: Published) -> bool:
         if published.kind == "adapter":
@@ -101,9 +154,9 @@ class SglangApi:
         require(ask("/pause_generation", {"mode": "abort"}), "/pause_generation", self.hint)
         body = {"model_path": str(published.folder), "weight_version": published.label, "flush_cache": True}
         response = ask("/update_weights_from_disk", body)
-        found = require(response, "loading the weights", "the server stays paused")
-        if not isinstance(found, dict) or found.get("success") is not True:
-            refuse(response, "loading the weights", str(found)[:500], "the server stays paused")
+        content = require(response, "loading the weights", "the server stays paused")
+        if not isinstance(content, dict) or content.get("success") is not True:
+            refuse(response, "loading the weights", str(content)[:500], "the server stays paused")
         require(ask("/continue_generation", {}), "/continue_generation")
         return True
 
@@ -119,10 +172,53 @@ class SglangApi:
         pass
 
 
-def _read(response: httpx2.Response) -> _Generated:
+def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
+    tokens = document.tokens[: document.rows.stop + 1].tolist()
+    body: dict[str, Any] = {"input_ids": tokens, "sampling_params": {"temperature": 1.0, "max_new_tokens": 0}}
+    if spec.kind == "hidden":
+        body["return_hidden_states"] = True
+        parse = partial(_hidden_states, spec=spec, width=width, document=document, tokens=len(tokens))
+    else:
+        body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": spec.top_k}
+        parse = partial(_top_k, spec=spec, document=document, tokens=len(tokens))
+    return Call("/generate", json.dumps(body).encode(), JSON, parse, len(tokens))
+
+
+def _hidden_states(
+    response: httpx2.Response, spec: SignalSpec, width: int, document: DocumentRows, tokens: int
+) -> Scores:
+    states = _scored(response).hidden_states
     try:
-        return _Generated.model_validate_json(response.content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"/generate gives no completion: {place}: {first['msg']}") from error
+        hidden_SE = torch.tensor(states[0] if states else [], dtype=torch.float32)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the hidden states of /generate are no array: {error}") from error
+    if list(hidden_SE.shape) != [tokens, width]:
+        raise ValueError(
+            f"/generate gives hidden states of shape {list(hidden_SE.shape)}: expected {[tokens, width]}"
+        )
+    if not hidden_SE.isfinite().all():
+        raise ValueError("the hidden states of /generate are not finite")
+    return [{"hidden": hidden_SE[document.rows.start : document.rows.stop].to(DTYPES[spec.dtype])}]
+
+
+def _top_k(response: httpx2.Response, spec: SignalSpec, document: DocumentRows, tokens: int) -> Scores:
+    meta = _scored(response)
+    actual, best = meta.input_token_logprobs or [], meta.input_top_logprobs or []
+    if (len(actual), len(best)) != (tokens, tokens):
+        raise ValueError(f"/generate scored {len(actual)} and {len(best)} tokens: expected {tokens}")
+    rows: list[dict[int, float]] = []
+    for row, next_token in zip(document.rows, next_tokens(document), strict=True):
+        # entry t + 1 is about token t + 1: it is the distribution of row t
+        token = actual[row + 1][1]
+        if token != next_token:
+            raise ValueError(f"row {row} is about token {token}: expected {next_token}, which follows it")
+        rows.append({top: log_prob for log_prob, top, _ in best[row + 1] or [] if log_prob is not None})
+    return [top_k_tensors(rows, spec)]
+
+
+def _scored(response: httpx2.Response) -> _ScoredMeta:
+    return parsed(_Scored, response.content, "/generate has no such scores").meta_info
+
+
+def _generated(response: httpx2.Response) -> _Generated:
+    return parsed(_Generated, response.content, "/generate gives no completion")

@@ -1,25 +1,83 @@
-"""`stillhouse serve --generate`: completions in vLLM's form, and weights from a published folder in one request."""
+"""`stillhouse serve`: every signal, as one safetensors body for several documents.
 
+`stillhouse serve --generate`: completions in vLLM's form, and weights from a published folder in one request.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+import httpx2
+from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import tokenizer_fingerprint
 from stillhouse.serving.engines.api import (
-    Ask,
     Kind,
+    NumberedCall,
     Published,
+    Scores,
+    ServerInfo,
+    described,
+    parsed,
     require,
 )
 from stillhouse.serving.engines.vllm import VllmApi
+from stillhouse.serving.pool import Ask, Call, RefusedError
+from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+
+#: tokens of a request, unless a single document has more
+REQUEST_TOKENS = 4096
+
+
+class _Info(BaseModel):
+    """The answer of `GET /v1/info`, with the names of `ServerInfo`."""
+
+    stillhouse: str
+    model: str
+    identity: str = Field(validation_alias="teacher")
+    vocabulary: int
+    width: int
+    dtype: str
+    max_tokens: int
+    request_tokens: int = Field(validation_alias="max_request_tokens")
+    max_top_k: int
+    signals: frozenset[str]
+    files: dict[str, str]
+    quantize: str | None = None
 
 
 class StillhouseApi(VllmApi):
     """It loads a version whole or not at all, between two batches: every token of a completion has one version."""
 
     name: ClassVar[str] = "stillhouse"
+    signals: ClassVar[frozenset[str]] = frozenset({"hidden", "top_k", "chosen", "sampled"})
+    any_temperature: ClassVar[frozenset[str]] = signals
     proved: ClassVar[bool] = True
     hint: ClassVar[str] = "expected a server that was started with stillhouse serve MODEL --generate"
+
+    # signals
+
+    def recognises(self, ask: Ask) -> bool:
+        answer = ask("/v1/info", None)
+        return answer.status_code in (401, 403) or (answer.status_code == 200 and '"stillhouse"' in answer.text)
+
+    def describe(self, ask: Ask, url: str) -> ServerInfo:
+        info = parsed(_Info, described(ask, url, "/v1/info"), f"{url}/v1/info is not that of `stillhouse serve`")
+        return ServerInfo(url, **info.model_dump(exclude={"stillhouse"}))
+
+    def tokenize(self, ask: Ask, model: str, text: str) -> list[int] | None:
+        return None
+
+    def calls(
+        self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
+    ) -> list[NumberedCall]:
+        groups = _groups(documents, min(REQUEST_TOKENS, info.request_tokens or REQUEST_TOKENS))
+        return [
+            (numbers, _scoring(info, spec, width, [documents[number] for number in numbers])) for numbers in groups
+        ]
+
+    # completions
 
     def model_name(self, ask: Ask) -> str | None:
         return None
@@ -37,9 +95,37 @@ class StillhouseApi(VllmApi):
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
-        found = require(ask("/v1/info", None), "/v1/info", self.hint)
-        is_same = isinstance(found, dict) and found.get("tokenizer") == tokenizer_fingerprint(tokenizer)
+        info = require(ask("/v1/info", None), "/v1/info", self.hint)
+        is_same = isinstance(info, dict) and info.get("tokenizer") == tokenizer_fingerprint(tokenizer)
         return None if is_same else "its fingerprint is another one"
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         pass
+
+
+def _scoring(info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]) -> Call[Scores]:
+    def parse(response: httpx2.Response) -> Scores:
+        teacher, scores = decode_answer(response.content, spec, width, documents)
+        if teacher != info.identity:
+            raise RefusedError(
+                f"{response.url.host}:{response.url.port} serves another teacher now (hash {teacher[:12]}) than when "
+                f"this run started ({str(info.identity)[:12]}): start the server with the same weights again"
+            )
+        return scores
+
+    tokens = sum(len(document.tokens) for document in documents)
+    return Call("/v1/score", encode_request(spec, documents), SAFETENSORS, parse, tokens)
+
+
+def _groups(documents: Sequence[DocumentRows], most_tokens: int) -> Iterator[list[int]]:
+    """The numbers of neighbouring documents that have at most so many tokens together; or of one longer document."""
+    group: list[int] = []
+    tokens = 0
+    for number, document in enumerate(documents):
+        if group and tokens + len(document.tokens) > most_tokens:
+            yield group
+            group, tokens = [], 0
+        group.append(number)
+        tokens += len(document.tokens)
+    if group:
+        yield group

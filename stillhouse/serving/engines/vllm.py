@@ -1,30 +1,60 @@
-"""A stock vLLM (0.30 or later): completions from `/inference/v1/generate`, weights by its routes for development.
+"""A stock vLLM (0.30 or later), as a teacher and as a writer of completions.
 
-The server is started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1. It marks each token with the label of the
-weights that wrote it. At a temperature other than 1 it also needs --logprobs-mode processed_logprobs.
+Signals: hidden states come from `/pooling`, the top ids from `/v1/completions`, and ids that the student chooses from
+`/inference/v1/generate`. A server is started either for pooling or for completions, so it gives hidden states or ids.
+Hidden states are those after the last norm; with the teacher's head, which the client has, they give the exact
+distribution at every temperature. Log-probabilities are always at temperature 1, over the whole vocabulary. Chosen
+ids need vLLM 0.31 on a GPU, started with --enable-scale-out; that was written after its source, without a recorded
+answer.
 
-Of a student with an adapter, each version is an adapter of its own name, which requests name as their model; the
-server needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A completion that is under way keeps its adapter.
+Completions come from `/inference/v1/generate`, and weights are loaded by its routes for development. The server is
+started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1. It marks each token with the label of the weights that
+wrote it. At a temperature other than 1 it also needs --logprobs-mode processed_logprobs. Of a student with an
+adapter, each version is an adapter of its own name, which requests name as their model; the server needs
+--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A completion that is under way keeps its adapter.
 """
 
+import base64
+import io
+import json
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import httpx2
-from pydantic import BaseModel, Field, ValidationError
+import numpy as np
+import torch
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.generation.sample import Sampling
+from stillhouse.libraries import reading
 from stillhouse.serving.engines.api import (
     Answer,
-    Ask,
     Kind,
+    NumberedCall,
     Published,
+    Scores,
+    ServerInfo,
     Span,
+    described,
+    parsed,
     refuse,
     require,
 )
+from stillhouse.serving.engines.score_tensors import id_tensors, next_tokens, top_k_tensors
+from stillhouse.serving.pool import Ask, Call
+from stillhouse.serving.wire import JSON
+from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
+_GENERATE = "/inference/v1/generate"
+_NO_POOLING = (
+    "this vLLM generates text; expected one that was started with --runner pooling --convert embed --pooler-config "
+    """'{"task":"token_embed","use_activation":false}'"""
+)
+_NO_SCORES = "this vLLM scores no chosen ids; expected 0.31 or later, started with --enable-scale-out"
+_NO_COMPLETIONS = "this vLLM pools; expected one that generates text, or the signal hidden"
 _DEVELOPMENT = "expected a vLLM that was started with VLLM_SERVER_DEV_MODE=1 in its environment"
 _LORA = (
     "expected a vLLM that was started with --enable-lora, --max-lora-rank of at least the adapter's r, and "
@@ -32,12 +62,39 @@ _LORA = (
 )
 
 
-class _Model(BaseModel):
-    id: str
+class _FirstModel(BaseModel):
+    id: str = Field(validation_alias=AliasPath("data", 0, "id"))
+    max_model_len: int | None = Field(default=None, validation_alias=AliasPath("data", 0, "max_model_len"))
 
 
-class _Models(BaseModel):
-    data: Annotated[list[_Model], Field(min_length=1)]
+class _Tokenized(BaseModel):
+    tokens: list[int]
+
+
+class _Pooled(BaseModel):
+    embed_dtype: str
+    endianness: str
+    shape: list[int]
+
+
+class _Pooling(BaseModel):
+    data: Annotated[list[_Pooled], Field(min_length=1, max_length=1)]
+
+
+class _PromptLogProb(BaseModel):
+    logprob: float
+
+
+class _PromptChoice(BaseModel):
+    prompt_logprobs: list[dict[int, _PromptLogProb] | None]
+
+
+class _Completion(BaseModel):
+    choices: Annotated[list[_PromptChoice], Field(min_length=1, max_length=1)]
+
+
+class _ChosenScores(BaseModel):
+    prompt_token_id_logprobs: str
 
 
 class _LogProb(BaseModel):
@@ -67,32 +124,22 @@ class _Choice(BaseModel):
     weight_versions: list[_Span] | None = None
 
 
-class _Device(BaseModel):
-    device: str
-
-
-class _VllmConfig(BaseModel):
-    device_config: _Device
-
-
-class _ServerInfo(BaseModel):
-    vllm_config: _VllmConfig
-
-
 class _Generated(BaseModel):
     model: str | None = None
     choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
 
 
-class _Tokenized(BaseModel):
-    tokens: list[int]
+class _ServerInfo(BaseModel):
+    device: str = Field(validation_alias=AliasPath("vllm_config", "device_config", "device"))
 
 
 class VllmApi:
     """is_tied: whether the student's output head is its embedding, and whole models are given to the server."""
 
     name: ClassVar[str] = "vllm"
-    path: ClassVar[str] = "/inference/v1/generate"
+    signals: ClassVar[frozenset[str]] = frozenset({"hidden", "top_k", "chosen"})
+    any_temperature: ClassVar[frozenset[str]] = frozenset({"hidden"})
+    path: ClassVar[str] = _GENERATE
     marks_tokens: ClassVar[bool] = True
     proved: ClassVar[bool] = False
     hint: ClassVar[str] = "expected vLLM 0.30 or later, started with --enable-scale-out"
@@ -100,14 +147,33 @@ class VllmApi:
     def __init__(self, *, is_tied: bool = False):
         self.is_tied = is_tied
 
+    # signals
+
+    def recognises(self, ask: Ask) -> bool:
+        answer = ask("/v1/models", None)
+        return answer.status_code == 200 and '"owned_by":"vllm"' in answer.text.replace(" ", "")
+
+    def describe(self, ask: Ask, url: str) -> ServerInfo:
+        model = parsed(_FirstModel, described(ask, url, "/v1/models"), f"{url}/v1/models is not that of vLLM")
+        return ServerInfo(url, model.id, max_tokens=model.max_model_len)
+
+    def tokenize(self, ask: Ask, model: str, text: str) -> list[int] | None:
+        answer = _tokenized(ask, model, text)
+        return _ids(answer) if answer.status_code == 200 else None
+
+    def calls(
+        self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
+    ) -> list[NumberedCall]:
+        make = {"hidden": _pooling, "top_k": _prompt_log_probs, "chosen": _chosen_scores}[spec.kind]
+        return [([number], make(info, spec, width, document)) for number, document in enumerate(documents)]
+
+    # completions
+
     def model_name(self, ask: Ask) -> str | None:
-        try:
-            name = _Models.model_validate_json(ask("/v1/models", None).content).data[0].id
-        except ValidationError as error:
-            raise ValueError(f"/v1/models names no model: {error.errors()[0]['msg']}; {self.hint}") from error
+        model = parsed(_FirstModel, ask("/v1/models", None).content, "/v1/models names no model", self.hint)
         if self.is_tied:
             _require_whole_updates(ask)
-        return name
+        return model.id
 
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
@@ -120,9 +186,9 @@ class VllmApi:
             "top_k": sampling.top_k,  # 0 is all tokens here, too
             "min_p": sampling.min_p,
             "seed": seed % 2**63,
-            # the drawn token counts among them, whether or not it is one of the likeliest
+            # the sampled token counts among them, whether or not it is one of the most probable
             "logprobs": top + 1 if top else 0,
-            # a completion ends at the given tokens, and at no other that the server's own configuration names
+            # a completion ends at these tokens, and at no other that the server's own configuration names
             "ignore_eos": True,
             "stop_token_ids": list(sampling.eos_ids),
             "stop": list(sampling.stop),
@@ -132,21 +198,22 @@ class VllmApi:
         return {**named, "token_ids": list(ids), "sampling_params": parameters}
 
     def parse(self, response: httpx2.Response, kind: Kind) -> Answer:
-        found = _read(response)
-        [choice] = found.choices
+        generated = _generated(response)
+        [choice] = generated.choices
         tokens = choice.logprobs.content
-        if [each.token_id for each in tokens] != choice.token_ids:
+        if [token.token_id for token in tokens] != choice.token_ids:
             raise ValueError("the ids of the completion and of its log-probabilities differ")
-        spans = [Span(each.version, each.start, each.end) for each in choice.weight_versions or []]
+        spans = [Span(span.version, span.start, span.end) for span in choice.weight_versions or []]
         if kind == "adapter":  # its label is the model that the request names; the label of the weights is the base's
-            spans = [Span(found.model, 0, len(tokens))]
+            spans = [Span(generated.model, 0, len(tokens))]
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
-        return Answer(choice.token_ids, [each.logprob for each in tokens], spans, choice.finish_reason, stop)
+        log_probs = [token.logprob for token in tokens]
+        return Answer(choice.token_ids, log_probs, spans, choice.finish_reason, stop)
 
     def top_log_probs(self, response: httpx2.Response) -> list[float]:
-        [choice] = _read(response).choices
-        found = {each.token_id: each.logprob for token in choice.logprobs.content[:1] for each in token.top_logprobs}
-        return sorted(found.values(), reverse=True)
+        [choice] = _generated(response).choices
+        by_id = {top.token_id: top.logprob for token in choice.logprobs.content[:1] for top in token.top_logprobs}
+        return sorted(by_id.values(), reverse=True)
 
     def give(self, ask: Ask, published: Published) -> bool:
         if published.kind == "adapter":
@@ -171,22 +238,115 @@ class VllmApi:
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
-        response = ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+        response = _tokenized(ask, model, text)
         if response.status_code != 200:
             raise ValueError(
                 f"{response.url} does not tell the server's tokenizer: {response.status_code}; expected a vLLM that "
                 "was started without --skip-tokenizer-init"
             )
-        try:
-            found = _Tokenized.model_validate_json(response.content).tokens
-        except ValidationError as error:
-            raise ValueError(f"{response.url} gives no ids: {error.errors()[0]['msg']}") from error
-        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return None if found == expected else f"it makes {len(found)} ids of a text of {len(expected)}"
+        ids, expected = _ids(response), tokenizer(text, add_special_tokens=False)["input_ids"]
+        return None if ids == expected else f"it makes {len(ids)} ids of a text of {len(expected)}"
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         if kind == "adapter":
             ask("/v1/unload_lora_adapter", {"lora_name": label})
+
+
+def _tokenized(ask: Ask, model: str | None, text: str) -> httpx2.Response:
+    return ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+
+
+def _ids(response: httpx2.Response) -> list[int]:
+    return parsed(_Tokenized, response.content, f"{response.url} gives no ids").tokens
+
+
+def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
+    # of a causal model, the rows do not depend on the tokens after the last of them
+    tokens = document.tokens[: document.rows.stop].tolist()
+    body = {
+        "model": info.model,
+        "input": tokens,
+        "task": "token_embed",
+        "use_activation": False,
+        "encoding_format": "bytes",
+        "embed_dtype": spec.dtype,
+        "endianness": "little",
+    }
+    parse = partial(_hidden_states, spec=spec, width=width, document=document)
+    return Call("/pooling", json.dumps(body).encode(), JSON, parse, len(tokens), _NO_POOLING)
+
+
+def _hidden_states(response: httpx2.Response, spec: SignalSpec, width: int, document: DocumentRows) -> Scores:
+    what = "the header 'metadata' of /pooling does not describe one array"
+    pooled = parsed(_Pooling, response.headers.get("metadata", ""), what).data[0]
+    expected = [document.rows.stop, width]
+    if pooled.shape != expected or pooled.embed_dtype != spec.dtype or pooled.endianness != "little":
+        raise ValueError(f"/pooling gives {pooled}: expected {expected} of {spec.dtype}, little endian")
+    dtype = DTYPES[spec.dtype]
+    if len(response.content) != math.prod(expected) * dtype.itemsize:
+        raise ValueError(f"/pooling gives {len(response.content):,} bytes for {expected} of {spec.dtype}")
+    hidden_NE = torch.frombuffer(bytearray(response.content), dtype=dtype).view(expected)
+    if not hidden_NE.isfinite().all():
+        raise ValueError("the hidden states of /pooling are not finite")
+    return [{"hidden": hidden_NE[document.rows.start :]}]
+
+
+def _prompt_log_probs(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
+    tokens = document.tokens[: document.rows.stop + 1].tolist()
+    body = {
+        "model": info.model,
+        "prompt": tokens,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": spec.top_k,
+        "return_tokens_as_token_ids": True,
+    }
+    parse = partial(_top_k, spec=spec, document=document)
+    return Call("/v1/completions", json.dumps(body).encode(), JSON, parse, len(tokens), _NO_COMPLETIONS)
+
+
+def _top_k(response: httpx2.Response, spec: SignalSpec, document: DocumentRows) -> Scores:
+    what = "/v1/completions has no prompt_logprobs of one prompt"
+    entries = parsed(_Completion, response.content, what).choices[0].prompt_logprobs
+    if len(entries) != document.rows.stop + 1:
+        raise ValueError(f"/v1/completions scored {len(entries)} tokens: expected {document.rows.stop + 1}")
+    rows: list[dict[int, float]] = []
+    for row, next_token in zip(document.rows, next_tokens(document), strict=True):
+        # entry t + 1 is about token t + 1: it is the distribution of row t
+        log_probs = {token: entry.logprob for token, entry in (entries[row + 1] or {}).items()}
+        if next_token not in log_probs:
+            raise ValueError(f"row {row} lacks token {next_token}, which follows it: the rows are shifted")
+        if spec.top_k is not None and len(log_probs) == spec.top_k + 1:
+            del log_probs[next_token]  # it is added if it is not among the top ids
+        rows.append(log_probs)
+    return [top_k_tensors(rows, spec)]
+
+
+def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
+    assert document.ids_NK is not None
+    tokens = document.tokens[: document.rows.stop + 1].tolist()
+    next_tokens(document)  # this engine scores no last row, either
+    scored = {"prompt_logprob_start": document.rows.start, "prompt_logprob_token_ids": document.ids_NK.tolist()}
+    body = {"token_ids": tokens, "sampling_params": {"max_tokens": 1, "temperature": 0.0, **scored}}
+    parse = partial(_chosen, spec=spec, document=document)
+    return Call(_GENERATE, json.dumps(body).encode(), JSON, parse, len(tokens), _NO_SCORES)
+
+
+def _chosen(response: httpx2.Response, spec: SignalSpec, document: DocumentRows) -> Scores:
+    assert document.ids_NK is not None
+    with reading(f"{_GENERATE} gives no array of log-probabilities"):
+        content = base64.b64decode(_ChosenScores.model_validate_json(response.content).prompt_token_id_logprobs)
+        log_probs_NK = np.load(io.BytesIO(content), allow_pickle=False)
+    if log_probs_NK.shape != tuple(document.ids_NK.shape) or log_probs_NK.dtype.kind != "f":
+        raise ValueError(
+            f"{_GENERATE} gives {log_probs_NK.dtype} of shape {log_probs_NK.shape}: expected one number for each of "
+            f"{tuple(document.ids_NK.shape)} ids"
+        )
+    return [id_tensors(document.ids_NK.to(torch.int32).numpy(), log_probs_NK, spec)]
+
+
+def _generated(response: httpx2.Response) -> _Generated:
+    return parsed(_Generated, response.content, f"{_GENERATE} gives no completion")
 
 
 def _require_whole_updates(ask: Ask) -> None:
@@ -197,7 +357,7 @@ def _require_whole_updates(ask: Ask) -> None:
     if answer.status_code == 404:
         raise ValueError(f"{answer.url}: 404; {_DEVELOPMENT}")
     try:
-        device = _ServerInfo.model_validate_json(answer.content).vllm_config.device_config.device
+        device = _ServerInfo.model_validate_json(answer.content).device
     except ValidationError as error:
         raise ValueError(
             f"{answer.url} does not tell the server's device ({error.errors()[0]['msg']}), and a vLLM on a CPU keeps "
@@ -214,15 +374,6 @@ def _require_whole_updates(ask: Ask) -> None:
 
 def _succeed(ask: Ask, path: str, body: Any, key: str, expected: Any) -> None:
     response = ask(path, body)
-    found = require(response, path, _DEVELOPMENT if response.status_code == 404 else "")
-    if not isinstance(found, dict) or found.get(key) != expected:
-        refuse(response, path, f"got {str(found)[:200]}, expected {key}: {expected}")
-
-
-def _read(response: httpx2.Response) -> _Generated:
-    try:
-        return _Generated.model_validate_json(response.content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"/inference/v1/generate gives no completion: {place}: {first['msg']}") from error
+    content = require(response, path, _DEVELOPMENT if response.status_code == 404 else "")
+    if not isinstance(content, dict) or content.get(key) != expected:
+        refuse(response, path, f"got {str(content)[:200]}, expected {key}: {expected}")

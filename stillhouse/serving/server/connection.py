@@ -15,7 +15,7 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stillhouse.serving.server.errors import error_response
+from stillhouse.serving.server.request_errors import error_response
 
 #: the one route without a token and without a limit, for the probes of an orchestrator
 OPEN_PATHS = ("/healthz",)
@@ -50,10 +50,10 @@ class Connection(H11Protocol):
         self._begin_to_wait()
         excess = len(self.connections) - most_connections()
         if excess > 0:
-            others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
-            waiting = [each for each in others if each.waits and not each.transport.is_closing()]
+            others = [other for other in self.connections if isinstance(other, Connection) and other is not self]
+            waiting = [other for other in others if other.waits and not other.transport.is_closing()]
             if waiting:
-                min(waiting, key=lambda each: each.waits_since).transport.abort()
+                min(waiting, key=lambda other: other.waits_since).transport.abort()
             elif excess > SPARE:  # fewer have requests that `Room` has not refused yet
                 self.transport.abort()
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stillhouse.serving.server.connection import OPEN_PATHS
-from stillhouse.serving.server.errors import RequestError, error_response
+from stillhouse.serving.server.request_errors import RequestError, error_response
 
 #: how long a client may take to send a body, and to read each part of an answer
 BODY_SECONDS, SEND_SECONDS = 120.0, 120.0
@@ -30,8 +30,8 @@ class BearerToken:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = [value for name, value in scope["headers"] if name == b"authorization"]
-            if len(given) != 1 or not hmac.compare_digest(given[0], self._expected):
+            tokens = [value for name, value in scope["headers"] if name == b"authorization"]
+            if len(tokens) != 1 or not hmac.compare_digest(tokens[0], self._expected):
                 refused = error_response(
                     HTTPStatus.UNAUTHORIZED,
                     "expected the header `Authorization: Bearer` with this server's token",

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 
 import numpy as np
 
-from stillhouse.serving.server.errors import RequestError
+from stillhouse.serving.server.bodies import refused
 from stillhouse.signals.scorer import Part
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -35,36 +34,40 @@ class Limits:
     binary_bytes: int = 64 * MIB
     bodies_bytes: int = 512 * MIB
 
+    @property
+    def most_ids(self) -> int:
+        """The most ids per token of a signal."""
+        return min(self.max_top_k, self.vocabulary)
+
     def parts(self, signal: SignalSpec, documents: Sequence[DocumentRows]) -> list[Part]:
         """The parts of a request for a signal. Raises RequestError for one beyond the limits."""
         if signal.kind not in self.signals:
-            raise _refused(f"signal '{signal.kind}': this server has {', '.join(self.signals)}", "signal")
-        most = min(self.max_top_k, self.vocabulary)
-        if signal.top_k is not None and signal.top_k > most:
-            raise _refused(f"top_k={signal.top_k}: expected at most {most}", "top_k")
-        self.check_documents([each.tokens for each in documents], "token_ids")
+            raise refused(f"signal '{signal.kind}': this server has {', '.join(self.signals)}", "signal")
+        if signal.top_k is not None and signal.top_k > self.most_ids:
+            raise refused(f"top_k={signal.top_k}: expected at most {self.most_ids}", "top_k")
+        self.check_documents([document.tokens for document in documents], "token_ids")
         for document in documents:
             ids_NK = document.ids_NK
             if ids_NK is not None and ids_NK.numel():
-                smallest, largest = (int(each) for each in ids_NK.aminmax())
+                smallest, largest = (int(bound) for bound in ids_NK.aminmax())
                 if smallest < -1 or largest >= self.vocabulary:
                     wrong = smallest if smallest < -1 else largest
-                    raise _refused(f"ids: got {wrong}, expected −1 for none, or 0 to {self.vocabulary - 1}", "ids")
+                    raise refused(f"ids: got {wrong}, expected −1 for none, or 0 to {self.vocabulary - 1}", "ids")
         return [Part(document, signal) for document in documents]
 
     def check_count(self, documents: int, param: str) -> None:
         if documents > self.max_sequences:
-            raise _refused(f"{documents} sequences: expected at most {self.max_sequences} per request", param)
+            raise refused(f"{documents} sequences: expected at most {self.max_sequences} per request", param)
 
     def check_documents(self, documents: Sequence[Sequence[int] | np.ndarray], param: str) -> None:
         """Raise RequestError for too many documents, too long ones, and ids beyond the vocabulary."""
         self.check_count(len(documents), param)
-        total = sum(len(each) for each in documents)
+        total = sum(map(len, documents))
         if total > self.max_request_tokens:
-            raise _refused(f"{total} tokens: expected at most {self.max_request_tokens} per request", param)
+            raise refused(f"{total} tokens: expected at most {self.max_request_tokens} per request", param)
         for number, tokens in enumerate(documents):
             if not 1 <= len(tokens) <= self.max_tokens:
-                raise _refused(
+                raise refused(
                     f"sequence {number} has {len(tokens)} tokens: expected 1 to {self.max_tokens} (the model's "
                     "positions, and the server's --batch-tokens)",
                     param,
@@ -73,12 +76,8 @@ class Limits:
             smallest, largest = int(ids.min()), int(ids.max())
             if smallest < 0 or largest >= self.vocabulary:
                 wrong = smallest if smallest < 0 else largest
-                raise _refused(
+                raise refused(
                     f"sequence {number} has the token id {wrong}: expected 0 to {self.vocabulary - 1}, the rows of "
                     "the teacher's head",
                     param,
                 )
-
-
-def _refused(message: str, param: str) -> RequestError:
-    return RequestError(HTTPStatus.BAD_REQUEST, message, param=param)

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from stillhouse.serving.server.batching import RequestQueue
+from stillhouse.serving.server.request_queue import RequestQueue
 
 PATHS = (
     "/v1/score",
@@ -45,11 +45,11 @@ class Metrics:
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count an answer. Paths that do not exist count as one, so that a client cannot create series."""
         if path.startswith("/v1/files/"):
-            known = "/v1/files"
+            label = "/v1/files"
         else:
-            known = path if path in PATHS else "other"
-        self._requests.labels(known, str(status)).inc()
-        self._latency.labels(known).observe(seconds)
+            label = path if path in PATHS else "other"
+        self._requests.labels(label, str(status)).inc()
+        self._latency.labels(label).observe(seconds)
 
     def batch(self, tokens: int, seconds: float) -> None:
         self._tokens.inc(tokens)

@@ -1,8 +1,8 @@
 """Proves before the first step that servers give the signals of the teacher that is meant.
 
 A server that is wrong may still answer: with the rows of the next token, with a temperature that it ignores, with
-weights that it lost in a sleep. Each proof asks every server for a few documents of the run's own data, and refuses
-what it finds by name.
+weights that it lost in a sleep. Each proof asks every server for a few documents of the run's data, and names the
+error.
 
 N rows, K ids per row.
 """
@@ -22,9 +22,9 @@ from stillhouse.data import Documents
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.objective import OutputHead, linear_log_probs
-from stillhouse.serving.client.api import NeedsModelError
-from stillhouse.serving.client.pool import ServerError
-from stillhouse.serving.client.remote import RemoteSignals
+from stillhouse.serving.client.remote_signals import RemoteSignals
+from stillhouse.serving.engines.api import NeedsModelError
+from stillhouse.serving.pool import ServerError
 from stillhouse.signals.compare import largest_difference, row_differences
 from stillhouse.signals.extract import Extract
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -60,10 +60,10 @@ class Proof:
         proven: set[str] = set()
         for url in urls:
             try:
-                found = self.store.scores(self.probes, url=url, spec=self.spec, timeout=REPEAT_SECONDS)
+                answers = self.store.scores(self.probes, url=url, spec=self.spec, timeout=REPEAT_SECONDS)
             except ServerError:
                 continue
-            self._require_same(found, f"{url} no longer gives the signals that it gave at the start")
+            self._require_same(answers, f"{url} no longer gives the signals that it gave at the start")
             proven.add(url)
         return proven
 
@@ -85,9 +85,11 @@ class Proof:
     def save(self, path: Path) -> None:
         """Write the answers, so that a resumed run finds another teacher behind the same address."""
         named = {
-            f"{number} {name}": each for number, answer in enumerate(self.answers) for name, each in answer.items()
+            f"{number} {name}": tensor.contiguous()
+            for number, answer in enumerate(self.answers)
+            for name, tensor in answer.items()
         }
-        save_file({name: each.contiguous() for name, each in named.items()}, path)
+        save_file(named, path)
 
     def _require_same(self, other: Sequence[dict[str, Tensor]], what: str) -> None:
         worst = largest_difference(self.answers, other)
@@ -105,32 +107,25 @@ def prove(
 ) -> Proof:
     """Score a few documents on every server. Raises ValueError for whatever the servers get wrong.
 
-    tokenizer: the run's own. local: the teacher in this process, to compare with. head: the teacher's output head,
-    with which hidden states are judged by the cross-entropy of the next tokens.
+    tokenizer: the student's. local: the teacher in this process, to compare with. head: the teacher's output head,
+    with which hidden states give the cross-entropy of the next tokens.
     """
     probes = _probes(documents)
     _prove_tokenizer(store, probes, tokenizer)
     spec = _comparable(store)
     first = store.scores(probes, url=store.servers[0].url, spec=spec)
     for server in store.servers:
-        found = store.scores(probes, url=server.url, spec=spec)
-        _prove_informed(found, store.vocabulary, server.url)
-        _prove_alignment(store, spec, probes, found, server.url)
-        _prove_temperature(store, spec, probes, found, server.url)
-        worst = largest_difference(found, first)
+        proof = _ServerProof(store, spec, probes, server.url, store.scores(probes, url=server.url, spec=spec))
+        proof.prove_informed()
+        proof.prove_alignment()
+        proof.prove_temperature()
+        worst = largest_difference(proof.answers, first)
         if not worst < SAME:
             raise ValueError(
                 f"{server.url} and {store.servers[0].url} give different signals for the same tokens (they differ by "
                 f"{worst:.2g}): expected servers of the same teacher"
             )
-        if spec != store.signal:  # whether the server can do what the run will ask for
-            asked = [replace(each, ids_NK=part["ids"]) for each, part in zip(probes, found, strict=True)]
-            again = store.scores(asked if store.signal.kind == "chosen" else probes, url=server.url)
-            if store.signal.kind == "chosen" and not (worst := largest_difference(again, found)) < SAME:
-                raise ValueError(
-                    f"{server.url} scores chosen ids otherwise than the same ids as the likeliest ones (they differ "
-                    f"by {worst:.2g}): expected the same rows and temperature"
-                )
+        proof.prove_signal_of_run()
     findings = [f"{len(probes)} documents on {len(store.servers)} server(s)"]
     findings += _cross_entropy(probes, first, head, store.vocabulary)
     if local is not None:
@@ -145,7 +140,7 @@ def _comparable(store: RemoteSignals) -> SignalSpec:
     spec = store.signal
     if spec.kind not in ("chosen", "sampled"):
         return spec
-    caps = [each.max_top_k for each in store.servers if each.max_top_k is not None]
+    caps = [server.max_top_k for server in store.servers if server.max_top_k is not None]
     most = min([64, store.vocabulary or 64, *caps])
     return replace(spec, kind="top_k", top_k=most if spec.kind == "sampled" else min(most, spec.top_k or most))
 
@@ -154,7 +149,7 @@ def _probes(documents: Documents) -> list[DocumentRows]:
     """The beginnings of a few documents, the longest of the first hundred."""
     candidates = sorted(range(min(100, len(documents))), key=lambda number: -documents.lengths_D[number])
     beginnings = [documents.tokens(number)[:PROBE_TOKENS] for number in candidates[:PROBES]]
-    probes = [DocumentRows(each, range(len(each) - 1)) for each in beginnings if len(each) >= LEAST_TOKENS]
+    probes = [DocumentRows(tokens, range(len(tokens) - 1)) for tokens in beginnings if len(tokens) >= LEAST_TOKENS]
     if not probes:
         raise ValueError(
             f"none of the first hundred documents has {LEAST_TOKENS} tokens, so the teacher cannot be proven; "
@@ -172,108 +167,126 @@ def _prove_tokenizer(
     text = tokenizer.decode(probes[0].tokens.tolist(), skip_special_tokens=True)
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     for server in store.servers:
-        found = store.api.tokenize(store.pool, server, text)
-        if found is None:
+        ids = store.api.tokenize(store.pool.asker(server.url), server.model, text)
+        if ids is None:
             raise NeedsModelError(
                 f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it; expected "
                 "the model that the server has loaded"
             )
-        if found != expected:
-            at = next((at for at, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), -1)
+        if ids != expected:
+            at = next((at for at, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]), -1)
             raise ValueError(
-                f"{server.url} has another tokenizer than the student: of one text it makes {len(found)} ids and the "
+                f"{server.url} has another tokenizer than the student: of one text it makes {len(ids)} ids and the "
                 f"student's tokenizer {len(expected)}; they differ from id {at} on. Expected the same tokenizer"
             )
 
 
-def _prove_informed(found: Sequence[dict[str, Tensor]], vocabulary: int | None, url: str) -> None:
-    """Refuse a uniform distribution, and one that does not depend on the tokens: the server has lost its weights."""
-    if "hidden" in found[0]:
-        hidden_NE = torch.cat([each["hidden"] for each in found]).float()
-        spread = (hidden_NE - hidden_NE[0]).norm() / hidden_NE.norm().clamp_min(1e-30)
-        if not spread > 1e-6:
-            raise ValueError(f"{url} gives the same hidden state for every token: it has lost the teacher's weights")
-        if ((hidden_NE.norm(dim=1) - 1).abs() < 5e-3).all():
-            raise ValueError(f"{url} gives hidden states of length 1: expected a server that does not normalise them")
-        return
-    log_probs_NK = torch.cat([each["log_probs"] for each in found]).float()
-    if (log_probs_NK.amax(1) - log_probs_NK.amin(1)).max() < 1e-4 and log_probs_NK.shape[1] > 1:
-        uniform = "" if vocabulary is None else f" (−ln {vocabulary} is {-math.log(vocabulary):.4f})"
-        raise ValueError(
-            f"{url} gives every id the log-probability {float(log_probs_NK.mean()):.4f}{uniform}: the teacher is "
-            "uniform; it has lost its weights"
-        )
+@dataclass(frozen=True)
+class _ServerProof:
+    """What one server has answered about the probes, and what must be true of it."""
 
+    store: RemoteSignals
+    spec: SignalSpec
+    probes: Sequence[DocumentRows]
+    url: str
+    answers: Sequence[dict[str, Tensor]]
 
-def _prove_alignment(
-    store: RemoteSignals,
-    spec: SignalSpec,
-    probes: Sequence[DocumentRows],
-    found: Sequence[dict[str, Tensor]],
-    url: str,
-) -> None:
-    """Change one token of each document: the rows before it must stay, its own row and later ones must change."""
-    places = [max(1, (len(each.tokens) - 2) // 2) for each in probes]
-    changed = [_changed(each, place, probes) for each, place in zip(probes, places, strict=True)]
-    others = store.scores(changed, url=url, spec=spec)
-    before = own = after = 0.0
-    for place, one, other in zip(places, found, others, strict=True):
-        differences_N = row_differences(one, other)
-        before += float(differences_N[:place].max())
-        own += float(differences_N[place])
-        after += float(differences_N[place + 1 :].max())
-    if not own > 5 * before or not own > 0:
-        raise ValueError(
-            f"{url}: after one token was changed, the rows before it changed by {before:.2g} and its own row by "
-            f"{own:.2g}. The rows are shifted, or the model is not causal; row t must be the distribution of token "
-            "t + 1"
+    def prove_informed(self) -> None:
+        """Refuse a uniform distribution, and one that does not depend on the tokens: weights that were lost."""
+        url, vocabulary = self.url, self.store.vocabulary
+        if "hidden" in self.answers[0]:
+            hidden_NE = torch.cat([answer["hidden"] for answer in self.answers]).float()
+            spread = (hidden_NE - hidden_NE[0]).norm() / hidden_NE.norm().clamp_min(1e-30)
+            if not spread > 1e-6:
+                raise ValueError(
+                    f"{url} gives the same hidden state for every token: it has lost the teacher's weights"
+                )
+            if ((hidden_NE.norm(dim=1) - 1).abs() < 5e-3).all():
+                raise ValueError(
+                    f"{url} gives hidden states of length 1: expected a server that does not normalise them"
+                )
+            return
+        log_probs_NK = torch.cat([answer["log_probs"] for answer in self.answers]).float()
+        if (log_probs_NK.amax(1) - log_probs_NK.amin(1)).max() < 1e-4 and log_probs_NK.shape[1] > 1:
+            uniform = "" if vocabulary is None else f" (−ln {vocabulary} is {-math.log(vocabulary):.4f})"
+            raise ValueError(
+                f"{url} gives every id the log-probability {float(log_probs_NK.mean()):.4f}{uniform}: the teacher is "
+                "uniform; it has lost its weights"
+            )
+
+    def prove_alignment(self) -> None:
+        """Change one token of each document: the rows before it must stay, its own row and later ones must change."""
+        places = [max(1, (len(probe.tokens) - 2) // 2) for probe in self.probes]
+        changed = [_changed(probe, place, self.probes) for probe, place in zip(self.probes, places, strict=True)]
+        others = self.store.scores(changed, url=self.url, spec=self.spec)
+        before = at_token = after = 0.0
+        for place, answer, other in zip(places, self.answers, others, strict=True):
+            differences_N = row_differences(answer, other)
+            before += float(differences_N[:place].max())
+            at_token += float(differences_N[place])
+            after += float(differences_N[place + 1 :].max())
+        if not at_token > 5 * before or not at_token > 0:
+            raise ValueError(
+                f"{self.url}: after one token was changed, the rows before it changed by {before:.2g} and its own "
+                f"row by {at_token:.2g}. The rows are shifted, or the model is not causal; row t must be the "
+                "distribution of token t + 1"
+            )
+        if not after > before:
+            raise ValueError(
+                f"{self.url}: no row depends on an earlier token: the server has lost the teacher's layers"
+            )
+
+    def prove_temperature(self) -> None:
+        """Gaps between log-probabilities at temperature τ are those at temperature 1 divided by τ."""
+        temperature = self.spec.temperature
+        if temperature is None or temperature == 1.0:
+            return
+        at_1 = self.store.scores(self.probes, url=self.url, spec=replace(self.spec, temperature=1.0))
+        gap, gap_at_1 = (
+            sum(float((answer["log_probs"][:, 0] - answer["log_probs"][:, -1]).double().sum()) for answer in answers)
+            for answers in (self.answers, at_1)
         )
-    if not after > before:
-        raise ValueError(f"{url}: no row depends on an earlier token: the server has lost the teacher's layers")
+        if not abs(gap * temperature - gap_at_1) <= 0.01 * abs(gap_at_1):
+            raise ValueError(
+                f"{self.url} ignores the temperature {temperature:g}: the gaps between log-probabilities add up to "
+                f"{gap:.4g}, and to {gap_at_1:.4g} at temperature 1"
+            )
+
+    def prove_signal_of_run(self) -> None:
+        """Ask for what the run will ask for, if that is not what was compared."""
+        if self.spec == self.store.signal:
+            return
+        is_chosen = self.store.signal.kind == "chosen"
+        with_ids = [
+            replace(probe, ids_NK=answer["ids"]) for probe, answer in zip(self.probes, self.answers, strict=True)
+        ]
+        again = self.store.scores(with_ids if is_chosen else self.probes, url=self.url)
+        if is_chosen and not (worst := largest_difference(again, self.answers)) < SAME:
+            raise ValueError(
+                f"{self.url} scores chosen ids otherwise than the same ids as the likeliest ones (they differ by "
+                f"{worst:.2g}): expected the same rows and temperature"
+            )
 
 
 def _changed(document: DocumentRows, place: int, probes: Sequence[DocumentRows]) -> DocumentRows:
     """The document with another token of the data at one place."""
     tokens = document.tokens.copy()
-    known = np.unique(np.concatenate([each.tokens for each in probes]))
+    known = np.unique(np.concatenate([probe.tokens for probe in probes]))
     others = known[known != tokens[place]]
     tokens[place] = others[place % len(others)] if len(others) else int(tokens[place] == 0)
     return replace(document, tokens=tokens)
 
 
-def _prove_temperature(
-    store: RemoteSignals,
-    spec: SignalSpec,
-    probes: Sequence[DocumentRows],
-    found: Sequence[dict[str, Tensor]],
-    url: str,
-) -> None:
-    """Gaps between log-probabilities at temperature τ are those at temperature 1 divided by τ."""
-    if spec.temperature in (None, 1.0):
-        return
-    assert spec.temperature is not None
-    plain = store.scores(probes, url=url, spec=replace(spec, temperature=1.0))
-    gap, gap_at_1 = (
-        sum(float((each["log_probs"][:, 0] - each["log_probs"][:, -1]).double().sum()) for each in answers)
-        for answers in (found, plain)
-    )
-    if not abs(gap * spec.temperature - gap_at_1) <= 0.01 * abs(gap_at_1):
-        raise ValueError(
-            f"{url} ignores the temperature {spec.temperature:g}: the gaps between log-probabilities add up to "
-            f"{gap:.4g}, and to {gap_at_1:.4g} at temperature 1"
-        )
-
-
 def _cross_entropy(
     probes: Sequence[DocumentRows],
-    found: Sequence[dict[str, Tensor]],
+    answers: Sequence[dict[str, Tensor]],
     head: OutputHead | None,
     vocabulary: int | None,
 ) -> Iterator[str]:
     """The mean cross-entropy of the next tokens in words: a teacher that knows nothing of the data is seen here."""
     losses: list[Tensor] = []
     about = ""
-    for document, tensors in zip(probes, found, strict=True):
+    for document, tensors in zip(probes, answers, strict=True):
         next_N = torch.from_numpy(document.tokens[1:].astype(np.int64))
         if head is not None and "hidden" in tensors:
             losses.append(-linear_log_probs(tensors["hidden"].to(head.weight_VD.dtype), head, next_N)[0])
@@ -296,11 +309,10 @@ def _prove_local(
     store: RemoteSignals,
     spec: SignalSpec,
     probes: Sequence[DocumentRows],
-    found: Sequence[dict[str, Tensor]],
+    answers: Sequence[dict[str, Tensor]],
     local: Decoder,
 ) -> str:
-    own = [_scored_here(local, spec, each) for each in probes]
-    worst = largest_difference(found, own)
+    worst = largest_difference(answers, [_scored_here(local, spec, probe) for probe in probes])
     # a server that does not say its dtype may compute in half precision
     is_float32 = {store.servers[0].dtype, spec.dtype, str(next(local.parameters()).dtype)[6:]} == {"float32"}
     if not worst < (1e-3 if is_float32 else SAME):

@@ -1,33 +1,33 @@
 """`POST /v1/completions` of the OpenAI interface, with `prompt_logprobs` as vLLM answers it.
 
-A teacher scores text and does not write it. So `max_tokens` is 0 or 1, and the one token of an answer is the
-likeliest one, whatever the temperature. As in vLLM, prompt log-probabilities are those at temperature 1. A field that
+A teacher scores text and does not write it. So `max_tokens` is 0 or 1, and the one token of an answer is the most
+probable one, whatever the temperature. As in vLLM, prompt log-probabilities are those at temperature 1. A field that
 this server does not support, or does not know, is refused.
 """
 
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.libraries import reading
+from stillhouse.serving.server.bodies import StrictBody, TokenId, parse_json, refused, usage
 from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.wire import FirstWrong
 from stillhouse.signals.scorer import Part, Ranked
 from stillhouse.signals.signal_spec import DocumentRows
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+#: JSON has no infinity; vLLM clips log-probabilities to the same number
+LOWEST = -9999.0
 
 
-class CompletionBody(BaseModel):
+class CompletionBody(StrictBody):
     """The request. Fields with one possible value are there for clients that always send them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = Field(default=None, description="the name of this server's teacher, if given")
     prompt: str | FirstWrong[str] | FirstWrong[TokenId] | FirstWrong[FirstWrong[TokenId]]
@@ -47,40 +47,26 @@ class CompletionBody(BaseModel):
     user: str | None = Field(default=None, description="no effect")
 
 
-class CompletionError(ValueError):
-    """A request that cannot be answered. param: the field that is wrong."""
-
-    def __init__(self, message: str, param: str | None = None):
-        super().__init__(message)
-        self.param = param
-
-
 def parse(content: bytes) -> CompletionBody:
-    """Raises CompletionError for a body that is not a request of this server."""
-    try:
-        body = CompletionBody.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        param = str(first["loc"][0]) if first["loc"] else None
-        what = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
-        raise CompletionError(f"{param or 'the body'}: {what}", param) from error
+    """Raises RequestError for a body that is not a request of this server."""
+    body = parse_json(content, CompletionBody, named=1)
     if body.max_tokens not in (0, 1):
-        raise CompletionError(
+        raise refused(
             f"max_tokens={body.max_tokens}: expected 0 or 1, because this server scores text and generates none",
             "max_tokens",
         )
     if body.logprobs is not None and body.max_tokens == 0:
-        raise CompletionError("logprobs with max_tokens=0: expected max_tokens=1, or prompt_logprobs", "logprobs")
+        raise refused("logprobs with max_tokens=0: expected max_tokens=1, or prompt_logprobs", "logprobs")
     return body
 
 
 def parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[Part]:
-    """The documents of a request. Raises CompletionError or RequestError for one beyond the limits."""
-    most = min(limits.max_top_k, limits.vocabulary)
+    """The documents of a request. Raises RequestError for one beyond the limits."""
+    most = limits.most_ids
     for name, count in (("prompt_logprobs", body.prompt_logprobs), ("logprobs", body.logprobs)):
         if count is not None and count > most:
             what = "prompt logprobs" if name == "prompt_logprobs" else "sample logprobs"
-            raise CompletionError(
+            raise refused(
                 f"Requested {what} of {count}, which is greater than max allowed: {most} (parameter={name}, "
                 f"value={count})",
                 name,
@@ -89,30 +75,29 @@ def parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limi
         limits.check_count(len(body.prompt), "prompt")  # before millions of texts are tokenized
     prompts = _prompts(body, tokenizer)
     if not prompts:
-        raise CompletionError("prompt: expected one prompt or more", "prompt")
+        raise refused("prompt: expected one prompt or more", "prompt")
     limits.check_documents(prompts, "prompt")
     wanted = Ranked(max(body.prompt_logprobs or 0, body.logprobs or 0, body.max_tokens))
-    found = []
-    for prompt in prompts:
-        # without prompt_logprobs, only the last row is needed
-        start = 0 if body.prompt_logprobs is not None else len(prompt) - 1
-        found.append(Part(DocumentRows(np.array(prompt, dtype=np.int32), range(start, len(prompt))), wanted))
-    return found
+    # without prompt_logprobs, only the last row is needed
+    starts = [0 if body.prompt_logprobs is not None else len(prompt) - 1 for prompt in prompts]
+    return [
+        Part(DocumentRows(np.array(prompt, dtype=np.int32), range(start, len(prompt))), wanted)
+        for prompt, start in zip(prompts, starts, strict=True)
+    ]
 
 
 def answer(
     body: CompletionBody,
     model: str,
-    asked: Sequence[Part],
-    found: Sequence[dict[str, Tensor]],
+    parts: Sequence[Part],
+    results: Sequence[dict[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """The answer to a request. found: the tensors of each of its parts."""
+    """The answer to a request. results: the tensors of each of its parts."""
     choices = [
         _choice(index, body, part, tensors, tokenizer)
-        for index, (part, tensors) in enumerate(zip(asked, found, strict=True))
+        for index, (part, tensors) in enumerate(zip(parts, results, strict=True))
     ]
-    prompt_tokens, made = sum(part.tokens for part in asked), len(asked) * body.max_tokens
     return {
         "id": f"cmpl-{uuid.uuid4().hex[:16]}",
         "object": "text_completion",
@@ -121,13 +106,7 @@ def answer(
         "choices": choices,
         "service_tier": None,
         "system_fingerprint": None,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "total_tokens": prompt_tokens + made,
-            "completion_tokens": made,
-            "prompt_tokens_details": None,
-            "completion_tokens_details": None,
-        },
+        "usage": usage(sum(part.tokens for part in parts), len(parts) * body.max_tokens),
         "kv_transfer_params": None,
         "ec_transfer_params": None,
         "metrics": None,
@@ -139,31 +118,31 @@ def _prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase) -> list[l
     if isinstance(prompt, str):
         texts = [prompt]
     elif prompt and isinstance(prompt[0], str):
-        texts = [str(each) for each in prompt]
+        texts = [str(text) for text in prompt]
     elif prompt and isinstance(prompt[0], int):
-        return [[int(each) for each in prompt if isinstance(each, int)]]
+        return [[token for token in prompt if isinstance(token, int)]]
     else:
-        return [each for each in prompt if isinstance(each, list)]
+        return [tokens for tokens in prompt if isinstance(tokens, list)]
     try:
         with reading("prompt cannot be tokenized"):
             encoded = tokenizer(texts, add_special_tokens=body.add_special_tokens)["input_ids"]
     except ValueError as error:
-        raise CompletionError(str(error), "prompt") from error
-    return [list(each) for each in encoded]
+        raise refused(str(error), "prompt") from error
+    return [list(tokens) for tokens in encoded]
 
 
 def _choice(
     index: int, body: CompletionBody, part: Part, tensors: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     tokens = part.document.tokens.tolist()
-    likeliest = tensors["ids"][-1, :1].tolist() if body.max_tokens else []
+    generated = tensors["ids"][-1, :1].tolist() if body.max_tokens else []
     return {
         "index": index,
-        "text": tokenizer.decode(likeliest) if likeliest else "",
+        "text": tokenizer.decode(generated) if generated else "",
         "logprobs": None if body.logprobs is None else _logprobs(body, tensors, tokenizer),
         "finish_reason": "length",
         "stop_reason": None,
-        "token_ids": likeliest if body.return_token_ids else None,
+        "token_ids": generated if body.return_token_ids else None,
         "prompt_logprobs": _prompt_logprobs(body.prompt_logprobs, tokens, tensors),
         "prompt_token_ids": tokens if body.return_token_ids else None,
         "routed_experts": None,
@@ -173,32 +152,31 @@ def _choice(
 def _prompt_logprobs(
     count: int | None, tokens: Sequence[int], tensors: dict[str, Tensor]
 ) -> list[dict[str, dict[str, Any]] | None] | None:
-    """For each token of the prompt: the token itself, then the likeliest ids. The first token has no prediction."""
+    """For each token of the prompt: the token itself, then the top ids. The first token has no prediction."""
     if count is None:
         return None
-    found: list[dict[str, dict[str, Any]] | None] = [None]
+    entries: list[dict[str, dict[str, Any]] | None] = [None]
     rows = zip(
         tokens[1:],
         *(tensors[name][:-1].tolist() for name in ("log_prob", "rank")),
         *(tensors[name][:-1, :count].tolist() for name in ("ids", "log_probs")),
         strict=True,
     )
-    for token, log_prob, rank, ids, log_probs in rows:
+    for token, log_prob, rank, top_ids, top_log_probs in rows:
         entry = {str(token): _entry(log_prob, rank)}
-        for at, (each, value) in enumerate(zip(ids, log_probs, strict=True), start=1):
-            entry.setdefault(str(each), _entry(value, at))
-        found.append(entry)
-    return found
+        for top_rank, (top_id, top_log_prob) in enumerate(zip(top_ids, top_log_probs, strict=True), start=1):
+            entry.setdefault(str(top_id), _entry(top_log_prob, top_rank))
+        entries.append(entry)
+    return entries
 
 
 def _entry(log_prob: float, rank: int) -> dict[str, Any]:
-    # JSON has no infinity; vLLM clips to the same number
-    return {"logprob": max(log_prob, -9999.0), "rank": rank, "decoded_token": None}
+    return {"logprob": max(log_prob, LOWEST), "rank": rank, "decoded_token": None}
 
 
 def _logprobs(body: CompletionBody, tensors: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The log-probabilities of the one token of the answer."""
-    ids, values = tensors["ids"][-1].tolist(), [max(each, -9999.0) for each in tensors["log_probs"][-1].tolist()]
-    names = [f"token_id:{each}" if body.return_tokens_as_token_ids else tokenizer.decode([each]) for each in ids]
-    top = dict(zip(names[: max(body.logprobs or 0, 1)], values, strict=False))
-    return {"text_offset": [0], "token_logprobs": values[:1], "tokens": names[:1], "top_logprobs": [top]}
+    ids, log_probs = tensors["ids"][-1].tolist(), tensors["log_probs"][-1].clamp_min(LOWEST).tolist()
+    names = [f"token_id:{token}" if body.return_tokens_as_token_ids else tokenizer.decode([token]) for token in ids]
+    top = dict(zip(names[: max(body.logprobs or 0, 1)], log_probs, strict=False))
+    return {"text_offset": [0], "token_logprobs": log_probs[:1], "tokens": names[:1], "top_logprobs": [top]}

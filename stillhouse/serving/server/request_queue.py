@@ -32,38 +32,38 @@ class DrainingError(Exception):
     """The server ends: it answers what it has accepted and accepts nothing more."""
 
 
-class ScoringFailedError(Exception):
-    """The forward pass of a batch has failed."""
+class BatchFailedError(Exception):
+    """The model could not compute a batch."""
 
 
 class Ticket:
-    """An accepted request. answer: what the model has computed for each of its parts, once all are there."""
+    """An accepted request. results: what the model has computed for each of its parts, once all are there."""
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = parts
         self.tokens = sum(part.tokens for part in parts)
-        self.answer: Future[list[Any]] = Future()
-        self._found: dict[int, Any] = {}
+        self.results: Future[list[Any]] = Future()
+        self._by_number: dict[int, Any] = {}
         self.is_released = False
 
     def finish(self, number: int, outcome: Any) -> None:
-        """Record what the model has computed for one part, or an error. The first error is the answer."""
+        """Record what the model has computed for one part, or an error. The first error counts."""
         if isinstance(outcome, Exception):
             self.fail(outcome)
             return
-        self._found[number] = outcome
-        if len(self._found) == len(self.parts) and not self.answer.done():
-            self._set(lambda: self.answer.set_result([self._found[at] for at in range(len(self.parts))]))
+        self._by_number[number] = outcome
+        if len(self._by_number) == len(self.parts) and not self.results.done():
+            self._set(lambda: self.results.set_result([self._by_number[at] for at in range(len(self.parts))]))
 
     def fail(self, error: Exception) -> None:
-        if not self.answer.done():
-            self._set(lambda: self.answer.set_exception(error))
+        if not self.results.done():
+            self._set(lambda: self.results.set_exception(error))
 
     def _set(self, do: Callable[[], None]) -> None:
         try:
             do()
         except InvalidStateError:
-            # the client has gone at this very moment, and its handler has cancelled the answer
+            # the client has gone at this very moment, and its handler has cancelled the results
             return
 
 
@@ -121,7 +121,7 @@ class RequestQueue:
     def release(self, ticket: Ticket) -> None:
         """The answer has been sent, or nobody waits for it any more: what is not computed yet will not be."""
         with self._changed:
-            ticket.answer.cancel()
+            ticket.results.cancel()
             if not ticket.is_released:
                 ticket.is_released = True
                 self._held -= ticket.tokens
@@ -135,7 +135,7 @@ class RequestQueue:
             tokens = 0
             while self._items:
                 ticket, number = self._items[0]
-                if not ticket.answer.done():
+                if not ticket.results.done():
                     tokens += ticket.parts[number].tokens
                     if batch and tokens > self.batch_tokens:
                         break

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
 from stillhouse.parallel import Mesh
-from stillhouse.serving.wire import KEY, header_of
+from stillhouse.serving.wire import KEY, document_tensors, header_of
 from stillhouse.signals.scorer import Part, Ranked, Scorer
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -27,19 +26,19 @@ BEAT_SECONDS = 60.0
 _NOTHING, _END = 0, -1
 
 
-class Ranks:
-    """The ranks that compute the same batches. A process by itself sends nothing."""
+class BatchBroadcast:
+    """Sends batches to the ranks that compute the same batches. A process by itself sends nothing."""
 
     def __init__(self, mesh: Mesh):
-        self.mesh = mesh
+        self.ranks, self._device = mesh.ranks, mesh.device
         self._sent = time.monotonic()
 
     @property
-    def is_alone(self) -> bool:
-        return self.mesh.ranks.size == 1
+    def is_single(self) -> bool:
+        return self.ranks.size == 1
 
     def send(self, parts: Sequence[Part]) -> None:
-        if self.is_alone:
+        if self.is_single:
             return
         content = torch.frombuffer(bytearray(_encoded(parts)), dtype=torch.uint8)
         self._broadcast(torch.tensor([len(content)]))
@@ -47,7 +46,7 @@ class Ranks:
 
     def beat(self) -> None:
         """Show the other ranks that rank 0 is alive, if they have not heard from it for some time."""
-        if not self.is_alone and time.monotonic() - self._sent > BEAT_SECONDS:
+        if not self.is_single and time.monotonic() - self._sent > BEAT_SECONDS:
             self._broadcast(torch.tensor([_NOTHING]))
 
     def send_end(self) -> None:
@@ -61,20 +60,15 @@ class Ranks:
                 scorer.score(_decoded(content.cpu().numpy().tobytes()))
 
     def _broadcast(self, values: Tensor) -> Tensor:
-        if not self.is_alone:
-            values = values.to(self.mesh.device)
-            dist.broadcast(values, 0, group=self.mesh.ranks.group)
+        if not self.is_single:
+            values = values.to(self._device)
+            dist.broadcast(values, 0, group=self.ranks.group)
             self._sent = time.monotonic()
         return values
 
 
 def _encoded(parts: Sequence[Part]) -> bytes:
-    lengths = [part.tokens for part in parts]
-    tensors = {
-        "token_ids": torch.from_numpy(np.concatenate([part.document.tokens for part in parts]).astype(np.int32)),
-        "offsets": torch.tensor([0, *lengths]).cumsum(0),
-        "rows": torch.tensor([[part.document.rows.start, part.document.rows.stop] for part in parts]),
-    }
+    tensors = document_tensors([part.document for part in parts])
     for number, part in enumerate(parts):
         if part.document.ids_NK is not None:
             tensors[f"ids.{number}"] = part.document.ids_NK.contiguous()

@@ -4,7 +4,6 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Sequence
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -24,9 +23,8 @@ class HttpThread:
     Raises OSError for an address on which another process listens by now.
     """
 
-    def __init__(self, app: ASGIApp, sockets: Sequence[socket.socket]):
-        for each in sockets:
-            _listen(each)
+    def __init__(self, app: ASGIApp, bound_socket: socket.socket):
+        _listen(bound_socket)
         config = uvicorn.Config(
             AnsweredByProtocol(Room(app)),
             http=Connection,
@@ -40,7 +38,7 @@ class HttpThread:
             timeout_graceful_shutdown=int(LAST_SECONDS),
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=(list(sockets),), name="http", daemon=True)
+        self._thread = threading.Thread(target=self._server.run, args=([bound_socket],), name="http", daemon=True)
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
@@ -65,13 +63,6 @@ def check_address(host: str, token: str | None, *, require_token: bool) -> None:
             f"host {host} is reachable from other machines and no token is set: expected STILLHOUSE_TOKEN, --token, "
             "or --no-token to serve everyone"
         )
-
-
-def check_sizes(batch_tokens: int, queue_tokens: int | None) -> None:
-    if batch_tokens < 1:
-        raise ValueError(f"batch tokens {batch_tokens}: expected 1 or more")
-    if queue_tokens is not None and queue_tokens < batch_tokens:
-        raise ValueError(f"queue tokens {queue_tokens}: expected at least the {batch_tokens} tokens of a batch")
 
 
 def ready_line(listening: socket.socket, token: str | None) -> str:

@@ -19,29 +19,19 @@ from stillhouse.data import DataError, Documents
 from stillhouse.data.render.tokenizers import MOST_IDS
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint
-from stillhouse.serving.client.api import (
-    Api,
-    NeedsModelError,
-    Scores,
-    ServerInfo,
-)
 from stillhouse.serving.client.download import download_teacher
-from stillhouse.serving.client.pool import Call, ServerPool
-from stillhouse.serving.client.sglang_api import SglangApi
-from stillhouse.serving.client.stillhouse_api import StillhouseApi
-from stillhouse.serving.client.vllm_api import VllmApi
+from stillhouse.serving.engines.api import NeedsModelError, Scores, ScoringApi, ServerInfo
+from stillhouse.serving.engines.sglang import SglangApi
+from stillhouse.serving.engines.stillhouse import StillhouseApi
+from stillhouse.serving.engines.vllm import VllmApi
+from stillhouse.serving.pool import Call, ServerPool
 from stillhouse.signals.cache.content import problem_in
-from stillhouse.signals.signal_spec import (
-    DTYPES,
-    DocumentRows,
-    SignalKind,
-    SignalSpec,
-)
+from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalKind, SignalSpec
 
 if TYPE_CHECKING:
-    from stillhouse.serving.client.proof import Proof
+    from stillhouse.serving.client.signal_proof import Proof
 
-APIS: tuple[Api, ...] = (StillhouseApi(), VllmApi(), SglangApi())
+APIS: tuple[ScoringApi, ...] = (StillhouseApi(), VllmApi(), SglangApi())
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,7 @@ class RemoteSignals:
     def __init__(
         self,
         pool: ServerPool,
-        api: Api,
+        api: ScoringApi,
         servers: Sequence[ServerInfo],
         spec: SignalSpec,
         *,
@@ -91,7 +81,7 @@ class RemoteSignals:
 
     @property
     def name(self) -> str:
-        return ", ".join(each.url for each in self.servers)
+        return ", ".join(server.url for server in self.servers)
 
     @property
     def identity(self) -> str:
@@ -107,7 +97,7 @@ class RemoteSignals:
         """Raise DataError for the first document that a server cannot score. what: their name in the message."""
         if self.vocabulary is not None:
             documents.check_ids(self.vocabulary, "teacher")
-        limits = [each.max_tokens for each in self.servers if each.max_tokens is not None]
+        limits = [server.max_tokens for server in self.servers if server.max_tokens is not None]
         # an engine that counts a generated token, too, scores one token less
         longest = min(limits, default=np.inf) - (self.api.name != "stillhouse")
         beyond = np.flatnonzero(documents.lengths_D > longest)
@@ -119,14 +109,14 @@ class RemoteSignals:
                 "a longer limit, or cut the documents",
             )
 
-    def read(self, wanted: Sequence[DocumentRows]) -> Scores:
+    def read(self, documents: Sequence[DocumentRows]) -> Scores:
         if self.prove is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
-            self.prove([each.url for each in self.servers if not self.pool.is_failing(each.url)])
+            self.prove([server.url for server in self.servers if not self.pool.is_failing(server.url)])
         while True:
             answered_by: set[str] = set()
-            found = self.scores(wanted, answered_by=answered_by)
+            scores = self.scores(documents, answered_by=answered_by)
             if not answered_by & self._unproven_servers():
-                return found
+                return scores
 
     def _unproven_servers(self) -> set[str]:
         """Prove the servers that were away, which may have come back with other weights.
@@ -142,28 +132,28 @@ class RemoteSignals:
 
     def scores(
         self,
-        wanted: Sequence[DocumentRows],
+        documents: Sequence[DocumentRows],
         *,
         url: str | None = None,
         spec: SignalSpec | None = None,
         timeout: float | None = None,
         answered_by: set[str] | None = None,
     ) -> Scores:
-        """For each of these, the tensors of a signal.
+        """For each document, the tensors of a signal.
 
-        url: ask only this server. spec: another signal than the run's. timeout: another one than the pool's.
+        url: ask only this server. spec: another signal than the run's. timeout: another one than the pool's, seconds.
         answered_by: gets the addresses of the servers that have answered.
 
         Raises ServerError (an OSError) if no server answers, and ValueError for a request that a server refuses.
         """
         spec = spec or self.signal
-        calls = self.api.calls(self.servers[0], spec, self.width, wanted)
+        calls = self.api.calls(self.servers[0], spec, self.width, documents)
         answers = self.pool.score([self._checked(call, spec, answered_by) for _, call in calls], url, timeout)
-        found: list[dict[str, Tensor]] = [{}] * len(wanted)
+        scores: list[dict[str, Tensor]] = [{}] * len(documents)
         for (numbers, _), parts in zip(calls, answers, strict=True):
             for number, part in zip(numbers, parts, strict=True):
-                found[number] = part
-        return found
+                scores[number] = part
+        return scores
 
     def close(self) -> None:
         self.pool.close()
@@ -185,7 +175,7 @@ class RemoteSignals:
 
 def connect(
     urls: Sequence[str],
-    wanted: SignalRequest,
+    request: SignalRequest,
     *,
     api: str = "auto",
     model_folder: Path | None = None,
@@ -202,27 +192,27 @@ def connect(
     pool = ServerPool(urls, timeout, token, warn)
     with ExitStack() as on_error:
         on_error.callback(pool.close)
-        store = _connected(pool, wanted, api, model_folder)
+        store = _connected(pool, request, api, model_folder)
         on_error.pop_all()
     return store
 
 
-def _connected(pool: ServerPool, wanted: SignalRequest, api: str, model_folder: Path | None) -> RemoteSignals:
-    urls = [each.url for each in pool.servers]
-    chosen = _api_of(pool, urls[0], api)
-    servers = [chosen.describe(pool, url) for url in urls]
-    for each in servers[1:]:
-        _require_same(servers[0], each)
-    _require_signal(chosen, servers, wanted)
+def _connected(pool: ServerPool, request: SignalRequest, api: str, model_folder: Path | None) -> RemoteSignals:
+    urls = [server.url for server in pool.servers]
+    engine = _api_of(pool, urls[0], api)
+    servers = [engine.describe(pool.asker(url), url) for url in urls]
+    for server in servers[1:]:
+        _require_same(servers[0], server)
+    _require_signal(engine, servers, request)
     folder = download_teacher(pool, servers[0]) if servers[0].files else model_folder
-    if wanted.signal == "hidden" and folder is None:
+    if request.signal == "hidden" and folder is None:
         raise NeedsModelError(
-            f"hidden states from {chosen.name} need the teacher's output head; expected the model that the server "
+            f"hidden states from {engine.name} need the teacher's output head; expected the model that the server "
             "has loaded"
         )
-    if wanted.signal == "chosen" and folder is None:
+    if request.signal == "chosen" and folder is None:
         raise NeedsModelError(
-            f"ids that the student chooses for {chosen.name} need the size of the teacher's vocabulary; expected the "
+            f"ids that the student chooses for {engine.name} need the size of the teacher's vocabulary; expected the "
             "model that the server has loaded"
         )
     width, vocabulary, dtype = servers[0].width or 0, servers[0].vocabulary, "float32"
@@ -230,16 +220,16 @@ def _connected(pool: ServerPool, wanted: SignalRequest, api: str, model_folder: 
         with reading(f"{folder}: its configuration cannot be read"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             text = config.get_text_config()
-            found, rows = int(text.hidden_size), int(text.vocab_size)
+            columns, rows = int(text.hidden_size), int(text.vocab_size)
             dtype = str(config.dtype or "float32").removeprefix("torch.")
-        if width not in (0, found) or vocabulary not in (None, rows):
+        if width not in (0, columns) or vocabulary not in (None, rows):
             raise ValueError(
-                f"{urls[0]} serves a teacher of width {width} and vocabulary {vocabulary}, but {folder} has {found} "
-                f"and {rows}"
+                f"{urls[0]} serves a teacher of width {width} and vocabulary {vocabulary}, but {folder} has "
+                f"{columns} and {rows}"
             )
-        width, vocabulary = found, rows
-    spec = _spec(wanted, dtype)
-    return RemoteSignals(pool, chosen, servers, spec, width=width, vocabulary=vocabulary, teacher_folder=folder)
+        width, vocabulary = columns, rows
+    spec = _spec(request, dtype)
+    return RemoteSignals(pool, engine, servers, spec, width=width, vocabulary=vocabulary, teacher_folder=folder)
 
 
 def _require_same(first: ServerInfo, other: ServerInfo) -> None:
@@ -247,39 +237,45 @@ def _require_same(first: ServerInfo, other: ServerInfo) -> None:
     names = ("identity", "vocabulary", "width", "dtype", "files")
     for name in names if first.identity is not None else (*names, "model"):
         if getattr(first, name) != getattr(other, name):
-            own, others = (shorten(str(getattr(each, name)), 100) for each in (first, other))
+            one, two = (shorten(str(getattr(server, name)), 100) for server in (first, other))
             raise ValueError(
-                f"{first.url} and {other.url} serve different teachers: {name} is {own} and {others}; expected "
+                f"{first.url} and {other.url} serve different teachers: {name} is {one} and {two}; expected "
                 "servers of one teacher"
             )
 
 
-def _require_signal(api: Api, servers: Sequence[ServerInfo], wanted: SignalRequest) -> None:
+def _require_signal(api: ScoringApi, servers: Sequence[ServerInfo], request: SignalRequest) -> None:
     for server in servers:
         known = api.signals if server.signals is None else server.signals
-        if wanted.signal not in known:
+        if request.signal not in known:
             raise ValueError(
-                f"{server.url} ({api.name}) cannot give the signal {wanted.signal}: expected "
+                f"{server.url} ({api.name}) cannot give the signal {request.signal}: expected "
                 f"{' or '.join(sorted(known))}"
             )
-        if wanted.signal in ("top_k", "chosen") and server.max_top_k is not None and wanted.top_k > server.max_top_k:
-            raise ValueError(f"{server.url} gives at most {server.max_top_k} ids per token, got top_k={wanted.top_k}")
-    if wanted.signal not in api.any_temperature and wanted.temperature != 1.0:
+        if (
+            request.signal in ("top_k", "chosen")
+            and server.max_top_k is not None
+            and request.top_k > server.max_top_k
+        ):
+            raise ValueError(
+                f"{server.url} gives at most {server.max_top_k} ids per token, got top_k={request.top_k}"
+            )
+    if request.signal not in api.any_temperature and request.temperature != 1.0:
         raise ValueError(
-            f"{api.name} gives {wanted.signal} only at temperature 1, whatever it is asked for; the objective has "
-            f"temperature {wanted.temperature:g}: expected the signal hidden, which gives every temperature"
+            f"{api.name} gives {request.signal} only at temperature 1, whatever it is asked for; the objective has "
+            f"temperature {request.temperature:g}: expected the signal hidden, which gives every temperature"
         )
 
 
-def _spec(wanted: SignalRequest, saved_dtype: str) -> SignalSpec:
-    if wanted.signal != "hidden":
-        return SignalSpec(wanted.signal, "float32", wanted.top_k, wanted.temperature)
-    dtype = saved_dtype if wanted.dtype == "auto" else wanted.dtype
+def _spec(request: SignalRequest, saved_dtype: str) -> SignalSpec:
+    if request.signal != "hidden":
+        return SignalSpec(request.signal, "float32", request.top_k, request.temperature)
+    dtype = saved_dtype if request.dtype == "auto" else request.dtype
     return SignalSpec("hidden", dtype if dtype in DTYPES else "float32")
 
 
-def _api_of(pool: ServerPool, url: str, name: str) -> Api:
+def _api_of(pool: ServerPool, url: str, name: str) -> ScoringApi:
     for api in APIS:
-        if api.name == name or (name == "auto" and api.recognises(pool, url)):
+        if api.name == name or (name == "auto" and api.recognises(pool.asker(url))):
             return api
     raise ValueError(f"{url} is not a server that is known here: expected {', '.join(api.name for api in APIS)}")

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -19,6 +19,8 @@ import httpx2
 from stillhouse.display import first_line
 
 T = TypeVar("T")
+#: one answer of one server to a path, whatever its status. A body is posted as JSON; None is a GET
+Ask = Callable[[str, Any], httpx2.Response]
 
 #: requests that a server has at a time; engines batch them
 IN_FLIGHT = 16
@@ -106,8 +108,8 @@ class Server:
 class ServerPool:
     """The servers of one model.
 
-    timeout: seconds without an answer of any server after which requests fail. token: the bearer token, if any. warn:
-    is called with a line when a server fails or comes back. model: whose servers these are, for messages.
+    timeout: seconds without an answer of any server after which requests fail. token: the bearer token, if any.
+    warn: is called with a line when a server fails or comes back. model: whose servers these are, for messages.
     answer_seconds: for one answer; None: a quarter of the timeout. in_flight: requests that a server has at a time.
 
     All methods may be called from several threads. `close` ends requests that are under way.
@@ -128,16 +130,15 @@ class ServerPool:
         answer_seconds = timeout / 4 if answer_seconds is None else answer_seconds
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self.timeout, self._warn = timeout, warn
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._closed = False
         #: servers that have failed and answer again, until `take_returned`
         self._returned: set[str] = set()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{model} client", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._loop.run_forever, name=f"{model} client", daemon=True).start()
         self._client = httpx2.AsyncClient(
             # no compression: the size of a body is then the size in memory
-            headers=self._headers | {"Accept-Encoding": "identity"},
+            headers=headers | {"Accept-Encoding": "identity"},
             timeout=httpx2.Timeout(answer_seconds, connect=min(10.0, timeout / 4)),
             limits=httpx2.Limits(max_connections=None),
             trust_env=False,
@@ -150,20 +151,21 @@ class ServerPool:
 
         Raises ServerError if the servers cannot answer, RefusedError if one of them refuses a request.
         """
-        servers = [each for each in self.servers if url in (None, each.url)]
-        return self._wait(self._all(calls, servers, self.timeout if timeout is None else timeout))
+        servers = [server for server in self.servers if url in (None, server.url)]
+        return self._wait(lambda: self._all(calls, servers, self.timeout if timeout is None else timeout))
 
     def submit(self, call: Call[T]) -> Future[T]:
         """Send a request; returns at once. The future raises what `score` would raise."""
-        return asyncio.run_coroutine_threadsafe(self._submitted(call), self._loop)
+        return self._start(lambda: self._answered(call, self.servers, self.timeout))
 
-    def ask(self, url: str, path: str, body: Any = None, patience: float | None = None) -> httpx2.Response:
-        """One answer of one server, whatever its status. body: JSON to post; None: a GET. Not repeated, except until
-        a server that is just starting accepts connections.
+    def asker(self, url: str, patience: float | None = None) -> Ask:
+        """Asks one server for one answer. Not repeated, except until a server that is just starting accepts
+        connections.
 
         patience: the seconds for that, in place of the timeout. Raises UnreachableError after that time.
         """
-        return self._wait(self._ask(f"{url.rstrip('/')}{path}", body, self.timeout if patience is None else patience))
+        root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
+        return lambda path, body: self._wait(lambda: self._ask(f"{root}{path}", body, seconds))
 
     def hold(self, url: str) -> None:
         """Send the server no more requests until `release`. Those that it has already go on."""
@@ -184,10 +186,10 @@ class ServerPool:
         return sorted(returned)
 
     def is_failing(self, url: str) -> bool:
-        return any(each.warned for each in self.servers if each.url == url)
+        return any(server.warned for server in self.servers if server.url == url)
 
     def _server(self, url: str) -> Server:
-        return next(each for each in self.servers if each.url == url)
+        return next(server for server in self.servers if server.url == url)
 
     def close(self) -> None:
         """End requests that are under way; later ones raise ServerError."""
@@ -197,25 +199,22 @@ class ServerPool:
             # a request that another thread has just begun still finds a loop, and ends with an error
             self._loop.call_soon_threadsafe(self._loop.call_later, 1.0, self._loop.stop)
 
-    def _wait(self, coroutine: Any) -> Any:
+    def _start(self, answer: Callable[[], Awaitable[T]]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(self._until_closed(answer), self._loop)
+
+    def _wait(self, answer: Callable[[], Awaitable[T]]) -> T:
         try:
-            return asyncio.run_coroutine_threadsafe(self._unless_closed(coroutine), self._loop).result()
+            return self._start(answer).result()
         except CancelledError as error:
             raise ServerError(_GIVEN_UP) from error
 
-    async def _submitted(self, call: Call[T]) -> T:
+    async def _until_closed(self, answer: Callable[[], Awaitable[T]]) -> T:
         if self._closed:
             raise ServerError(_GIVEN_UP)
         try:
-            return await self._answered(call, self.servers, self.timeout)
+            return await answer()
         except asyncio.CancelledError as error:
             raise ServerError(_GIVEN_UP) from error
-
-    async def _unless_closed(self, coroutine: Any) -> Any:
-        if self._closed:
-            coroutine.close()
-            raise ServerError(_GIVEN_UP)
-        return await coroutine
 
     async def _cancel(self) -> None:
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
@@ -280,13 +279,13 @@ class ServerPool:
             damaged[server.url] += problem.damaged
             broken[server.url] += problem.broken
             waited = time.monotonic() - started
-            if all(damaged[each.url] >= MOST_BAD_ANSWERS for each in servers):
+            if all(damaged[other.url] >= MOST_BAD_ANSWERS for other in servers):
                 raise ServerError(
                     f"{server.url}: {damaged[server.url]} answers could not be used; the last one: {problem}"
                 )
-            if all(broken[each.url] >= MOST_BAD_ANSWERS for each in servers) and waited > timeout:
+            if all(broken[other.url] >= MOST_BAD_ANSWERS for other in servers) and waited > timeout:
                 raise ServerError(f"no server can process a request; {server.url}: {problem}")
-            if time.monotonic() - max(started, *(each.last_answer for each in servers)) > timeout:
+            if time.monotonic() - max(started, *(other.last_answer for other in servers)) > timeout:
                 raise ServerError(
                     f"no server of the {self._model} has answered for {timeout:g} seconds; {server.url}: {problem}"
                 )
@@ -332,22 +331,26 @@ async def _free_server(servers: Sequence[Server], in_flight: int) -> Server:
     """
     while True:
         now = time.monotonic()
-        if all(each.error for each in servers):
+        if all(server.error for server in servers):
             raise ServerError(str(servers[0].error)) from servers[0].error
-        free = [each for each in servers if each.calls < in_flight and each.paused_until <= now and not each.held]
+        free = [
+            server
+            for server in servers
+            if server.calls < in_flight and server.paused_until <= now and not server.held
+        ]
         if free:
-            return min(free, key=lambda each: (each.tokens, each.last_answer))
-        waits = [each.paused_until - now for each in servers if each.paused_until > now]
+            return min(free, key=lambda server: (server.tokens, server.last_answer))
+        waits = [server.paused_until - now for server in servers if server.paused_until > now]
         await asyncio.sleep(min([0.02, *waits]))
 
 
 def _message(response: httpx2.Response) -> str:
     """The server's own words, from an error in OpenAI's form or from any text."""
     try:
-        found = response.json()["error"]["message"]
+        message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        found = response.text
-    return str(found).strip()[:500]
+        message = response.text
+    return str(message).strip()[:500]
 
 
 def _seconds(response: httpx2.Response) -> float | None:

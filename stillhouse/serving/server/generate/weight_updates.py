@@ -44,9 +44,9 @@ class WeightUpdates:
 
     def __init__(self, decoder: Decoder):
         self.version = FIRST_VERSION
-        self._decoder, self._what = decoder, describe(decoder.pretrained)
+        self._decoder, self._model = decoder, describe(decoder.pretrained)
         self._expected = _expected(decoder)
-        self._bytes = _HEADER_BYTES + sum(each.nbytes for each in self._expected.values())
+        self._bytes = _HEADER_BYTES + sum(tensor.nbytes for tensor in self._expected.values())
         self._waiting: deque[tuple[NewWeights, Future[None]]] = deque()
         self._lock = threading.Lock()
         self._closed = False
@@ -73,7 +73,7 @@ class WeightUpdates:
                 )
             stored = self._tensors(published)
         self._compare(shown, stored)
-        return NewWeights(label, self._by_own_names(stored))
+        return NewWeights(label, self._by_model_names(stored))
 
     def submit(self, weights: NewWeights) -> "Future[None]":
         """Ask for new weights. The future is done when they are in use."""
@@ -107,44 +107,44 @@ class WeightUpdates:
 
     def _tensors(self, published: PublishedFolder) -> dict[str, Tensor]:
         """The tensors of a folder, all of whose files were compared with their hashes."""
-        rest, others = self._bytes, OTHER_BYTES
-        found, files = dict[str, Tensor](), dict[str, str]()
+        weight_bytes, other_bytes = self._bytes, OTHER_BYTES
+        all_tensors, files = dict[str, Tensor](), dict[str, str]()
         for name in sorted(published.manifest.files):
             if not name.endswith(".safetensors"):
-                others -= published.compare(name, others)
+                other_bytes -= published.compare(name, other_bytes)
                 continue
-            content = published.read(name, rest)
-            rest -= len(content)
+            content = published.read(name, weight_bytes)
+            weight_bytes -= len(content)
             with reading(f"{published.path / escaped(name)[:200]}"):
                 tensors = load(content)
-            found |= tensors
+            all_tensors |= tensors
             files |= dict.fromkeys(tensors, name)
         if files != published.manifest.tensors:
             raise ValueError(
                 f"{published.path} does not hold the tensors that its manifest names: publish the weights again"
             )
-        return found
+        return all_tensors
 
     def _compare(self, shown: str, stored: Mapping[str, Tensor]) -> None:
         for name in sorted(stored.keys() | self._expected.keys()):
-            here, there = (_shown(each.get(name)) for each in (self._expected, stored))
+            here, there = (_shown(tensors.get(name)) for tensors in (self._expected, stored))
             if here != there:
                 raise ValueError(
-                    f"{shown} does not fit {self._what}: '{escaped(name)}' is {there} there and {here} in the "
+                    f"{shown} does not fit {self._model}: '{escaped(name)}' is {there} there and {here} in the "
                     "server; expected the same model with the same dtype (--dtype)"
                 )
             if not bool(stored[name].isfinite().all()):
                 raise ValueError(f"{shown}: '{escaped(name)}' has values that are NaN or infinite: expected a model")
 
-    def _by_own_names(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _by_model_names(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors by their names in the model, which has the experts of a layer as one stack."""
-        found = {}
+        renamed = {}
         for name, value in self._decoder.state_dict().items():
-            found[name] = self._own(name, len(value) if value.dim() else 1, stored)
-            assert found[name].shape == value.shape, name
-        return found
+            renamed[name] = self._tensor(name, len(value) if value.dim() else 1, stored)
+            assert renamed[name].shape == value.shape, name
+        return renamed
 
-    def _own(self, name: str, experts: int, stored: dict[str, Tensor]) -> Tensor:
+    def _tensor(self, name: str, experts: int, stored: dict[str, Tensor]) -> Tensor:
         candidates = checkpoint_names(self._decoder, name)
         for candidate in candidates:
             if candidate in stored:
@@ -152,17 +152,17 @@ class WeightUpdates:
         parts = parts_of_stack(self._decoder, candidates[0])
         # taken out, so that the host does not hold all experts once more
         return torch.stack(
-            [torch.cat([stored.pop(each.replace("*", str(number))) for each in parts]) for number in range(experts)]
+            [torch.cat([stored.pop(part.replace("*", str(number))) for part in parts]) for number in range(experts)]
         )
 
 
 def _expected(decoder: Decoder) -> dict[str, Tensor]:
     """Each tensor that transformers writes for the model, on the meta device."""
-    held = {
+    empty = {
         checkpoint_names(decoder, name)[0]: torch.empty_like(value, device="meta")
         for name, value in decoder.state_dict().items()
     }
-    return dict(revert_weight_conversion(decoder.pretrained, held))
+    return dict(revert_weight_conversion(decoder.pretrained, empty))
 
 
 def _shown(tensor: Tensor | None) -> str:

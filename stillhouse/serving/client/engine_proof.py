@@ -1,0 +1,120 @@
+"""What is proved of a server that writes completions: which log-probabilities it gives, and by which weights.
+
+Training needs log-probabilities after the temperature and over the whole vocabulary. An engine gives others if it was
+started so, and nothing in its answers tells. With which weights a server writes is proved by a few short completions;
+no other answer proves it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from stillhouse.generation.sample import Completion, Sampling
+
+#: prompts after which the top tokens tell one model from another
+IDENTIFYING_PROMPTS = (
+    (1,),
+    (2, 3),
+    (5, 7, 11),
+    (13, 17, 19, 23),
+    (29, 31, 37, 41, 43),
+    (47, 53),
+    (59, 61, 67),
+    (71,),
+)
+#: completions of a probe, and the most tokens of each
+PROBES, PROBE_TOKENS = 4, 8
+#: a difference of log-probabilities that rounding in bfloat16 stays below
+ROUNDED = 0.1
+#: so many top tokens are asked for: between the first and the last one is a wider gap than to the second one
+TOP = 5
+#: the log-probabilities of at least two of the top tokens after a prompt, the largest first
+TopLogProbs = Callable[[Sequence[int], Sampling], list[float]]
+#: two explanations of a number must differ by so many nats to be told apart
+_APART = 0.02
+_PROMPTS = ((1,), (2, 3), (5, 7, 11), (13,), (17, 19, 23), (29, 31), (37,), (41, 43, 47))
+
+_BEFORE = (
+    "{url} gives log-probabilities before the temperature, and the temperature is {temperature:g}: expected a vLLM "
+    "that was started with --logprobs-mode processed_logprobs, an SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB, or "
+    "a temperature of 1"
+)
+_CUT = (
+    "{url} gives log-probabilities among the tokens that top_p, top_k and min_p leave, and training needs those over "
+    "the whole vocabulary: expected top_p=1, top_k=0 and min_p=0, or for a temperature of 1 a vLLM that was started "
+    "without --logprobs-mode processed_logprobs"
+)
+_UNPROVABLE = (
+    "{url} writes every token with nearly the same probability or with certainty, so that it cannot be proved which "
+    "log-probabilities it gives: expected a model that was trained, or a temperature of 1 and all tokens"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """What a server writes after each of some prompts with the version of this label.
+
+    completions: sampled, for the trainer to score. top_tokens: the top token and its log-probability, which these
+    weights give at any time and on any server.
+    """
+
+    label: str = ""
+    completions: tuple[Completion, ...] = ()
+    top_tokens: tuple[tuple[int, float], ...] = ()
+
+
+def probe_sampling(sampling: Sampling) -> Sampling:
+    """How the completions of a probe are sampled. At a temperature of 1 and over all tokens, a server's
+    log-probabilities are the model's own, however it was started; a top token is often certain and says less.
+    """
+    return Sampling(min(PROBE_TOKENS, sampling.max_new_tokens), eos_ids=sampling.eos_ids)
+
+
+def same_weights(
+    before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]], most: float = ROUNDED
+) -> bool:
+    """Whether the top tokens after the same prompts can be those of the same weights, but for rounding.
+
+    Two tokens may be nearly as likely, so that most ids must be the same, and their log-probabilities. most: nats.
+    """
+    gaps = [abs(one[1] - other[1]) for one, other in zip(before, now, strict=False) if one[0] == other[0]]
+    return len(before) == len(now) and 2 * len(gaps) > len(now) and max(gaps) < most
+
+
+def prove_log_probs(url: str, top: TopLogProbs, sampling: Sampling, vocabulary: int) -> None:
+    """Raise ValueError if the server's log-probabilities are not those of `Completion`.
+
+    The gap between the top tokens is divided by the temperature. Among two tokens that top_k leaves, the first one's
+    log-probability is larger than among all.
+    """
+    temperature = sampling.temperature
+    if temperature == 0 or (temperature == 1 and sampling.is_whole):
+        return
+    plain = Sampling(1, temperature=1.0)
+    for prompt in _PROMPTS:
+        ids = [token % vocabulary for token in prompt]
+        before = _top(url, top(ids, plain))
+        after = _top(url, top(ids, replace(plain, temperature=temperature)))
+        if temperature != 1:
+            gap, scaled_gap = before[0] - before[-1], after[0] - after[-1]
+            if abs(gap / temperature - gap) < _APART:
+                continue
+            if abs(scaled_gap - gap) < abs(scaled_gap - gap / temperature):
+                raise ValueError(_BEFORE.format(url=url, temperature=temperature))
+        if not sampling.is_whole:
+            among_two = -math.log1p(math.exp((before[1] - before[0]) / temperature))
+            if abs(among_two - after[0]) < _APART:
+                continue
+            cut = _top(url, top(ids, replace(plain, temperature=temperature, top_k=2)), 2)[0]
+            if abs(cut - among_two) < abs(cut - after[0]):
+                raise ValueError(_CUT.format(url=url))
+        return
+    raise ValueError(_UNPROVABLE.format(url=url))
+
+
+def _top(url: str, log_probs: list[float], count: int = TOP) -> list[float]:
+    """The log-probabilities of the `count` top tokens: the answer may have more of them."""
+    log_probs = log_probs[:count]
+    if len(log_probs) < 2 or not all(map(math.isfinite, log_probs)):
+        raise ValueError(f"{url} gives {log_probs} for the likeliest tokens: expected at least two log-probabilities")
+    return log_probs

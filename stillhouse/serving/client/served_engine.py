@@ -1,0 +1,190 @@
+"""Completions from servers: each token has the version of the weights that wrote it, which are the student's."""
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.display import escaped
+from stillhouse.generation.published import published_folder
+from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.serving.client.served_weights import UNKNOWN_ADAPTER, UNKNOWN_WEIGHTS, ServedWeights, ServerState
+from stillhouse.serving.engines.api import Answer, Kind, Published, Span, WritingApi
+from stillhouse.serving.pool import AskAgainError, Call, ServerPool
+from stillhouse.serving.wire import JSON
+
+#: completions that a server writes at a time; engines batch them, and queue what is too many
+IN_FLIGHT = 256
+
+
+class ServedEngine:
+    """Servers of one kind that write the student's completions (a RolloutEngine).
+
+    vocabulary: rows of the student's head; ids outside of it are never sent (one of them ends a vLLM) nor accepted.
+    timeout: seconds without an answer of any server after which futures raise ServerError; also for one answer.
+    token: the bearer token. warn: is called with a line when a server fails or comes back.
+    own_weights: the servers write with the weights that they have, such as a teacher's, and are given none.
+        Otherwise `update_weights` must be called before `generate`.
+    probes: prompts that each server completes after it was given weights (see `engine_proof.py`), so that the caller
+        can score them (`weights.probed`, `weights.set_proved`).
+    run: the identity that published weights must name; empty: any.
+
+    The constructor raises ValueError for a server that does not give the log-probabilities that training needs; with
+    own_weights they are not needed, and the servers must have the same weights.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        sampling: Sampling,
+        api: WritingApi,
+        *,
+        vocabulary: int,
+        timeout: float,
+        token: str | None = None,
+        warn: Callable[[str], None] = lambda line: None,
+        own_weights: bool = False,
+        probes: Sequence[Sequence[int]] = ((0,),),
+        run: str = "",
+    ):
+        self._sampling, self._api, self._vocabulary = sampling, api, vocabulary
+        self._run, self._prefix = run, secrets.token_hex(4)
+        self._pool = ServerPool(
+            urls, timeout, token, warn, model="student", answer_seconds=timeout, in_flight=IN_FLIGHT
+        )
+        self.weights = ServedWeights(self._pool, api, sampling, vocabulary, probes, warn, keep=own_weights)
+        with ExitStack() as stack:
+            stack.callback(self._pool.close)
+            self.weights.connect()
+            stack.pop_all()
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        """Ask for completions; returns at once. Raises ValueError for ids outside of the vocabulary."""
+        newest = self.weights.newest
+        if newest is None:
+            raise ValueError("the servers have no version of the student yet: expected update_weights first")
+        calls = [self._call(request, newest.kind) for request in requests]
+        return [self._pool.submit(call) for call in calls]
+
+    def update_weights(self, version: int, folder: Path | None) -> None:
+        """Give all servers a published version, side by side, and prove that they write with it.
+
+        A server that does not answer meanwhile is given it when it answers again. Raises ServerError if a server
+        answers that it cannot load it (it then stays paused), or if no server answers.
+        """
+        if folder is None:
+            raise ValueError("servers read weights from a folder: expected the one that was published")
+        folder = folder.resolve()
+        with published_folder(folder) as content:
+            manifest, sha256 = content.manifest, content.sha256
+        if manifest.version != version:
+            raise ValueError(f"{folder} holds version {manifest.version}: expected {version}")
+        if self._run and manifest.run != self._run:
+            raise ValueError(
+                f"{folder} holds weights of the run '{escaped(manifest.run)}', not of this run '{self._run}': "
+                "expected a folder to which nobody else writes"
+            )
+        label = f"{self._prefix}-{version}-{len(self.weights.versions)}"
+        self.weights.give_all(Published(version, folder, label, manifest.kind, sha256))
+
+    def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+        """Raise ValueError if a server's tokenizer is another one, as far as this text shows it, or is not told."""
+        for server in self.weights.servers.values():
+            ask = self._pool.asker(server.url)
+            difference = self._api.tokenizer_difference(ask, server.model, tokenizer, text)
+            if difference is not None:
+                raise ValueError(
+                    f"{server.url} has another tokenizer than the student: {difference}; expected the same"
+                )
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _call(self, request: GenerationRequest, kind: Kind) -> Call[Completion]:
+        ids = request.prompt_ids
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._vocabulary:
+            raise ValueError(
+                f"completion {request.number}: its prompt has {len(ids)} tokens, expected at least one, each from 0 "
+                f"to {self._vocabulary - 1}"
+            )
+        limit = self._sampling.max_new_tokens
+        limit = limit if request.max_new_tokens is None else min(limit, request.max_new_tokens)
+        attempt: list[tuple[ServerState, Published]] = []
+
+        def content(url: str) -> bytes:
+            server = self.weights.servers[url]
+            # nothing is sent to a server while its weights are not known; between the choice of the server and this
+            # line they may have become unknown, and the answer is then discarded
+            published = server.published or UNKNOWN_WEIGHTS
+            attempt[:] = [(server, published)]
+            body = self._api.body(server.model_of(published), ids.tolist(), self._sampling, limit, request.seed)
+            return json.dumps(body).encode()
+
+        def parse(response: httpx2.Response) -> Completion:
+            return self._completion(response, *attempt[0], limit)
+
+        statuses = frozenset({200, UNKNOWN_ADAPTER}) if kind == "adapter" else frozenset({200})
+        return Call(self._api.path, content, JSON, parse, len(ids) + limit, self._api.hint, statuses)
+
+    def _completion(
+        self, response: httpx2.Response, server: ServerState, published: Published, limit: int
+    ) -> Completion:
+        """published: what the server had when it was asked. Raises ValueError for a damaged answer, AskAgainError for
+        one by weights that are not the student's.
+        """
+        if response.status_code == UNKNOWN_ADAPTER:
+            self.weights.restore(server, published)
+            raise AskAgainError
+        answer = self._api.parse(response, published.kind)
+        versions_N = token_versions(answer.spans, self.weights.versions, len(answer.ids))
+        has_changed = not self._api.marks_tokens and server.published is not published
+        is_unknown = versions_N is None or versions_N.min() < published.version or published is UNKNOWN_WEIGHTS
+        if versions_N is None or is_unknown or has_changed:
+            self.weights.restore(server, published)
+            raise AskAgainError
+        if (np.diff(versions_N) < 0).any():
+            raise ValueError(f"the versions of a completion's tokens decrease: {versions_N.tolist()[:20]}")
+        self._require_requested(answer, limit)
+        server.restored = 0
+        completion = answer.completion(versions_N)
+        # SGLang calls an end of sequence at the last possible token a cut
+        return replace(completion, finish="stop") if answer.ids[-1] in self._sampling.eos_ids else completion
+
+    def _require_requested(self, answer: Answer, limit: int) -> None:
+        """Raise ValueError for a completion that this server cannot have been asked for."""
+        ids = answer.ids
+        if not ids or len(ids) > limit:
+            raise ValueError(f"a completion of {len(ids)} tokens: expected 1 to {limit}")
+        if min(ids) < 0 or max(ids) >= self._vocabulary:
+            raise ValueError(f"the ids {min(ids)} to {max(ids)}: expected 0 to {self._vocabulary - 1}")
+        ends = set(self._sampling.eos_ids)
+        if ends & set(ids[:-1]):
+            raise ValueError("a completion that goes on after its end of sequence")
+        if answer.finish == "stop" and ids[-1] not in ends and answer.stop not in self._sampling.stop:
+            raise ValueError(
+                f"a completion that ends with token {ids[-1]} at {answer.stop!r}: expected the end of sequence "
+                f"{sorted(ends)}, among its tokens, or one of the texts {list(self._sampling.stop)}"
+            )
+
+
+def token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) -> np.ndarray | None:
+    """The version of each of `count` tokens; None if one of the labels is not among `versions`.
+
+    Raises ValueError unless the spans cover all tokens in their order.
+    """
+    of_tokens: list[Any] = []
+    for span in spans:
+        if span.start != len(of_tokens) or span.end <= span.start:
+            raise ValueError(f"versions of the tokens {span.start} to {span.end} after {len(of_tokens)} tokens")
+        of_tokens += [versions.get(span.label or "")] * (span.end - span.start)
+    if len(of_tokens) != count or not of_tokens:
+        raise ValueError(f"versions of {len(of_tokens)} tokens for a completion of {count}")
+    return None if None in of_tokens else np.array(of_tokens, np.int32)

@@ -1,0 +1,280 @@
+"""The weights of the servers that write completions: giving them the newest version, and proving that they have it.
+
+Every version has a label that only this engine uses. A server that was started anew has its first weights again and
+another label: its answers are discarded, it is given the newest version, and their requests are sent again.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import httpx2
+import numpy as np
+
+from stillhouse.generation.sample import Completion, Sampling
+from stillhouse.serving.client.engine_proof import (
+    IDENTIFYING_PROMPTS,
+    TOP,
+    Probe,
+    probe_sampling,
+    prove_log_probs,
+    same_weights,
+)
+from stillhouse.serving.engines.api import Answer, Published, WritingApi, require
+from stillhouse.serving.pool import Ask, ServerError, ServerPool, UnreachableError
+
+#: seconds in which one of several servers must accept a new version, before the others go on without it
+PATIENCE = 10.0
+#: so many times in a row a server may come back with other weights
+MOST_RESTORED = 10
+#: the status of an answer to a request for an unknown adapter: the server was started anew
+UNKNOWN_ADAPTER = 404
+#: what a server has that was chosen before its weights became unknown
+UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
+_AGAIN = (
+    "{url} has other weights again and again: expected a server that is not started anew all the time, and no other "
+    "job that gives it weights"
+)
+_GREEDY = Sampling(1, temperature=0.0)
+
+
+@dataclass(eq=False)
+class ServerState:
+    """What is known of a server.
+
+    published: what it was last given, another object each time; None while it is not known which weights it has.
+    model: the name that requests need. restored: how often it came back with other weights since its last answer.
+    is_absent: it has not answered, and is given the newest version in the background.
+    probe: with the weights that it was given last.
+    """
+
+    url: str
+    model: str | None = None
+    published: Published | None = None
+    restored: int = 0
+    is_absent: bool = False
+    probe: Probe = field(default_factory=Probe)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def has(self, published: Published) -> bool:
+        return self.published is not None and self.published.label == published.label
+
+    def model_of(self, published: Published) -> str | None:
+        """The model that a request for completions by a version names: an adapter is a model of its own."""
+        return published.label if published.kind == "adapter" else self.model
+
+
+class ServedWeights:
+    """versions: by label. newest: the version that all servers are to have.
+
+    keep: the servers keep the weights that they have. top_tokens: with keep, the top tokens after a few prompts and
+    their log-probabilities, to know the weights by. The other arguments are those of `ServedEngine`.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        api: WritingApi,
+        sampling: Sampling,
+        vocabulary: int,
+        probes: Sequence[Sequence[int]],
+        warn: Callable[[str], None],
+        *,
+        keep: bool,
+    ):
+        self._pool, self._api, self._sampling, self._vocabulary = pool, api, sampling, vocabulary
+        self._probes, self._warn, self._keep = probes, warn, keep
+        self.servers = {server.url: ServerState(server.url) for server in pool.servers}
+        self.versions: dict[str, int] = {}
+        self.newest: Published | None = None
+        self.top_tokens: list[tuple[int, float]] = []
+        #: of the version that was proved last, with the nats that rounding causes
+        self._proved = Probe(), 0.0
+
+    @property
+    def probed(self) -> dict[str, tuple[Completion, ...]]:
+        """By URL, what the servers have written for the probes when they were given the newest version."""
+        assert self.newest is not None
+        probes = {url: server.probe for url, server in self.servers.items()}
+        return {url: probe.completions for url, probe in probes.items() if probe.label == self.newest.label}
+
+    def set_proved(self, url: str, most: float) -> None:
+        """What this server has written for the probes is by the newest version. Servers that are given it later must
+        find the same tokens most probable. most: nats that rounding causes.
+        """
+        self._proved = self.servers[url].probe, most
+
+    def connect(self) -> None:
+        """Ask each server who it is. Raises ValueError for one that cannot be used."""
+        for server in self.servers.values():
+            server.model = self._api.model_name(self._pool.asker(server.url))
+            if self._keep:
+                self._keep_weights(server)
+            elif not self._api.proved:
+                top = partial(self._top_log_probs, server)
+                prove_log_probs(server.url, top, self._sampling, self._vocabulary)
+
+    def give_all(self, published: Published) -> None:
+        """See `ServedEngine.update_weights`."""
+        assert not self._keep, "these servers keep their weights"
+        before = self.newest
+        self.versions[published.label], self.newest = published.version, published
+        # a server that is gone must not cost its patience in every step
+        present = [server for server in self.servers.values() if not server.is_absent]
+        absent = self._give_each(present, min(PATIENCE, self._pool.timeout))
+        if len(absent) == len(present):
+            absent = self._give_each(list(self.servers.values()), self._pool.timeout)
+            if len(absent) == len(self.servers):
+                raise next(iter(absent.values()))
+        for url in absent:
+            self._restore_later(self.servers[url])
+        if before is not None:
+            for server in self.servers.values():
+                if not server.is_absent:
+                    self._api.forget(self._pool.asker(server.url, PATIENCE), before.label, before.kind)
+
+    def restore(self, server: ServerState, published: Published) -> None:
+        """Begin to give a server the newest version, unless it was given one since it had `published`."""
+        if not server.lock.acquire(blocking=False):
+            return  # it is being given weights
+        try:
+            if server.published is not published:
+                return
+            server.published = None
+            server.restored += 1
+            self._pool.hold(server.url)
+        finally:
+            server.lock.release()
+        if self._keep:
+            error = ServerError(f"{server.url} has other weights than when the run began: restore them")
+            self._warn(str(error))
+            self._pool.give_up(server.url, error)
+            return
+        self._warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
+        self._restore_later(server)
+
+    def _keep_weights(self, server: ServerState) -> None:
+        """Take the server's weights as version 0. Raises ValueError if they are not those of the other servers."""
+        answers = [self._greedy(server, ids) for ids in IDENTIFYING_PROMPTS]
+        labels = {span.label or "" for answer in answers for span in answer.spans}
+        top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]
+        self.top_tokens = self.top_tokens or top_tokens
+        if len(labels) != 1 or not same_weights(self.top_tokens, top_tokens):
+            raise ValueError(f"{server.url} has other weights than {self._pool.servers[0].url}: expected the same")
+        [label] = labels
+        self.versions[label] = 0
+        server.published = self.newest = Published(0, Path(), label, "model")
+
+    def _greedy(self, server: ServerState, ids: Sequence[int]) -> Answer:
+        """The most probable token after a few ids."""
+        known = [token % self._vocabulary for token in ids]
+        return self._api.parse(self._one_token(server, known, _GREEDY), "model")
+
+    def _top_log_probs(self, server: ServerState, ids: Sequence[int], sampling: Sampling) -> list[float]:
+        return self._api.top_log_probs(self._one_token(server, ids, sampling, top=TOP))
+
+    def _one_token(
+        self, server: ServerState, ids: Sequence[int], sampling: Sampling, top: int = 0
+    ) -> httpx2.Response:
+        body = self._api.body(server.model, ids, sampling, 1, 0, top=top)
+        response = self._pool.asker(server.url)(self._api.path, body)
+        if response.status_code != 200:
+            raise ValueError(f"{response.url}: {response.status_code} {response.text[:500]}; {self._api.hint}")
+        return response
+
+    def _give_each(self, servers: Sequence[ServerState], patience: float) -> dict[str, UnreachableError]:
+        """Give servers the newest version; returns the errors of those that have not answered."""
+        absent: dict[str, UnreachableError] = {}
+        with ThreadPoolExecutor(len(self.servers)) as threads:
+            futures = {server.url: threads.submit(self._give, server, patience) for server in servers}
+        for url, future in futures.items():
+            error = future.exception()
+            if isinstance(error, UnreachableError):
+                absent[url] = error
+            elif error is not None:
+                raise error
+        return absent
+
+    def _give(self, server: ServerState, patience: float) -> None:
+        """Give a server the newest version, and prove that it has it. No request is sent to it meanwhile."""
+        if not server.lock.acquire(timeout=patience):
+            raise UnreachableError(f"{server.url} has not answered for {patience:g} seconds")
+        try:
+            ask, attempts = self._pool.asker(server.url, patience), 0
+            while (published := self.newest) is not None and not server.has(published):
+                self._pool.hold(server.url)
+                server.published = None
+                if self._api.give(ask, published) and self._writes_with(ask, server, published):
+                    server.published = replace(published)
+                elif (attempts := attempts + 1) == MOST_RESTORED:
+                    raise ServerError(_AGAIN.format(url=server.url))
+            self._pool.release(server.url)
+        finally:
+            server.lock.release()
+
+    def _writes_with(self, ask: Ask, server: ServerState, published: Published) -> bool:
+        """Whether the server writes with this version; False if it was started anew since it loaded it.
+
+        Raises ServerError if it says so, and writes otherwise than another server with this version.
+        """
+        completions: list[Completion] = []
+        for response in self._probe_responses(ask, server.model_of(published)):
+            if response.status_code == UNKNOWN_ADAPTER and published.kind == "adapter":
+                return False
+            require(response, f"a completion with version {published.version}", self._api.hint)
+            try:
+                answer = self._api.parse(response, published.kind)
+                if {span.label for span in answer.spans} != {published.label}:
+                    return False
+                completions.append(answer.completion(np.full(len(answer.ids), published.version, np.int32)))
+            except ValueError as error:
+                raise ServerError(f"{server.url} has loaded version {published.version}, but: {error}") from error
+        sampled, greedy = completions[::2], completions[1::2]
+        top_tokens = tuple((int(greedy_one.ids_N[0]), float(greedy_one.log_probs_N[0])) for greedy_one in greedy)
+        proved, most = self._proved
+        if proved.label == published.label and not same_weights(proved.top_tokens, top_tokens, most):
+            raise ServerError(
+                f"{server.url} says that it has version {published.version}, and writes with other weights: "
+                "expected a server that reads the folder that it is given, and loads all of it"
+            )
+        server.probe = Probe(published.label, tuple(sampled), top_tokens)
+        return True
+
+    def _probe_responses(self, ask: Ask, model: str | None) -> list[httpx2.Response]:
+        """For each probe, a sampled completion and the most probable token."""
+        bodies = [
+            self._api.body(model, ids, sampling, sampling.max_new_tokens, seed)
+            for seed, ids in enumerate(self._probes)
+            for sampling in (probe_sampling(self._sampling), _GREEDY)
+        ]
+        with ThreadPoolExecutor(len(bodies)) as threads:  # a server computes what it gets together as one batch
+            return list(threads.map(partial(ask, self._api.path), bodies))
+
+    def _restore_later(self, server: ServerState) -> None:
+        """Give a server the newest version in the background, unless that is under way."""
+        if not server.is_absent:
+            server.is_absent = True
+            threading.Thread(target=self._restore_until_newest, args=(server,), daemon=True).start()
+
+    def _restore_until_newest(self, server: ServerState) -> None:
+        while True:
+            wanted, failure = self.newest, None
+            try:
+                if server.restored > MOST_RESTORED:
+                    raise ServerError(_AGAIN.format(url=server.url))
+                self._give(server, self._pool.timeout)
+            except ServerError as error:
+                failure = error
+            if failure is None:
+                server.is_absent = False
+                if wanted is self.newest:
+                    return
+                server.is_absent = True  # `give_all` may have passed it over
+            elif wanted is self.newest:  # otherwise, what failed may have been removed for a newer version
+                break
+        server.is_absent = False  # the next version is tried again
+        self._warn(f"the student's server {server.url} is given up: {failure}")
+        self._pool.give_up(server.url, failure)

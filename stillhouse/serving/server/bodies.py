@@ -1,0 +1,49 @@
+"""What the JSON requests and answers of both roles share."""
+
+from http import HTTPStatus
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stillhouse.serving.server.request_errors import RequestError
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StrictBody(BaseModel):
+    """A body in which a field that is not known, or of another type, is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
+    """Raises RequestError for a body that is not of this kind.
+
+    named: how many levels of a wrong field's place are named.
+    """
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        param = ".".join(str(level) for level in first["loc"][:named]) or None
+        problem = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
+        raise refused(f"{param or 'the body'}: {problem}", param) from error
+
+
+def refused(message: str, param: str | None) -> RequestError:
+    """param: the field that is wrong."""
+    return RequestError(HTTPStatus.BAD_REQUEST, message, param=param)
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int | None]:
+    """The `usage` of an answer of the OpenAI interface."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    }

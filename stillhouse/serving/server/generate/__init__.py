@@ -1,0 +1,1 @@
+"""The role that writes completions, with weights that can be replaced."""

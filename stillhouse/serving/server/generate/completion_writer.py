@@ -1,0 +1,105 @@
+"""The model of a server that writes completions, whose weights `POST /v1/weights` replaces between two batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data import check_vocabulary, load_tokenizer
+from stillhouse.generation.generate import Generator, check_generation
+from stillhouse.generation.sample import Completion, Sampling
+from stillhouse.generation.token_sampler import stop_texts
+from stillhouse.models import Decoder
+from stillhouse.parallel import choose_device, local_folder
+from stillhouse.serving.server.application import Application
+from stillhouse.serving.server.generate.generate_routes import add_generate_route, add_weights_route
+from stillhouse.serving.server.generate.token_completions import GenerationPart, VersionedCompletion
+from stillhouse.serving.server.generate.weight_updates import FIRST_VERSION, WeightUpdates
+from stillhouse.serving.server.limits import Limits
+from stillhouse.serving.server.role import ModelOptions, longest_sequence, model_info
+from stillhouse.signals.scorer import NotFiniteError
+
+
+class CompletionWriter:
+    """Writes the completions of a batch (a `Role`). The requests of a batch may sample their tokens differently."""
+
+    survives_failures = True
+
+    def __init__(
+        self,
+        name: str,
+        decoder: Decoder,
+        device: torch.device,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_tokens: int,
+    ):
+        self.name = name
+        longest = longest_sequence(decoder, batch_tokens)
+        self.limits = Limits(decoder.vocabulary_rows, longest, longest, 1, ())
+        self.info: dict[str, Any] = model_info(name, decoder, tokenizer) | {
+            "generates": True,
+            "version": FIRST_VERSION,
+            "max_tokens": longest,
+        }
+        self._decoder, self._device, self._tokenizer = decoder, device, tokenizer
+        self._batch_tokens, self._updates = batch_tokens, WeightUpdates(decoder)
+
+    def add_routes(self, application: Application) -> None:
+        add_generate_route(application, self.info["eos_token_ids"])
+        add_weights_route(application, self._updates)
+
+    def compute(self, parts: Sequence[GenerationPart]) -> list[VersionedCompletion | NotFiniteError]:
+        groups: dict[Sampling, list[int]] = {}
+        for number, part in enumerate(parts):
+            groups.setdefault(part.sampling, []).append(number)
+        outcomes: dict[int, VersionedCompletion | NotFiniteError] = {}
+        for sampling, members in groups.items():
+            generator = Generator(
+                self._decoder,
+                sampling,
+                self._device,
+                batch_tokens=self._batch_tokens,
+                vocabulary=len(self._tokenizer),
+                tokenizer=self._tokenizer,
+            )
+            try:
+                completions = generator.generate([parts[number].request for number in members], 0)
+            except NotFiniteError as error:
+                outcomes |= dict.fromkeys(members, error)
+                continue
+            version = self._updates.version
+            for number, completion in zip(members, completions, strict=True):
+                stop = self._stop_text(completion, sampling)
+                outcomes[number] = VersionedCompletion(completion, version, stop)
+        return [outcomes[number] for number in range(len(parts))]
+
+    def between_batches(self) -> None:
+        self._updates.apply()
+
+    def end(self) -> None:
+        self._updates.close()
+
+    def follow(self) -> None:
+        raise AssertionError("a single process has the whole model")
+
+    def description(self) -> list[str]:
+        return [
+            f"model {self.name}: vocabulary of {self.limits.vocabulary:,} rows, {self.info['dtype']} on "
+            f"{self._device.type}; completions of at most {self.limits.max_tokens:,} tokens with their prompt"
+        ]
+
+    def _stop_text(self, completion: Completion, sampling: Sampling) -> str | None:
+        if completion.finish == "length" or completion.ids_N[-1] in sampling.eos_ids:
+            return None
+        return stop_texts([completion.ids_N.tolist()], sampling.stop, self._tokenizer)[0]
+
+
+def load_writer(options: ModelOptions, batch_tokens: int) -> CompletionWriter:
+    """Raises ValueError for a model that cannot be loaded, is damaged, or cannot generate."""
+    device, source = choose_device(options.device), local_folder(options.name, options.revision)
+    tokenizer = load_tokenizer(source)
+    decoder = options.load(source, device, "model")
+    check_vocabulary(tokenizer, decoder.vocabulary_rows, "model")
+    check_generation(decoder, device)
+    return CompletionWriter(options.name, decoder, device, tokenizer, batch_tokens)

@@ -1,0 +1,96 @@
+"""The routes of the server that writes completions: `POST /inference/v1/generate` and `POST /v1/weights`."""
+
+import asyncio
+from collections.abc import Sequence
+from http import HTTPStatus
+from pathlib import Path
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+
+from stillhouse.serving.server.application import Application, Operation, content_type, errors, required_body
+from stillhouse.serving.server.bodies import StrictBody, parse_json, refused
+from stillhouse.serving.server.generate import token_completions
+from stillhouse.serving.server.generate.token_completions import GenerateBody, GenerationPart, VersionedCompletion
+from stillhouse.serving.server.generate.weight_updates import WeightUpdates
+from stillhouse.serving.server.request_errors import RequestError
+from stillhouse.serving.wire import JSON
+
+#: an answer has about so many bytes for each token
+_TOKEN_BYTES = 64
+_WEIGHTS_BYTES = 16 * 1024
+
+
+class WeightsBody(StrictBody):
+    """folder: of published weights, on this machine (see `generation/weights.py`). version: the name that completions
+    have from then on. manifest: the sha256 of the folder's manifest.json, as the run has written it; null: any.
+    """
+
+    folder: str = Field(min_length=1, max_length=4096)
+    version: str = Field(pattern=r"^[!-~]{1,128}$")
+    manifest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+
+
+def add_generate_route(application: Application, eos_ids: Sequence[int]) -> None:
+    """eos_ids: the model's own ends of sequence."""
+    service = application.service
+
+    def parse(content: bytes, _: str) -> tuple[GenerateBody, list[GenerationPart]]:
+        body = parse_json(content, GenerateBody)
+        service.require_model(body.model)
+        return body, [token_completions.part(body, service.limits, eos_ids)]
+
+    def encode(body: GenerateBody, _: Sequence[GenerationPart], results: Sequence[VersionedCompletion]) -> bytes:
+        return bytes(JSONResponse(token_completions.answer(body, service.name, results[0])).body)
+
+    def result_bytes(results: Sequence[VersionedCompletion]) -> int:
+        return sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results)
+
+    operation = Operation({JSON: service.limits.json_bytes}, parse, encode, JSON, result_bytes)
+
+    @application.api.post(
+        "/inference/v1/generate",
+        response_class=JSONResponse,
+        responses=errors(400, 404, 408, 413, 415, 422, 429, 500, 503),
+        openapi_extra=required_body({JSON: GenerateBody.model_json_schema()}),
+    )
+    async def generate(request: Request) -> Response:
+        """A completion of token ids, with log-probabilities and the version of the weights, as vLLM answers."""
+        return await application.respond(request, operation)
+
+
+def add_weights_route(application: Application, updates: WeightUpdates) -> None:
+    service, lock = application.service, asyncio.Lock()
+
+    @application.api.post(
+        "/v1/weights",
+        response_class=JSONResponse,
+        responses=errors(400, 408, 413, 415, 429, 500, 503),
+        openapi_extra=required_body({JSON: WeightsBody.model_json_schema()}),
+    )
+    async def weights(request: Request) -> Response:
+        """Write with the weights of a published folder from the next batch on. Answers when they are in use."""
+        content_type(request, JSON)
+        async with application.bodies.read(request, _WEIGHTS_BYTES) as content:
+            body = parse_json(content, WeightsBody)
+        if service.queue.is_draining:
+            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is about to end")
+        if lock.locked():
+            raise RequestError(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                "other weights are being loaded: try again",
+                headers={"Retry-After": "1"},
+            )
+        async with lock:
+            try:
+                tensors = await run_in_threadpool(updates.read, Path(body.folder), body.version, body.manifest)
+            except ValueError as error:
+                raise refused(str(error), "folder") from error
+            try:
+                await asyncio.wrap_future(updates.submit(tensors))
+            except ValueError as error:
+                raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+        service.info["version"] = updates.version
+        return JSONResponse({"version": body.version})

@@ -1,0 +1,106 @@
+"""What a server does with its model: a role is a set of routes, and the model behind them.
+
+`score/` gives a teacher's signals, and `generate/` writes completions. Everything else is the same for both: one
+application, one queue, one set of limits, one handling of connections.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse import __version__
+from stillhouse.data import tokenizer_fingerprint
+from stillhouse.models import Decoder, check_document_length, check_finite_weights, eos_ids
+from stillhouse.serving.server.application import Application
+from stillhouse.serving.server.limits import Limits
+
+
+class Role(Protocol):
+    @property
+    def name(self) -> str:
+        """The name under which clients know the model."""
+        ...
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The answer of `GET /v1/info`; empty except on the first process."""
+        ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def survives_failures(self) -> bool:
+        """Whether another batch may follow one whose computation has failed."""
+        ...
+
+    def add_routes(self, application: Application) -> None: ...
+
+    def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """For each part of a batch, what its request gets, or an error."""
+        ...
+
+    def between_batches(self) -> None:
+        """Called before each batch, and several times a second while nothing is asked."""
+        ...
+
+    def end(self) -> None:
+        """Called after the last batch."""
+        ...
+
+    def follow(self) -> None:
+        """On every process but the first: compute the same batches as the first one, until it ends."""
+        ...
+
+    def description(self) -> list[str]:
+        """Lines for the log that say what is served."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model is served, and how it is loaded.
+
+    name: a folder or a hub id. dtype: "auto" is as it was saved. device: "auto" is a GPU if there is one.
+    attention: transformers' attn_implementation. revision: of a hub id.
+    quantize: "int8" or "nf4" (see `quantized.py`), for a single process; None: as it was saved.
+    """
+
+    name: str
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str | None = None
+    revision: str | None = None
+    quantize: str | None = None
+
+    def load(self, source: str, device: torch.device, what: str) -> Decoder:
+        """The frozen model of a folder in this process. Raises ValueError for one that is damaged."""
+        decoder = Decoder.from_pretrained(
+            source, dtype=self.dtype, attention=self.attention, device=device, quantize=self.quantize
+        )
+        decoder.requires_grad_(False).eval()
+        check_finite_weights(decoder, what)
+        return decoder
+
+
+def model_info(name: str, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What `GET /v1/info` says of a model in both roles."""
+    return {
+        "stillhouse": __version__,
+        "model": name,
+        "vocabulary": decoder.vocabulary_rows,
+        "dtype": str(next(decoder.parameters()).dtype).removeprefix("torch."),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "eos_token_ids": list(eos_ids(tokenizer, decoder)),
+    }
+
+
+def longest_sequence(decoder: Decoder, batch_tokens: int) -> int:
+    """The most tokens of a sequence: the model's positions, and those of a batch."""
+    reach = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
+    longest = batch_tokens if reach is None else min(int(reach), batch_tokens)
+    check_document_length(decoder.pretrained, longest, "teacher")
+    return longest

@@ -1,0 +1,104 @@
+"""Serves a model over HTTP: the command `stillhouse serve`.
+
+The model runs in the main thread, which takes batches from the queue. HTTP runs in a thread of its own.
+Under torchrun, the ranks share a teacher (tensor parallel); rank 0 speaks HTTP, and the other ranks compute the same
+batches.
+
+The first SIGTERM or Ctrl-C: accept nothing more, answer what was accepted, end with exit code 0. The second one ends
+the process at once.
+"""
+
+import socket
+import threading
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from stillhouse.parallel import destroy_process_group, is_first, log_rank0, process_count, wait_for_all, watchdog
+from stillhouse.preemption import finishing
+from stillhouse.serving.server.application import Application, Service
+from stillhouse.serving.server.generate.completion_writer import load_writer
+from stillhouse.serving.server.http_thread import HttpThread, bound, check_address, ready_line
+from stillhouse.serving.server.metrics import Metrics
+from stillhouse.serving.server.model_loop import ModelLoop, is_ending
+from stillhouse.serving.server.request_queue import RequestQueue
+from stillhouse.serving.server.role import ModelOptions, Role
+from stillhouse.serving.server.score.served_teacher import load_teacher
+
+
+def serve(
+    model: str,
+    *,
+    generate: bool = False,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: str | None = None,
+    require_token: bool = True,
+    dtype: str = "auto",
+    device: str = "auto",
+    attention: str | None = None,
+    revision: str | None = None,
+    quantize: str | None = None,
+    batch_tokens: int = 16384,
+    queue_tokens: int | None = None,
+    max_top_k: int = 256,
+    stop: threading.Event | None = None,
+) -> None:
+    """Serve a model until a signal comes (see `preemption.handling`) or `stop` is set.
+
+    model: a folder or a hub id. dtype, device, attention, revision, quantize: see `ModelOptions`.
+    generate: write completions; otherwise, give a teacher's exact signals.
+    port: 0 for a free one.
+    token: the bearer token of all routes but /healthz. An address other than loopback needs one, unless require_token
+        is False.
+    batch_tokens: the most tokens of a batch, and so of a sequence.
+    queue_tokens: the most tokens of all requests at a time; 16 batches by default.
+    max_top_k: the most ids per token of a signal.
+
+    Raises ValueError for a model that cannot be served, and OSError for an address that cannot be used.
+    """
+    check_address(host, token, require_token=require_token)
+    _check_sizes(batch_tokens, queue_tokens, max_top_k)
+    if generate and process_count() > 1:
+        raise ValueError(
+            f"--generate under {process_count()} processes: expected one process, which has the whole model; start a "
+            "server for each GPU, or vLLM for a model that does not fit on one"
+        )
+    queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens
+    # before the model is loaded, so that a port in use is reported at once
+    sockets = [bound(host, port)] if is_first() else []
+    options = ModelOptions(model, dtype, device, attention, revision, quantize)
+    with TemporaryDirectory(prefix="stillhouse-serve-") as folder:
+        role: Role
+        if generate:
+            role = load_writer(options, batch_tokens)
+        else:
+            role = load_teacher(options, Path(folder) / "teacher", batch_tokens, queue_tokens, max_top_k)
+        wait_for_all()  # a rank that cannot load the model ends the command before it is said to be ready
+        watchdog.enter("serving", timed=False)
+        with finishing("the requests that were accepted"):
+            if is_first():
+                queue = RequestQueue(batch_tokens, queue_tokens, partial(is_ending, stop))
+                _run(role, queue, sockets[0], token)
+            else:
+                role.follow()
+        destroy_process_group()
+
+
+def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str | None) -> None:
+    service = Service(role.name, role.info, role.limits, queue, Metrics(queue), token)
+    application = Application(service)
+    role.add_routes(application)
+    server = HttpThread(application.api, listening)
+    for line in [*role.description(), ready_line(listening, token)]:
+        log_rank0(line)
+    ModelLoop(role, service, server).run()
+
+
+def _check_sizes(batch_tokens: int, queue_tokens: int | None, max_top_k: int) -> None:
+    if batch_tokens < 1:
+        raise ValueError(f"batch tokens {batch_tokens}: expected 1 or more")
+    if queue_tokens is not None and queue_tokens < batch_tokens:
+        raise ValueError(f"queue tokens {queue_tokens}: expected at least the {batch_tokens} tokens of a batch")
+    if max_top_k < 1:
+        raise ValueError(f"top-k {max_top_k}: expected 1 or more")

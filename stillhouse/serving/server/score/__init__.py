@@ -1,0 +1,1 @@
+"""The role that gives a teacher's exact signals."""

@@ -1,0 +1,164 @@
+"""The teacher of a server: its model over the ranks of the job, its files for clients, and what identifies it."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data import check_vocabulary, load_tokenizer
+from stillhouse.models import Decoder, check_finite_weights, model_fingerprint, quantized_identity
+from stillhouse.parallel import (
+    Degrees,
+    Layout,
+    ModelSource,
+    build_runner,
+    choose_device,
+    empty_decoder,
+    is_first,
+    join,
+    load_weights,
+    local_folder,
+    process_count,
+)
+from stillhouse.serving.server.application import Application
+from stillhouse.serving.server.limits import SIGNALS, SIGNALS_OF_SHARDS, Limits
+from stillhouse.serving.server.role import ModelOptions, longest_sequence, model_info
+from stillhouse.serving.server.score.batch_broadcast import BatchBroadcast
+from stillhouse.serving.server.score.score_routes import add_file_routes, add_signal_routes
+from stillhouse.signals.scorer import Outcome, Part, Scorer
+from stillhouse.signals.teacher_folder import head_of, save_teacher
+
+#: after so many seconds without a sign of life, a rank counts as hung
+RANK_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class ServedTeacher:
+    """A loaded teacher (a `Role`).
+
+    folder: what clients can get: configuration, tokenizer, output head. identity: the hash of the teacher's weights.
+    """
+
+    name: str
+    info: dict[str, Any]
+    limits: Limits
+    scorer: Scorer
+    broadcast: BatchBroadcast
+    device: torch.device
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path
+    identity: str
+
+    @property
+    def survives_failures(self) -> bool:
+        return self.broadcast.is_single
+
+    def add_routes(self, application: Application) -> None:
+        add_file_routes(application, self.folder)
+        add_signal_routes(application, self.tokenizer, self.identity)
+
+    def compute(self, parts: Sequence[Part]) -> list[Outcome]:
+        self.broadcast.send(parts)
+        return self.scorer.score(parts)
+
+    def between_batches(self) -> None:
+        self.broadcast.beat()
+
+    def end(self) -> None:
+        self.broadcast.send_end()
+
+    def follow(self) -> None:
+        self.broadcast.follow(self.scorer)
+
+    def description(self) -> list[str]:
+        info, broadcast = self.info, self.broadcast
+        over = "" if broadcast.is_single else f" over {broadcast.ranks.size} ranks"
+        return [
+            f"teacher {info['model']}: vocabulary of {info['vocabulary']:,} rows, width {info['width']:,}, "
+            f"{info['quantize'] or info['dtype']} on {self.device.type}{over}",
+            f"signals: {', '.join(info['signals'])}; at most {info['max_top_k']} ids per token, "
+            f"{info['max_tokens']:,} tokens per sequence, {info['max_request_tokens']:,} per request",
+        ]
+
+
+def load_teacher(
+    options: ModelOptions, folder: Path, batch_tokens: int, queue_tokens: int, max_top_k: int
+) -> ServedTeacher:
+    """Load a model over all processes that torchrun started, and write what clients can get to `folder`.
+
+    folder: empty; only the first process writes to it. Raises ValueError for a model that cannot be loaded, is
+    damaged, or cannot be sharded over so many processes.
+    """
+    device, source = choose_device(options.device), local_folder(options.name, options.revision)
+    tokenizer = load_tokenizer(source)
+    layout = Layout(Degrees(tensor=process_count()))
+    if options.quantize is not None and layout.degrees.processes > 1:
+        raise ValueError(
+            f"--quantize {options.quantize} under {process_count()} processes, which divide plain weights: expected "
+            "one"
+        )
+    mesh = join(layout.degrees, device, RANK_SECONDS)
+    if mesh.ranks.size == 1:
+        whole_decoder = options.load(source, device, "teacher")
+        runner = build_runner(layout, mesh, ModelSource(lambda: whole_decoder), None)
+        with_head = whole_decoder
+    else:
+        runner = build_runner(layout, mesh, _sharded_source(options, source, device), None)
+        with_head = head_of(source, options.dtype) if is_first() else runner.students()[0]
+    decoder = runner.students()[0]
+    check_vocabulary(tokenizer, decoder.vocabulary_rows, "teacher")
+    identity = quantized_identity(model_fingerprint(source), options.quantize)
+    limits = Limits(
+        decoder.vocabulary_rows,
+        longest_sequence(decoder, batch_tokens),
+        max(batch_tokens, queue_tokens // 4),
+        max_top_k,
+        SIGNALS if mesh.ranks.size == 1 else SIGNALS_OF_SHARDS,
+    )
+    info: dict[str, Any] = {}
+    if is_first():
+        save_teacher(folder, with_head, tokenizer, with_head=True)
+        info = model_info(options.name, decoder, tokenizer) | {
+            "teacher": identity,
+            "width": int(decoder.config.get_text_config().hidden_size),
+            "chat_template": _template_hash(tokenizer),
+            "files": {path.name: _file_hash(path) for path in sorted(folder.iterdir()) if path.is_file()},
+            "quantize": options.quantize,
+            "signals": list(limits.signals),
+            "max_tokens": limits.max_tokens,
+            "max_request_tokens": limits.max_request_tokens,
+            "max_sequences": limits.max_sequences,
+            "max_top_k": limits.most_ids,
+        }
+    scorer, broadcast = Scorer(runner, device), BatchBroadcast(mesh)
+    return ServedTeacher(options.name, info, limits, scorer, broadcast, device, tokenizer, folder, identity)
+
+
+def _sharded_source(options: ModelOptions, folder: str, device: torch.device) -> ModelSource:
+    build = partial(empty_decoder, folder, dtype=options.dtype, attention=options.attention)
+
+    def load(decoder: Decoder) -> None:
+        load_weights(decoder, folder, device)
+        check_finite_weights(decoder, "teacher")
+
+    def frozen() -> Decoder:
+        decoder: Decoder = build().requires_grad_(False)
+        return decoder
+
+    return ModelSource(frozen, load, name="teacher")
+
+
+def _template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    template = tokenizer.chat_template
+    text = template if isinstance(template, str) or template is None else repr(sorted(template.items()))
+    return None if text is None else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
