@@ -35,10 +35,10 @@ class Draws:
     student: OutputHead | None = None
 
     def __post_init__(self) -> None:
-        for name, each_T in self.per_token.items():
-            if each_T.shape != self.labels_T.shape:
+        for name, values_T in self.per_token.items():
+            if values_T.shape != self.labels_T.shape:
                 raise ValueError(
-                    f"per_token[{name!r}] of shape {tuple(each_T.shape)}: expected {tuple(self.labels_T.shape)}, a "
+                    f"per_token[{name!r}] of shape {tuple(values_T.shape)}: expected {tuple(self.labels_T.shape)}, a "
                     "number for each row"
                 )
 

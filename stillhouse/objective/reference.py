@@ -40,8 +40,8 @@ def dense_objective(
 
     `chunk_tokens` is ignored. `valid_index` is used only without `weights_T`: the rows in it have weight 1.
     """
-    heads = [head, *(each for term in terms for signal in term.signals() for each in signal.heads())]
-    if any(each.shard is not None and not each.shard.is_alone for each in heads):
+    heads = [head, *(teacher_head for term in terms for signal in term.signals() for teacher_head in signal.heads())]
+    if any(one.shard is not None and not one.shard.is_alone for one in heads):
         raise ValueError("a head over several ranks: expected whole ones, gather the rows for the reference")
     vocabulary = common_vocabulary(heads)
     dtype = torch.promote_types(torch.promote_types(hidden_TD.dtype, head.weight_VD.dtype), torch.float32)
@@ -77,8 +77,8 @@ def _weights(weights_T: Tensor | None, valid_index: Tensor | None, hidden_TD: Te
 
 def _logits(hidden: Tensor, head: OutputHead, vocabulary: int, dtype: torch.dtype) -> Tensor:
     bias = None if head.bias is None else head.bias.to(dtype)
-    whole = OutputHead(head.weight_VD.to(dtype), bias, scale=head.scale, softcap=head.softcap)
-    return whole.logits(hidden.to(dtype))[:, :vocabulary]
+    float_head = OutputHead(head.weight_VD.to(dtype), bias, scale=head.scale, softcap=head.softcap)
+    return float_head.logits(hidden.to(dtype))[:, :vocabulary]
 
 
 def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
@@ -189,8 +189,8 @@ def _teacher_log_probs(signal: Signal, temperature: float, vocabulary: int, dtyp
             return torch.log_softmax(signal.logits_TV.to(dtype) / temperature, 1)
         case Mixture():
             parts = [
-                log_weight + _teacher_log_probs(each, temperature, vocabulary, dtype)
-                for each, log_weight in zip(signal.signals, signal.log_weights, strict=True)
+                log_weight + _teacher_log_probs(member, temperature, vocabulary, dtype)
+                for member, log_weight in zip(signal.signals, signal.log_weights, strict=True)
             ]
             return torch.logsumexp(torch.stack(parts), 0)
     raise TypeError(f"no reference for {type(signal).__name__}")
@@ -199,9 +199,9 @@ def _teacher_log_probs(signal: Signal, temperature: float, vocabulary: int, dtyp
 def _sparse_row(signal: SparseSignal, token: int, divergence: Divergence, log_q_V: Tensor) -> Tensor:
     """Return the value of one token, computed with plain Python dicts and lists, one outcome at a time."""
     log_p_of = {}
-    for entry, each in enumerate(signal.ids_TK[token].tolist()):
-        if 0 <= each < len(log_q_V) and each not in log_p_of:
-            log_p_of[each] = signal.log_probs_TK[token, entry].detach().to(log_q_V.dtype)
+    for entry, token_id in enumerate(signal.ids_TK[token].tolist()):
+        if 0 <= token_id < len(log_q_V) and token_id not in log_p_of:
+            log_p_of[token_id] = signal.log_probs_TK[token, entry].detach().to(log_q_V.dtype)
     if not log_p_of:
         return log_q_V.new_zeros(())
     ids = torch.tensor(list(log_p_of), device=log_q_V.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from stillhouse.objective.formulas import Divergence, Pivot, WeightedSum, sides, weighted_parts
 from stillhouse.objective.signals import Sampled, SparseSignal, first_occurrence, teacher_tail
 from stillhouse.objective.stable import expect, log_ratio, log_softmax
-from stillhouse.objective.tile import TermResult, Tile
+from stillhouse.objective.tile.tile import TermResult, Tile
 
 #: the teacher's log-probability of every token outside its ids with the tail "zero" (NeMo RL's `log_infinitesimal`)
 LOG_ZERO = -100.0
@@ -75,8 +75,8 @@ def over_outcomes(
     ratio_CB = log_ratio(log_q_CB, log_p_CB)
     likeliest_C1 = log_q_CB.argmax(1, keepdim=True)
     pivot = Pivot(log_q_CB.gather(1, likeliest_C1), ratio_CB.gather(1, likeliest_C1))
-    each = sides(log_p_CB, log_q_CB, ratio_CB, pivot)
-    return [part.balanced(each).sum(1) for part in parts], divergence.balanced_slope(each)
+    pair = sides(log_p_CB, log_q_CB, ratio_CB, pivot)
+    return [part.balanced(pair).sum(1) for part in parts], divergence.balanced_slope(pair)
 
 
 def _add_sparse_gradient(

@@ -71,9 +71,9 @@ def teacher_log_probs(
             parts = [
                 log_weight
                 + teacher_log_probs(
-                    each, labels_T, temperature, vocabulary=vocabulary, shard=shard, valid_index=valid_index
+                    member, labels_T, temperature, vocabulary=vocabulary, shard=shard, valid_index=valid_index
                 )
-                for each, log_weight in zip(signal.signals, signal.log_weights, strict=True)
+                for member, log_weight in zip(signal.signals, signal.log_weights, strict=True)
             ]
             return torch.logsumexp(torch.stack(parts), 0).masked_fill(labels_T < 0, 0.0)
         case SparseSignal():

@@ -26,12 +26,12 @@ from stillhouse.objective import (
     Signal,
     Term,
     TopK,
-    compiled,
     linear_objective,
     logits_objective,
     parse_divergence,
 )
 from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.tile import compiled
 
 EXPRESSIONS = list(TEXTBOOK)
 #: (vocabulary size, the teacher's largest probability)

@@ -36,6 +36,7 @@ from stillhouse.objective import (
     forward_kl,
     jsd,
     linear_objective,
+    logits_objective,
     reverse_kl,
 )
 from stillhouse.objective.reference import dense_objective
@@ -96,24 +97,25 @@ def test_log_probabilities_far_from_the_students(term: str, by: str, objective: 
     assert_left_out(found, expected)
 
 
-def terms_without(dead_labels: bool, scale: float = 1.0) -> list[Term]:
-    """Return terms of every kind that leave out the rows `DEAD`: by labels if dead_labels and the term has labels,
-    otherwise by the term's own weights.
+def terms_without(rows_by: str, scale: float = 1.0) -> list[Term]:
+    """Return terms of every kind that skip the rows `DEAD`: by "labels" if the term has labels, by "own weights",
+    or not at all ("weights_T"). The teachers' rows hold NaN.
     """
-    labels_T = LABELS.index_fill(0, DEAD, -100) if dead_labels else LABELS
-    own = None if dead_labels else kept()
-    sparse = make_signal("bucket")
+    labels_T = LABELS.index_fill(0, DEAD, -100) if rows_by == "labels" else LABELS
+    of_labels = kept() if rows_by == "own weights" else None
+    own = None if rows_by == "weights_T" else kept()
+    sparse, full = make_signal("bucket"), make_full()
     assert isinstance(sparse, TopK)
-    full = make_full()
     poisoned = FullVocab(full.hidden_TE.index_fill(0, DEAD, math.nan), full.head)
+    poisoned_sparse = TopK(sparse.ids_TK, sparse.log_probs_TK.index_fill(0, DEAD, math.nan))
     return [
-        CrossEntropy(labels_T, scale, 0.1, 0.1, weights_T=own),
-        SampledKL(labels_T, sampled_log_probs(-5.0), "k3", scale, weights_T=own),
-        PolicyGradient(labels_T, sampled_log_probs(1.0), sampled_log_probs(-5.0), scale=scale, weights_T=own),
-        Distill(poisoned, jsd(0.3), scale, weights_T=kept()),
-        Distill(poisoned, forward_kl(), scale, weights_T=kept()),
-        Distill(sparse, reverse_kl(), scale, weights_T=kept()),
-        Entropy(0.2 * scale, weights_T=kept()),
+        CrossEntropy(labels_T, scale, 0.1, 0.1, weights_T=of_labels),
+        SampledKL(labels_T, sampled_log_probs(-5.0), "k3", scale, weights_T=of_labels),
+        PolicyGradient(labels_T, sampled_log_probs(1.0), sampled_log_probs(-5.0), scale=scale, weights_T=of_labels),
+        Distill(poisoned, jsd(0.3), scale, weights_T=own),
+        Distill(poisoned, forward_kl(), scale, weights_T=own),
+        Distill(poisoned_sparse, reverse_kl(), scale, weights_T=own),
+        Entropy(0.2 * scale, weights_T=own),
     ]
 
 
@@ -126,19 +128,43 @@ def poisoned_leaves() -> Leaves:
 @OBJECTIVES
 @pytest.mark.parametrize("chunk_tokens", [None, 10])
 @pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
-@pytest.mark.parametrize("by", ["labels", "own weights"])
-def test_hidden_states_of_rows_that_no_term_counts(
-    by: str, head: dict[str, Any], chunk_tokens: int | None, objective: Any
+@pytest.mark.parametrize("rows_by", ["labels", "own weights", "weights_T"])
+def test_rows_that_no_term_counts_may_hold_anything(
+    rows_by: str, head: dict[str, Any], chunk_tokens: int | None, objective: Any
 ) -> None:
-    terms = terms_without(by == "labels")
-    found = run(objective, poisoned_leaves(), terms, head=head, chunk_tokens=chunk_tokens)
-    assert_left_out(found, run(objective, make_leaves(), terms, head=head, chunk_tokens=chunk_tokens))
+    """With a valid_index, rows of weight 0 are computed, as on a GPU."""
+    options: dict[str, Any] = {"head": head, "chunk_tokens": chunk_tokens}
+    if rows_by == "weights_T":
+        options |= {"weights_T": kept()} | ({"valid_index": torch.arange(T)} if chunk_tokens else {})
+    terms = terms_without(rows_by)
+    found = run(objective, poisoned_leaves(), terms, **options)
+    assert_left_out(found, run(objective, make_leaves(), terms, **options))
+
+
+def test_rows_of_logits_without_weight_may_hold_nan() -> None:
+    logits = torch.randn(4, 9).index_fill(0, torch.tensor([2]), math.nan).requires_grad_()
+    terms = [CrossEntropy(torch.arange(4)), Entropy(1.0)]
+    output = logits_objective(logits, terms, weights_T=torch.tensor([1, 1, 0, 1]))
+    output.loss.backward()
+    assert output.loss.isfinite()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert (logits.grad[2] == 0).all()
+
+
+def test_a_teacher_that_is_missing_on_rows_that_another_term_counts() -> None:
+    terms = [terms_without("own weights")[3], Entropy(0.1)]
+    result = run(linear_objective, make_leaves(), terms, chunk_tokens=10)
+    assert all(gradient.isfinite().all() for gradient in result.gradients.values())
+    assert all(total.isfinite() for total in result.output.metrics.values())
+    assert result.output.per_token["jsd(0.3)"].isfinite().all()
+    assert result.output.metrics["tokens"] == T
 
 
 @pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
 def test_a_term_of_scale_zero_sees_the_rows_and_gives_them_no_gradient(head: dict[str, Any]) -> None:
     """Such a term is only reported: its metric may be NaN, but it changes neither the loss nor the gradient."""
-    terms = terms_without(dead_labels=True)
+    terms = terms_without("labels")
     watched = [
         *terms,
         Entropy(0.0),
@@ -154,6 +180,6 @@ def test_a_term_of_scale_zero_sees_the_rows_and_gives_them_no_gradient(head: dic
 
 
 def test_a_row_that_one_term_counts_is_not_left_out() -> None:
-    result = run(linear_objective, poisoned_leaves(), [*terms_without(dead_labels=True), CrossEntropy(LABELS, 0.5)])
+    result = run(linear_objective, poisoned_leaves(), [*terms_without("labels"), CrossEntropy(LABELS, 0.5)])
     assert result.output.loss.isnan()
     assert result.gradients["weight"].isnan().any()

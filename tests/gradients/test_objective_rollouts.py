@@ -38,7 +38,7 @@ from stillhouse.objective import (
 from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
-from stillhouse.objective.tile import Tile
+from stillhouse.objective.tile.tile import Tile
 from stillhouse.parallel.pair import _targets
 
 

@@ -21,7 +21,6 @@ from stillhouse.objective import (
     PolicyGradient,
     SampledKL,
     Term,
-    chunks,
     forward_kl,
     linear_log_probs,
     linear_objective,
@@ -29,6 +28,7 @@ from stillhouse.objective import (
     reverse_kl,
 )
 from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.tile import chunks
 
 SMALL = 7
 

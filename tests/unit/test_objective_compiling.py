@@ -23,10 +23,9 @@ from torch._dynamo.utils import counters
 from stillhouse.objective import (
     Entropy,
     OutputHead,
-    compiled,
     linear_objective,
-    tile,
 )
+from stillhouse.objective.tile import compiled, tile
 
 pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
 HERE = Path(__file__).parent

@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stillhouse.objective import (
     OutputHead,
-    compiled,
     linear_objective,
 )
+from stillhouse.objective.tile import compiled
 
 pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
 
