@@ -19,20 +19,19 @@ from kit.objective_cases import (
     distance,
     make_labels,
     make_leaves,
+    make_sorted,
+    make_spans,
     run,
 )
 from torch import Tensor
 
 from stillhouse.objective import (
-    TEACHER,
     Continuation,
     CrossEntropy,
-    OutputHead,
     SortedL1,
     SortedTopK,
     SpanSignal,
     Term,
-    TopK,
     linear_objective,
     logits_objective,
 )
@@ -42,31 +41,10 @@ from stillhouse.objective.spec import parse_objective
 K = 8
 
 
-def make_spans(tail: str = "bucket", dtype: torch.dtype = torch.float64, temperature: float = 1.0) -> SpanSignal:
-    """Every third row begins a span, the next one continues it, and the third one has no signal."""
-    random = torch.Generator().manual_seed(3)
-    log_p_TV = torch.log_softmax(2 * torch.randn(T, V, generator=random, dtype=torch.float64), 1)
-    log_p_TK, ids_TK = log_p_TV.topk(K, 1)
-    ids_TK[::2, -1] = -1
-    tail_T = torch.log(-torch.expm1(log_p_TK.masked_fill(ids_TK < 0, -math.inf).logsumexp(1)))
-    first = TopK(ids_TK, log_p_TK.to(dtype), tail, tail_T.to(dtype), temperature)  # type: ignore[arg-type]
-    third_T = torch.arange(T) % 3
-    continuation_T = torch.rand(T, generator=random) * (third_T == 1)
-    return SpanSignal(first, (third_T == 0).to(dtype), continuation_T.to(dtype))
-
-
-def make_sorted(log_p_TV: Tensor, ranks: int) -> SortedTopK:
-    """The teacher's largest log-probabilities in another order, and rows that do not count."""
-    log_p_TK = log_p_TV.topk(ranks, 1).values
-    tail_T = log_p_TV.sort(1, descending=True).values[:, ranks:].logsumexp(1)
-    order = torch.randperm(ranks, generator=torch.Generator().manual_seed(5))
-    return SortedTopK(log_p_TK[:, order], tail_T, (torch.arange(len(log_p_TV)) % 4 > 0).to(log_p_TV.dtype))
-
-
 def terms_of(
     loss: str, signal: SpanSignal | SortedTopK, temperature: float = 1.0, squared: bool = False
 ) -> list[Term]:
-    return parse_objective(loss, temperature, squared).terms(make_labels(), {TEACHER: signal})
+    return parse_objective(loss, temperature, squared).terms(make_labels(), signal)
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -248,33 +226,6 @@ def test_rows_without_a_span_may_hold_anything() -> None:
     poisoned = replace(leaves, hidden=leaves.hidden.masked_fill(free_T[:, None], math.nan))
     found = run(linear_objective, poisoned, terms_of("forward_kl", signal))
     assert_same(found, run(linear_objective, leaves, terms_of("forward_kl", signal)))
-
-
-def test_mistakes_by_name() -> None:
-    spans, ranked = make_spans(), make_sorted(torch.randn(T, V).log_softmax(1), K)
-    labels_T = make_labels()
-    with pytest.raises(ValueError, match="uld with SpanSignal: expected sorted probabilities"):
-        parse_objective("uld").terms(labels_T, {TEACHER: spans})
-    with pytest.raises(ValueError, match="forward_kl with sorted probabilities: expected uld"):
-        parse_objective("forward_kl").terms(labels_T, {TEACHER: ranked})
-    with pytest.raises(ValueError, match=r"-1\*uld in '-1\*uld': expected a positive coefficient"):
-        parse_objective("-1*uld")
-    with pytest.raises(ValueError, match=r"uld takes no arguments"):
-        parse_objective("uld(3)")
-    with pytest.raises(ValueError, match=r"first_weights_T of shape \(3,\): expected \(37,\)"):
-        replace(spans, first_weights_T=torch.ones(3))
-    with pytest.raises(ValueError, match=r"weights_T of shape \(3,\): expected \(37,\)"):
-        replace(ranked, weights_T=torch.ones(3))
-    with pytest.raises(ValueError, match=r"log_probs_TK of shape \(37, 0\)"):
-        replace(ranked, log_probs_TK=torch.ones(T, 0))
-    with pytest.raises(ValueError, match="temperature=0"):
-        SortedL1(ranked, temperature=0.0)
-    with pytest.raises(ValueError, match="scale=nan"):
-        Continuation(labels_T, math.nan)
-    beyond_T = labels_T.clone()
-    beyond_T[1] = V
-    with pytest.raises(ValueError, match=f"labels_T holds {V}: expected labels below {V}"):
-        linear_objective(make_leaves().hidden, OutputHead(make_leaves().weight), [Continuation(beyond_T)])
 
 
 def test_in_words() -> None:

@@ -32,6 +32,7 @@ from stillhouse.objective import (
     Signal,
     SortedL1,
     SortedTopK,
+    SpanSignal,
     Term,
     TopK,
     forward_kl,
@@ -225,6 +226,19 @@ def make_sorted(log_p_TV: Tensor, ranks: int) -> SortedTopK:
     tail_T = log_p_TV.sort(1, descending=True).values[:, ranks:].logsumexp(1)
     order = torch.randperm(ranks, generator=generator(5))
     return SortedTopK(log_p_TK[:, order], tail_T, (torch.arange(len(log_p_TV)) % 4 > 0).to(log_p_TV.dtype))
+
+
+def make_spans(tail: str = "bucket", dtype: torch.dtype = torch.float64, temperature: float = 1.0) -> SpanSignal:
+    """Every third row begins a span, the next one continues it, and the third one has no signal."""
+    random = torch.Generator().manual_seed(3)
+    log_p_TV = torch.log_softmax(2 * torch.randn(T, V, generator=random, dtype=torch.float64), 1)
+    log_p_TK, ids_TK = log_p_TV.topk(8, 1)
+    ids_TK[::2, -1] = -1
+    tail_T = torch.log(-torch.expm1(log_p_TK.masked_fill(ids_TK < 0, -math.inf).logsumexp(1)))
+    first = TopK(ids_TK, log_p_TK.to(dtype), tail, tail_T.to(dtype), temperature)  # type: ignore[arg-type]
+    third_T = torch.arange(T) % 3
+    continuation_T = torch.rand(T, generator=random) * (third_T == 1)
+    return SpanSignal(first, (third_T == 0).to(dtype), continuation_T.to(dtype))
 
 
 def other_terms(

@@ -1,6 +1,7 @@
 """A run's objective as an expression: its terms, its description in words, and its errors."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective import (
-    TEACHER,
     CrossEntropy,
     DenseLogits,
     Distill,
@@ -16,6 +16,7 @@ from stillhouse.objective import (
     forward_kl,
     jsd,
     logits_objective,
+    parse_divergence,
 )
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
@@ -29,7 +30,7 @@ def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def value_and_gradient(spec: ObjectiveSpec) -> tuple[float, Tensor]:
     student, teacher, labels = problem()
-    output = logits_objective(student, spec.terms(labels, {TEACHER: DenseLogits(teacher)}))
+    output = logits_objective(student, spec.terms(labels, DenseLogits(teacher)))
     output.loss.backward()
     assert student.grad is not None
     return output.loss.item(), student.grad
@@ -95,7 +96,7 @@ def test_temperature_is_of_divergences_and_not_of_cross_entropy(squared: bool) -
 def test_terms_and_their_scales() -> None:
     spec = parse_objective("0.3*cross_entropy(label_smoothing=0.1) + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss", 2.0)
     student, teacher, labels = problem()
-    terms = spec.terms(labels, {TEACHER: DenseLogits(teacher)})
+    terms = spec.terms(labels, DenseLogits(teacher))
     assert [type(term) for term in terms] == [CrossEntropy, Distill, Entropy]
     assert [term.name for term in terms] == ["cross_entropy", "jsd(0.5)", "entropy"]
     assert [term.scale for term in terms] == [0.3, 0.7, -0.01]
@@ -124,12 +125,12 @@ def test_a_teacher_is_needed_by_divergences_only(text: str, needed: bool) -> Non
     if not needed:
         student, _, labels = problem()
         labels[0] = -1
-        assert math.isfinite(logits_objective(student, spec.terms(labels, {})).loss.item())
+        assert math.isfinite(logits_objective(student, spec.terms(labels, None)).loss.item())
 
 
 def test_several_divergences_are_one_term() -> None:
     _, teacher, labels = problem()
-    (term,) = parse_objective("0.9*forward_kl + 0.1*jsd(0.5)").terms(labels, {TEACHER: DenseLogits(teacher)})
+    (term,) = parse_objective("0.9*forward_kl + 0.1*jsd(0.5)").terms(labels, DenseLogits(teacher))
     assert isinstance(term, Distill)
     assert term.scale == 1.0
     assert term.name == "0.9*forward_kl + 0.1*jsd(0.5)"
@@ -167,51 +168,111 @@ def test_an_objective_in_words(text: str, options: dict[str, Any], words: str) -
     assert parse_objective(text, **options).in_words() == words
 
 
+#: expressions of an objective, and words of their errors (regular expressions)
+EXPRESSIONS = {
+    "forward_kll": r"unknown name 'forward_kll'; did you mean forward_kl\?",
+    "cross_entropy + 0.5*forwardkl": r"did you mean forward_kl\?",
+    "crossentropy": r"did you mean cross_entropy\?",
+    "jds(0.5)": "did you mean jsd",
+    "0.5*forward_kl + total_varation": "did you mean total_variation",
+    "policy_gradientt": "did you mean policy_gradient",
+    "kd": r"unknown name 'kd' \(known: .*cross_entropy.*z_loss\)",
+    # no sum
+    "": "cannot read ''.*expected a sum",
+    "0.3*": r"cannot read '0.3\*'",
+    "forward_kl +": "expected a sum",
+    "0.3 cross_entropy": "cannot read",
+    "cross_entropy * forward_kl": "cannot read",
+    "cross_entropy / 2": "cannot read 'cross_entropy / 2'",
+    "2*(forward_kl + reverse_kl)": "cannot read",
+    "forward_kl*reverse_kl": "expected a number",
+    "2": "cannot read '2'",
+    "forward_kl()()": "cannot read",
+    "__import__('os').system('true')": "cannot read",
+    # arguments
+    "__import__('os')": "expected a number",
+    "jsd(__import__)": "cannot read '__import__'",
+    "jsd('0.5')": "expected a number",
+    "jsd(x)": "expected a number",
+    "jsd({[]: 1})": "expected a number",
+    "jsd(*[0.5])": "expected a number",
+    "jsd(**x)": "expected a number",
+    "jsd(k2)": "cannot read 'k2' .*expected a number",
+    "jsd": "jsd: .*beta",
+    "jsd()": "jsd: .*beta",
+    "jsd(0.5, 0.5, 0.5)": "jsd: ",
+    "jsd(gamma=1)": "jsd: .*gamma",
+    "jsd(0.5, 0.3)": "normalized=0.3.*True or False",
+    "jsd(0)": "beta.*forward_kl or reverse_kl",
+    "jsd(1.0)": "beta.*forward_kl or reverse_kl",
+    "jsd(-0.1)": "beta.*forward_kl or reverse_kl",
+    "jsd(1.5, normalized=True)": "forward_kl or reverse_kl",
+    "skew_forward_kl(1)": "0 ≤ alpha < 1",
+    "skew_reverse_kl(-0.1)": "0 ≤ alpha < 1",
+    "alpha_beta(-0.5, 1)": "negative exponent",
+    "alpha_beta(2, -1)": "negative exponent",
+    "alpha_beta(1e999, 1)": "finite",
+    "forward_kl(2)": "forward_kl: ",
+    "z_loss(2) + cross_entropy": "z_loss takes no arguments",
+    "entropy(temperature=2)": "entropy takes no arguments",
+    "uld(3)": "uld takes no arguments",
+    "cross_entropy(label_smoothing=1)": "expected 0 ≤ label_smoothing < 1",
+    "cross_entropy(label_smoothing=-0.1)": "expected 0 ≤ label_smoothing < 1",
+    "cross_entropy(smoothing=0.1)": "cross_entropy: .*smoothing",
+    "sampled_kl(k1)": "estimator='k1' as a loss: the expected on-policy gradient .* k1 is an advantage",
+    "sampled_kl(k4)": "estimator='k4': expected 'k2'",
+    "sampled_kl(2)": "cannot read '2' .*expected a word",
+    "sampled_kl('k2')": "expected a word",
+    "sampled_kl(k2, k3)": "sampled_kl: ",
+    "policy_gradient(0.2)": "policy_gradient: .*expected policy_gradient",
+    "policy_gradient(clip=0.2)": "policy_gradient: .*clip",
+    "policy_gradient(clip_low=2)": "clip_low=2.*expected 0 ≤ clip_low ≤ 1",
+    "policy_gradient(clip_low=-0.1)": "clip_low=-0.1",
+    "policy_gradient(clip_high=True)": "clip_high=True",
+    "policy_gradient(teacher_kl=0)": "teacher_kl=0.*expected a positive number",
+    "policy_gradient(teacher_kl=-1)": "teacher_kl=-1",
+    # coefficients
+    "True*forward_kl": r"coefficient True in 'True\*forward_kl': expected a number",
+    "0.5*forward_kl + cross_entropy*True": "coefficient True in .*expected a number",
+    "-True*forward_kl": "True.*expected a number",
+    "-1*forward_kl": "-1.0 of forward_kl",
+    "-forward_kl": "-1.0 of forward_kl",
+    "0*forward_kl": "forward_kl: expected a positive",
+    "forward_kl - 0.1*reverse_kl": "-0.1 of reverse_kl",
+    "1e999*forward_kl": "inf",
+    "1e999*cross_entropy": "inf.*expected a finite coefficient",
+    "cross_entropy + 1e999*entropy": "inf.*expected a finite coefficient",
+    "1e999*policy_gradient": "inf.*expected a finite coefficient",
+    "-0.5*cross_entropy": r"-0.5\*cross_entropy .*expected a positive coefficient",
+    "0*cross_entropy": r"0\*cross_entropy .*expected a positive coefficient",
+    "cross_entropy - 1e-4*z_loss": "z_loss .*expected a positive coefficient",
+    "-1*uld": r"-1\*uld in '-1\*uld': expected a positive coefficient",
+    "-1*sampled_kl": r"-1\*sampled_kl .*expected a positive coefficient",
+    "0*policy_gradient": r"0\*policy_gradient .*expected a positive coefficient",
+    "z_loss": "z_loss without cross_entropy",
+    "cross_entropy + cross_entropy": "cross_entropy comes twice",
+    "entropy + cross_entropy + 2*entropy": "entropy comes twice",
+    "sampled_kl + sampled_kl(k3)": "sampled_kl comes twice",
+}
+#: the same for an expression of divergences alone, whose parser has names and coefficients of its own
+DIVERGENCE_EXPRESSIONS = {
+    "foward_kl": "unknown name 'foward_kl'; did you mean forward_kl",
+    "banana": "known: alpha_beta, forward_kl, jsd",
+    "cross_entropy": "unknown name 'cross_entropy'",
+    "jsd": "jsd: .*beta",
+    "0.5": "cannot read",
+    "-0.5*forward_kl": "-0.5 of forward_kl",
+    "forward_kl - 0.1*reverse_kl": "-0.1 of reverse_kl",
+    "0*forward_kl": "positive",
+    "forward_kl + False*reverse_kl": "False.*expected a number",
+}
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("forward_kll", r"unknown name 'forward_kll'; did you mean forward_kl\?"),
-        ("cross_entropy + 0.5*forwardkl", r"did you mean forward_kl\?"),
-        ("crossentropy", r"did you mean cross_entropy\?"),
-        ("kd", r"unknown name 'kd' \(known: .*cross_entropy.*z_loss\)"),
-        ("", "cannot read ''"),
-        ("0.3*", r"cannot read '0.3\*'"),
-        ("0.3 cross_entropy", "cannot read"),
-        ("cross_entropy * forward_kl", "cannot read"),
-        ("cross_entropy / 2", "cannot read 'cross_entropy / 2'"),
-        ("2", "cannot read '2'"),
-        ("forward_kl()()", "cannot read"),
-        ("True*forward_kl", r"coefficient True in 'True\*forward_kl': expected a number"),
-        ("0.5*forward_kl + cross_entropy*True", "coefficient True in .*expected a number"),
-        ("__import__('os').system('true')", "cannot read"),
-        ("jsd(__import__)", "cannot read '__import__'"),
-        ("jsd('0.5')", "expected a number"),
-        ("jsd", "jsd: .*beta"),
-        ("jsd(0.5, 0.5, 0.5)", "jsd: "),
-        ("jsd(gamma=1)", "jsd: .*gamma"),
-        ("jsd(0)", r"beta.*forward_kl"),
-        ("jsd(1.0)", r"beta.*reverse_kl"),
-        ("jsd(-0.1)", "beta"),
-        ("forward_kl(2)", "forward_kl: "),
-        ("-1*forward_kl", "forward_kl"),
-        ("0*forward_kl", "forward_kl"),
-        ("cross_entropy - forward_kl", "forward_kl"),
-        ("1e999*forward_kl", "inf"),
-        ("1e999*cross_entropy", "inf"),
-        ("cross_entropy + 1e999*entropy", "inf"),
-        ("-0.5*cross_entropy", r"-0.5\*cross_entropy .*expected a positive coefficient"),
-        ("0*cross_entropy", r"0\*cross_entropy .*expected a positive coefficient"),
-        ("cross_entropy - 1e-4*z_loss", "z_loss .*expected a positive coefficient"),
-        ("z_loss", "z_loss without cross_entropy"),
-        ("cross_entropy + cross_entropy", "cross_entropy comes twice"),
-        ("entropy + cross_entropy + 2*entropy", "entropy comes twice"),
-        ("cross_entropy + z_loss(2)", "z_loss takes no arguments"),
-        ("entropy(temperature=2)", "entropy takes no arguments"),
-        ("cross_entropy(label_smoothing=1)", "expected 0 ≤ label_smoothing < 1"),
-        ("cross_entropy(label_smoothing=-0.1)", "expected 0 ≤ label_smoothing < 1"),
-        ("cross_entropy(smoothing=0.1)", "cross_entropy: .*smoothing"),
-    ],
+    ("parse", "text", "words"),
+    [(parse_objective, *case) for case in EXPRESSIONS.items()]
+    + [(parse_divergence, *case) for case in DIVERGENCE_EXPRESSIONS.items()],
 )
-def test_expressions_that_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_objective(text)
+def test_expressions_that_are_refused(parse: Callable[[str], Any], text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse(text)
