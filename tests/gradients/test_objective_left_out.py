@@ -19,18 +19,21 @@ from kit.objective_cases import (
     make_full,
     make_leaves,
     make_signal,
+    make_sorted,
     run,
     sums,
 )
 from torch import Tensor
 
 from stillhouse.objective import (
+    Continuation,
     CrossEntropy,
     Distill,
     Entropy,
     FullVocab,
     PolicyGradient,
     SampledKL,
+    SortedL1,
     Term,
     TopK,
     forward_kl,
@@ -116,6 +119,8 @@ def terms_without(rows_by: str, scale: float = 1.0) -> list[Term]:
         Distill(poisoned, forward_kl(), scale, weights_T=own),
         Distill(poisoned_sparse, reverse_kl(), scale, weights_T=own),
         Entropy(0.2 * scale, weights_T=own),
+        Continuation(labels_T, scale, weights_T=of_labels),
+        SortedL1(make_sorted(torch.randn(T, V, generator=generator(5)).log_softmax(1), 8), scale, weights_T=own),
     ]
 
 
