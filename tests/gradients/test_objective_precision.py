@@ -1,6 +1,12 @@
-"""Rounding and infinities: numbers far from 0, logits of −inf, and sides of different precision, against float64."""
+"""Extreme numbers: far from 0, infinite, of different precision, and any content of rows that no term counts.
+
+A row is left out by the objective's weight, by the own weight of every term, or by a negative label. Such rows
+contribute exactly 0 to value and gradient, also where the pass computes them, as on a GPU.
+T tokens, V vocabulary.
+"""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +15,7 @@ from kit.objective_cases import (
     DTYPES,
     F_DIVERGENCES,
     Leaves,
+    Result,
     T,
     V,
     converted,
@@ -20,23 +27,33 @@ from kit.objective_cases import (
     make_full,
     make_labels,
     make_leaves,
+    make_signal,
+    make_sorted,
     run,
     sums,
 )
+from torch import Tensor
 
 from stillhouse.objective import (
+    Continuation,
     CrossEntropy,
     DenseLogits,
     Distill,
     Entropy,
     FullVocab,
+    PolicyGradient,
+    SampledKL,
+    SortedL1,
     Term,
+    TopK,
     forward_kl,
+    jsd,
     linear_objective,
     logits_objective,
     parse_divergence,
     reverse_kl,
 )
+from stillhouse.objective.reference import dense_objective
 
 
 def test_half_precision_hidden_states_with_a_float32_head() -> None:
@@ -165,3 +182,127 @@ def test_exponents_that_cancel_are_infinite_where_one_side_has_no_mass(side: str
 
 
 ALL_BUT_1 = torch.tensor([0, 2, 3, 4])
+
+
+# rows that no term counts
+
+
+DEAD = torch.tensor([0, 3, 11, 36])
+LABELS = torch.randint(0, V, (T,), generator=generator(41))
+OBJECTIVES = pytest.mark.parametrize("objective", [linear_objective, dense_objective], ids=["fused", "reference"])
+
+
+def kept(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.ones(T, dtype=dtype).index_fill(0, DEAD, 0.0)
+
+
+def sampled_log_probs(at_dead: float) -> Tensor:
+    """Return old log-probabilities: `at_dead` in the rows that are left out, random ones around −5 elsewhere."""
+    return (torch.randn(T, generator=generator(42), dtype=torch.float64) - 5.0).index_fill(0, DEAD, at_dead)
+
+
+def assert_left_out(found: Result, expected: Result) -> None:
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    assert (found.gradients["hidden"][DEAD] == 0).all()
+    torch.testing.assert_close(found.output.loss, expected.output.loss, rtol=1e-12, atol=0)
+    for name, total in sums(expected.output).items():
+        torch.testing.assert_close(found.output.metrics[name], total, rtol=1e-10, atol=1e-12)
+    assert all((values[DEAD] == 0).all() for values in found.output.per_token.values())
+
+
+def terms_without(rows_by: str, far: float = -1000.0) -> list[Term]:
+    """Return terms of every kind that skip the rows `DEAD`: by "labels" if the term has labels, by "own weights",
+    or not at all ("weights_T").
+
+    In these rows the teachers hold NaN, and the log-probability `far` gives a ratio of e^1000 to the student's.
+    """
+    labels_T = LABELS.index_fill(0, DEAD, -100) if rows_by == "labels" else LABELS
+    of_labels = {"weights_T": kept() if rows_by == "own weights" else None}
+    own = {"weights_T": None if rows_by == "weights_T" else kept()}
+    sparse, full = make_signal("bucket"), make_full()
+    assert isinstance(sparse, TopK)
+    poisoned = FullVocab(full.hidden_TE.index_fill(0, DEAD, math.nan), full.head)
+    poisoned_sparse = TopK(sparse.ids_TK, sparse.log_probs_TK.index_fill(0, DEAD, math.nan))
+    old_T, near_T, opposite_T = (sampled_log_probs(value) for value in (far, -5.0, -far))
+    policy = partial(PolicyGradient, labels_T, sampled_log_probs(1.0), **of_labels)
+    return [
+        CrossEntropy(labels_T, 1.0, 0.1, 0.1, **of_labels),
+        SampledKL(labels_T, opposite_T, "k3", **of_labels),
+        SampledKL(labels_T, opposite_T, "k2", **of_labels),
+        policy(old_T),
+        policy(near_T, opposite_T, kl_scale=0.1),
+        policy(old_T, dual_clip=3.0),
+        policy(old_T, clip_high=math.inf, surrogate="cispo"),
+        Distill(poisoned, jsd(0.3), **own),
+        Distill(poisoned, forward_kl(), **own),
+        Distill(poisoned_sparse, reverse_kl(), **own),
+        Entropy(0.2, **own),
+        Continuation(labels_T, **of_labels),
+        SortedL1(make_sorted(torch.randn(T, V, generator=generator(5)).log_softmax(1), 8), **own),
+    ]
+
+
+def poisoned_leaves() -> Leaves:
+    leaves = make_leaves()
+    hidden = leaves.hidden.index_fill(0, DEAD[:2], math.nan).index_fill(0, DEAD[2:], math.inf)
+    return Leaves(hidden, leaves.weight, leaves.bias)
+
+
+@OBJECTIVES
+@pytest.mark.parametrize("chunk_tokens", [None, 10])
+@pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("rows_by", ["labels", "own weights", "weights_T"])
+def test_rows_that_no_term_counts_may_hold_anything(
+    rows_by: str, head: dict[str, Any], chunk_tokens: int | None, objective: Any
+) -> None:
+    """With a valid_index, rows of weight 0 are computed, as on a GPU."""
+    options: dict[str, Any] = {"head": head, "chunk_tokens": chunk_tokens}
+    if rows_by == "weights_T":
+        options |= {"weights_T": kept()} | ({"valid_index": torch.arange(T)} if chunk_tokens else {})
+    found = run(objective, poisoned_leaves(), terms_without(rows_by), **options)
+    assert_left_out(found, run(objective, make_leaves(), terms_without(rows_by, far=-5.0), **options))
+
+
+def test_rows_of_logits_without_weight_may_hold_nan() -> None:
+    logits = torch.randn(4, 9).index_fill(0, torch.tensor([2]), math.nan).requires_grad_()
+    terms = [CrossEntropy(torch.arange(4)), Entropy(1.0)]
+    output = logits_objective(logits, terms, weights_T=torch.tensor([1, 1, 0, 1]))
+    output.loss.backward()
+    assert output.loss.isfinite()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert (logits.grad[2] == 0).all()
+
+
+def test_a_teacher_that_is_missing_on_rows_that_another_term_counts() -> None:
+    terms = [terms_without("own weights")[7], Entropy(0.1)]
+    result = run(linear_objective, make_leaves(), terms, chunk_tokens=10)
+    assert all(gradient.isfinite().all() for gradient in result.gradients.values())
+    assert all(total.isfinite() for total in result.output.metrics.values())
+    assert result.output.per_token["jsd(0.3)"].isfinite().all()
+    assert result.output.metrics["tokens"] == T
+
+
+@pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
+def test_a_term_of_scale_zero_sees_the_rows_and_gives_them_no_gradient(head: dict[str, Any]) -> None:
+    """Such a term is only reported: its metric may be NaN, but it changes neither the loss nor the gradient."""
+    terms = terms_without("labels")
+    watched = [
+        *terms,
+        Entropy(0.0),
+        CrossEntropy(LABELS, 0.0),
+        PolicyGradient(LABELS, sampled_log_probs(1), sampled_log_probs(-5), scale=0.0),
+    ]
+    found = run(linear_objective, poisoned_leaves(), watched, head=head)
+    expected = run(linear_objective, make_leaves(), terms, head=head)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.output.loss, expected.output.loss, rtol=1e-12, atol=0)
+    assert found.output.metrics["entropy#2"].isnan()
+
+
+def test_a_row_that_one_term_counts_is_not_left_out() -> None:
+    result = run(linear_objective, poisoned_leaves(), [*terms_without("labels"), CrossEntropy(LABELS, 0.5)])
+    assert result.output.loss.isnan()
+    assert result.gradients["weight"].isnan().any()

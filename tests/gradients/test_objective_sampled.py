@@ -275,6 +275,10 @@ def test_surrogates_are_their_papers(case: str, temperature: float) -> None:
     assert distance(found.gradients["hidden"], plain.gradients["hidden"]) > 1e-2
 
 
+def corrected(kind: str) -> dict[str, Any]:
+    return {"surrogate": "corrected", "correction": Correction(kind, 1.5)}  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(
     ("options", "low", "high"),
@@ -282,8 +286,10 @@ def test_surrogates_are_their_papers(case: str, temperature: float) -> None:
         ({}, {-1: 0.8}, {1: 1.2}),
         ({"dual_clip": 1.7}, {-1: 0.8}, {1: 1.2, -1: 1.7}),
         ({"surrogate": "cispo"}, {1: 0.8, -1: 0.8}, {1: 1.2, -1: 1.2}),
+        (corrected("truncated"), {}, {1: 1.5, -1: 1.5}),
+        (corrected("masked"), {1: 1 / 1.5, -1: 1 / 1.5}, {1: 1.5, -1: 1.5}),
     ],
-    ids=["clip", "dual clip", "cispo"],
+    ids=["clip", "dual clip", "cispo", "truncated", "masked"],
 )
 def test_ratio_and_clipping_are_reported(
     options: dict[str, Any], low: dict[int, float], high: dict[int, float], advantage: float
@@ -293,10 +299,14 @@ def test_ratio_and_clipping_are_reported(
     log_q_T = plain_log_probs(make_leaves(), 1.0).gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
     ratio_T, sign = (log_q_T - old_T).exp(), int(advantage)
     clipped_T = (ratio_T < low.get(sign, -math.inf)) | (ratio_T > high.get(sign, math.inf))
-    term = PolicyGradient(LABELS, advantages_T, old_T, **options)
-    metrics = run(linear_objective, make_leaves(), [term]).output.metrics
-    assert metrics["clipped"] == (clipped_T & HAS_LABEL).sum()
-    torch.testing.assert_close(metrics["ratio"], ratio_T[HAS_LABEL].sum(), rtol=1e-12, atol=0)
+    terms: list[Term] = [PolicyGradient(LABELS, advantages_T, old_T, **options)]
+    if "correction" in options:
+        terms.append(SampledKL(LABELS, old_T, correction=options["correction"], old_log_probs_T=old_T))
+    metrics = run(linear_objective, make_leaves(), terms).output.metrics
+    assert 0 < (clipped_T & HAS_LABEL).sum() < HAS_LABEL.sum()
+    for suffix in ("", "#2")[: len(terms)]:
+        assert metrics[f"clipped{suffix}"] == (clipped_T & HAS_LABEL).sum()
+        torch.testing.assert_close(metrics[f"ratio{suffix}"], ratio_T[HAS_LABEL].sum(), rtol=1e-12, atol=0)
     assert "reference_kl" not in metrics
 
 

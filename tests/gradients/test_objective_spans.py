@@ -167,10 +167,3 @@ def test_ties_and_tokens_without_mass() -> None:
     mean = -2 * top + top + 2 * low
     assert slopes == pytest.approx([top * (-1 - mean)] * 2 + [top * (1 - mean)])
     assert gradient_TV[0, 3:].tolist() == pytest.approx([0.0, low * (1 - mean), low * (1 - mean)])
-
-
-def test_in_words() -> None:
-    assert parse_objective("0.5*cross_entropy + 0.5*uld").in_words() == (
-        "0.5 × cross-entropy + 0.5 × distance of the sorted probabilities (ULD) of teacher and student"
-    )
-    assert parse_objective("uld").needs_teacher

@@ -266,6 +266,9 @@ def other_terms(
         "k2": SampledKL(labels_T, known_NT[0], "k2"),
         "k3": SampledKL(labels_T, known_NT[0], "k3", 0.3, 1.7),
         "k2, corrected": SampledKL(labels_T, known_NT[0], "k2", 0.3, 1.2, sampling_temperature=0.8, **corrected),
+        "k3, masked": SampledKL(
+            labels_T, known_NT[0], "k3", correction=Correction("masked", 1.5), old_log_probs_T=known_NT[2]
+        ),
         "policy": policy(),
         "narrow clip": policy(clip_low=0.0, clip_high=0.0, scale=2.0),
         "reference": policy(known_NT[3], clip_high=0.28, kl_scale=0.04, temperature=0.8),
@@ -289,8 +292,10 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
     """Return a copy of a term, signal or head with its floating-point tensors in another dtype."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple):
-        return tuple(converted(each, dtype) for each in value)
+    if isinstance(value, tuple | list):
+        return type(value)(converted(each, dtype) for each in value)
+    if isinstance(value, dict):
+        return {name: converted(each, dtype) for name, each in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Divergence):
         fields = [each for each in dataclasses.fields(value) if each.init]
         return dataclasses.replace(
@@ -340,8 +345,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 def exact(leaves: Leaves, terms: Sequence[Term], **options: Any) -> Result:
     """Compute the objective with plain autograd in float64, from the same numbers."""
-    doubles = [converted(term, torch.float64) for term in terms]
-    return run(dense_objective, converted(leaves, torch.float64), doubles, **options)
+    return run(dense_objective, converted(leaves, torch.float64), converted(list(terms), torch.float64), **options)
 
 
 def judge(
@@ -371,7 +375,7 @@ def judge(
         # one number may be exact by chance, so the plain path's error of the loss is the error over its tokens
         errors += abs(term.scale) * float((plain_T.double() - value_T).abs().sum() + tiny * value_T.abs().sum())
     loss = fast.output.loss
-    assert loss.dtype == torch.float32
+    assert {number.dtype for number in (loss, *fast.output.metrics.values())} == {torch.float32}
     assert abs(loss.item() - oracle.output.loss.item()) <= 2 * errors / float(options.get("normalizer", 1.0))
     return fast
 

@@ -1,4 +1,4 @@
-"""A run's objective as an expression: its terms, its description in words, and its errors."""
+"""A run's objective as an expression: its terms, its description in words, its corrections and discounts."""
 
 import math
 from collections.abc import Callable
@@ -6,18 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from kit.objective_cases import generator, make_leaves
+from kit.rollout_cases import fused, looped_sum, make_batch, spec_of, teacher, without
 from torch import Tensor
 
 from stillhouse.objective import (
+    Correction,
     CrossEntropy,
     DenseLogits,
     Distill,
     Entropy,
+    discounted_sum,
     forward_kl,
     jsd,
     logits_objective,
     parse_divergence,
 )
+from stillhouse.objective.keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 
@@ -109,25 +114,6 @@ def test_terms_and_their_scales() -> None:
     assert output.loss.item() == pytest.approx(total)
 
 
-@pytest.mark.parametrize(
-    ("text", "needed"),
-    [
-        ("cross_entropy", False),
-        ("cross_entropy + 1e-4*z_loss - 0.1*entropy", False),
-        ("entropy", False),
-        ("cross_entropy + 0.1*forward_kl", True),
-        ("total_variation", True),
-    ],
-)
-def test_a_teacher_is_needed_by_divergences_only(text: str, needed: bool) -> None:
-    spec = parse_objective(text)
-    assert spec.needs_teacher == needed
-    if not needed:
-        student, _, labels = problem()
-        labels[0] = -1
-        assert math.isfinite(logits_objective(student, spec.terms(labels, None)).loss.item())
-
-
 def test_several_divergences_are_one_term() -> None:
     _, teacher, labels = problem()
     (term,) = parse_objective("0.9*forward_kl + 0.1*jsd(0.5)").terms(labels, DenseLogits(teacher))
@@ -141,31 +127,40 @@ def test_several_divergences_are_one_term() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "words"),
+    ("spec", "words"),
     [
-        ("cross_entropy", {}, "cross-entropy"),
-        ("forward_kl", {}, "forward_kl of teacher and student"),
-        ("0.3*cross_entropy + 0.7*jsd(0.5)", {}, "0.3 × cross-entropy + 0.7 × jsd(0.5) of teacher and student"),
-        ("cross_entropy - 0.01*entropy", {}, "cross-entropy − 0.01 × entropy"),
+        (parse_objective("cross_entropy"), "cross-entropy"),
+        (parse_objective("forward_kl"), "forward_kl of teacher and student"),
+        (parse_objective("cross_entropy - 0.01*entropy"), "cross-entropy − 0.01 × entropy"),
         (
-            "0.3*cross_entropy + 0.7*jsd(0.5) + 1e-4*z_loss - 0.01*entropy",
-            {},
-            "0.3 × cross-entropy + 0.0001 × z-loss + 0.7 × jsd(0.5) of teacher and student − 0.01 × entropy",
+            parse_objective("0.3*cross_entropy(0.1) + 0.7*jsd(0.5) + 1e-4*z_loss - 0.01*entropy"),
+            "0.3 × cross-entropy (label smoothing 0.1) + 0.0001 × z-loss + 0.7 × jsd(0.5) of teacher and student "
+            "− 0.01 × entropy",
         ),
         (
-            "cross_entropy(label_smoothing=0.1) + 1e-4*z_loss",
-            {},
-            "cross-entropy (label smoothing 0.1) + 0.0001 × z-loss",
-        ),
-        (
-            "0.5*reverse_kl",
-            {"temperature": 2.0, "scale_by_temperature_squared": True},
+            parse_objective("0.5*reverse_kl", temperature=2.0, scale_by_temperature_squared=True),
             "0.5 × reverse_kl·τ², τ = 2 of teacher and student",
+        ),
+        (
+            parse_objective("0.5*cross_entropy + 0.5*uld"),
+            "0.5 × cross-entropy + 0.5 × distance of the sorted probabilities (ULD) of teacher and student",
+        ),
+        (spec_of("k2"), "sampled KL (k2, descends reverse KL) at the student's own tokens"),
+        (
+            spec_of("k2, truncated"),
+            "sampled KL (k2, descends reverse KL, ratio truncated at 1.3) at the student's own tokens",
+        ),
+        (spec_of("rewards"), "2 × policy gradient (advantage from rewards)"),
+        (spec_of("clip"), "policy gradient (advantage from rewards, ratio clipped to 0.9 … 1.2)"),
+        (
+            spec_of("discount"),
+            "policy gradient (advantage from rewards, if any, and from (log p − log q) discounted by 0.9 of teacher "
+            "and student, ratio truncated at 2)",
         ),
     ],
 )
-def test_an_objective_in_words(text: str, options: dict[str, Any], words: str) -> None:
-    assert parse_objective(text, **options).in_words() == words
+def test_an_objective_in_words(spec: ObjectiveSpec, words: str) -> None:
+    assert spec.in_words() == words
 
 
 #: expressions of an objective, and words of their errors (regular expressions)
@@ -276,3 +271,89 @@ DIVERGENCE_EXPRESSIONS = {
 def test_expressions_that_are_refused(parse: Callable[[str], Any], text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse(text)
+
+
+# objectives on sampled tokens
+
+
+# the grammar
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("sampled_kl", {"sampled_kl": 1.0, "estimator": "k2"}),
+        ("0.5*sampled_kl(k3)", {"sampled_kl": 0.5, "estimator": "k3"}),
+        ("sampled_kl(estimator=k2)*2", {"sampled_kl": 2.0, "estimator": "k2"}),
+        ("policy_gradient", {"policy_gradient": 1.0, "clip_low": None, "clip_high": None, "teacher_kl": 0.0}),
+        ("policy_gradient(clip_low=0.1)", {"clip_low": 0.1, "clip_high": None}),
+        ("3*policy_gradient(clip_low=1, clip_high=0.3)", {"policy_gradient": 3.0, "clip_low": 1, "clip_high": 0.3}),
+        ("policy_gradient(teacher_kl=2)", {"teacher_kl": 2}),
+    ],
+)
+def test_the_grammar(text: str, fields: dict[str, Any]) -> None:
+    spec = parse_objective(text)
+    assert {name: getattr(spec, name) for name in fields} == fields
+    assert spec.needs_rollouts
+
+
+def test_what_an_objective_needs() -> None:
+    needs = {
+        "cross_entropy": (False, False, False),
+        "cross_entropy + 1e-4*z_loss - 0.1*entropy": (False, False, False),
+        "entropy": (False, False, False),
+        "cross_entropy + 0.1*forward_kl": (True, False, False),
+        "uld": (True, False, False),
+        "reverse_kl": (True, False, False),
+        "sampled_kl": (True, True, False),
+        "policy_gradient": (False, True, True),
+        "policy_gradient + 0.1*reverse_kl": (True, True, True),
+        "policy_gradient(teacher_kl=1)": (True, True, False),
+    }
+    for text, expected in needs.items():
+        spec = parse_objective(text)
+        assert (spec.needs_teacher, spec.needs_rollouts, spec.needs_rewards) == expected, text
+        if not any(expected):
+            student, _, labels = problem()
+            labels[0] = -1
+            assert math.isfinite(logits_objective(student, spec.terms(labels, None)).loss.item())
+
+
+def test_what_a_batch_may_lack() -> None:
+    signal, _ = teacher()
+    batch, leaves = make_batch(), make_leaves()
+    fused(parse_objective("sampled_kl"), leaves, without(batch, OLD_LOG_PROBS, ADVANTAGES), signal)
+    fused(parse_objective("policy_gradient(teacher_kl=1)"), leaves, without(batch, ADVANTAGES), signal)
+
+
+# corrections and discounts
+
+
+def test_weights_by_hand() -> None:
+    ratio = torch.tensor([0.0, 0.4, 0.5, 1.0, 2.0, 2.5, math.inf], dtype=torch.float64)
+    for kind, expected, limited in (
+        ("none", [1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0]),
+        ("truncated", [0, 0.4, 0.5, 1, 2, 2, 2], [0, 0, 0, 0, 0, 1, 1]),
+        ("masked", [0, 0, 0.5, 1, 2, 0, 0], [1, 1, 0, 0, 0, 1, 1]),
+    ):
+        weights, is_limited = Correction(kind, 2.0).weights(ratio)  # type: ignore[arg-type]
+        assert weights.tolist() == expected
+        assert is_limited.tolist() == [bool(each) for each in limited]
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.3, 0.99, 1.0])
+@pytest.mark.parametrize("tokens", [0, 1, 37, 300])
+def test_discounted_sums_are_those_of_a_loop(tokens: int, discount: float) -> None:
+    values_T = torch.randn(tokens, generator=generator(70), dtype=torch.float64)
+    length_D = torch.randint(1, 60, (tokens,), generator=generator(71))
+    document_T = torch.repeat_interleave(torch.arange(tokens), length_D)[:tokens] % 3  # a number may come again
+    found_T = discounted_sum(values_T, document_T, discount)
+    torch.testing.assert_close(found_T, looped_sum(values_T, document_T, discount), rtol=1e-12, atol=1e-13)
+    narrow_T = discounted_sum(values_T.float(), document_T, discount)
+    torch.testing.assert_close(narrow_T.double(), found_T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_long_document_neither_under_nor_overflows() -> None:
+    values_T, document_T = torch.ones(100_000), torch.zeros(100_000, dtype=torch.int64)
+    assert discounted_sum(values_T, document_T, 0.01)[0] == pytest.approx(1 / 0.99)
+    assert discounted_sum(values_T, document_T, 1.0)[0] == 100_000
