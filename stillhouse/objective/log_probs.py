@@ -16,7 +16,7 @@ from torch import Tensor
 from stillhouse.objective.fused import linear_objective
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.input_checks import check_device, check_leaves
-from stillhouse.objective.sampled import LogProb, check_drawn
+from stillhouse.objective.sampled import LogProb, check_sampled_tokens
 from stillhouse.objective.signals import check_temperature
 from stillhouse.objective.terms import Entropy
 
@@ -34,7 +34,7 @@ def linear_log_probs(
     """
     check_leaves({"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias})
     check_device("labels_T", labels_T, "hidden_TD", hidden_TD)
-    check_drawn(labels_T)
+    check_sampled_tokens(labels_T)
     check_temperature(temperature)
     return _LogProbs.apply(hidden_TD, head.weight_VD, head.bias, head, labels_T, temperature)
 

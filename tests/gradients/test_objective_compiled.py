@@ -149,7 +149,6 @@ def from_rounded_logits(leaves: Leaves, teacher: FullVocab, dtype: torch.dtype) 
     logits_TV = (hidden @ weight.T).to(dtype).double().requires_grad_()
     teacher_TV = (teacher.hidden_TE.double() @ teacher.head.weight_VD.double().T).to(dtype)
     logits_objective(logits_TV, [Distill(DenseLogits(teacher_TV.double()), forward_kl())]).loss.backward()
-    assert logits_TV.grad is not None
     return {"hidden": logits_TV.grad @ weight, "weight": logits_TV.grad.T @ hidden}
 
 
@@ -262,7 +261,6 @@ def test_a_caller_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     hidden_TD = (leaves.hidden / 2).requires_grad_()
     torch.compile(loss, backend="eager")(hidden_TD).backward()
-    assert hidden_TD.grad is not None
     assert distance(hidden_TD.grad / 2, expected.gradients["hidden"]) <= 1e-6
 
 
@@ -278,7 +276,7 @@ def save_two_plans(folder: str) -> None:
 
 def two_plans(folder: Path, **environment: str) -> tuple[list[dict[str, Tensor]], str]:
     """Run `save_two_plans` in a new process; return its gradients and its stderr."""
-    paths = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    paths = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": f"{HERE}:{HERE.parent}:{HERE.parents[1]}"}
     variables = os.environ | paths | environment
     code = f"import test_objective_compiled as here; here.save_two_plans({str(folder)!r})"
     done = subprocess.run(

@@ -24,9 +24,9 @@ from kit.rollout_cases import (
 from torch import Tensor
 
 from stillhouse.data import MicroBatch
-from stillhouse.engine.engine import _targets
-from stillhouse.models.processors import distillation
+from stillhouse.engine.loss import StepLoss
 from stillhouse.objective import (
+    TEACHER,
     Correction,
     CrossEntropy,
     DenseLogits,
@@ -38,6 +38,7 @@ from stillhouse.objective import (
 from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.objective.tile.tile import Tile
+from stillhouse.parallel.pair import _targets
 
 
 def plain(spec: ObjectiveSpec, leaves: Leaves, batch: Batch, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -99,7 +100,7 @@ def test_without_marks_everything_is_as_before() -> None:
     signal, _ = teacher()
     batch = replace(make_batch(), per_token={})
     spec = parse_objective("0.3*cross_entropy + 0.7*reverse_kl - 0.01*entropy")
-    first, second, third = spec.terms(batch.labels_T, signal)
+    first, second, third = spec.terms(batch.labels_T, {TEACHER: signal})
     assert [each.weights_T for each in (first, second, third)] == [None, None, None]
     output, gradients = fused(spec, make_leaves(), batch, signal)
     fresh = make_leaves()
@@ -236,13 +237,13 @@ def test_further_depths_have_what_is_left_of_an_objective() -> None:
     batch, leaves = make_batch(), make_leaves()
     context = batch.targets(signal).shift_for_mtp(torch.arange(T)[None] % 13, 1)
     head = OutputHead(leaves.weight, leaves.bias)
-    both = distillation(parse_objective("cross_entropy + 0.1*reverse_kl + policy_gradient + sampled_kl"))
+    both = StepLoss(parse_objective("cross_entropy + 0.1*reverse_kl + policy_gradient + sampled_kl"))
     output = both(hidden_states=leaves.hidden[None], head=head, context=context, depth=1)
     assert output.per_token.keys() == {"cross_entropy", "reverse_kl"}
     further = context.at(1)
     is_other_T = (further.per_token[IS_SAMPLED] == 0) & (further.labels_T >= 0) & (further.weights_T != 0)
     assert torch.equal(output.per_token["cross_entropy"] != 0, is_other_T)
-    alone = distillation(parse_objective("policy_gradient + sampled_kl"))
+    alone = StepLoss(parse_objective("policy_gradient + sampled_kl"))
     with pytest.raises(ValueError, match=r"policy gradient .* at further depths of multi-token prediction: expected"):
         alone(hidden_states=leaves.hidden[None], head=head, context=context, depth=1)
 
@@ -274,7 +275,7 @@ def test_the_engine_passes_on_what_a_micro_batch_holds() -> None:
         batch.weights_T.nonzero()[:, 0],
         per_token=batch.per_token,
     ).padded(2, T + 3)
-    targets = _targets(micro_batch, None, normalizer=NORMALIZER)
+    targets = _targets(micro_batch, {})
     assert targets.document_T is micro_batch.document_T
     assert targets.per_token.keys() == batch.per_token.keys()
     for name, each_T in micro_batch.per_token.items():
@@ -284,7 +285,7 @@ def test_the_engine_passes_on_what_a_micro_batch_holds() -> None:
     hidden_TD = torch.zeros(2 * (T + 3), D)
     hidden_TD[:T] = leaves.hidden
     head = OutputHead(leaves.weight, leaves.bias)
-    padded = distillation(spec)(hidden_states=hidden_TD, head=head, context=targets)
+    padded = StepLoss(spec, NORMALIZER)(hidden_states=hidden_TD, head=head, context=targets)
     assert distance(padded.loss, fused(spec, leaves, batch, None)[0].loss) < 1e-6
 
 
@@ -293,7 +294,7 @@ def test_the_monitor_adds_nothing_to_the_gradient(monkeypatch: pytest.MonkeyPatc
     added: list[int] = []
     monkeypatch.setattr(Tile, "add_at", lambda *_: added.append(1))
     batch, leaves = make_batch(), make_leaves()
-    terms = parse_objective("entropy").terms(batch.labels_T, None, batch.per_token)
+    terms = parse_objective("entropy").terms(batch.labels_T, {}, batch.per_token)
     assert [type(each) for each in terms] == [Entropy, LogRatio]
     leaf = leaves.hidden.clone().requires_grad_()
     linear_objective(leaf, OutputHead(leaves.weight, leaves.bias), terms).loss.backward()

@@ -30,6 +30,7 @@ from kit.objective_cases import (
 from torch import Tensor
 
 from stillhouse.objective import (
+    TEACHER,
     Chosen,
     Correction,
     CrossEntropy,
@@ -68,11 +69,12 @@ def expected_gradient(
     log_q_S = torch.log_softmax(drawn_from / temperature, 0)
     per_token = {IS_SAMPLED: torch.ones(SMALL, dtype=torch.float64), OLD_LOG_PROBS: log_q_S}
     signal = DenseLogits(TEACHER_S.repeat(SMALL, 1))
-    return gradient_of(spec.terms(torch.arange(SMALL), signal, per_token), log_q_S.exp())
+    return gradient_of(spec.terms(torch.arange(SMALL), {TEACHER: signal}, per_token), log_q_S.exp())
 
 
 def exact_gradient(text: str, temperature: float = 1.0) -> Tensor:
-    return gradient_of(parse_objective(text, temperature).terms(torch.tensor([0]), DenseLogits(TEACHER_S[None])))
+    signals = {TEACHER: DenseLogits(TEACHER_S[None])}
+    return gradient_of(parse_objective(text, temperature).terms(torch.tensor([0]), signals))
 
 
 DESCENDS = {
@@ -132,7 +134,7 @@ def test_the_temperature_of_the_draws_may_differ_from_the_terms() -> None:
 
     def expectation(drawn_S: Tensor) -> Tensor:
         per_token = {IS_SAMPLED: ones_S, OLD_LOG_PROBS: drawn_S}
-        return gradient_of(spec.terms(torch.arange(SMALL), signal, per_token), drawn_S.exp())
+        return gradient_of(spec.terms(torch.arange(SMALL), {TEACHER: signal}, per_token), drawn_S.exp())
 
     assert distance(expectation(log_old_S), expectation(log_q_S)) < 1e-12
 
@@ -173,7 +175,7 @@ def test_a_divergence_needs_no_correction(text: str) -> None:
     for labels_S, old_S in ((torch.arange(SMALL), STUDENT_S), (torch.arange(SMALL).flip(0), OLD_S)):
         per_token = {IS_SAMPLED: torch.ones(SMALL, dtype=torch.float64), OLD_LOG_PROBS: old_S.log_softmax(0)}
         logits_SS = STUDENT_S.repeat(SMALL, 1).requires_grad_()
-        loss = logits_objective(logits_SS, spec.terms(labels_S, signal, per_token)).loss
+        loss = logits_objective(logits_SS, spec.terms(labels_S, {TEACHER: signal}, per_token)).loss
         gradients += torch.autograd.grad(loss, logits_SS)
     assert torch.equal(*gradients)
 
@@ -200,7 +202,7 @@ def test_discounted_advantages_are_minillms() -> None:
     document = torch.arange(SMALL * SMALL).repeat_interleave(2)
     for discount, is_exact in ((1.0, True), (0.0, False)):
         spec = replace(parse_objective("policy_gradient(teacher_kl=1)"), discount=discount)
-        terms = spec.terms(labels, DenseLogits(teacher[rows]), per_token, document_T=document)
+        terms = spec.terms(labels, {TEACHER: DenseLogits(teacher[rows])}, per_token, document_T=document)
         leaf = student.clone().requires_grad_()
         logits_objective(leaf[rows], terms, weights_T=weights).loss.backward()
         error = distance(leaf.grad, exact)  # type: ignore[arg-type]

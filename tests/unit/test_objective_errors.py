@@ -14,6 +14,7 @@ from kit.rollout_cases import Batch, fused, make_batch, without
 from torch import Tensor
 
 from stillhouse.objective import (
+    TEACHER,
     Chosen,
     Continuation,
     Correction,
@@ -179,12 +180,18 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fused(parse_objective("cross_entropy"), make_leaves(), short_batch(), None), "per_token['is_sampled']"),
     (
         lambda: replace(parse_objective("policy_gradient(teacher_kl=1)"), discount=0.5).terms(
-            make_labels(), make_full(), make_batch().per_token
+            make_labels(), {TEACHER: make_full()}, make_batch().per_token
         ),
         "discount=0.5 without document_T",
     ),
-    (lambda: parse_objective("uld").terms(make_labels(), make_spans()), "uld with SpanSignal: expected sorted"),
-    (lambda: parse_objective("forward_kl").terms(make_labels(), SORTED), "forward_kl with sorted probabilities:"),
+    (
+        lambda: parse_objective("uld").terms(make_labels(), {TEACHER: make_spans()}),
+        "uld with SpanSignal: expected sorted",
+    ),
+    (
+        lambda: parse_objective("forward_kl").terms(make_labels(), {TEACHER: SORTED}),
+        "forward_kl with sorted probabilities:",
+    ),
     (lambda: replace(make_spans(), first_weights_T=torch.ones(3)), "first_weights_T of shape (3,): expected (37,)"),
     (lambda: replace(SORTED, weights_T=torch.ones(3)), "weights_T of shape (3,): expected (37,)"),
     (lambda: replace(SORTED, log_probs_TK=torch.ones(T, 0)), "log_probs_TK of shape (37, 0)"),

@@ -138,7 +138,7 @@ class Tile:
         gap_CN = self._entries[self._plan.logits_at(ids)] - self._known.references[0][:, None]
         return gap_CN / temperature - self._log_mass(temperature)[:, None]
 
-    def is_likeliest(self, ids: Tensor) -> Tensor:
+    def is_argmax(self, ids: Tensor) -> Tensor:
         """True where no token has a higher student probability than this id, [C, N]."""
         return self._entries[self._plan.logits_at(ids)] == self._known.references[0][:, None]
 
