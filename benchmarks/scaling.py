@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.parallel_costs import Job, Shape, between_steps, traffic, within_step
 from benchmarks.pipeline_idle import in_flight, trace
-from stillhouse.objective.chunks import TILE_BYTES, TILE_ROWS
+from stillhouse.objective.tile.chunks import TILE_BYTES, TILE_ROWS
 from stillhouse.parallel import Degrees, Layout
 
 STUDENT = Shape(36, 4096, 32, 8, 128, 12288, 151936)

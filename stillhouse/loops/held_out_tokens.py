@@ -1,7 +1,7 @@
 """Compares teacher and student on a few held-out documents, token by token, for tokens.json.
 
 C rows of a micro-batch that are shown, or a part of them; E hidden size of a model; V vocabulary; K tokens with the
-largest values; R ranks over which the vocabulary is sharded; S values per row.
+largest values.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from stillhouse.data import Documents, PackedSequences
 from stillhouse.models.targets import DistillTargets
@@ -29,6 +28,7 @@ from stillhouse.objective import (
 from stillhouse.objective.head import Projection, common_vocabulary, operand_dtype
 from stillhouse.objective.keys import unique_names
 from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.objective.top_k import largest
 from stillhouse.objective.vocab import AsyncAllGather
 from stillhouse.output.records import Document, HeldOutTokens, TermAtToken, Token
 from stillhouse.run.session import Session
@@ -146,7 +146,7 @@ class _ShownTokens:
         head = student.head
         kl_C = linear_objective(student.hidden_TE, head, [Distill(teacher, forward_kl())]).per_token["forward_kl"]
         vocabulary = common_vocabulary([head, teacher.head])
-        student_top = most_probable(student, vocabulary, head.shard)
+        student_top = top_tokens(student, vocabulary, head.shard)
         assert context.weights_T is not None
         assert context.document_T is not None
         assert context.position_ids_BS is not None
@@ -155,7 +155,7 @@ class _ShownTokens:
         if self.objective is not None:
             terms = gradients_by_term(self.objective, student, teacher, labels_C, weights_C)
         with torch.autocast(kl_C.device.type, enabled=False):
-            teacher_top = most_probable(teacher, vocabulary, head.shard)
+            teacher_top = top_tokens(teacher, vocabulary, head.shard)
         documents, positions = context.document_T[index_C], context.position_ids_BS.flatten()[index_C] + 1
         return list(
             zip(documents.tolist(), positions.tolist(), kl_C.tolist(), teacher_top, student_top, terms, strict=True)
@@ -196,42 +196,27 @@ def _gradient(term: Term, logits_CV: Tensor, weights_C: Tensor, shard: VocabShar
         output = logits_objective(leaf_CV, [term], shard=shard, weights_T=weights_C)
         (gradient_CV,) = torch.autograd.grad(output.loss, leaf_CV)
     norms_C = AsyncAllGather(gradient_CV.square().sum(1, keepdim=True), shard).wait().sum(0)[:, 0].sqrt()
-    start = 0 if shard is None else shard.start
     count = min(PUSHED, logits_CV.shape[1] if shard is None else shard.rows)
     raised, lowered = (
-        [
-            [(token, value) for token, value in of_row if value > 0]
-            for of_row in largest(values_CV, start, shard, count)
-        ]
-        for values_CV in (-gradient_CV, gradient_CV)
+        [[(token, value) for token, value in of_row if value > 0] for of_row in _ranked(signed_CV, count, shard)]
+        for signed_CV in (-gradient_CV, gradient_CV)
     )
     return list(zip(output.per_token[term.name].tolist(), norms_C.tolist(), raised, lowered, strict=True))
 
 
-def most_probable(signal: FullVocab, vocabulary: int, shard: VocabShard | None) -> list[Ranked]:
+def top_tokens(signal: FullVocab, vocabulary: int, shard: VocabShard | None) -> list[Ranked]:
     """The `TOP` tokens of each row with their probabilities, from the same logits that the objective uses."""
     dtype = operand_dtype(signal.hidden_TE, signal.head.weight_VD)
     projection = Projection(signal.head, vocabulary, dtype, shard)
-    start = 0 if shard is None else shard.within(vocabulary)[0]
     tops: list[Ranked] = []
     for hidden_CE in signal.hidden_TE.split(ROWS) if len(signal.hidden_TE) else ():
         logits_CV = projection.logits(hidden_CE)
         normalizers_RC1 = AsyncAllGather(logits_CV.logsumexp(1, keepdim=True), shard).wait()
         log_probs_CV = logits_CV - normalizers_RC1.logsumexp(0)
-        tops += largest(log_probs_CV.exp(), start, shard, min(TOP, vocabulary))
+        tops += _ranked(log_probs_CV.exp(), min(TOP, vocabulary), shard)
     return tops
 
 
-def largest(values_CV: Tensor, start: int, shard: VocabShard | None, count: int) -> list[Ranked]:
-    """The ids of the `count` largest values of each row over the whole vocabulary, with the values.
-
-    start: the id of the first column, on this rank.
-    """
-    best_CK, ids_CK = values_CV.topk(min(count, values_CV.shape[1]))
-    missing = (0, count - best_CK.shape[1])  # a rank may have fewer rows of the vocabulary
-    parts = [pad(best_CK, missing, value=-torch.inf), pad(ids_CK + start, missing).to(best_CK.dtype)]
-    all_RCS = AsyncAllGather(torch.cat(parts, 1), shard).wait()
-    values_CS, ids_CS = (part.transpose(0, 1).flatten(1) for part in all_RCS.chunk(2, 2))
-    best_CK, columns_CK = values_CS.topk(count)
-    pairs = zip(ids_CS.gather(1, columns_CK).long().tolist(), best_CK.tolist(), strict=True)
-    return [list(zip(*pair, strict=True)) for pair in pairs]
+def _ranked(values_CV: Tensor, k: int, shard: VocabShard | None) -> list[Ranked]:
+    values_CK, ids_CK = largest(values_CV, k, shard)
+    return [list(zip(*row, strict=True)) for row in zip(ids_CK.tolist(), values_CK.tolist(), strict=True)]

@@ -39,40 +39,40 @@ class AlphaBeta(Divergence):
                 "expected alpha ≥ 0 and beta ≥ 0, or alpha + beta = 0"
             )
 
-    def balanced(self, each: Sides) -> Tensor:
+    def balanced(self, pair: Sides) -> Tensor:
         """Where p and q are close, this is a power series in r from the second order on. p^(α+β) or q^(α+β), the one
         with the larger of α and β, is factored out, because the terms then cancel least.
         """
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
-        of_p, of_q = (each.p, each.q) if total == 1 else (_power(each.log_p, total), _power(each.log_q, total))
-        far = alpha / total * of_p + beta / total * of_q - torch.exp(alpha * each.log_p + beta * each.log_q)
-        near = (total * each.ratio).abs() < stable.NEAR
-        small = each.ratio.clamp(-stable.NEAR / total, stable.NEAR / total)
+        of_p, of_q = (pair.p, pair.q) if total == 1 else (_power(pair.log_p, total), _power(pair.log_q, total))
+        far = alpha / total * of_p + beta / total * of_q - torch.exp(alpha * pair.log_p + beta * pair.log_q)
+        near = (total * pair.ratio).abs() < stable.NEAR
+        small = pair.ratio.clamp(-stable.NEAR / total, stable.NEAR / total)
         outer, t, inner = (of_p, small, beta) if alpha >= beta else (of_q, -small, alpha)
         series = [inner * (total ** (n - 1) - inner ** (n - 1)) / math.factorial(n) for n in range(2, terms(t) + 1)]
         close = outer * t * t * polynomial(series, t)
         return torch.where(near, close, far) / (alpha * beta)
 
-    def balanced_slope(self, each: Sides) -> Tensor:
+    def balanced_slope(self, pair: Sides) -> Tensor:
         """q·h, where for α + β > 1 the pivot's h is subtracted from h.
 
         Otherwise the slope of an outcome with a probability near 1 would outweigh all other slopes.
         """
         total = self.alpha + self.beta
-        if total <= 1 or each.pivot is None:
-            return self._slope(each)
-        constant = _power(each.pivot.log_q, total - 1) * self._slope_factor(each.pivot.ratio)
-        return torch.where(each.is_pivot(), 0.0, self._slope(each) - each.q * constant)
+        if total <= 1 or pair.pivot is None:
+            return self._slope(pair)
+        constant = _power(pair.pivot.log_q, total - 1) * self._slope_factor(pair.pivot.ratio)
+        return torch.where(pair.is_pivot(), 0.0, self._slope(pair) - pair.q * constant)
 
-    def _slope(self, each: Sides) -> Tensor:
+    def _slope(self, pair: Sides) -> Tensor:
         """q·h = (q^(α+β) − p^α q^β) / α."""
         total = self.alpha + self.beta
-        of_q = each.q if total == 1 else _power(each.log_q, total)
-        return difference(self._product(each), of_q, self.alpha * each.ratio) / self.alpha
+        of_q = pair.q if total == 1 else _power(pair.log_q, total)
+        return difference(self._product(pair), of_q, self.alpha * pair.ratio) / self.alpha
 
-    def _product(self, each: Sides) -> Tensor:
+    def _product(self, pair: Sides) -> Tensor:
         """p^α q^β."""
-        return torch.exp(self.alpha * each.log_p + self.beta * each.log_q)
+        return torch.exp(self.alpha * pair.log_p + self.beta * pair.log_q)
 
     def _slope_factor(self, ratio: Tensor) -> Tensor:
         """h / q^(α+β−1) = (1 − (p/q)^α) / α."""
@@ -85,12 +85,12 @@ class AlphaBeta(Divergence):
 class AlphaZero(AlphaBeta):
     """The limit α = 0; β = 1 is reverse KL."""
 
-    def balanced(self, each: Sides) -> Tensor:
-        of_p, of_q = _power(each.log_p, self.beta), _power(each.log_q, self.beta)
-        return excess(of_q, of_p, -self.beta * each.ratio) / self.beta**2
+    def balanced(self, pair: Sides) -> Tensor:
+        of_p, of_q = _power(pair.log_p, self.beta), _power(pair.log_q, self.beta)
+        return excess(of_q, of_p, -self.beta * pair.ratio) / self.beta**2
 
-    def _slope(self, each: Sides) -> Tensor:
-        return expect(_power(each.log_q, self.beta), each.ratio)
+    def _slope(self, pair: Sides) -> Tensor:
+        return expect(_power(pair.log_q, self.beta), pair.ratio)
 
     def _slope_factor(self, ratio: Tensor) -> Tensor:
         return ratio
@@ -99,34 +99,34 @@ class AlphaZero(AlphaBeta):
 class BetaZero(AlphaBeta):
     """The limit β = 0; α = 1 is forward KL."""
 
-    def balanced(self, each: Sides) -> Tensor:
-        of_p, of_q = _power(each.log_p, self.alpha), _power(each.log_q, self.alpha)
-        return excess(of_p, of_q, self.alpha * each.ratio) / self.alpha**2
+    def balanced(self, pair: Sides) -> Tensor:
+        of_p, of_q = _power(pair.log_p, self.alpha), _power(pair.log_q, self.alpha)
+        return excess(of_p, of_q, self.alpha * pair.ratio) / self.alpha**2
 
-    def _product(self, each: Sides) -> Tensor:
-        return _power(each.log_p, self.alpha)  # in the general form, 0·log q is NaN for q = 0
+    def _product(self, pair: Sides) -> Tensor:
+        return _power(pair.log_p, self.alpha)  # in the general form, 0·log q is NaN for q = 0
 
 
 class SumZero(AlphaBeta):
     """The limit α + β = 0, which depends only on the ratio of the two probabilities."""
 
-    def balanced(self, each: Sides) -> Tensor:
+    def balanced(self, pair: Sides) -> Tensor:
         # clamp log(p/q) = inf to the largest finite number: e^t − 1 − t is then inf and not inf − inf = NaN
-        t = (-self.alpha * _ratio(each)).clamp(max=torch.finfo(each.ratio.dtype).max)
+        t = (-self.alpha * _ratio(pair)).clamp(max=torch.finfo(pair.ratio.dtype).max)
         return excess(torch.ones_like(t), t.exp(), t) / self.alpha**2
 
-    def _slope(self, each: Sides) -> Tensor:
-        return self._slope_factor(_ratio(each))
+    def _slope(self, pair: Sides) -> Tensor:
+        return self._slope_factor(_ratio(pair))
 
 
 class BothZero(AlphaBeta):
     """The limit α = β = 0."""
 
-    def balanced(self, each: Sides) -> Tensor:
-        return 0.5 * _ratio(each).square()
+    def balanced(self, pair: Sides) -> Tensor:
+        return 0.5 * _ratio(pair).square()
 
-    def _slope(self, each: Sides) -> Tensor:
-        return _ratio(each)
+    def _slope(self, pair: Sides) -> Tensor:
+        return _ratio(pair)
 
 
 def alpha_beta_class(alpha: float, beta: float) -> type[AlphaBeta]:
@@ -140,9 +140,9 @@ def alpha_beta_class(alpha: float, beta: float) -> type[AlphaBeta]:
     return BetaZero if beta == 0 else AlphaBeta
 
 
-def _ratio(each: Sides) -> Tensor:
+def _ratio(pair: Sides) -> Tensor:
     """log(q/p), 0 where neither side has mass."""
-    return each.ratio.masked_fill((each.log_p == -math.inf) & (each.log_q == -math.inf), 0.0)
+    return pair.ratio.masked_fill((pair.log_p == -math.inf) & (pair.log_q == -math.inf), 0.0)
 
 
 def _power(log_probability: Tensor, exponent: float) -> Tensor:

@@ -35,10 +35,10 @@ class Draws:
     student: OutputHead | None = None
 
     def __post_init__(self) -> None:
-        for name, each_T in self.per_token.items():
-            if each_T.shape != self.labels_T.shape:
+        for name, values_T in self.per_token.items():
+            if values_T.shape != self.labels_T.shape:
                 raise ValueError(
-                    f"per_token[{name!r}] of shape {tuple(each_T.shape)}: expected {tuple(self.labels_T.shape)}, a "
+                    f"per_token[{name!r}] of shape {tuple(values_T.shape)}: expected {tuple(self.labels_T.shape)}, a "
                     "number for each row"
                 )
 
@@ -53,13 +53,13 @@ class Draws:
         return None if self.weights_T is None else 1 - self.weights_T
 
     @cached_property
-    def is_drawn_T(self) -> Tensor:
+    def is_sampled_T(self) -> Tensor:
         """True at rows that count, with a label that the student has drawn."""
-        is_drawn_T = (self.labels_T >= 0) & (self.needed(IS_SAMPLED) != 0)
+        is_sampled_T = (self.labels_T >= 0) & (self.needed(IS_SAMPLED) != 0)
         if self.valid_index is None:
-            return is_drawn_T
-        index = self.valid_index.to(is_drawn_T.device)
-        return torch.zeros_like(is_drawn_T).index_copy(0, index, is_drawn_T[index])
+            return is_sampled_T
+        index = self.valid_index.to(is_sampled_T.device)
+        return torch.zeros_like(is_sampled_T).index_copy(0, index, is_sampled_T[index])
 
     def needed(self, name: str) -> Tensor:
         """Return a tensor of `per_token`. Raises ValueError if it is missing."""
@@ -73,14 +73,14 @@ class Draws:
 
     def known(self, name: str) -> Tensor:
         """Return a tensor of `per_token`, with 0 at rows without a drawn token."""
-        return self.needed(name).masked_fill(~self.is_drawn_T, 0.0)
+        return self.needed(name).masked_fill(~self.is_sampled_T, 0.0)
 
     def log_probs(self, signal: Signal, heads: Sequence[OutputHead], temperature: float) -> Tensor:
         """Return a teacher's log p of the drawn tokens, 0 elsewhere. heads: those of all teachers of the batch."""
         vocabulary = None if self.student is None else common_vocabulary([self.student, *heads])
         return teacher_log_probs(
             signal,
-            self.labels_T.masked_fill(~self.is_drawn_T, -1),
+            self.labels_T.masked_fill(~self.is_sampled_T, -1),
             temperature,
             vocabulary=vocabulary,
             shard=None if self.student is None else self.student.shard,
@@ -89,7 +89,7 @@ class Draws:
 
     def log_ratio(self, log_p_T: Tensor, discount: float) -> Tensor:
         """Return the discounted sum of log p − log q_old from each drawn token on, [T]."""
-        ratio_T = (log_p_T - self.needed(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_drawn_T, 0.0)
+        ratio_T = (log_p_T - self.needed(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_sampled_T, 0.0)
         if not discount:
             return ratio_T
         if self.document_T is None:

@@ -37,7 +37,7 @@ USUAL_NAMES = {
 
 
 @dataclass(frozen=True)
-class Part:
+class Summand:
     """One summand: `coefficient * name(*arguments, **keywords)`."""
 
     coefficient: float
@@ -54,15 +54,15 @@ class Part:
             missing = re.fullmatch(r"missing \d+ required positional arguments?: (.*)", problem)
             problem = f"its {missing[1]} is missing" if missing else problem
             expected = ", ".join(
-                each.name if each.default is each.empty else f"{each.name}={each.default}"
-                for each in inspect.signature(make).parameters.values()
+                parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default}"
+                for parameter in inspect.signature(make).parameters.values()
             )
             form = f"{self.name}({expected})" if expected else f"{self.name}, without arguments"
             form += f", such as {EXAMPLES[self.name]}" if missing and self.name in EXAMPLES else ""
             raise ValueError(f"{self.name}: {problem}; expected {form}") from error
 
 
-def parse_sum(text: str, take_words: Collection[str] = ()) -> list[Part]:
+def parse_sum(text: str, take_words: Collection[str] = ()) -> list[Summand]:
     """Return the summands of an expression, in order. Raises ValueError with the part of the text that is wrong.
 
     take_words: the names whose arguments are words.
@@ -73,7 +73,7 @@ def parse_sum(text: str, take_words: Collection[str] = ()) -> list[Part]:
         raise ValueError(
             f"cannot read {text!r}: expected a sum such as '0.3*cross_entropy + 0.7*jsd(0.5)'"
         ) from error
-    return [_part(node, sign, text, take_words) for node, sign in _summands(tree.body, 1.0)]
+    return [_summand(node, sign, text, take_words) for node, sign in _summands(tree.body, 1.0)]
 
 
 def unknown_name(name: str, known: Iterable[str]) -> ValueError:
@@ -94,7 +94,7 @@ def _summands(node: ast.expr, sign: float) -> list[tuple[ast.expr, float]]:
     return [(node, sign)]
 
 
-def _part(node: ast.expr, sign: float, text: str, take_words: Collection[str]) -> Part:
+def _summand(node: ast.expr, sign: float, text: str, take_words: Collection[str]) -> Summand:
     coefficient = 1.0
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         number, node = (node.left, node.right) if _is_number(node.left) else (node.right, node.left)
@@ -102,12 +102,12 @@ def _part(node: ast.expr, sign: float, text: str, take_words: Collection[str]) -
         if isinstance(coefficient, bool):
             raise ValueError(f"coefficient {coefficient} in {text!r}: expected a number")
     if isinstance(node, ast.Name):
-        return Part(sign * coefficient, node.id)
+        return Summand(sign * coefficient, node.id)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         read = _word if node.func.id in take_words else _literal
         arguments = tuple(read(argument, text) for argument in node.args)
         keywords = tuple((str(keyword.arg), read(keyword.value, text)) for keyword in node.keywords)
-        return Part(sign * coefficient, node.func.id, arguments, keywords)
+        return Summand(sign * coefficient, node.func.id, arguments, keywords)
     raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected number*name or number*name(arguments)")
 
 

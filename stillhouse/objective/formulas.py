@@ -49,9 +49,9 @@ from stillhouse.objective.stable import (
     difference,
     excess,
     expect,
+    interpolation,
+    interpolation_logs,
     log_ratio,
-    mixture,
-    mixture_logs,
 )
 
 
@@ -93,11 +93,11 @@ class Divergence(ABC):
     """D(p, q) as two pointwise functions. Sums and positive multiples of divergences are divergences."""
 
     @abstractmethod
-    def balanced(self, each: Sides) -> Tensor:
+    def balanced(self, pair: Sides) -> Tensor:
         """f + c·(q − p), elementwise, in nats, never negative; its sum over a whole distribution is D."""
 
     @abstractmethod
-    def balanced_slope(self, each: Sides) -> Tensor:
+    def balanced_slope(self, pair: Sides) -> Tensor:
         """q·(∂f/∂q + c), elementwise; c is a number per row such that the result is 0 or small where p = q."""
 
     @abstractmethod
@@ -134,12 +134,12 @@ class KullbackLeibler(Divergence):
     #: whether a is the student
     student_first: bool
 
-    def directed(self, each: Sides) -> tuple[Tensor, Tensor, Tensor]:
+    def directed(self, pair: Sides) -> tuple[Tensor, Tensor, Tensor]:
         """a, b and log(b/a)."""
-        return (each.q, each.p, -each.ratio) if self.student_first else (each.p, each.q, each.ratio)
+        return (pair.q, pair.p, -pair.ratio) if self.student_first else (pair.p, pair.q, pair.ratio)
 
-    def balanced(self, each: Sides) -> Tensor:
-        return excess(*self.directed(each))
+    def balanced(self, pair: Sides) -> Tensor:
+        return excess(*self.directed(pair))
 
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         first, _, ratio = self.directed(sides(log_p, log_q))
@@ -157,11 +157,11 @@ class WeightedSum(Divergence):
             if isinstance(weight, bool) or not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(f"weight {weight} of {part}: expected a positive number")
 
-    def balanced(self, each: Sides) -> Tensor:
-        return self._sum(part.balanced(each) for _, part in self.parts)
+    def balanced(self, pair: Sides) -> Tensor:
+        return self._sum(part.balanced(pair) for _, part in self.parts)
 
-    def balanced_slope(self, each: Sides) -> Tensor:
-        return self._sum(part.balanced_slope(each) for _, part in self.parts)
+    def balanced_slope(self, pair: Sides) -> Tensor:
+        return self._sum(part.balanced_slope(pair) for _, part in self.parts)
 
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return self._sum(part.value(log_p, log_q) for _, part in self.parts)
@@ -170,7 +170,7 @@ class WeightedSum(Divergence):
         return self._sum(part.weighted_slope(log_p, log_q) for _, part in self.parts)
 
     def _sum(self, quantities: Iterable[Tensor]) -> Tensor:
-        first, *rest = (weight * each for (weight, _), each in zip(self.parts, quantities, strict=True))
+        first, *rest = (weight * quantity for (weight, _), quantity in zip(self.parts, quantities, strict=True))
         return sum(rest, start=first)
 
     def __str__(self) -> str:
@@ -181,8 +181,8 @@ class WeightedSum(Divergence):
 class ForwardKL(KullbackLeibler):
     student_first = False
 
-    def balanced_slope(self, each: Sides) -> Tensor:
-        return difference(each.p, each.q, each.ratio)
+    def balanced_slope(self, pair: Sides) -> Tensor:
+        return difference(pair.p, pair.q, pair.ratio)
 
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return -log_p.exp()
@@ -195,8 +195,8 @@ class ForwardKL(KullbackLeibler):
 class ReverseKL(KullbackLeibler):
     student_first = True
 
-    def balanced_slope(self, each: Sides) -> Tensor:
-        return expect(each.q, each.ratio)
+    def balanced_slope(self, pair: Sides) -> Tensor:
+        return expect(pair.q, pair.ratio)
 
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return self.value(log_p, log_q) + log_q.exp()
@@ -219,15 +219,15 @@ class JensenShannon(Divergence):
         if self.normalized not in (True, False):
             raise ValueError(f"jsd(normalized={self.normalized}): expected True or False")
 
-    def balanced(self, each: Sides) -> Tensor:
+    def balanced(self, pair: Sides) -> Tensor:
         of_p, of_q = self._weights()
-        m = mixture(each.p, each.q, self.beta)
-        m_to_p, m_to_q = mixture_logs(each.log_p, each.log_q, each.ratio, self.beta)
-        return of_p * excess(each.p, m, m_to_p) + of_q * excess(each.q, m, m_to_q)
+        m = interpolation(pair.p, pair.q, self.beta)
+        m_to_p, m_to_q = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, self.beta)
+        return of_p * excess(pair.p, m, m_to_p) + of_q * excess(pair.q, m, m_to_q)
 
-    def balanced_slope(self, each: Sides) -> Tensor:
-        _, m_to_q = mixture_logs(each.log_p, each.log_q, each.ratio, self.beta)
-        return -self._weights()[1] * expect(each.q, m_to_q)
+    def balanced_slope(self, pair: Sides) -> Tensor:
+        _, m_to_q = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, self.beta)
+        return -self._weights()[1] * expect(pair.q, m_to_q)
 
     def _weights(self) -> tuple[float, float]:
         if self.normalized:
@@ -245,26 +245,26 @@ class SkewForwardKL(Divergence):
     def __post_init__(self) -> None:
         _check_skew("skew_forward_kl", self.alpha)
 
-    def balanced(self, each: Sides) -> Tensor:
-        m_to_p, _ = mixture_logs(each.log_p, each.log_q, each.ratio, self.alpha)
-        return excess(each.p, mixture(each.p, each.q, self.alpha), m_to_p)
+    def balanced(self, pair: Sides) -> Tensor:
+        m_to_p, _ = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, self.alpha)
+        return excess(pair.p, interpolation(pair.p, pair.q, self.alpha), m_to_p)
 
-    def balanced_slope(self, each: Sides) -> Tensor:
+    def balanced_slope(self, pair: Sides) -> Tensor:
         """(1 − α) q (m − p) / m, where m − p = (1 − α)(q − p)."""
-        gap = difference(each.p, each.q, each.ratio)
+        gap = difference(pair.p, pair.q, pair.ratio)
         if self.alpha == 0:  # also where q underflows
             return gap
-        return (1 - self.alpha) ** 2 * (each.q / mixture(each.p, each.q, self.alpha)) * gap
+        return (1 - self.alpha) ** 2 * (pair.q / interpolation(pair.p, pair.q, self.alpha)) * gap
 
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        m_to_p, _ = mixture_logs(log_p, log_q, log_ratio(log_q, log_p), self.alpha)
+        m_to_p, _ = interpolation_logs(log_p, log_q, log_ratio(log_q, log_p), self.alpha)
         return -expect(log_p.exp(), m_to_p)
 
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         if self.alpha == 0:
             return -log_p.exp()
         p, q = log_p.exp(), log_q.exp()
-        return (self.alpha - 1) * p * (q / mixture(p, q, self.alpha))
+        return (self.alpha - 1) * p * (q / interpolation(p, q, self.alpha))
 
     def __str__(self) -> str:
         return f"skew_forward_kl({shortest(self.alpha)})"
@@ -277,21 +277,21 @@ class SkewReverseKL(Divergence):
     def __post_init__(self) -> None:
         _check_skew("skew_reverse_kl", self.alpha)
 
-    def balanced(self, each: Sides) -> Tensor:
-        _, m_to_q = mixture_logs(each.log_p, each.log_q, each.ratio, 1 - self.alpha)
-        return excess(each.q, mixture(each.p, each.q, 1 - self.alpha), m_to_q)
+    def balanced(self, pair: Sides) -> Tensor:
+        _, m_to_q = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, 1 - self.alpha)
+        return excess(pair.q, interpolation(pair.p, pair.q, 1 - self.alpha), m_to_q)
 
-    def balanced_slope(self, each: Sides) -> Tensor:
+    def balanced_slope(self, pair: Sides) -> Tensor:
         """q (t − α (e^t − 1)) = q ((1 − α) t − α (e^t − 1 − t)) for t = log(q/m)."""
-        _, m_to_q = mixture_logs(each.log_p, each.log_q, each.ratio, 1 - self.alpha)
-        slope = (self.alpha - 1) * expect(each.q, m_to_q)
+        _, m_to_q = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, 1 - self.alpha)
+        slope = (self.alpha - 1) * expect(pair.q, m_to_q)
         if self.alpha == 0:
             return slope
-        of_m = each.q * (each.q / mixture(each.p, each.q, 1 - self.alpha))
-        return slope - self.alpha * excess(each.q, of_m, -m_to_q)
+        of_m = pair.q * (pair.q / interpolation(pair.p, pair.q, 1 - self.alpha))
+        return slope - self.alpha * excess(pair.q, of_m, -m_to_q)
 
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        _, m_to_q = mixture_logs(log_p, log_q, log_ratio(log_q, log_p), 1 - self.alpha)
+        _, m_to_q = interpolation_logs(log_p, log_q, log_ratio(log_q, log_p), 1 - self.alpha)
         return -expect(log_q.exp(), m_to_q)
 
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -303,13 +303,13 @@ class SkewReverseKL(Divergence):
 
 @dataclass(frozen=True)
 class TotalVariation(Divergence):
-    def balanced(self, each: Sides) -> Tensor:
-        return 0.5 * difference(each.p, each.q, each.ratio).abs()
+    def balanced(self, pair: Sides) -> Tensor:
+        return 0.5 * difference(pair.p, pair.q, pair.ratio).abs()
 
-    def balanced_slope(self, each: Sides) -> Tensor:
+    def balanced_slope(self, pair: Sides) -> Tensor:
         """½ q sign(q − p), less q times the pivot's ½ sign: so it is 0, not ±½, at the likeliest outcome."""
-        sign = torch.sign(each.ratio)
-        return 0.5 * expect(each.q, sign if each.pivot is None else sign - torch.sign(each.pivot.ratio))
+        sign = torch.sign(pair.ratio)
+        return 0.5 * expect(pair.q, sign if pair.pivot is None else sign - torch.sign(pair.pivot.ratio))
 
     def __str__(self) -> str:
         return "total_variation"

@@ -1,7 +1,7 @@
 """The chunked pass: objectives from hidden states and an output head, without the logits of all tokens.
 
 The pass processes the tokens in chunks. It projects a chunk once to a tile of logits [C, V]. The terms define the
-gradient with respect to the tile (`tile.py`), and this gradient overwrites the logits. Two matrix products then
+gradient with respect to the tile (`tile/tile.py`), and this gradient overwrites the logits. Two matrix products then
 compute the gradients of the hidden states and the head from it. All of this happens in forward, so backward only
 multiplies by the incoming gradient, and no product is computed twice.
 
@@ -12,7 +12,6 @@ products run.
 T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 """
 
-from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +22,12 @@ from torch import Tensor
 # torch.compiler.disable, without its imports, which take a second: a compiled caller runs the pass uncompiled
 from torch._compile import _disable_dynamo
 
-from stillhouse.objective.checks import check_index, check_leaves, check_normalizer, check_terms, check_weights
-from stillhouse.objective.chunks import chunks, tile_rows
 from stillhouse.objective.head import OutputHead, require_head
-from stillhouse.objective.keys import CHUNK_TOKENS, StatisticKeys, unique_names
-from stillhouse.objective.plan import Plan, PlanBuilder
-from stillhouse.objective.signals import RowIndex
-from stillhouse.objective.source import HeadRows, LogitsRows, Source
+from stillhouse.objective.input_checks import check_index, check_leaves, check_normalizer, check_terms, check_weights
+from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.terms import Term
-from stillhouse.objective.tile import TermResult, Tile
+from stillhouse.objective.tile.chunks import Totals, run_chunks
+from stillhouse.objective.tile.logits_provider import GivenLogits, HeadLogits, LogitsProvider
 from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
 
 
@@ -99,9 +95,8 @@ def linear_objective(
             f"hidden_TD of shape {tuple(hidden_TD.shape)}: expected [tokens, {head.weight_VD.shape[1]}] for this head"
         )
     _check(leaves, terms, weights_T, normalizer, valid_index, chunk_tokens)
-    source = HeadRows(hidden_TD, head, terms)
-    rows = [(source, terms, valid_index)]
-    return _objective(rows, leaves, weights_T, normalizer, chunk_tokens)
+    provider = HeadLogits(hidden_TD, head, terms)
+    return _objective([(provider, terms, valid_index)], leaves, weights_T, normalizer, chunk_tokens)
 
 
 @_disable_dynamo
@@ -126,13 +121,13 @@ def routed_objective(
     leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
     check_leaves(leaves)
 
-    def passes() -> Iterator[tuple[Source, Sequence[Term], Tensor]]:
+    def passes() -> Iterator[tuple[LogitsProvider, Sequence[Term], Tensor]]:
         gradients = None
         for index, terms in groups:
             _check(leaves, terms, weights_T, normalizer, index, chunk_tokens)
-            source = HeadRows(hidden_TD, head, terms, gradients)
-            gradients = source.gradients
-            yield source, terms, index
+            provider = HeadLogits(hidden_TD, head, terms, gradients)
+            gradients = provider.gradients
+            yield provider, terms, index
 
     return _objective(passes(), leaves, weights_T, normalizer, chunk_tokens)
 
@@ -157,154 +152,46 @@ def logits_objective(
     if shard is not None:
         check_shard(shard, logits_TV.shape[1])
     _check(leaves, terms, weights_T, normalizer, None, None)
-    source = LogitsRows(logits_TV, shard, terms)
-    return _objective([(source, terms, None)], leaves, weights_T, normalizer, None)
+    provider = GivenLogits(logits_TV, shard, terms)
+    return _objective([(provider, terms, None)], leaves, weights_T, normalizer, None)
 
 
 def _objective(
-    passes: Iterable[tuple[Source, Sequence[Term], Tensor | None]],
+    passes: Iterable[tuple[LogitsProvider, Sequence[Term], Tensor | None]],
     leaves: dict[str, Tensor | None],
     weights_T: Tensor | None,
     normalizer: float | Tensor,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    """passes: for some rows or all (None), their source and their terms. All sources have the same gradients."""
-    tokens, whole = _tokens(leaves), None
-    for source, terms, index in passes:
-        index = _valid_rows(weights_T, index, source.device)
-        with torch.no_grad(), torch.autocast(source.device.type, enabled=False):
-            totals = _Totals(terms, tokens, source)
-            _pass(source, terms, tokens, weights_T, index, chunk_tokens, totals)
-            whole = totals if whole is None else whole.plus(totals)
-    if whole is None:
+    """passes: the provider of the logits, the terms and the rows (None: all rows) of each group. All providers have
+    the same gradients.
+    """
+    tokens = _tokens(leaves)
+    totals: Totals | None = None
+    for provider, terms, index in passes:
+        index = _valid_rows(weights_T, index, provider.device)
+        with torch.no_grad(), torch.autocast(provider.device.type, enabled=False):
+            of_group = run_chunks(provider, terms, tokens, weights_T, index, chunk_tokens)
+            totals = of_group if totals is None else totals.plus(of_group)
+    if totals is None:
         raise ValueError("no group of rows: expected at least one, which may be empty")
     with torch.no_grad():
-        factor = _reciprocal(normalizer, source)
-        loss = whole.loss.to(source.dtype) * factor
-    if source.needs_gradient:
-        loss = _Attach.apply(loss, factor, source.gradients, source.shard, *leaves.values())
-    metrics = {key: value.to(source.dtype) for key, value in whole.sums.items()}
-    metrics[CHUNK_TOKENS] = torch.full_like(factor, whole.chunk_tokens)
-    return ObjectiveOutput(loss, metrics, whole.per_token)
-
-
-def _pass(
-    source: Source,
-    terms: Sequence[Term],
-    tokens: int,
-    weights_T: Tensor | None,
-    valid_index: Tensor | None,
-    chunk_tokens: int | None,
-    totals: "_Totals",
-) -> None:
-    one = torch.ones(1, dtype=source.dtype, device=source.device)
-    weights_T = one.expand(tokens) if weights_T is None else weights_T.to(source.device, source.dtype)
-    requests = PlanBuilder(source.scale, source.softcap)
-    for term in terms:
-        term.request(requests)
-    plan = requests.build()
-    size = chunk_tokens or tile_rows(source, tokens if valid_index is None else len(valid_index))
-    # over several ranks, the next chunk's products run while the collective of this chunk is under way
-    ahead = 0 if source.shard is None or source.shard.is_alone else 1
-    started: deque[_Chunk] = deque()
-    for number, rows in enumerate(chunks(tokens, valid_index, size)):
-        started.append(_start(source, plan, terms, rows, weights_T[rows], number % (ahead + 1)))
-        if len(started) > ahead:
-            _finish(source, terms, started.popleft(), totals)
-    while started:
-        _finish(source, terms, started.popleft(), totals)
-
-
-@dataclass
-class _Chunk:
-    """A chunk whose collective may still be under way.
-
-    counted_C: the rows that at least one term of the loss counts. The other rows get no gradient, whatever they hold.
-    """
-
-    tile: Tile
-    weights_C: Tensor
-    counted_C: Tensor
-
-
-def _start(
-    source: Source,
-    plan: Plan,
-    terms: Sequence[Term],
-    rows: RowIndex,
-    weights_C: Tensor,
-    buffer: int,
-) -> _Chunk:
-    # a term of scale 0 is only reported: its rows are computed, but it adds nothing to the loss
-    seen_C = counted_C = torch.zeros_like(weights_C, dtype=torch.bool)
-    for term in terms:
-        of_term_C = term.counted(rows, weights_C)
-        seen_C = seen_C | of_term_C
-        counted_C = counted_C | of_term_C if term.scale else counted_C
-    tiles_CV = source.tiles(rows, seen_C, plan.signals, buffer)
-    tile = Tile(plan, rows, counted_C, tiles_CV, source.vocabulary, source.shard, source.needs_gradient)
-    tile.start()
-    return _Chunk(tile, weights_C, counted_C)
-
-
-def _finish(source: Source, terms: Sequence[Term], chunk: _Chunk, totals: "_Totals") -> None:
-    tile, weights_C = chunk.tile, chunk.weights_C
-    tile.wait()
-    totals.sums["tokens"] += (weights_C != 0).sum()
-    totals.chunk_tokens = max(totals.chunk_tokens, len(weights_C))
-    for position, term in enumerate(terms):
-        own_C = weights_C if term.weights_T is None else weights_C * tile.take(term.weights_T).to(source.dtype)
-        totals.add(position, tile.rows, own_C, term.add_to(tile, own_C * term.scale))
-    if source.needs_gradient:
-        source.pull_back(tile.rows, chunk.counted_C, tile.gradient())
-
-
-class _Totals:
-    """The sums of a pass. They are float64: a float32 running sum loses a digit every few hundred chunks. Apple's GPU
-    has no float64.
-    """
-
-    def __init__(self, terms: Sequence[Term], tokens: int, source: Source):
-        self.names = unique_names(terms)
-        self.keys = StatisticKeys(terms, self.names)
-        self.scales = [term.scale for term in terms]
-        self.per_token = {name: torch.zeros(tokens, dtype=source.dtype, device=source.device) for name in self.names}
-        dtype = torch.float32 if source.device.type == "mps" else torch.float64
-        self.loss = torch.zeros((), dtype=dtype, device=source.device)
-        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(self.loss))
-        self.chunk_tokens = 0
-
-    def plus(self, other: "_Totals") -> "_Totals":
-        """Add the totals of other rows."""
-        self.loss += other.loss
-        self.chunk_tokens = max(self.chunk_tokens, other.chunk_tokens)
-        for name, value in other.sums.items():
-            self.sums[name] += value
-        for name, value_T in other.per_token.items():
-            self.per_token[name] = self.per_token[name] + value_T if name in self.per_token else value_T
-        return self
-
-    def add(self, position: int, rows: RowIndex, own_C: Tensor, result: TermResult) -> None:
-        """Add a term's result on a chunk. A row of weight 0 adds 0 even if its value is NaN."""
-        has_none_C = own_C == 0
-        value_C = result.value_C.masked_fill(has_none_C, 0.0)
-        value = (value_C.to(self.loss.dtype) * own_C).sum()
-        self.per_token[self.names[position]][rows] = value_C
-        self.sums[self.names[position]] += value
-        if self.scales[position]:  # a term of scale 0 is only reported: it may be infinite
-            self.loss += self.scales[position] * value
-        for name, statistic_C in (result.statistics | result.parts).items():
-            if key := self.keys.of(position, name):
-                statistic_C = statistic_C.masked_fill(has_none_C, 0.0)
-                self.sums[key] += (statistic_C.to(self.loss.dtype) * own_C).sum()
+        factor = _reciprocal(normalizer, provider)
+        loss = totals.loss.to(provider.dtype) * factor
+    if provider.needs_gradient:
+        loss = _Attach.apply(loss, factor, provider.gradients, provider.shard, *leaves.values())
+    metrics = {key: value.to(provider.dtype) for key, value in totals.sums.items()}
+    metrics[CHUNK_TOKENS] = torch.full_like(factor, totals.chunk_tokens)
+    return ObjectiveOutput(loss, metrics, totals.per_token)
 
 
 class _Attach(torch.autograd.Function):
     """Connects a loss to the gradients that the forward pass has already computed.
 
-    Backward multiplies them by the incoming gradient and by 1 / normalizer in the dtype that the source keeps them in
-    (`Source.kept_dtype`), then rounds them to their leaf's dtype. So a loss scale is applied before a float16
-    gradient can underflow. With retain_graph the gradients are kept, and a second backward gives the same result.
+    Backward multiplies them by the incoming gradient and by 1 / normalizer in the dtype in which the provider keeps
+    them (`LogitsProvider.kept_dtype`), then rounds them to their leaf's dtype. So a loss scale is applied before a
+    float16 gradient can underflow. With retain_graph the gradients are kept, and a second backward gives the same
+    result.
     """
 
     @staticmethod
@@ -357,7 +244,7 @@ def _check(
     assert leaf is not None
     check_terms(terms, tokens, first, leaf)
     check_weights(
-        {"weights_T": weights_T} | {f"terms[{i}].weights_T": each.weights_T for i, each in enumerate(terms)}, tokens
+        {"weights_T": weights_T} | {f"terms[{i}].weights_T": term.weights_T for i, term in enumerate(terms)}, tokens
     )
     if valid_index is not None:
         check_index(valid_index, tokens)
@@ -381,7 +268,7 @@ def _valid_rows(weights_T: Tensor | None, valid_index: Tensor | None, device: to
     return valid_index.pin_memory().to(device, non_blocking=True)
 
 
-def _reciprocal(normalizer: float | Tensor, source: Source) -> Tensor:
+def _reciprocal(normalizer: float | Tensor, provider: LogitsProvider) -> Tensor:
     if isinstance(normalizer, Tensor):
-        return normalizer.to(source.device, source.dtype).reshape(()).reciprocal()
-    return torch.full((), 1 / normalizer, dtype=source.dtype, device=source.device)
+        return normalizer.to(provider.device, provider.dtype).reshape(()).reciprocal()
+    return torch.full((), 1 / normalizer, dtype=provider.dtype, device=provider.device)

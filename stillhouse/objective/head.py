@@ -74,10 +74,10 @@ def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = N
     Heads with different row counts share a tokenizer and differ in padding (151,936 and 152,064 rows for 151,665
     tokens), so the smallest count is used. `logit_columns`: the number of columns of given logits without a head.
     """
-    stated = {each.vocab_size for each in heads if each.vocab_size is not None}
+    stated = {head.vocab_size for head in heads if head.vocab_size is not None}
     if len(stated) > 1:
         raise ValueError(f"the heads state different vocabularies: vocab_size {sorted(stated)}; expected one number")
-    rows = [each.rows for each in heads] + ([] if logit_columns is None else [logit_columns])
+    rows = [head.rows for head in heads] + ([] if logit_columns is None else [logit_columns])
     if stated and min(stated) > min(rows):
         raise ValueError(
             f"vocab_size={min(stated)} on one side, {min(rows)} rows on another; "

@@ -45,7 +45,7 @@ class StatisticKeys:
         self.labels = [term.label for term in terms]
         self.ordinals = [kinds[:position].count(kind) + 1 for position, kind in enumerate(kinds)]
         self.taken = {"tokens", CHUNK_TOKENS, *names}
-        self.given: dict[tuple[int, str], str] = {}
+        self.assigned: dict[tuple[int, str], str] = {}
         distilled = {position: term for position, term in enumerate(terms) if isinstance(term, Distill)}
         one_entropy = len({term.temperature for term in distilled.values()}) == 1
         one_entropy &= all(term.weights_T is None for term in distilled.values())
@@ -60,11 +60,11 @@ class StatisticKeys:
             if position != self.share_entropy[0]:
                 return None
             label = None
-        if (position, name) not in self.given:
+        if (position, name) not in self.assigned:
             name_and_label = labelled(name, label)
             numbers = count(self.ordinals[position])
             keys = (name_and_label if number == 1 else f"{name_and_label}#{number}" for number in numbers)
             key = next(key for key in keys if key not in self.taken)
             self.taken.add(key)
-            self.given[position, name] = key
-        return self.given[position, name]
+            self.assigned[position, name] = key
+        return self.assigned[position, name]

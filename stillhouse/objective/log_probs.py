@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillhouse.objective.checks import check_device, check_leaves
 from stillhouse.objective.fused import linear_objective
 from stillhouse.objective.head import OutputHead
-from stillhouse.objective.sampled import LogProb, check_drawn
+from stillhouse.objective.input_checks import check_device, check_leaves
+from stillhouse.objective.sampled import LogProb, check_sampled_tokens
 from stillhouse.objective.signals import check_temperature
 from stillhouse.objective.terms import Entropy
 
@@ -34,7 +34,7 @@ def linear_log_probs(
     """
     check_leaves({"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias})
     check_device("labels_T", labels_T, "hidden_TD", hidden_TD)
-    check_drawn(labels_T)
+    check_sampled_tokens(labels_T)
     check_temperature(temperature)
     return _LogProbs.apply(hidden_TD, head.weight_VD, head.bias, head, labels_T, temperature)
 
@@ -64,8 +64,8 @@ class _LogProbs(torch.autograd.Function):
             raise RuntimeError("log-probabilities have no second derivative here: call backward without create_graph")
         *saved, labels_T = ctx.saved_tensors
         leaves: list[Any] = [
-            None if each is None else each.detach().requires_grad_(needed)
-            for each, needed in zip(saved, ctx.needs_input_grad, strict=False)
+            None if leaf is None else leaf.detach().requires_grad_(needed)
+            for leaf, needed in zip(saved, ctx.needs_input_grad, strict=False)
         ]
         hidden_TD, weight_VD, bias_V = leaves
         head = replace(ctx.head, weight_VD=weight_VD, bias=bias_V)
@@ -77,4 +77,4 @@ class _LogProbs(torch.autograd.Function):
         with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled):
             loss = linear_objective(hidden_TD, head, terms).loss
         loss.backward()
-        return *(None if each is None else each.grad for each in leaves), None, None, None
+        return *(None if leaf is None else leaf.grad for leaf in leaves), None, None, None

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stillhouse.objective.compiled import pointwise
 from stillhouse.objective.head import OutputHead
-from stillhouse.objective.plan import STUDENT, PointwisePlan
-from stillhouse.objective.pointwise import log_mean
 from stillhouse.objective.signals import DenseLogits, FullVocab, RowIndex, Signal, check_temperature
-from stillhouse.objective.statistics import statistics
-from stillhouse.objective.tile import own_sums, row_blocks
+from stillhouse.objective.tile.compiled import pointwise
+from stillhouse.objective.tile.pointwise import log_mean
+from stillhouse.objective.tile.statistics import statistics
+from stillhouse.objective.tile.tile import local_sums, row_blocks
+from stillhouse.objective.tile.tile_plan import STUDENT, PointwisePlan
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
 
@@ -87,8 +87,8 @@ def add_members(
     Over several ranks, one collective gathers the sums of all these members.
     """
     plan = PointwisePlan(temperatures=(temperature,))
-    own_CX = torch.cat([own_sums(plan, [member_CV]) for member_CV in members_CV], 1)
-    gathered_RCX = AsyncAllGather(own_CX, shard).wait()
+    local_CX = torch.cat([local_sums(plan, [member_CV]) for member_CV in members_CV], 1)
+    gathered_RCX = AsyncAllGather(local_CX, shard).wait()
     columns = []
     for raw_RCX, log_weight in zip(gathered_RCX.split(len(plan.raw_sums), 2), log_weights, strict=True):
         known = statistics(plan, raw_RCX)

@@ -40,8 +40,8 @@ def dense_objective(
 
     `chunk_tokens` is ignored. `valid_index` is used only without `weights_T`: the rows in it have weight 1.
     """
-    heads = [head, *(each for term in terms for signal in term.signals() for each in signal.heads())]
-    if any(each.shard is not None and not each.shard.is_alone for each in heads):
+    heads = [head, *(teacher_head for term in terms for signal in term.signals() for teacher_head in signal.heads())]
+    if any(one.shard is not None and not one.shard.is_alone for one in heads):
         raise ValueError("a head over several ranks: expected whole ones, gather the rows for the reference")
     vocabulary = common_vocabulary(heads)
     dtype = torch.promote_types(torch.promote_types(hidden_TD.dtype, head.weight_VD.dtype), torch.float32)
@@ -77,8 +77,8 @@ def _weights(weights_T: Tensor | None, valid_index: Tensor | None, hidden_TD: Te
 
 def _logits(hidden: Tensor, head: OutputHead, vocabulary: int, dtype: torch.dtype) -> Tensor:
     bias = None if head.bias is None else head.bias.to(dtype)
-    whole = OutputHead(head.weight_VD.to(dtype), bias, scale=head.scale, softcap=head.softcap)
-    return whole.logits(hidden.to(dtype))[:, :vocabulary]
+    float_head = OutputHead(head.weight_VD.to(dtype), bias, scale=head.scale, softcap=head.softcap)
+    return float_head.logits(hidden.to(dtype))[:, :vocabulary]
 
 
 def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
@@ -104,14 +104,14 @@ def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
             value_T = sorted_l1(log_p_TB.to(log_q_TV.dtype), log_q_TV)
             return value_T * term.temperature**2 if term.scale_by_temperature_squared else value_T
         case SampledKL() | PolicyGradient() | LogRatio():
-            drawn_T = term.labels_T >= 0
+            has_label_T = term.labels_T >= 0
             log_q_T = _log_q(term.labels_T, logits_TV, term.temperature)
-            value_T = _at_drawn(term, log_q_T[drawn_T], drawn_T)
+            value_T = _at_sampled(term, log_q_T[has_label_T], has_label_T)
             if isinstance(term, SampledKL) and term.old_log_probs_T is not None:
                 sampling = term.temperature if term.sampling_temperature is None else term.sampling_temperature
-                drawn_log_q_T = _log_q(term.labels_T, logits_TV, sampling)[drawn_T]
-                value_T = _correction(term.correction, drawn_log_q_T, term.old_log_probs_T[drawn_T]) * value_T
-            return torch.zeros_like(log_q_T).index_put((drawn_T,), value_T)
+                sampled_log_q_T = _log_q(term.labels_T, logits_TV, sampling)[has_label_T]
+                value_T = _correction(term.correction, sampled_log_q_T, term.old_log_probs_T[has_label_T]) * value_T
+            return torch.zeros_like(log_q_T).index_put((has_label_T,), value_T)
     raise TypeError(f"no reference for {type(term).__name__}")
 
 
@@ -142,26 +142,26 @@ def _correction(correction: Correction, log_q_T: Tensor, old_log_probs_T: Tensor
     return log_q_T.new_tensor(weights)
 
 
-def _at_drawn(term: SampledKL | PolicyGradient | LogRatio, log_q_T: Tensor, drawn_T: Tensor) -> Tensor:
+def _at_sampled(term: SampledKL | PolicyGradient | LogRatio, log_q_T: Tensor, has_label_T: Tensor) -> Tensor:
     if isinstance(term, LogRatio):
-        return (log_q_T.detach() - term.old_log_probs_T[drawn_T].to(log_q_T.dtype)).abs()
+        return (log_q_T.detach() - term.old_log_probs_T[has_label_T].to(log_q_T.dtype)).abs()
     if isinstance(term, SampledKL):
-        r_T = term.teacher_log_probs_T[drawn_T].to(log_q_T.dtype) - log_q_T
+        r_T = term.teacher_log_probs_T[has_label_T].to(log_q_T.dtype) - log_q_T
         return r_T.square() / 2 if term.estimator == "k2" else r_T.exp() - 1 - r_T
-    advantages_T = term.advantages_T[drawn_T].to(log_q_T.dtype)
-    ratio_T = torch.exp(log_q_T - term.old_log_probs_T[drawn_T].to(log_q_T.dtype))
+    advantages_T = term.advantages_T[has_label_T].to(log_q_T.dtype)
+    ratio_T = torch.exp(log_q_T - term.old_log_probs_T[has_label_T].to(log_q_T.dtype))
     clipped_T = torch.clamp(ratio_T, 1 - term.clip_low, 1 + term.clip_high)
     gain_T = torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
     if term.surrogate == "cispo":
         gain_T = clipped_T.detach() * advantages_T * log_q_T
     elif term.surrogate == "corrected":
-        gain_T = _correction(term.correction, log_q_T, term.old_log_probs_T[drawn_T]) * advantages_T * log_q_T
+        gain_T = _correction(term.correction, log_q_T, term.old_log_probs_T[has_label_T]) * advantages_T * log_q_T
     elif term.dual_clip is not None:
         gain_T = torch.where(advantages_T < 0, torch.max(gain_T, term.dual_clip * advantages_T), gain_T)
     value_T = -gain_T
     if term.reference_log_probs_T is None:
         return value_T
-    r_T = term.reference_log_probs_T[drawn_T].to(log_q_T.dtype) - log_q_T
+    r_T = term.reference_log_probs_T[has_label_T].to(log_q_T.dtype) - log_q_T
     return value_T + term.kl_scale * (r_T.exp() - 1 - r_T)
 
 
@@ -189,8 +189,8 @@ def _teacher_log_probs(signal: Signal, temperature: float, vocabulary: int, dtyp
             return torch.log_softmax(signal.logits_TV.to(dtype) / temperature, 1)
         case Mixture():
             parts = [
-                log_weight + _teacher_log_probs(each, temperature, vocabulary, dtype)
-                for each, log_weight in zip(signal.signals, signal.log_weights, strict=True)
+                log_weight + _teacher_log_probs(member, temperature, vocabulary, dtype)
+                for member, log_weight in zip(signal.signals, signal.log_weights, strict=True)
             ]
             return torch.logsumexp(torch.stack(parts), 0)
     raise TypeError(f"no reference for {type(signal).__name__}")
@@ -199,9 +199,9 @@ def _teacher_log_probs(signal: Signal, temperature: float, vocabulary: int, dtyp
 def _sparse_row(signal: SparseSignal, token: int, divergence: Divergence, log_q_V: Tensor) -> Tensor:
     """Return the value of one token, computed with plain Python dicts and lists, one outcome at a time."""
     log_p_of = {}
-    for entry, each in enumerate(signal.ids_TK[token].tolist()):
-        if 0 <= each < len(log_q_V) and each not in log_p_of:
-            log_p_of[each] = signal.log_probs_TK[token, entry].detach().to(log_q_V.dtype)
+    for entry, token_id in enumerate(signal.ids_TK[token].tolist()):
+        if 0 <= token_id < len(log_q_V) and token_id not in log_p_of:
+            log_p_of[token_id] = signal.log_probs_TK[token, entry].detach().to(log_q_V.dtype)
     if not log_p_of:
         return log_q_V.new_zeros(())
     ids = torch.tensor(list(log_p_of), device=log_q_V.device)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.correction import NO_CORRECTION, Correction
-from stillhouse.objective.plan import PlanBuilder
 from stillhouse.objective.signals import RowIndex, check_temperature
 from stillhouse.objective.stable import expect
 from stillhouse.objective.terms import Term, check_labels, check_scale, labelled
-from stillhouse.objective.tile import TermResult, Tile
+from stillhouse.objective.tile.tile import TermResult, Tile
+from stillhouse.objective.tile.tile_plan import PlanBuilder
 
 
 class AtLabel(Term):
@@ -61,7 +61,7 @@ class AtLabel(Term):
             weighted_C = expect(weights_C * has_label_C / self.temperature, slope_C)
             tile.add_probability(self.temperature, -weighted_C)
             tile.add_at(label_C[:, None], weighted_C[:, None])
-        statistics = {name: each_C.masked_fill(~has_label_C, 0.0) for name, each_C in statistics.items()}
+        statistics = {name: values_C.masked_fill(~has_label_C, 0.0) for name, values_C in statistics.items()}
         return TermResult(value_C.masked_fill(~has_label_C, 0.0), statistics)
 
 
@@ -94,15 +94,15 @@ class SampledKL(AtLabel):
 
     def __post_init__(self) -> None:
         check_estimator(self.estimator)
-        given = {"teacher_log_probs_T": self.teacher_log_probs_T}
+        per_token = {"teacher_log_probs_T": self.teacher_log_probs_T}
         if self.old_log_probs_T is not None:
-            given["old_log_probs_T"] = self.old_log_probs_T
+            per_token["old_log_probs_T"] = self.old_log_probs_T
         elif self.correction.kind != "none":
             raise ValueError(
                 f"correction={self.correction.kind!r} without old_log_probs_T: expected the log-probabilities with "
                 "which the tokens were drawn"
             )
-        check_drawn(self.labels_T, **given)
+        check_sampled_tokens(self.labels_T, **per_token)
         check_temperature(self.temperature)
         if self.sampling_temperature is not None:
             check_temperature(self.sampling_temperature)
@@ -120,7 +120,7 @@ class SampledKL(AtLabel):
     def request(self, plan: PlanBuilder) -> None:
         super().request(plan)
         if self.correction.kind != "none":
-            plan.softmax(self._of_draws)
+            plan.softmax(self._sampling_temperature)
 
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         r_C = tile.take(self.teacher_log_probs_T).to(log_q_C.dtype) - log_q_C
@@ -128,14 +128,14 @@ class SampledKL(AtLabel):
         if self.correction.kind == "none":
             return value_C, slope_C, {}
         assert self.old_log_probs_T is not None
-        drawn_log_q_C = tile.log_probs_at(self.labels_T, self._of_draws)[:, 0]
-        ratio_C = (drawn_log_q_C - tile.take(self.old_log_probs_T).to(log_q_C.dtype)).exp()
+        sampled_log_q_C = tile.log_probs_at(self.labels_T, self._sampling_temperature)[:, 0]
+        ratio_C = (sampled_log_q_C - tile.take(self.old_log_probs_T).to(log_q_C.dtype)).exp()
         weight_C, is_limited_C = self.correction.weights(ratio_C)
         statistics = {"ratio": ratio_C, "clipped": is_limited_C.to(log_q_C.dtype)}
         return expect(weight_C, value_C), expect(weight_C, slope_C), statistics
 
     @property
-    def _of_draws(self) -> float:
+    def _sampling_temperature(self) -> float:
         return self.temperature if self.sampling_temperature is None else self.sampling_temperature
 
 
@@ -182,10 +182,10 @@ class PolicyGradient(AtLabel):
     correction: Correction = NO_CORRECTION
 
     def __post_init__(self) -> None:
-        given = {"advantages_T": self.advantages_T, "old_log_probs_T": self.old_log_probs_T}
+        per_token = {"advantages_T": self.advantages_T, "old_log_probs_T": self.old_log_probs_T}
         if self.reference_log_probs_T is not None:
-            given["reference_log_probs_T"] = self.reference_log_probs_T
-        check_drawn(self.labels_T, **given)
+            per_token["reference_log_probs_T"] = self.reference_log_probs_T
+        check_sampled_tokens(self.labels_T, **per_token)
         if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
             raise ValueError(
                 f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 ≤ clip_low ≤ 1 and clip_high ≥ 0 "
@@ -263,7 +263,7 @@ class LogRatio(AtLabel):
     scale = 0.0
 
     def __post_init__(self) -> None:
-        check_drawn(self.labels_T, old_log_probs_T=self.old_log_probs_T)
+        check_sampled_tokens(self.labels_T, old_log_probs_T=self.old_log_probs_T)
         check_temperature(self.temperature)
 
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -303,21 +303,21 @@ def check_estimator(estimator: str) -> None:
         raise ValueError(f"estimator={estimator!r}: expected 'k2' (descends reverse KL) or 'k3' (forward KL)")
 
 
-def check_drawn(labels_T: Tensor, **per_token: Tensor) -> None:
+def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor) -> None:
     if labels_T.dim() != 1 or labels_T.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"labels_T of shape {tuple(labels_T.shape)} and dtype {labels_T.dtype}: expected the ids of the drawn "
             "tokens, [tokens] of int32 or int64"
         )
-    for name, each_T in per_token.items():
-        if each_T.shape != labels_T.shape or not each_T.is_floating_point():
+    for name, values_T in per_token.items():
+        if values_T.shape != labels_T.shape or not values_T.is_floating_point():
             raise ValueError(
-                f"{name} of shape {tuple(each_T.shape)} and dtype {each_T.dtype}: expected ({len(labels_T)},), a "
+                f"{name} of shape {tuple(values_T.shape)} and dtype {values_T.dtype}: expected ({len(labels_T)},), a "
                 "floating-point number per token"
             )
-        if each_T.requires_grad:
+        if values_T.requires_grad:
             raise ValueError(f"{name} requires grad: expected a constant; detach it")
-        drawn_T = labels_T >= 0
-        if each_T.device.type == "cpu" == labels_T.device.type and not each_T[drawn_T].isfinite().all():
-            worst = each_T[drawn_T & ~each_T.isfinite()][0]
+        has_label_T = labels_T >= 0
+        if values_T.device.type == "cpu" == labels_T.device.type and not values_T[has_label_T].isfinite().all():
+            worst = values_T[has_label_T & ~values_T.isfinite()][0]
             raise ValueError(f"{name} holds {float(worst):g} at a drawn token: expected finite numbers there")

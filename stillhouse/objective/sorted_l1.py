@@ -15,11 +15,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from stillhouse.objective.plan import PlanBuilder
 from stillhouse.objective.signals import RowIndex, Signal
 from stillhouse.objective.stable import expect
 from stillhouse.objective.terms import Term, check_scale, check_temperature
-from stillhouse.objective.tile import TermResult, Tile
+from stillhouse.objective.tile.tile import TermResult, Tile
+from stillhouse.objective.tile.tile_plan import PlanBuilder
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +39,9 @@ class SortedTopK(Signal):
         if len(shape) != 2 or shape[1] == 0:
             raise ValueError(f"log_probs_TK of shape {shape}: expected [tokens, ranks], with one rank or more")
         for name in ("tail_log_prob_T", "weights_T"):
-            found = tuple(getattr(self, name).shape)
-            if found != shape[:1]:
-                raise ValueError(f"{name} of shape {found}: expected ({shape[0]},), one per token")
+            actual = tuple(getattr(self, name).shape)
+            if actual != shape[:1]:
+                raise ValueError(f"{name} of shape {actual}: expected ({shape[0]},), one per token")
 
     @property
     def tokens(self) -> int:
@@ -87,11 +87,11 @@ class SortedL1(Term):
 
     def request(self, plan: PlanBuilder) -> None:
         plan.softmax(self.temperature)
-        plan.likeliest(self.signal.log_probs_TK.shape[1])
+        plan.top_k(self.signal.log_probs_TK.shape[1])
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         """The derivative of |p_(b) − q_(b)| with respect to q_(b) is sign(q_(b) − p_(b)); the order is constant."""
-        ids_CK, log_q_CK = tile.likeliest(self.signal.log_probs_TK.shape[1], self.temperature)
+        ids_CK, log_q_CK = tile.top_k(self.signal.log_probs_TK.shape[1], self.temperature)
         q_CK = log_q_CK.exp()
         # a rounding error of 1 − Σq is as small as those of the other summands: only its absolute size matters here
         q_tail_C1 = (1 - q_CK.sum(1, keepdim=True)).clamp(min=0.0)

@@ -18,11 +18,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from stillhouse.objective.plan import PlanBuilder
 from stillhouse.objective.signals import RowIndex, Signal, TopK, check_temperature
 from stillhouse.objective.stable import expect
 from stillhouse.objective.terms import Term, check_labels, check_scale, labelled
-from stillhouse.objective.tile import TermResult, Tile
+from stillhouse.objective.tile.tile import TermResult, Tile
+from stillhouse.objective.tile.tile_plan import PlanBuilder
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from stillhouse.objective.formulas import Divergence, Pivot, WeightedSum, sides, weighted_parts
 from stillhouse.objective.signals import Sampled, SparseSignal, first_occurrence, teacher_tail
 from stillhouse.objective.stable import expect, log_ratio, log_softmax
-from stillhouse.objective.tile import TermResult, Tile
+from stillhouse.objective.tile.tile import TermResult, Tile
 
 #: the teacher's log-probability of every token outside its ids with the tail "zero" (NeMo RL's `log_infinitesimal`)
 LOG_ZERO = -100.0
@@ -32,10 +32,10 @@ def sparse(
     present_CK = first_occurrence(chunk.ids_TK, tile.vocabulary)
     log_p_CK = chunk.log_probs_TK.detach().to(log_q_CK.dtype).masked_fill(~present_CK, -math.inf)
     log_q_CK = log_q_CK.masked_fill(~present_CK, -math.inf)
-    likeliest_C1 = log_p_CK.argmax(1, keepdim=True)
+    argmax_C1 = log_p_CK.argmax(1, keepdim=True)
     statistics = {
         "student_entropy": tile.entropy(temperature),
-        "agreement": tile.is_likeliest(signal.ids_TK).gather(1, likeliest_C1)[:, 0].to(log_q_CK.dtype),
+        "agreement": tile.is_argmax(signal.ids_TK).gather(1, argmax_C1)[:, 0].to(log_q_CK.dtype),
         "teacher_mass": log_p_CK.exp().sum(1),
     }
     if signal.tail == "zero":
@@ -73,10 +73,10 @@ def over_outcomes(
         values = [part.value(log_p_CB, log_q_CB).sum(1) for part in parts]
         return values, divergence.weighted_slope(log_p_CB, log_q_CB)
     ratio_CB = log_ratio(log_q_CB, log_p_CB)
-    likeliest_C1 = log_q_CB.argmax(1, keepdim=True)
-    pivot = Pivot(log_q_CB.gather(1, likeliest_C1), ratio_CB.gather(1, likeliest_C1))
-    each = sides(log_p_CB, log_q_CB, ratio_CB, pivot)
-    return [part.balanced(each).sum(1) for part in parts], divergence.balanced_slope(each)
+    argmax_C1 = log_q_CB.argmax(1, keepdim=True)
+    pivot = Pivot(log_q_CB.gather(1, argmax_C1), ratio_CB.gather(1, argmax_C1))
+    pair = sides(log_p_CB, log_q_CB, ratio_CB, pivot)
+    return [part.balanced(pair).sum(1) for part in parts], divergence.balanced_slope(pair)
 
 
 def _add_sparse_gradient(

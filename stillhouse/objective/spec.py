@@ -21,7 +21,7 @@ from torch import Tensor
 from stillhouse.objective.correction import NO_CORRECTION, Correction
 from stillhouse.objective.divergence import DIVERGENCES, Divergence, weighted_parts
 from stillhouse.objective.draws import Draws
-from stillhouse.objective.expression import Part, parse_sum, unknown_name
+from stillhouse.objective.expression import Summand, parse_sum, unknown_name
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.mixture import Mixture
@@ -281,48 +281,48 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
     Raises ValueError for an unknown or repeated name, and for a coefficient that is not finite or, except for
     `entropy`, not positive.
     """
-    own: dict[str, Part] = {}
-    divergences: list[Part] = []
+    others: dict[str, Summand] = {}
+    divergences: list[Summand] = []
     for part in parse_sum(text, TAKE_WORDS):
         if part.name in DIVERGENCES:
             divergences.append(part)
         elif part.name not in OTHERS:
             raise unknown_name(part.name, [*DIVERGENCES, *OTHERS])
-        elif part.name in own:
+        elif part.name in others:
             raise ValueError(f"{part.name} comes twice in {text!r}; expected one coefficient for it")
         else:
-            own[part.name] = part
-    _check_coefficients(own, text)
+            others[part.name] = part
+    _check_coefficients(others, text)
     divergence, divergence_scale = _sum_of(divergences)
-    policy = own["policy_gradient"].call(_policy_gradient) if "policy_gradient" in own else {}
+    policy = others["policy_gradient"].call(_policy_gradient) if "policy_gradient" in others else {}
     return ObjectiveSpec(
-        cross_entropy=own["cross_entropy"].coefficient if "cross_entropy" in own else None,
-        label_smoothing=own["cross_entropy"].call(_label_smoothing) if "cross_entropy" in own else 0.0,
-        z_loss=own["z_loss"].coefficient if "z_loss" in own else 0.0,
+        cross_entropy=others["cross_entropy"].coefficient if "cross_entropy" in others else None,
+        label_smoothing=others["cross_entropy"].call(_label_smoothing) if "cross_entropy" in others else 0.0,
+        z_loss=others["z_loss"].coefficient if "z_loss" in others else 0.0,
         divergence=divergence,
         divergence_scale=divergence_scale,
-        entropy=own["entropy"].coefficient if "entropy" in own else None,
-        uld=own["uld"].coefficient if "uld" in own else None,
-        sampled_kl=own["sampled_kl"].coefficient if "sampled_kl" in own else None,
-        estimator=own["sampled_kl"].call(_estimator) if "sampled_kl" in own else "k2",
-        policy_gradient=own["policy_gradient"].coefficient if "policy_gradient" in own else None,
+        entropy=others["entropy"].coefficient if "entropy" in others else None,
+        uld=others["uld"].coefficient if "uld" in others else None,
+        sampled_kl=others["sampled_kl"].coefficient if "sampled_kl" in others else None,
+        estimator=others["sampled_kl"].call(_estimator) if "sampled_kl" in others else "k2",
+        policy_gradient=others["policy_gradient"].coefficient if "policy_gradient" in others else None,
         **policy,
         temperature=temperature,
         scale_by_temperature_squared=scale_by_temperature_squared,
     )
 
 
-def _check_coefficients(own: dict[str, Part], text: str) -> None:
-    for name, part in own.items():
+def _check_coefficients(others: dict[str, Summand], text: str) -> None:
+    for name, part in others.items():
         if not math.isfinite(part.coefficient):
             raise ValueError(f"{part.coefficient:g}*{name} in {text!r}: expected a finite coefficient")
     for name in ("cross_entropy", "z_loss", "uld", "sampled_kl", "policy_gradient"):
-        if name in own and not own[name].coefficient > 0:
-            raise ValueError(f"{own[name].coefficient:g}*{name} in {text!r}: expected a positive coefficient")
-    if "z_loss" in own and "cross_entropy" not in own:
+        if name in others and not others[name].coefficient > 0:
+            raise ValueError(f"{others[name].coefficient:g}*{name} in {text!r}: expected a positive coefficient")
+    if "z_loss" in others and "cross_entropy" not in others:
         raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it steadies the cross-entropy")
     for name in ("z_loss", "entropy", "uld"):
-        if name in own and (own[name].arguments or own[name].keywords):
+        if name in others and (others[name].arguments or others[name].keywords):
             raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
 
 
@@ -357,7 +357,7 @@ def _heads(signals: Signals) -> list[OutputHead]:
     return [head for signal in signals.values() for head in signal.heads()]
 
 
-def _sum_of(parts: list[Part]) -> tuple[Divergence | None, float]:
+def _sum_of(parts: list[Summand]) -> tuple[Divergence | None, float]:
     """Return one divergence and its scale.
 
     A single divergence keeps its coefficient as the scale, so that its reported value is unscaled; a sum has scale 1.

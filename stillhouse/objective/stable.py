@@ -80,12 +80,12 @@ def log_softmax(log_weights: Tensor) -> Tensor:
     return (gap - normalizer).masked_fill(log_weights == -math.inf, -math.inf)
 
 
-def mixture(p: Tensor, q: Tensor, weight: float) -> Tensor:
+def interpolation(p: Tensor, q: Tensor, weight: float) -> Tensor:
     """m = weight·p + (1 − weight)·q, but at least the smallest positive number, so that one can divide by it."""
     return (weight * p + (1 - weight) * q).clamp(min=torch.finfo(p.dtype).tiny)
 
 
-def mixture_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+def interpolation_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """log(m/p) and log(m/q) for m = weight·p + (1 − weight)·q and ratio = log(q/p).
 
     If `weight` is near 0 or 1, both are computed from the ratio alone, since one of the logarithms is small there and
@@ -97,7 +97,7 @@ def mixture_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: float) -> 
     near = ratio.abs() < NEAR
     small = ratio.clamp(-NEAR, NEAR)
     of_p = small * polynomial(_log_one_plus_series(1 - weight, terms(small)), small)
-    log_m = torch.log(mixture(log_p.exp(), log_q.exp(), weight))
+    log_m = torch.log(interpolation(log_p.exp(), log_q.exp(), weight))
     return torch.where(near, of_p, log_m - log_p), torch.where(near, of_p - small, log_m - log_q)
 
 

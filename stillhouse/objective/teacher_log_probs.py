@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective
 from stillhouse.objective.mixture import Mixture
-from stillhouse.objective.sampled import LogProb, check_drawn
+from stillhouse.objective.sampled import LogProb, check_sampled_tokens
 from stillhouse.objective.signals import DenseLogits, FullVocab, Signal, SparseSignal, check_temperature
 from stillhouse.objective.vocab import VocabShard
 
@@ -43,7 +43,7 @@ def teacher_log_probs(
     Raises ValueError for other signals, for a sparse signal at another temperature, and if a label is not among a
     sparse signal's ids. This last check waits for a GPU.
     """
-    check_drawn(labels_T)
+    check_sampled_tokens(labels_T)
     check_temperature(temperature)
     if signal.tokens != len(labels_T):
         raise ValueError(f"a signal of {signal.tokens} tokens with {len(labels_T)} labels: expected one for each row")
@@ -71,9 +71,9 @@ def teacher_log_probs(
             parts = [
                 log_weight
                 + teacher_log_probs(
-                    each, labels_T, temperature, vocabulary=vocabulary, shard=shard, valid_index=valid_index
+                    member, labels_T, temperature, vocabulary=vocabulary, shard=shard, valid_index=valid_index
                 )
-                for each, log_weight in zip(signal.signals, signal.log_weights, strict=True)
+                for member, log_weight in zip(signal.signals, signal.log_weights, strict=True)
             ]
             return torch.logsumexp(torch.stack(parts), 0).masked_fill(labels_T < 0, 0.0)
         case SparseSignal():

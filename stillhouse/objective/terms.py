@@ -16,11 +16,11 @@ from torch import Tensor
 
 from stillhouse.objective.formulas import Divergence, ForwardKL, ReverseKL, WeightedSum, weighted_parts
 from stillhouse.objective.mixture import Mixture
-from stillhouse.objective.plan import PlanBuilder
 from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal, check_temperature
 from stillhouse.objective.sparse import sampled, sparse
 from stillhouse.objective.stable import expect
-from stillhouse.objective.tile import TermResult, Tile
+from stillhouse.objective.tile.tile import TermResult, Tile
+from stillhouse.objective.tile.tile_plan import PlanBuilder
 
 
 class Term(ABC):

@@ -55,9 +55,9 @@ class VocabShard:
     @cached_property
     def borders(self) -> tuple[Range, ...]:
         """(start, stop) of every rank of the group. The first access runs a collective."""
-        own = torch.tensor([self.start, self.stop])
-        everyone = own[None] if self.is_alone else _gathered(own.to(_device(self.group)), self.group)
-        borders = tuple((start, stop) for start, stop in everyone.tolist())
+        border = torch.tensor([self.start, self.stop])
+        all_ranks = border[None] if self.is_alone else _gathered(border.to(_device(self.group)), self.group)
+        borders = tuple((start, stop) for start, stop in all_ranks.tolist())
         held = sorted(border for border in borders if border[0] < border[1])
         expected_start = 0
         for start, stop in held:
@@ -96,22 +96,22 @@ def check_shard(shard: VocabShard, rows: int) -> None:
 class AsyncAllGather:
     """Starts to gather raw sums [C, S] from every rank. `wait` returns all ranks' sums [R, C, S], in rank order."""
 
-    def __init__(self, own_CS: Tensor, shard: VocabShard | None):
-        self._own_CS = own_CS.contiguous()
-        self._everyone_RCS: Tensor | None = None
+    def __init__(self, local_CS: Tensor, shard: VocabShard | None):
+        self._local_CS = local_CS.contiguous()
+        self._ranks_RCS: Tensor | None = None
         self._work: dist.Work | None = None
         if shard is not None and not shard.is_alone:
             assert shard.group is not None
-            self._everyone_RCS = own_CS.new_empty(shard.group.size(), *own_CS.shape)
-            self._work = _all_gather(self._everyone_RCS.flatten(0, 1), self._own_CS, group=shard.group, async_op=True)
+            self._ranks_RCS = local_CS.new_empty(shard.group.size(), *local_CS.shape)
+            self._work = _all_gather(self._ranks_RCS.flatten(0, 1), self._local_CS, group=shard.group, async_op=True)
 
     def wait(self) -> Tensor:
-        if self._everyone_RCS is None:
-            return self._own_CS[None]
+        if self._ranks_RCS is None:
+            return self._local_CS[None]
         assert self._work is not None
         self._work.wait()
         self._work = None
-        return self._everyone_RCS
+        return self._ranks_RCS
 
 
 def reduce_hidden_grad(grad_TD: Tensor, shard: VocabShard | None) -> Tensor:
@@ -163,10 +163,10 @@ def _once(rows_VX: Tensor, layout: object, make: Callable[[], Tensor]) -> Tensor
 
 def _resharded(rows_VX: Tensor, shard: VocabShard, wanted: list[Range]) -> Tensor:
     """Send every other rank the rows that it wants. The ranges of `wanted` are contiguous, as are the borders."""
-    own, want = (shard.start, shard.stop), wanted[dist.get_rank(shard.group)]
-    outgoing = [_overlap(own, each) for each in wanted]
-    incoming = [_overlap(each, want) for each in shard.borders]
-    sent = torch.cat([rows_VX.detach()[start - own[0] : stop - own[0]] for start, stop in outgoing])
+    held, want = (shard.start, shard.stop), wanted[dist.get_rank(shard.group)]
+    outgoing = [_overlap(held, border) for border in wanted]
+    incoming = [_overlap(border, want) for border in shard.borders]
+    sent = torch.cat([rows_VX.detach()[start - held[0] : stop - held[0]] for start, stop in outgoing])
     received = sent.new_empty(want[1] - want[0], *rows_VX.shape[1:])
     received_rows, sent_rows = ([stop - start for start, stop in each] for each in (incoming, outgoing))
     dist.all_to_all_single(received, sent, received_rows, sent_rows, group=shard.group)
@@ -184,10 +184,10 @@ def _contains(outer: Range, inner: Range) -> bool:
     return inner[0] >= inner[1] or (outer[0] <= inner[0] and inner[1] <= outer[1])
 
 
-def _gathered(own: Tensor, group: ProcessGroup | None) -> Tensor:
-    everyone = own.new_empty(dist.get_world_size(group), *own.shape)
-    _all_gather(everyone.flatten(0, 1), own, group=group)
-    return everyone
+def _gathered(local: Tensor, group: ProcessGroup | None) -> Tensor:
+    all_ranks = local.new_empty(dist.get_world_size(group), *local.shape)
+    _all_gather(all_ranks.flatten(0, 1), local, group=group)
+    return all_ranks
 
 
 def _ranks(shard: VocabShard) -> list[int]:

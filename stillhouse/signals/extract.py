@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from stillhouse.objective import OutputHead
 from stillhouse.objective.head import Projection, operand_dtype
 from stillhouse.objective.signals import first_occurrence
 from stillhouse.objective.stable import log_sum_exp
+from stillhouse.objective.top_k import top_k
 from stillhouse.objective.vocab import AsyncAllGather
 from stillhouse.signals.signal_spec import DTYPES, SignalSpec
 
@@ -66,26 +66,19 @@ class Extract:
 
 
 def top_k_log_probs(
-    hidden_CE: Tensor, head: OutputHead, top_k: int, temperature: float, dtype: torch.dtype = torch.float32
+    hidden_CE: Tensor, head: OutputHead, k: int, temperature: float, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """The K likeliest ids of each row, their log-probabilities and the log of the mass outside them.
 
     Raises ValueError if the vocabulary has fewer ids.
     """
-    if top_k > head.rows:
-        raise ValueError(f"top_k={top_k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
+    if k > head.rows:
+        raise ValueError(f"top_k={k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
     parts: list[dict[str, Tensor]] = []
     for _, logits_CV in _logits(hidden_CE, head, temperature):
-        best = _Best.of(logits_CV, head, top_k)
-        log_mass_C = log_sum_exp(torch.ones_like(best.outside_C), best.gap_CK[:, 1:].exp().sum(1) + best.outside_C)
-        parts.append(
-            {
-                "ids": best.ids_CK.int().cpu(),
-                "log_probs": (best.gap_CK - log_mass_C[:, None]).to(dtype).cpu(),
-                "tail_log_prob": (best.outside_C.log() - log_mass_C).float().cpu(),
-            }
-        )
-    return _joined(parts, _empty(top_k, dtype))
+        best = top_k(logits_CV, k, head.shard)
+        parts.append(stored_tensors(best.ids_CK, best.log_probs_CK, best.tail_log_prob_C, dtype))
+    return joined(parts, no_rows(k, dtype))
 
 
 def chosen_log_probs(
@@ -108,86 +101,35 @@ def chosen_log_probs(
         is_largest_CK = gap_CK == 0
         others_C = gap_CK.exp().masked_fill(is_largest_CK, 0.0).sum(1) + outside_C
         log_mass_C = log_sum_exp(is_largest_CK.sum(1).to(others_C.dtype), others_C)
-        parts.append(
-            {
-                "ids": chunk_CK.int().cpu(),
-                "log_probs": (gap_CK - log_mass_C[:, None]).to(dtype).cpu(),
-                "tail_log_prob": (outside_C.log() - log_mass_C).float().cpu(),
-            }
-        )
-    return _joined(parts, _empty(ids_CK.shape[1], dtype))
+        parts.append(stored_tensors(chunk_CK, gap_CK - log_mass_C[:, None], outside_C.log() - log_mass_C, dtype))
+    return joined(parts, no_rows(ids_CK.shape[1], dtype))
 
 
-def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, top_k: int) -> dict[str, Tensor]:
+def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: int) -> dict[str, Tensor]:
     """The log-probability and the rank of one id per row, and the K likeliest ids, as `prompt_logprobs` needs them.
 
     Temperature 1. Returns log_prob [C], rank [C] int64 (1 is the likeliest id; ids with equal logits count), ids
-    [C, K] and log_probs [C, K]; top_k may be 0. Raises ValueError if the vocabulary has fewer than K ids.
+    [C, K] and log_probs [C, K]; K may be 0. Raises ValueError if the vocabulary has fewer than K ids.
     """
-    if not 0 <= top_k <= head.rows:
-        raise ValueError(f"top_k={top_k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
+    if not 0 <= k <= head.rows:
+        raise ValueError(f"top_k={k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
     parts: list[dict[str, Tensor]] = []
     for rows, logits_CV in _logits(hidden_CE, head, 1.0):
         label_C1 = labels_C[rows].to(logits_CV.device)[:, None]
         value_C1 = _gathered(_values(logits_CV, label_C1, head), head).amax(0)
         above_C = _gathered((logits_CV >= value_C1).sum(1, keepdim=True).to(logits_CV.dtype), head).sum(0)[:, 0]
-        best = _Best.of(logits_CV, head, max(top_k, 1))
-        log_mass_C = log_sum_exp(torch.ones_like(best.outside_C), best.gap_CK[:, 1:].exp().sum(1) + best.outside_C)
+        best = top_k(logits_CV, max(k, 1), head.shard)
         parts.append(
             {
-                "log_prob": (value_C1[:, 0] - best.largest_C - log_mass_C).float().cpu(),
+                "log_prob": (value_C1[:, 0] - best.largest_C - best.log_mass_C).float().cpu(),
                 "rank": above_C.long().cpu(),
-                "ids": best.ids_CK[:, :top_k].int().cpu(),
-                "log_probs": (best.gap_CK - log_mass_C[:, None])[:, :top_k].float().cpu(),
+                "ids": best.ids_CK[:, :k].int().cpu(),
+                "log_probs": best.log_probs_CK[:, :k].float().cpu(),
             }
         )
     empty = {"log_prob": torch.zeros(0), "rank": torch.zeros(0, dtype=torch.int64)}
-    empty |= {"ids": torch.zeros(0, top_k, dtype=torch.int32), "log_probs": torch.zeros(0, top_k)}
-    return _joined(parts, empty)
-
-
-@dataclass(frozen=True)
-class _Best:
-    """The likeliest ids over all ranks. gap_CK: their logits less the largest one, which is the first.
-
-    outside_C: the mass of all other ids, in units of the likeliest id's mass.
-    """
-
-    ids_CK: Tensor
-    gap_CK: Tensor
-    largest_C: Tensor
-    outside_C: Tensor
-
-    @classmethod
-    def of(cls, logits_CV: Tensor, head: OutputHead, top_k: int) -> "_Best":
-        """logits_CV: this rank's part of the logits; it is overwritten."""
-        start = 0 if head.shard is None else head.shard.start
-        held = min(top_k, logits_CV.shape[1])
-        best_CK, ids_CK = logits_CV.topk(held)
-        largest_C1 = best_CK[:, :1] if held else logits_CV.new_full((len(logits_CV), 1), -math.inf)
-        logits_CV.scatter_(1, ids_CK, -math.inf)
-        # a rank without rows of the vocabulary has no largest logit: −inf less −inf is no number
-        rest_C1 = logits_CV.sub_(largest_C1).exp_().sum(1, keepdim=True) if held else torch.zeros_like(largest_C1)
-        missing = (0, top_k - held)
-        own_CS = torch.cat(
-            [
-                pad(best_CK, missing, value=-math.inf),
-                # exact: an id is far below 2²⁴, the first integer that float32 cannot hold
-                pad(ids_CK + start, missing).to(best_CK.dtype),
-                largest_C1,
-                rest_C1,
-            ],
-            1,
-        )
-        all_RCS = _gathered(own_CS, head)
-        values_CS, ids_CS = (part.transpose(0, 1).flatten(1) for part in all_RCS[..., :-2].chunk(2, 2))
-        best_CK, columns_CK = values_CS.topk(top_k)
-        largest_C = best_CK[:, 0]
-        # the candidates of the other ranks that are not among the K likeliest of all are outside of them, too
-        unused_CS = values_CS.scatter(1, columns_CK, -math.inf)
-        outside_C = (unused_CS - largest_C[:, None]).exp().sum(1)
-        outside_C += (all_RCS[..., -1] * (all_RCS[..., -2] - largest_C).exp()).sum(0)
-        return cls(ids_CS.gather(1, columns_CK), best_CK - best_CK[:, :1], largest_C, outside_C)
+    empty |= {"ids": torch.zeros(0, k, dtype=torch.int32), "log_probs": torch.zeros(0, k)}
+    return joined(parts, empty)
 
 
 def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,13 +179,18 @@ def _gathered(own_CS: Tensor, head: OutputHead) -> Tensor:
     return AsyncAllGather(own_CS, head.shard).wait()
 
 
-def _joined(parts: Sequence[dict[str, Tensor]], empty: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.cat([start, *(part[name] for part in parts)]) for name, start in empty.items()}
-
-
-def _empty(top_k: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def stored_tensors(ids_CK: Tensor, log_probs_CK: Tensor, tail_C: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a stored signal."""
     return {
-        "ids": torch.zeros(0, top_k, dtype=torch.int32),
-        "log_probs": torch.zeros(0, top_k, dtype=dtype),
-        "tail_log_prob": torch.zeros(0),
+        "ids": ids_CK.int().cpu(),
+        "log_probs": log_probs_CK.to(dtype).cpu(),
+        "tail_log_prob": tail_C.float().cpu(),
     }
+
+
+def no_rows(k: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    return stored_tensors(torch.zeros(0, k), torch.zeros(0, k), torch.zeros(0), dtype)
+
+
+def joined(parts: Sequence[dict[str, Tensor]], empty: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.cat([tensor, *(part[name] for part in parts)]) for name, tensor in empty.items()}

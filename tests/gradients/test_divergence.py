@@ -20,7 +20,6 @@ from stillhouse.objective import (
     skew_reverse_kl,
     total_variation,
 )
-from stillhouse.objective.divergence import WeightedSum
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 
@@ -262,76 +261,3 @@ def test_expression_reads_back_as_the_same_divergence(divergence: Divergence) ->
 )
 def test_the_grammar_has_some_room(text: str, same: str) -> None:
     assert parse_divergence(text) == parse_divergence(same)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("foward_kl", "unknown name 'foward_kl'; did you mean forward_kl"),
-        ("jds(0.5)", "did you mean jsd"),
-        ("0.5*forward_kl + total_varation", "did you mean total_variation"),
-        ("banana", r"known: alpha_beta, forward_kl, jsd"),
-        ("jsd", "jsd: .*beta"),
-        ("jsd()", "jsd: .*beta"),
-        ("jsd(0.5, 0.5, 0.5)", "jsd: "),
-        ("jsd(gamma=0.5)", "jsd: .*gamma"),
-        ("forward_kl(0.5)", "forward_kl: "),
-        ("jsd('a')", "expected a number"),
-        ("jsd(x)", "expected a number"),
-        ("jsd({[]: 1})", "expected a number"),
-        ("jsd(0.5, 0.3)", "normalized=0.3.*True or False"),
-        ("jsd(0)", "forward_kl or reverse_kl"),
-        ("jsd(1.0)", "forward_kl or reverse_kl"),
-        ("jsd(-0.1)", "forward_kl or reverse_kl"),
-        ("jsd(1.5, normalized=True)", "forward_kl or reverse_kl"),
-        ("skew_forward_kl(1)", "0 ≤ alpha < 1"),
-        ("skew_reverse_kl(-0.1)", "0 ≤ alpha < 1"),
-        ("alpha_beta(-0.5, 1)", "negative exponent"),
-        ("alpha_beta(2, -1)", "negative exponent"),
-        ("alpha_beta(1e999, 1)", "finite"),
-        ("-0.5*forward_kl", "-0.5 of forward_kl"),
-        ("forward_kl - 0.1*reverse_kl", "-0.1 of reverse_kl"),
-        ("-forward_kl", "-1.0 of forward_kl"),
-        ("0*forward_kl", "positive"),
-        ("", "expected a sum"),
-        ("forward_kl +", "expected a sum"),
-        ("0.5*", "expected a sum"),
-        ("forward_kl / 2", "cannot read"),
-        ("2*(forward_kl + reverse_kl)", "cannot read"),
-        ("forward_kl*reverse_kl", "expected a number"),
-        ("__import__('os')", "expected a number"),
-        ("jsd(*[0.5])", "expected a number"),
-        ("jsd(**x)", "expected a number"),
-        ("0.5", "cannot read"),
-    ],
-)
-def test_bad_expression_says_what_is_wrong(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_divergence(text)
-
-
-@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
-def test_weight_of_a_divergence_is_positive(weight: float) -> None:
-    with pytest.raises(ValueError, match="expected a positive number"):
-        weight * forward_kl()
-
-
-@pytest.mark.parametrize("make", [jsd, skew_forward_kl, skew_reverse_kl])
-def test_nan_is_no_coefficient(make: Callable[[float], Divergence]) -> None:
-    with pytest.raises(ValueError, match="nan"):
-        make(math.nan)
-
-
-def test_a_bool_is_no_coefficient() -> None:
-    """A bool would count as 1. In `jsd(0.5, True)` it is an argument and is accepted."""
-    for make in (
-        lambda: True * forward_kl(),
-        lambda: forward_kl() * False,
-        lambda: WeightedSum(((True, forward_kl()),)),
-    ):
-        with pytest.raises(ValueError, match="expected a positive number"):
-            make()
-    for text in ("True*forward_kl", "forward_kl*True", "forward_kl + False*reverse_kl", "-True*forward_kl"):
-        with pytest.raises(ValueError, match=r"(True|False).*expected a number"):
-            parse_divergence(text)
-    assert parse_divergence("jsd(0.5, True)") == parse_divergence("jsd(0.5, normalized=True)")

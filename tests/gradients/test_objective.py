@@ -1,4 +1,8 @@
-"""The chunked pass against plain autograd over all logits: loss, gradients, values, shapes, memory, errors."""
+"""The chunked pass against plain autograd over all logits in float64: loss, gradients and values per token.
+
+One rule judges every case (`judge`): in float64 both are equal; in another dtype, the chunked pass has at most twice
+the error of plain autograd in that dtype. T tokens, D student width, V vocabulary.
+"""
 
 import re
 from pathlib import Path
@@ -8,22 +12,26 @@ import pytest
 import torch
 from kit.objective_cases import (
     ALL_DIVERGENCES,
+    DIVERGENCES_OF_PEAKED_ROWS,
+    DTYPES,
+    HEADS,
+    OTHER_TERMS,
     SIGNALS,
-    TAILS,
     D,
     Leaves,
     T,
     V,
     assert_same,
-    converted,
     distance,
     every_term,
-    generator,
+    judge,
     make_full,
     make_labels,
     make_leaves,
     make_signal,
+    other_terms,
     run,
+    some_weights,
     sums,
 )
 from torch import Tensor
@@ -36,7 +44,6 @@ from stillhouse.objective import (
     OutputHead,
     Term,
     TopK,
-    chunks,
     forward_kl,
     jsd,
     linear_objective,
@@ -44,52 +51,93 @@ from stillhouse.objective import (
     parse_divergence,
 )
 from stillhouse.objective.reference import dense_objective
-from stillhouse.objective.source import HeadRows
+from stillhouse.objective.tile import chunks
+from stillhouse.objective.tile.logits_provider import HeadLogits
+
+#: (divergence, signal, dtype, standard deviation of the logits)
+CELLS = [
+    *((each, signal, "float64", 1.0) for each in ALL_DIVERGENCES for signal in SIGNALS),
+    *((each, "full", "float32", 1.0) for each in ALL_DIVERGENCES),
+    *((each, "full", "float32", 50.0) for each in DIVERGENCES_OF_PEAKED_ROWS),
+    *(
+        ("jsd(0.3)", signal, dtype, sharpness)
+        for signal in SIGNALS
+        for dtype in ("float32", "bfloat16", "float16")
+        for sharpness in (1.0, 50.0)
+    ),
+]
 
 
-def some_weights(tokens: int = T) -> Tensor:
-    weights_T = torch.rand(tokens, generator=generator(8))
-    weights_T[::4] = 0
-    return weights_T
+#: without weights, a chunk is a slice of the rows, otherwise an index of those with a weight
+OPTIONS: list[dict[str, Any]] = [{}, {"weights_T": some_weights(), "normalizer": 23.0}]
 
 
-@pytest.mark.parametrize("signal", SIGNALS)
-@pytest.mark.parametrize("expression", ALL_DIVERGENCES)
-def test_every_divergence_on_every_signal(expression: str, signal: str) -> None:
-    teacher = make_signal(signal, temperature=1.7)
-    terms = [Distill(teacher, parse_divergence(expression), 0.7, 1.7)]
-    options: dict[str, Any] = {"weights_T": some_weights(), "normalizer": 23.0}
-    actual = run(linear_objective, make_leaves(), terms, chunk_tokens=8, **options)
-    assert_same(actual, run(dense_objective, make_leaves(), terms, **options), within=1e-11)
+@pytest.mark.parametrize(("expression", "signal", "dtype", "sharpness"), CELLS)
+def test_every_divergence_on_every_signal(expression: str, signal: str, dtype: str, sharpness: float) -> None:
+    leaves = make_leaves(dtype=DTYPES[dtype], sharpness=sharpness)
+    signal_dtype = DTYPES[dtype] if dtype == "float64" or signal in ("full", "dense") else torch.float32
+    teacher = make_signal(signal, dtype=signal_dtype, sharpness=sharpness, temperature=1.7)
+    judge(leaves, [Distill(teacher, parse_divergence(expression), 0.7, 1.7)], **OPTIONS[dtype == "float64"])
 
 
-@pytest.mark.parametrize(
-    "head",
-    [{}, {"scale": 0.25}, {"softcap": 2.0}, {"scale": 3.0, "softcap": 5.0}, {"vocab_size": 240}],
-    ids=str,
-)
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("term", OTHER_TERMS)
+def test_every_other_term(term: str, dtype: str, chunk_tokens: int | None) -> None:
+    """In a sum with a cross-entropy; the numbers that come with the batch are float32 at least."""
+    leaves, wide = make_leaves(dtype=DTYPES[dtype]), DTYPES["float64" if dtype == "float64" else "float32"]
+    terms = [CrossEntropy(make_labels(), 0.2), other_terms(dtype=wide)[term]]
+    judge(leaves, terms, chunk_tokens=chunk_tokens, tiny=TINY[dtype], **OPTIONS[dtype == "float64"])
+
+
+#: the gradient of the sorted distance is a sum of signs
+TINY = {"float64": 1e-11, "float32": 1e-6, "bfloat16": 1e-3}
+
+
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_sum_of_terms_through_every_head(head: dict[str, Any], bias: bool) -> None:
-    leaves = make_leaves(bias=bias)
-    terms = every_term(vocabulary=head.get("vocab_size", V))
+def test_sum_of_terms_through_every_head(head: str, bias: bool) -> None:
+    leaves, rows = make_leaves(bias=bias), HEADS[head].get("vocab_size", V)
+    terms = [*every_term(vocabulary=rows), *other_terms(vocabulary=rows).values()]
     options: dict[str, Any] = {"weights_T": some_weights(), "normalizer": torch.tensor(19)}
-    actual = run(linear_objective, leaves, terms, head=head, chunk_tokens=10, **options)
-    expected = run(dense_objective, leaves, terms, head=head, **options)
-    assert_same(actual, expected)
-    if "vocab_size" in head:
-        assert actual.gradients["weight"][240:].abs().max() == 0
+    result = judge(leaves, terms, head=HEADS[head], chunk_tokens=10, **options)
+    assert not result.gradients["weight"][rows:].any()
 
 
-def test_term_names_are_numbered() -> None:
-    output = run(linear_objective, make_leaves(), every_term()).output
-    assert set(output.per_token) == {
-        "cross_entropy",
-        "forward_kl",
-        "0.5*forward_kl + forward_kl",
-        "forward_kl#2",
-        "sampled_cross_entropy",
-        "entropy",
-    }
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("sharpness", [1.0, 50.0])
+def test_sum_of_terms(sharpness: float, dtype: str) -> None:
+    leaves, terms = make_leaves(dtype=DTYPES[dtype], sharpness=sharpness), every_term(dtype=DTYPES[dtype])
+    judge(leaves, terms, head={"scale": 0.5, "softcap": 30.0}, normalizer=29.0, weights_T=torch.ones(T))
+
+
+@pytest.mark.parametrize("signal", [*SIGNALS, "other terms", *(name for name in HEADS if name != "plain")])
+def test_gradients_against_finite_differences(signal: str) -> None:
+    """All divergences on a signal, or all other terms, or both kinds through a head, in several chunks.
+
+    Autograd of the oracle may be wrong in the same way as the pass, a finite difference is not.
+    """
+    tokens, vocabulary, width = 3, 7, 2
+    head = {"vocab_size": 5} if signal == "padded" else HEADS.get(signal, {})
+    rows = head.get("vocab_size", vocabulary)
+    terms = [each for name, each in other_terms(tokens, rows, ranks=3).items() if name not in WITH_CONSTANT_WEIGHTS]
+    if signal in SIGNALS:
+        teacher = make_signal(signal, tokens, rows, temperature=1.7, entries=4)
+        terms = [Distill(teacher, parse_divergence(each), 0.7, 1.7, True) for each in ALL_DIVERGENCES]
+    elif signal in HEADS:
+        terms += [Distill(make_signal("full", tokens, rows), jsd(0.3), 0.7)]
+    leaves, weights_T = make_leaves(tokens, vocabulary, width), torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        student = OutputHead(weight, bias, **head)
+        return linear_objective(hidden, student, terms, weights_T=weights_T, normalizer=3.7, chunk_tokens=2).loss
+
+    inputs = tuple(leaf.requires_grad_() for leaf in vars(leaves).values())
+    assert torch.autograd.gradcheck(loss, inputs, eps=1e-6, atol=1e-7, rtol=1e-5, fast_mode=True)
+
+
+#: terms whose gradient takes a weight for a constant that depends on the student
+WITH_CONSTANT_WEIGHTS = ("k2, corrected", "k3, masked", "cispo", "masked")
 
 
 def test_logits_objective_equals_the_pass_from_hidden_states() -> None:
@@ -102,7 +150,6 @@ def test_logits_objective_equals_the_pass_from_hidden_states() -> None:
     output.loss.backward()
     assert distance(output.loss, expected.output.loss) < 1e-13
     for name, leaf in zip(("hidden", "weight", "bias"), (hidden, weight, bias), strict=True):
-        assert leaf.grad is not None
         assert distance(leaf.grad, expected.gradients[name]) < 1e-12
     assert output.metrics.keys() == expected.output.metrics.keys()
 
@@ -139,16 +186,6 @@ def test_weights_of_any_dtype(dtype: torch.dtype) -> None:
     )
 
 
-def test_terms_own_weights_multiply_the_objectives() -> None:
-    leaves, weights_T, own_T = make_leaves(), some_weights(), torch.rand(T, generator=generator(9))
-    own = [Distill(make_full(), jsd(0.3), weights_T=own_T)]
-    whole = [Distill(make_full(), jsd(0.3))]
-    actual = run(linear_objective, leaves, own, weights_T=weights_T)
-    expected = run(linear_objective, leaves, whole, weights_T=weights_T.double() * own_T)
-    assert distance(actual.output.loss, expected.output.loss) < 1e-6
-    assert distance(actual.gradients["hidden"], expected.gradients["hidden"]) < 1e-6
-
-
 def test_micro_batches_add_up() -> None:
     """Losses are sums over tokens with one normaliser per step, so splitting the batch changes nothing."""
     leaves, terms = make_leaves(dtype=torch.float64), [CrossEntropy(make_labels(), 0.3), Entropy(0.1)]
@@ -182,7 +219,7 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("signal", ["full", *TAILS])
+@pytest.mark.parametrize("signal", ["full", "bucket"])
 def test_nothing_of_the_size_of_all_logits_is_made(signal: str) -> None:
     tokens, vocabulary, chunk = 512, 640, 16
     leaves = make_leaves(tokens, vocabulary, 8, dtype=torch.float32)
@@ -217,14 +254,6 @@ def test_matrix_products_are_those_that_are_needed(needs: tuple[str, ...], produ
     assert {name for name, leaf in tensors.items() if leaf.grad is not None} == set(needs)
 
 
-def test_a_teachers_head_is_projected_once_for_two_terms() -> None:
-    full = make_full()
-    terms = [Distill(full, forward_kl()), Distill(full, jsd(0.3))]
-    with torch.no_grad(), Recorder() as recorder:
-        linear_objective(make_leaves().hidden, OutputHead(make_leaves().weight), terms, chunk_tokens=20)
-    assert recorder.products == 2 * 2
-
-
 def test_a_sum_of_terms_costs_the_products_of_one() -> None:
     """Cross-entropy with z-loss, two divergences and the entropy share one tile."""
     full, counts = make_full(), []
@@ -244,13 +273,6 @@ def test_labels_of_rows_without_weight_may_be_anything() -> None:
     expected = run(linear_objective, make_leaves(), [CrossEntropy(labels_T)], weights_T=weights_T)
     labels_T = labels_T.index_fill(0, torch.tensor([3]), 10**6)
     assert_same(run(linear_objective, make_leaves(), [CrossEntropy(labels_T)], weights_T=weights_T), expected)
-
-
-def test_oracle_conversion_keeps_terms_whole() -> None:
-    """This tests a helper of the tests: a float64 copy of each term gives the same values."""
-    double = [converted(term, torch.float64) for term in every_term(dtype=torch.float32)]
-    assert [term.name for term in double] == [term.name for term in every_term()]
-    assert all(term.signal.heads()[0].weight_VD.dtype == torch.float64 for term in double[1:3])
 
 
 def test_the_two_losses_of_the_documentation_are_equal() -> None:
@@ -287,7 +309,7 @@ def test_the_two_losses_of_the_documentation_are_equal() -> None:
 def test_rows_of_a_tile_follow_the_budget_between_two_bounds(device: str) -> None:
     kind = "cpu" if device == "meta" else device
     fewest, most = chunks.TILE_ROWS[kind]
-    source = HeadRows(torch.zeros(1, 1), OutputHead(torch.zeros(1, 1)), [])
+    source = HeadLogits(torch.zeros(1, 1), OutputHead(torch.zeros(1, 1)), [])
     source.device = torch.device(device)
     source.vocabulary = 1 << 30
     assert chunks.tile_rows(source, 10 * most) == fewest

@@ -7,12 +7,13 @@ the same numbers.
 T tokens, V vocabulary, K ids per token.
 """
 
+import itertools
 from functools import cache, partial
 
 import pytest
 import torch
-from kit.objective_cases import Leaves, converted, distance, generator, run
-from kit.shard_cases import Case, Layout, Logits, Problem, on_shards, oracle
+from kit.objective_cases import Leaves, converted, distance, exact, generator, run
+from kit.shard_cases import Layout, Logits, Problem, on_shards, oracle, over
 from kit.shard_problems import FOUR
 from kit.shard_ranks import Failure, shared_pool
 from test_divergence import TEXTBOOK
@@ -26,12 +27,12 @@ from stillhouse.objective import (
     Signal,
     Term,
     TopK,
-    compiled,
     linear_objective,
     logits_objective,
     parse_divergence,
 )
 from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.tile import compiled
 
 EXPRESSIONS = list(TEXTBOOK)
 #: (vocabulary size, the teacher's largest probability)
@@ -72,7 +73,6 @@ def measured(student: Tensor, signal: Signal, expression: str) -> Pair:
     logits = student.clone().requires_grad_()
     output = logits_objective(logits, [Distill(signal, parse_divergence(expression))])
     output.loss.backward()
-    assert logits.grad is not None
     (value_T,) = output.per_token.values()
     return value_T, logits.grad
 
@@ -85,7 +85,6 @@ def float64_of(expression: str, teacher: Tensor, student: Tensor) -> Pair:
     )
     value_T = torch.stack([TEXTBOOK[expression](p, q) for p, q in zip(log_p.exp(), log_q.exp(), strict=True)])
     value_T.sum().backward()
-    assert logits.grad is not None
     return value_T.detach(), logits.grad
 
 
@@ -104,15 +103,17 @@ def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "COMPILED_FROM", 1 << 30)
 
 
+def assert_digits(expression: str, sizes: list[tuple[int, float]]) -> None:
+    for size, student, halves in itertools.product(sizes, STUDENTS, (False, True)):
+        teacher_TV, student_TV = logits_of(*size, student, halves)
+        expected = float64_of(expression, teacher_TV, student_TV)
+        assert_close(student_TV, DenseLogits(teacher_TV), expression, expected)
+
+
 @pytest.mark.usefixtures("not_compiled")
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_every_divergence_keeps_its_digits(expression: str) -> None:
-    for size in SIZES[:3]:
-        for student in STUDENTS:
-            for halves in (False, True):
-                teacher_TV, student_TV = logits_of(*size, student, halves)
-                expected = float64_of(expression, teacher_TV, student_TV)
-                assert_close(student_TV, DenseLogits(teacher_TV), expression, expected)
+    assert_digits(expression, SIZES[:3])
 
 
 @pytest.mark.usefixtures("not_compiled")
@@ -125,12 +126,7 @@ def test_over_the_largest_vocabulary(expression: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_every_size_compiled(expression: str) -> None:
-    for size in SIZES:
-        for student in STUDENTS:
-            for halves in (False, True):
-                teacher_TV, student_TV = logits_of(*size, student, halves)
-                expected = float64_of(expression, teacher_TV, student_TV)
-                assert_close(student_TV, DenseLogits(teacher_TV), expression, expected)
+    assert_digits(expression, SIZES)
 
 
 @pytest.mark.usefixtures("not_compiled")
@@ -149,11 +145,7 @@ def test_through_two_heads(expression: str, dtype: torch.dtype) -> None:
     hidden, weight, near = (each.to(dtype) for each in (hidden, weight, near))
     terms: list[Term] = [Distill(FullVocab(hidden, OutputHead(weight)), parse_divergence(expression))]
     found = run(linear_objective, Leaves(hidden, near, None), terms)
-    expected = run(
-        dense_objective,
-        Leaves(hidden.double(), near.double(), None),
-        [converted(each, torch.float64) for each in terms],
-    )
+    expected = exact(Leaves(hidden, near, None), terms)
     (value_T,), (expected_T,) = found.output.per_token.values(), expected.output.per_token.values()
     assert ((value_T.double() / expected_T - 1).abs() <= WITHIN).all()
     for name, gradient in expected.gradients.items():
@@ -178,7 +170,6 @@ def test_a_sparse_teacher(expression: str, tail: str) -> None:
         expected = dense_objective(logits, eye, terms)
         expected.loss.backward()
         (expected_T,) = expected.per_token.values()
-        assert logits.grad is not None
         assert_close(student_TV, signal, expression, (expected_T, logits.grad))
 
 
@@ -193,7 +184,7 @@ def test_over_vocabulary_shards() -> None:
         (each, student): partial(close_over_ranks, each, student) for each in EXPRESSIONS for student in STUDENTS
     }
     layout = Layout(FOUR)
-    cases = [Case(" ".join(name), problem, layout) for name, problem in named.items()]
+    cases = over(layout, {" ".join(name): problem for name, problem in named.items()})
     for case, answer in zip(cases, shared_pool().run(on_shards, cases, limit=30.0), strict=True):
         assert not isinstance(answer, Failure), answer
         expected = oracle(case.problem())

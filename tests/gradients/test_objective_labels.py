@@ -130,9 +130,3 @@ def test_terms_of_one_name_and_label_are_numbered() -> None:
     }
     empty = metrics_of([Distill(code, forward_kl(), label="a")], torch.zeros(T))
     assert list(empty) == list(metrics_of([Distill(code, forward_kl(), label="a")]))
-
-
-@pytest.mark.parametrize("label", ["", "a#2"])
-def test_labels_that_could_be_taken_for_numbers_are_refused(label: str) -> None:
-    with pytest.raises(ValueError, match=f"label='{label}': expected a name without '#'"):
-        Distill(make_full(), forward_kl(), label=label)

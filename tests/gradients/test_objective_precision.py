@@ -1,46 +1,53 @@
-"""Rounding: the chunked pass is no worse than plain float32 autograd, both compared with a float64 oracle.
+"""Extreme numbers: far from 0, infinite, of different precision, and any content of rows that no term counts.
 
-The rule is: error of the fast path ≤ 2 × error of the plain path + a tiny tolerance. It holds on odd sizes, in every
-dtype, on peaked rows, with logits of −inf, and for any content of rows of weight 0.
+A row is left out by the objective's weight, by the own weight of every term, or by a negative label. Such rows
+contribute exactly 0 to value and gradient, also where the pass computes them, as on a GPU.
+T tokens, V vocabulary.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from kit.objective_cases import (
-    ALL_DIVERGENCES,
-    DIVERGENCES_OF_PEAKED_ROWS,
+    DTYPES,
     F_DIVERGENCES,
-    SIGNALS,
-    D,
     Leaves,
+    Result,
     T,
     V,
     converted,
     distance,
     every_term,
+    exact,
     generator,
+    judge,
     make_full,
     make_labels,
     make_leaves,
     make_signal,
+    make_sorted,
     run,
     sums,
 )
 from torch import Tensor
 
 from stillhouse.objective import (
+    Continuation,
     CrossEntropy,
     DenseLogits,
     Distill,
     Entropy,
     FullVocab,
-    OutputHead,
+    PolicyGradient,
+    SampledKL,
+    SortedL1,
     Term,
     TopK,
     forward_kl,
+    jsd,
     linear_objective,
     logits_objective,
     parse_divergence,
@@ -48,74 +55,11 @@ from stillhouse.objective import (
 )
 from stillhouse.objective.reference import dense_objective
 
-FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def assert_no_worse_than_plain(leaves: Leaves, terms: list[Term], tiny: float = 5e-7, **options: Any) -> None:
-    exact_leaves = Leaves(*(None if leaf is None else leaf.double() for leaf in vars(leaves).values()))  # type: ignore[arg-type]
-    exact = run(dense_objective, exact_leaves, [converted(term, torch.float64) for term in terms], **options)
-    plain = run(dense_objective, leaves, terms, **options)
-    fast = run(linear_objective, leaves, terms, chunk_tokens=9, **options)
-    for name, gradient in exact.gradients.items():
-        assert fast.gradients[name].dtype == plain.gradients[name].dtype
-        allowed = 2 * distance(plain.gradients[name], gradient) + tiny
-        assert distance(fast.gradients[name], gradient) <= allowed, name
-    for name, value_T in exact.output.per_token.items():
-        assert fast.output.per_token[name].dtype == torch.float32
-        allowed = 2 * distance(plain.output.per_token[name], value_T) + tiny
-        assert distance(fast.output.per_token[name], value_T) <= allowed, name
-    # one number may be exact by chance, so the plain path's error of the loss is the error over its tokens
-    errors = [
-        abs(term.scale) * (plain.output.per_token[name].double() - value_T).abs().sum() + tiny * value_T.abs().sum()
-        for (name, value_T), term in zip(exact.output.per_token.items(), terms, strict=True)
-    ]
-    allowed = 2 * float(sum(errors)) / options.get("normalizer", 1.0)
-    assert abs(fast.output.loss.item() - exact.output.loss.item()) <= allowed
-    assert fast.output.loss.dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-@pytest.mark.parametrize("sharpness", [1.0, 50.0])
-@pytest.mark.parametrize("signal", SIGNALS)
-def test_every_signal(signal: str, sharpness: float, dtype: torch.dtype) -> None:
-    leaves = make_leaves(dtype=dtype, sharpness=sharpness)
-    teacher = make_signal(
-        signal, dtype=torch.float32 if signal not in ("full", "dense") else dtype, sharpness=sharpness
-    )
-    assert_no_worse_than_plain(leaves, [Distill(teacher, parse_divergence("jsd(0.3)"), 0.7)])
-
-
-@pytest.mark.parametrize(
-    ("expression", "sharpness"),
-    [(each, 1.0) for each in ALL_DIVERGENCES] + [(each, 50.0) for each in DIVERGENCES_OF_PEAKED_ROWS],
-)
-def test_every_divergence(expression: str, sharpness: float) -> None:
-    leaves = make_leaves(dtype=torch.float32, sharpness=sharpness)
-    teacher = make_full(dtype=torch.float32, sharpness=sharpness)
-    assert_no_worse_than_plain(leaves, [Distill(teacher, parse_divergence(expression))])
-
-
-@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-@pytest.mark.parametrize("sharpness", [1.0, 50.0])
-def test_sum_of_terms(sharpness: float, dtype: torch.dtype) -> None:
-    head = {"scale": 0.5, "softcap": 30.0}
-    leaves = make_leaves(dtype=dtype, sharpness=sharpness)
-    assert_no_worse_than_plain(leaves, every_term(dtype=dtype), head=head, normalizer=29.0, weights_T=torch.ones(T))
-
 
 def test_half_precision_hidden_states_with_a_float32_head() -> None:
     half, full = make_leaves(dtype=torch.bfloat16), make_leaves(dtype=torch.float32)
-    assert_no_worse_than_plain(Leaves(half.hidden, full.weight, full.bias), every_term(dtype=torch.float32))
-    assert_no_worse_than_plain(Leaves(full.hidden, half.weight, half.bias), every_term(dtype=torch.float32))
-
-
-def test_student_close_to_its_teacher() -> None:
-    """The gradient is a small difference here, which rounding the logits to half precision would destroy."""
-    leaves = make_leaves(dtype=torch.float32, bias=False)
-    near = leaves.weight + 1e-3 * torch.randn(V, D, generator=generator(1))
-    for expression in F_DIVERGENCES:
-        terms: list[Term] = [Distill(FullVocab(leaves.hidden, OutputHead(near)), parse_divergence(expression))]
-        assert_no_worse_than_plain(leaves, terms, tiny=1e-5)
+    judge(Leaves(half.hidden, full.weight, full.bias), every_term(dtype=torch.float32))
+    judge(Leaves(full.hidden, half.weight, half.bias), every_term(dtype=torch.float32))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
@@ -146,8 +90,6 @@ def test_small_gradients_of_half_precision_logits_meet_the_loss_scale_first(smal
     (logits_objective(logits, [CrossEntropy(make_labels())], **options).loss * 3e9).backward()
     exact = logits.detach().double().requires_grad_()
     logits_objective(exact, [CrossEntropy(make_labels())]).loss.backward()
-    assert logits.grad is not None
-    assert exact.grad is not None
     assert logits.grad.dtype == dtype
     assert distance(logits.grad, exact.grad) < 2 * torch.finfo(dtype).eps
 
@@ -168,7 +110,6 @@ def test_tokens_without_probability_on_both_sides_leave_no_trace(expression: str
         ]
         output = logits_objective(logits, terms)
         output.loss.backward()
-        assert logits.grad is not None
         results.append((output, logits.grad))
     (narrow_output, narrow_grad), (wide_output, wide_grad) = results
     torch.testing.assert_close(wide_output.loss, narrow_output.loss, rtol=1e-13, atol=0)
@@ -193,86 +134,9 @@ def test_a_token_masked_on_one_side_only() -> None:
             loss = logits_objective(logits, [Distill(DenseLogits(teacher), parse_divergence(expression))]).loss
             loss.backward()
             assert loss.isfinite(), expression
-            assert logits.grad is not None
             assert logits.grad.isfinite().all(), expression
     assert logits_objective(masked, [Distill(DenseLogits(both), forward_kl())]).loss == math.inf
     assert logits_objective(both, [Distill(DenseLogits(masked), reverse_kl())]).loss == math.inf
-
-
-def poisoned(tensor: Tensor, rows: Tensor) -> Tensor:
-    return tensor.index_fill(0, rows, math.nan)
-
-
-@pytest.mark.parametrize("valid_index", ["none", "all"])
-@pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
-def test_rows_of_weight_zero_may_hold_nan(head: dict[str, Any], valid_index: str) -> None:
-    """With valid_index="all" the engine computes these rows too, as on a GPU without a valid_index."""
-    dead = torch.tensor([0, 5, 6, 36])
-    weights_T = torch.ones(T).index_fill(0, dead, 0.0)
-    leaves, full, sparse = make_leaves(), make_full(), make_signal("bucket")
-    assert isinstance(sparse, TopK)
-    clean: list[Term] = [
-        CrossEntropy(make_labels(), 0.3, 0.1, 0.1),
-        Distill(full, parse_divergence("jsd(0.3)")),
-        Distill(sparse, reverse_kl()),
-        Entropy(0.2),
-    ]
-    broken: list[Term] = [
-        clean[0],
-        Distill(FullVocab(poisoned(full.hidden_TE, dead), full.head), parse_divergence("jsd(0.3)")),
-        Distill(TopK(sparse.ids_TK, poisoned(sparse.log_probs_TK, dead)), reverse_kl()),
-        clean[3],
-    ]
-    clean[2] = Distill(TopK(sparse.ids_TK, sparse.log_probs_TK), reverse_kl())
-    expected = run(linear_objective, leaves, clean, head=head, weights_T=weights_T)
-    actual = run(
-        linear_objective,
-        Leaves(poisoned(leaves.hidden, dead), leaves.weight, leaves.bias),
-        broken,
-        head=head,
-        weights_T=weights_T,
-        valid_index=torch.arange(T) if valid_index == "all" else None,
-        chunk_tokens=10,
-    )
-    for name, gradient in expected.gradients.items():
-        torch.testing.assert_close(actual.gradients[name], gradient, rtol=1e-10, atol=1e-12)
-    for name, total in sums(expected.output).items():
-        torch.testing.assert_close(actual.output.metrics[name], total, rtol=1e-10, atol=1e-12)
-    assert (actual.gradients["hidden"][dead] == 0).all()
-    assert all((values[dead] == 0).all() for values in actual.output.per_token.values())
-
-
-def test_rows_of_logits_without_weight_may_hold_nan() -> None:
-    logits = torch.randn(4, 9)
-    logits[2] = math.nan
-    logits.requires_grad_()
-    output = logits_objective(
-        logits, [CrossEntropy(torch.arange(4)), Entropy(1.0)], weights_T=torch.tensor([1, 1, 0, 1])
-    )
-    output.loss.backward()
-    assert output.loss.isfinite()
-    assert logits.grad is not None
-    assert logits.grad.isfinite().all()
-    assert (logits.grad[2] == 0).all()
-
-
-def test_a_teacher_that_is_missing_on_some_rows() -> None:
-    """The term's own weight of 0 excludes these rows from loss, gradient, metrics and values per token."""
-    missing = torch.tensor([1, 8])
-    own_T = torch.ones(T).index_fill(0, missing, 0.0)
-    full = make_full()
-    terms = [
-        Distill(FullVocab(poisoned(full.hidden_TE, missing), full.head), forward_kl(), weights_T=own_T),
-        Entropy(0.1),
-    ]
-    result = run(linear_objective, make_leaves(), terms, chunk_tokens=10)
-    assert all(gradient.isfinite().all() for gradient in result.gradients.values())
-    assert all(total.isfinite() for total in result.output.metrics.values())
-    assert result.output.per_token["forward_kl"].isfinite().all()
-    assert result.output.metrics["tokens"] == T
-
-
-DTYPES = {"float64": torch.float64, **FLOATS}
 
 
 @pytest.mark.parametrize("teacher", DTYPES)
@@ -288,13 +152,11 @@ def test_a_teacher_of_another_precision(student: str, teacher: str) -> None:
     for signal in (full, mixed):
         terms: list[Term] = [Distill(signal, parse_divergence("0.5*forward_kl + 0.5*jsd(0.3)"))]
         found = run(linear_objective, leaves, terms, chunk_tokens=10)
-        exact = run(
-            dense_objective, converted(leaves, torch.float64), [converted(each, torch.float64) for each in terms]
-        )
+        oracle = exact(leaves, terms)
         within = {"float64": 1e-12, "float32": 2e-6}.get(student, 2 * torch.finfo(DTYPES[student]).eps)
         assert found.output.loss.dtype == (torch.float64 if student == "float64" else torch.float32)
-        assert distance(found.output.loss, exact.output.loss) <= min(within, 2e-6)
-        for name, gradient in exact.gradients.items():
+        assert distance(found.output.loss, oracle.output.loss) <= min(within, 2e-6)
+        for name, gradient in oracle.gradients.items():
             assert found.gradients[name].dtype == DTYPES[student]
             assert distance(found.gradients[name], gradient) <= within, name
 
@@ -316,3 +178,126 @@ def test_exponents_that_cancel_are_infinite_where_one_side_has_no_mass(side: str
 
 
 ALL_BUT_1 = torch.tensor([0, 2, 3, 4])
+
+
+# rows that no term counts
+
+
+DEAD = torch.tensor([0, 3, 11, 36])
+LABELS = torch.randint(0, V, (T,), generator=generator(41))
+OBJECTIVES = pytest.mark.parametrize("objective", [linear_objective, dense_objective], ids=["fused", "reference"])
+
+
+def kept(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.ones(T, dtype=dtype).index_fill(0, DEAD, 0.0)
+
+
+def sampled_log_probs(at_dead: float) -> Tensor:
+    """Return old log-probabilities: `at_dead` in the rows that are left out, random ones around −5 elsewhere."""
+    return (torch.randn(T, generator=generator(42), dtype=torch.float64) - 5.0).index_fill(0, DEAD, at_dead)
+
+
+def assert_left_out(found: Result, expected: Result) -> None:
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    assert (found.gradients["hidden"][DEAD] == 0).all()
+    torch.testing.assert_close(found.output.loss, expected.output.loss, rtol=1e-12, atol=0)
+    for name, total in sums(expected.output).items():
+        torch.testing.assert_close(found.output.metrics[name], total, rtol=1e-10, atol=1e-12)
+    assert all((values[DEAD] == 0).all() for values in found.output.per_token.values())
+
+
+def terms_without(rows_by: str, far: float = -1000.0) -> list[Term]:
+    """Return terms of every kind that skip the rows `DEAD`: by "labels" if the term has labels, by "own weights",
+    or not at all ("weights_T").
+
+    In these rows the teachers hold NaN, and the log-probability `far` gives a ratio of e^1000 to the student's.
+    """
+    labels_T = LABELS.index_fill(0, DEAD, -100) if rows_by == "labels" else LABELS
+    of_labels = {"weights_T": kept() if rows_by == "own weights" else None}
+    own = {"weights_T": None if rows_by == "weights_T" else kept()}
+    sparse, full = make_signal("bucket"), make_full()
+    assert isinstance(sparse, TopK)
+    poisoned = FullVocab(full.hidden_TE.index_fill(0, DEAD, math.nan), full.head)
+    poisoned_sparse = TopK(sparse.ids_TK, sparse.log_probs_TK.index_fill(0, DEAD, math.nan))
+    old_T, near_T, opposite_T = (sampled_log_probs(value) for value in (far, -5.0, -far))
+    policy = partial(PolicyGradient, labels_T, sampled_log_probs(1.0), **of_labels)
+    return [
+        CrossEntropy(labels_T, 1.0, 0.1, 0.1, **of_labels),
+        SampledKL(labels_T, opposite_T, "k3", **of_labels),
+        SampledKL(labels_T, opposite_T, "k2", **of_labels),
+        policy(old_T),
+        policy(near_T, opposite_T, kl_scale=0.1),
+        policy(old_T, dual_clip=3.0),
+        policy(old_T, clip_high=math.inf, surrogate="cispo"),
+        Distill(poisoned, jsd(0.3), **own),
+        Distill(poisoned, forward_kl(), **own),
+        Distill(poisoned_sparse, reverse_kl(), **own),
+        Entropy(0.2, **own),
+        Continuation(labels_T, **of_labels),
+        SortedL1(make_sorted(torch.randn(T, V, generator=generator(5)).log_softmax(1), 8), **own),
+    ]
+
+
+def poisoned_leaves() -> Leaves:
+    leaves = make_leaves()
+    hidden = leaves.hidden.index_fill(0, DEAD[:2], math.nan).index_fill(0, DEAD[2:], math.inf)
+    return Leaves(hidden, leaves.weight, leaves.bias)
+
+
+@OBJECTIVES
+@pytest.mark.parametrize("chunk_tokens", [None, 10])
+@pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("rows_by", ["labels", "own weights", "weights_T"])
+def test_rows_that_no_term_counts_may_hold_anything(
+    rows_by: str, head: dict[str, Any], chunk_tokens: int | None, objective: Any
+) -> None:
+    """With a valid_index, rows of weight 0 are computed, as on a GPU."""
+    options: dict[str, Any] = {"head": head, "chunk_tokens": chunk_tokens}
+    if rows_by == "weights_T":
+        options |= {"weights_T": kept()} | ({"valid_index": torch.arange(T)} if chunk_tokens else {})
+    found = run(objective, poisoned_leaves(), terms_without(rows_by), **options)
+    assert_left_out(found, run(objective, make_leaves(), terms_without(rows_by, far=-5.0), **options))
+
+
+def test_rows_of_logits_without_weight_may_hold_nan() -> None:
+    logits = torch.randn(4, 9).index_fill(0, torch.tensor([2]), math.nan).requires_grad_()
+    terms = [CrossEntropy(torch.arange(4)), Entropy(1.0)]
+    output = logits_objective(logits, terms, weights_T=torch.tensor([1, 1, 0, 1]))
+    output.loss.backward()
+    assert output.loss.isfinite()
+    assert logits.grad.isfinite().all()
+    assert (logits.grad[2] == 0).all()
+
+
+def test_a_teacher_that_is_missing_on_rows_that_another_term_counts() -> None:
+    terms = [terms_without("own weights")[7], Entropy(0.1)]
+    result = run(linear_objective, make_leaves(), terms, chunk_tokens=10)
+    assert all(gradient.isfinite().all() for gradient in result.gradients.values())
+    assert all(total.isfinite() for total in result.output.metrics.values())
+    assert result.output.per_token["jsd(0.3)"].isfinite().all()
+    assert result.output.metrics["tokens"] == T
+
+
+@pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
+def test_a_term_of_scale_zero_sees_the_rows_and_gives_them_no_gradient(head: dict[str, Any]) -> None:
+    """Such a term is only reported: its metric may be NaN, but it changes neither the loss nor the gradient."""
+    terms = terms_without("labels")
+    watched = [
+        *terms,
+        Entropy(0.0),
+        CrossEntropy(LABELS, 0.0),
+        PolicyGradient(LABELS, sampled_log_probs(1), sampled_log_probs(-5), scale=0.0),
+    ]
+    found = run(linear_objective, poisoned_leaves(), watched, head=head)
+    expected = run(linear_objective, make_leaves(), terms, head=head)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.output.loss, expected.output.loss, rtol=1e-12, atol=0)
+    assert found.output.metrics["entropy#2"].isnan()
+
+
+def test_a_row_that_one_term_counts_is_not_left_out() -> None:
+    result = run(linear_objective, poisoned_leaves(), [*terms_without("labels"), CrossEntropy(LABELS, 0.5)])
+    assert result.output.loss.isnan()
+    assert result.gradients["weight"].isnan().any()

@@ -90,16 +90,16 @@ def test_the_sum_of_separate_passes(chunk_tokens: int | None) -> None:
 
 def test_one_weight_gradient_for_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a head is as large as the head: a second one would not fit."""
-    from stillhouse.objective import source
+    from stillhouse.objective.tile import logits_provider
 
     made: list[int] = []
-    zeros = source.Source._zeros
+    zeros = logits_provider.LogitsProvider._zeros
 
-    def counted(self: source.Source, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def counted(self: logits_provider.LogitsProvider, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
         made.append(1)
         return zeros(self, leaves)
 
-    monkeypatch.setattr(source.Source, "_zeros", counted)
+    monkeypatch.setattr(logits_provider.LogitsProvider, "_zeros", counted)
     hidden_TD, weight_VD, labels_T = inputs()
     routed_objective(hidden_TD, OutputHead(weight_VD), groups(labels_T)).loss.backward()
     assert sum(made) == 1

@@ -1,241 +1,400 @@
-"""Terms at sampled tokens and log-probabilities, against plain autograd and in expectation over the vocabulary.
+"""Objectives at sampled tokens: what each descends, and the formulas of the papers.
 
-T tokens, V vocabulary.
+What an objective descends is the expectation of its gradient over all tokens of a tiny vocabulary. The formulas are
+written out with plain log-probabilities in float64.
+T tokens, V vocabulary, S tokens of the tiny vocabulary, N sequences, K ids per token.
 """
 
 import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.largest import Largest
-from kit.objective_cases import D, Leaves, T, V, assert_same, distance, generator, make_labels, make_leaves, run
+from kit.objective_cases import (
+    DTYPES,
+    Leaves,
+    T,
+    V,
+    distance,
+    generator,
+    judge,
+    make_labels,
+    make_leaves,
+    make_signal,
+    run,
+)
 from torch import Tensor
 
 from stillhouse.objective import (
+    TEACHER,
+    Chosen,
+    Correction,
     CrossEntropy,
     DenseLogits,
     Distill,
-    Divergence,
     OutputHead,
     PolicyGradient,
     SampledKL,
+    Signal,
     Term,
-    chunks,
-    forward_kl,
+    TopK,
     linear_log_probs,
     linear_objective,
     logits_objective,
     reverse_kl,
 )
-from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.keys import IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.spec import parse_objective
 
 SMALL = 7
+TEACHER_S, STUDENT_S, OLD_S = torch.randn(3, SMALL, generator=generator(80), dtype=torch.float64)
 
 
-def sampled_log_probs(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return log-probabilities of about −log V, and NaN where there is no label, because these must not be read."""
-    made_T = torch.randn(T, generator=generator(seed), dtype=torch.float64).to(dtype) - math.log(V)
-    return made_T.masked_fill(make_labels() < 0, math.nan)
+def gradient_of(terms: list[Term], weights: Tensor | None = None) -> Tensor:
+    """Sum the gradients of rows that all have the student's logits."""
+    logits = STUDENT_S.repeat(1 if weights is None else SMALL, 1).requires_grad_()
+    (gradient,) = torch.autograd.grad(logits_objective(logits, terms, weights_T=weights).loss, logits)
+    return gradient.sum(0)
 
 
-TERMS: dict[str, dict[str, Any]] = {
-    "k2": {"kind": SampledKL, "estimator": "k2"},
-    "k3": {"kind": SampledKL, "estimator": "k3", "temperature": 1.7, "scale": 0.3},
-    "ppo": {"kind": PolicyGradient},
-    "narrow": {"kind": PolicyGradient, "clip_low": 0.0, "clip_high": 0.0, "scale": 2.0},
-    "grpo": {"kind": PolicyGradient, "clip_high": 0.28, "kl_scale": 0.04, "temperature": 0.8, "reference": True},
+def expected_gradient(
+    text: str, *, drawn_from: Tensor = STUDENT_S, temperature: float = 1.0, **options: Any
+) -> Tensor:
+    """Return the expectation of a spec's gradient over tokens drawn from softmax(drawn_from / temperature)."""
+    spec = replace(parse_objective(text, temperature), sampling_temperature=temperature, **options)
+    log_q_S = torch.log_softmax(drawn_from / temperature, 0)
+    per_token = {IS_SAMPLED: torch.ones(SMALL, dtype=torch.float64), OLD_LOG_PROBS: log_q_S}
+    signal = DenseLogits(TEACHER_S.repeat(SMALL, 1))
+    return gradient_of(spec.terms(torch.arange(SMALL), {TEACHER: signal}, per_token), log_q_S.exp())
+
+
+def exact_gradient(text: str, temperature: float = 1.0) -> Tensor:
+    signals = {TEACHER: DenseLogits(TEACHER_S[None])}
+    return gradient_of(parse_objective(text, temperature).terms(torch.tensor([0]), signals))
+
+
+DESCENDS = {
+    "sampled_kl(k2)": "reverse_kl",
+    "sampled_kl(k3)": "forward_kl",
+    "policy_gradient(teacher_kl=1)": "reverse_kl",
+    "policy_gradient(teacher_kl=1, clip_low=0.2)": "reverse_kl",
 }
 
 
-def term_of(case: str, dtype: torch.dtype = torch.float64) -> Term:
-    options = dict(TERMS[case])
-    kind, reference = options.pop("kind"), options.pop("reference", False)
-    if kind is SampledKL:
-        return SampledKL(make_labels(), sampled_log_probs(31, dtype), **options)
-    advantages_T = torch.randn(T, generator=generator(33), dtype=torch.float64).to(dtype)
-    given = {"reference_log_probs_T": sampled_log_probs(34, dtype)} if reference else {}
-    return PolicyGradient(make_labels(), advantages_T, sampled_log_probs(32, dtype), **given, **options)
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 5])
-@pytest.mark.parametrize("case", TERMS)
-def test_as_in_plain_autograd(case: str, chunk_tokens: int | None) -> None:
-    weights_T = torch.rand(T, generator=generator(35), dtype=torch.float64)
-    weights_T[3::7] = 0
-    terms = [CrossEntropy(make_labels(), 0.2), term_of(case)]
-    options = {"weights_T": weights_T, "normalizer": 3.0}
-    found = run(linear_objective, make_leaves(), terms, chunk_tokens=chunk_tokens, **options)
-    assert_same(found, run(dense_objective, make_leaves(), terms, **options))
-
-
-def test_ratio_and_clipping_are_reported() -> None:
-    """Half of the sampled tokens had a much larger old probability, and half had a much smaller one. All advantages
-    are 1.
-    """
-    leaves, labels_T = make_leaves(), make_labels()
-    with torch.no_grad():
-        log_q_T, _ = linear_log_probs(leaves.hidden, OutputHead(leaves.weight, leaves.bias), labels_T)
-    old_T = log_q_T + torch.where(torch.arange(T) % 2 == 0, 1.0, -1.0)
-    output = run(linear_objective, leaves, [PolicyGradient(labels_T, torch.ones(T), old_T)]).output
-    has_label_T = labels_T >= 0
-    assert output.metrics["clipped"] == (has_label_T & (torch.arange(T) % 2 == 1)).sum()
-    torch.testing.assert_close(output.metrics["ratio"], (log_q_T - old_T).exp()[has_label_T].sum())
-    assert "reference_kl" not in output.metrics
-
-
-def expected_gradient(student_V: Tensor, term: Any) -> Tensor:
-    """Sum a term's gradients at each of the V tokens, weighted by the student's probability of sampling the token."""
-    logits_VV = student_V.repeat(len(student_V), 1).requires_grad_()
-    loss = logits_objective(logits_VV, [term(torch.arange(SMALL))], weights_T=student_V.softmax(0)).loss
-    (gradient_VV,) = torch.autograd.grad(loss, logits_VV)
-    return gradient_VV.sum(0)
-
-
-def gradient_of(divergence: Divergence, teacher_V: Tensor, student_V: Tensor) -> Tensor:
-    logits_1V = student_V[None].clone().requires_grad_()
-    logits_objective(logits_1V, [Distill(DenseLogits(teacher_V[None]), divergence)]).loss.backward()
-    assert logits_1V.grad is not None
-    return logits_1V.grad[0]
-
-
-@pytest.mark.parametrize("divergence", [reverse_kl(), forward_kl()], ids=str)
-def test_the_expected_on_policy_gradient_is_the_named_divergences(divergence: Divergence) -> None:
-    """k2 descends reverse KL and k3 forward KL. The expectation enumerates the vocabulary, and the two differ."""
-    teacher_V, student_V = torch.randn(2, SMALL, generator=generator(36), dtype=torch.float64)
-    log_p_V = teacher_V.log_softmax(0)
-    for estimator in ("k2", "k3"):
-        term = SampledKL(torch.arange(SMALL), log_p_V, estimator)  # type: ignore[arg-type]
-        found_V = expected_gradient(student_V, lambda ids, e=estimator: SampledKL(ids, log_p_V, e))
-        error = distance(found_V, gradient_of(divergence, teacher_V, student_V))
-        assert error < 1e-12 if term.descends == str(divergence) else error > 0.1
+@pytest.mark.parametrize("correction", ["none", "truncated", "masked"])
+@pytest.mark.parametrize("temperature", [1.0, 1.3])
+@pytest.mark.parametrize("text", DESCENDS)
+def test_on_policy(text: str, temperature: float, correction: str) -> None:
+    """No correction has an effect on tokens that the student itself has just drawn."""
+    settings = {"temperature": temperature, "correction": Correction(correction)}  # type: ignore[arg-type]
+    found_S = expected_gradient(text, **settings)
+    assert distance(found_S, exact_gradient(DESCENDS[text], temperature)) < 1e-12
+    if text.startswith("sampled_kl"):
+        term = SampledKL(torch.arange(SMALL), torch.zeros(SMALL), text[-3:-1])  # type: ignore[arg-type]
+        assert term.descends == DESCENDS[text]
+    other = {"reverse_kl": "forward_kl", "forward_kl": "reverse_kl"}[DESCENDS[text]]
+    assert distance(found_S, exact_gradient(other, temperature)) > 0.1
 
 
 def test_k1_is_an_advantage_and_no_loss() -> None:
     """As a loss, k1 has an expected gradient of 0; as an advantage, it descends reverse KL."""
-    teacher_V, student_V = torch.randn(2, SMALL, generator=generator(37), dtype=torch.float64)
-    log_p_V, log_q_V = teacher_V.log_softmax(0), student_V.log_softmax(0)
-    assert float(expected_gradient(student_V, lambda ids: CrossEntropy(ids)).norm()) < 1e-15
-    found_V = expected_gradient(student_V, lambda ids: PolicyGradient(ids, log_p_V - log_q_V, log_q_V))
-    assert distance(found_V, gradient_of(reverse_kl(), teacher_V, student_V)) < 1e-12
+    log_p_S, log_q_S, ids_S = TEACHER_S.log_softmax(0), STUDENT_S.log_softmax(0), torch.arange(SMALL)
+    assert float(gradient_of([CrossEntropy(ids_S)], log_q_S.exp()).norm()) < 1e-15
+    actual_S = gradient_of([PolicyGradient(ids_S, log_p_S - log_q_S, log_q_S)], log_q_S.exp())
+    assert distance(actual_S, exact_gradient("reverse_kl")) < 1e-12
     with pytest.raises(ValueError, match="estimator='k1' as a loss: the expected on-policy gradient"):
         SampledKL(make_labels(), torch.zeros(T), "k1")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SampledKL(make_labels(), torch.zeros(T), "k4"), "estimator='k4': expected 'k2'"),  # type: ignore[arg-type]
-        (lambda: SampledKL(make_labels(), torch.zeros(T + 1)), f"teacher_log_probs_T of shape ({T + 1},)"),
-        (lambda: SampledKL(make_labels(), torch.zeros(T, requires_grad=True)), "requires grad: expected a constant"),
-        (lambda: SampledKL(make_labels(), torch.full((T,), -math.inf)), "holds -inf at a drawn token"),
-        (lambda: PolicyGradient(make_labels(), torch.zeros(T, dtype=torch.int64), torch.zeros(T)), "advantages_T of"),
-        (lambda: PolicyGradient(make_labels(), torch.zeros(T), torch.zeros(T), clip_low=1.5), "clip_low=1.5"),
-        (
-            lambda: PolicyGradient(make_labels(), torch.zeros(T), torch.zeros(T), kl_scale=0.1),
-            "without reference_log",
-        ),
-        (lambda: linear_log_probs(torch.zeros(T, D), OutputHead(torch.zeros(V, D)), torch.zeros(T)), "labels_T of"),
-    ],
-    ids=["estimator", "shape", "grad", "infinite", "dtype", "clip", "reference", "labels"],
-)
-def test_errors(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
-        make()
+@pytest.mark.parametrize("kind", ["truncated", "masked"])
+@pytest.mark.parametrize("text", ["sampled_kl(k2)", "sampled_kl(k3)"])
+def test_a_correction_without_a_limit_makes_other_draws_on_policy(text: str, kind: str) -> None:
+    exact_S = exact_gradient(DESCENDS[text])
+    unlimited = Correction(kind, math.inf)  # type: ignore[arg-type]
+    assert distance(expected_gradient(text, drawn_from=OLD_S, correction=unlimited), exact_S) < 1e-12
+    assert distance(expected_gradient(text, drawn_from=OLD_S), exact_S) > 0.1
+    limited_S = expected_gradient(text, drawn_from=OLD_S, correction=Correction(kind, 1.5))  # type: ignore[arg-type]
+    assert distance(limited_S, exact_S) > 0.01
 
 
-# log-probabilities
+def test_the_temperature_of_the_draws_may_differ_from_the_terms() -> None:
+    """Tokens drawn at 0.6, a term at 1: the weight is a ratio at 0.6, and the expectation is over the student's."""
+    temperature, log_q_S = 0.6, torch.log_softmax(STUDENT_S / 0.6, 0)
+    log_old_S = torch.log_softmax(OLD_S / temperature, 0)
+    spec = replace(
+        parse_objective("sampled_kl"),
+        sampling_temperature=temperature,
+        correction=Correction("truncated", math.inf),
+    )
+    signal, ones_S = DenseLogits(TEACHER_S.repeat(SMALL, 1)), torch.ones(SMALL, dtype=torch.float64)
+
+    def expectation(drawn_S: Tensor) -> Tensor:
+        per_token = {IS_SAMPLED: ones_S, OLD_LOG_PROBS: drawn_S}
+        return gradient_of(spec.terms(torch.arange(SMALL), {TEACHER: signal}, per_token), drawn_S.exp())
+
+    assert distance(expectation(log_old_S), expectation(log_q_S)) < 1e-12
 
 
-HEADS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "capped": {"scale": 0.7, "softcap": 2.0},
-    "padded": {"vocab_size": 240},
+def sparse(kind: str, log_p_S: Tensor, log_q_S: Tensor, rows: int) -> Signal:
+    ids_K = (log_q_S if kind == "chosen" else log_p_S).topk(3).indices
+    signal = Chosen if kind == "chosen" else TopK
+    return signal(ids_K.repeat(rows, 1), log_p_S[ids_K].repeat(rows, 1))
+
+
+@pytest.mark.parametrize("kind", ["top-k", "chosen"])
+def test_a_top_k_kl_is_a_loss_and_no_advantage(kind: str) -> None:
+    """A state's KL does not depend on the token that is drawn there.
+
+    As a detached advantage it multiplies every token's score alike, and the expected score is 0; the differentiable
+    divergence of the same ids has a gradient.
+    """
+    log_p_S, log_q_S = TEACHER_S.log_softmax(0), STUDENT_S.log_softmax(0)
+    term = Distill(sparse(kind, log_p_S, log_q_S, SMALL), reverse_kl())
+    kl_S = logits_objective(STUDENT_S.repeat(SMALL, 1), [term]).per_token["reverse_kl"]
+    assert kl_S[0] > 0.01
+    q_S = log_q_S.exp()
+    for surrogate in ("corrected", "clip"):
+        policy = PolicyGradient(torch.arange(SMALL), -kl_S, log_q_S, surrogate=surrogate)  # type: ignore[arg-type]
+        assert gradient_of([policy], q_S).norm() < 1e-15
+    differentiable_S = gradient_of([Distill(sparse(kind, log_p_S, log_q_S, 1), reverse_kl())])
+    assert differentiable_S.norm() > 0.05
+    # on the rows of all draws, weighted by their probability, it is the same
+    assert distance(gradient_of([term], q_S), differentiable_S) < 1e-12
+
+
+@pytest.mark.parametrize("text", ["reverse_kl", "jsd(0.3) + 0.1*forward_kl"])
+def test_a_divergence_needs_no_correction(text: str) -> None:
+    """Its gradient at a state is the same to the last bit, whatever token was drawn there and from what."""
+    spec = replace(parse_objective(text), correction=Correction("masked", 1.1))
+    signal = DenseLogits(TEACHER_S.repeat(SMALL, 1))
+    gradients = []
+    for labels_S, old_S in ((torch.arange(SMALL), STUDENT_S), (torch.arange(SMALL).flip(0), OLD_S)):
+        per_token = {IS_SAMPLED: torch.ones(SMALL, dtype=torch.float64), OLD_LOG_PROBS: old_S.log_softmax(0)}
+        logits_SS = STUDENT_S.repeat(SMALL, 1).requires_grad_()
+        loss = logits_objective(logits_SS, spec.terms(labels_S, {TEACHER: signal}, per_token)).loss
+        gradients += torch.autograd.grad(loss, logits_SS)
+    assert torch.equal(*gradients)
+
+
+def test_discounted_advantages_are_minillms() -> None:
+    """Over all sequences of two tokens, γ = 1 gives the gradient of the sequences' reverse KL.
+
+    The second token's distributions depend on the first token. The gradient is that of all logits at once.
+    """
+    student, teacher = torch.randn(2, SMALL + 1, SMALL, generator=generator(81), dtype=torch.float64)
+    first, second = torch.arange(SMALL).repeat_interleave(SMALL), torch.arange(SMALL).repeat(SMALL)
+    leaf = student.clone().requires_grad_()
+    log_q, log_p = leaf.log_softmax(1), teacher.log_softmax(1)
+    sequence_q = log_q[0][first] + log_q[1 + first, second]
+    sequence_p = log_p[0][first] + log_p[1 + first, second]
+    (exact,) = torch.autograd.grad((sequence_q.exp() * (sequence_q - sequence_p)).sum(), leaf)
+
+    # the rows of one sequence are one document; its weight is its probability
+    rows = torch.stack([torch.zeros_like(first), 1 + first], 1).flatten()
+    labels = torch.stack([first, second], 1).flatten()
+    old = log_q.detach()[rows, labels]
+    per_token = {IS_SAMPLED: torch.ones_like(old), OLD_LOG_PROBS: old}
+    weights = sequence_q.detach().exp().repeat_interleave(2)
+    document = torch.arange(SMALL * SMALL).repeat_interleave(2)
+    for discount, is_exact in ((1.0, True), (0.0, False)):
+        spec = replace(parse_objective("policy_gradient(teacher_kl=1)"), discount=discount)
+        terms = spec.terms(labels, {TEACHER: DenseLogits(teacher[rows])}, per_token, document_T=document)
+        leaf = student.clone().requires_grad_()
+        logits_objective(leaf[rows], terms, weights_T=weights).loss.backward()
+        error = distance(leaf.grad, exact)  # type: ignore[arg-type]
+        assert error < 1e-12 if is_exact else error > 0.05
+
+
+# the formulas of the papers
+
+LABELS = make_labels()
+HAS_LABEL = LABELS >= 0
+#: advantages of both signs; every seventh is 0
+ADVANTAGES = torch.randn(T, generator=generator(50), dtype=torch.float64) * (torch.arange(T) % 7 > 0)
+
+
+def plain_log_probs(leaves: Leaves, temperature: float) -> Tensor:
+    """Return log q of every token, [T, V]."""
+    logits_TV = OutputHead(leaves.weight, leaves.bias).logits(leaves.hidden)
+    return torch.log_softmax(logits_TV / temperature, 1)
+
+
+def old_log_probs(temperature: float) -> Tensor:
+    """Return old log-probabilities whose ratios lie between about 0.2 and 5, beyond every clip on both sides."""
+    log_q_TV = plain_log_probs(make_leaves(), temperature)
+    log_q_T = log_q_TV.gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
+    return log_q_T - 1.6 * (2 * torch.rand(T, generator=generator(51), dtype=torch.float64) - 1)
+
+
+def ppo(ratio: Tensor, advantage: Tensor, low: float = 0.2, high: float = 0.2) -> Tensor:
+    """Schulman et al. 2017, equation 7: the objective, which is maximised."""
+    return torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def dual_clip(ratio: Tensor, advantage: Tensor, log_q: Tensor) -> Tensor:
+    """Ye et al. 2020 (arXiv:1912.09729), equation 5, c = 1.7."""
+    return torch.where(advantage < 0, torch.max(ppo(ratio, advantage), 1.7 * advantage), ppo(ratio, advantage))
+
+
+def two_sided(ratio: Tensor, advantage: Tensor, log_q: Tensor) -> Tensor:
+    """INTELLECT-2 (arXiv:2505.07291), section 3.4: min(min(ρ, δ)A, clip(ρ)A), δ = 1.7; TRL's `delta`."""
+    return torch.min(ratio.clamp(max=1.7) * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+def cispo(ratio: Tensor, advantage: Tensor, log_q: Tensor) -> Tensor:
+    """MiniMax-M1 (arXiv:2506.13585), equations 4 and 5: sg(clip(ρ))·A·log q."""
+    return ratio.clamp(0.0, 1.5).detach() * advantage * log_q
+
+
+SURROGATES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], dict[str, Any]]] = {
+    "dual clip": (dual_clip, {"dual_clip": 1.7}),
+    "two-sided clip": (two_sided, {"dual_clip": 1.7}),
+    "cispo": (cispo, {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.5}),
 }
 
 
-def plain_log_probs(
-    leaves: Leaves, labels_T: Tensor, temperature: float, head: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    options = dict(head)
-    rows = options.pop("vocab_size", V)
-    logits_TV = OutputHead(leaves.weight, leaves.bias, **options).logits(leaves.hidden)[:, :rows]
-    log_q_TV = torch.log_softmax(logits_TV / temperature, 1)
-    log_q_T = log_q_TV.gather(1, labels_T.clamp_min(0)[:, None])[:, 0].masked_fill(labels_T < 0, 0.0)
-    return log_q_T, -(log_q_TV.exp() * log_q_TV).sum(1)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("case", SURROGATES)
+def test_surrogates_are_their_papers(case: str, temperature: float) -> None:
+    formula, options = SURROGATES[case]
+    old_T = old_log_probs(temperature)
+
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in vars(make_leaves()).items()}
+    log_q_TV = plain_log_probs(Leaves(**leaves), temperature)
+    log_q_T = log_q_TV.gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
+    value_T = torch.where(HAS_LABEL, -formula((log_q_T - old_T).exp(), ADVANTAGES, log_q_T), 0.0)
+    value_T.sum().backward()
+    term = PolicyGradient(LABELS, ADVANTAGES, old_T, temperature=temperature, **options)
+    found = run(linear_objective, make_leaves(), [term], chunk_tokens=10)
+    assert distance(found.output.per_token["policy_gradient"], value_T) < 1e-12
+    for name, gradient in found.gradients.items():
+        assert distance(gradient, leaves[name].grad) < 1e-12, name
+    plain = run(linear_objective, make_leaves(), [PolicyGradient(LABELS, ADVANTAGES, old_T, temperature=temperature)])
+    assert distance(found.gradients["hidden"], plain.gradients["hidden"]) > 1e-2
 
 
-def sequence_objective(log_q_T: Tensor, entropy_T: Tensor) -> Tensor:
-    """Compute an objective that is not a sum over tokens."""
-    return (
-        (log_q_T[:20].sum() / 20).exp() - (log_q_T[20:].mean() * entropy_T.sum()).tanh() + entropy_T.square().mean()
+def corrected(kind: str) -> dict[str, Any]:
+    return {"surrogate": "corrected", "correction": Correction(kind, 1.5)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("options", "low", "high"),
+    [
+        ({}, {-1: 0.8}, {1: 1.2}),
+        ({"dual_clip": 1.7}, {-1: 0.8}, {1: 1.2, -1: 1.7}),
+        ({"surrogate": "cispo"}, {1: 0.8, -1: 0.8}, {1: 1.2, -1: 1.2}),
+        (corrected("truncated"), {}, {1: 1.5, -1: 1.5}),
+        (corrected("masked"), {1: 1 / 1.5, -1: 1 / 1.5}, {1: 1.5, -1: 1.5}),
+    ],
+    ids=["clip", "dual clip", "cispo", "truncated", "masked"],
+)
+def test_ratio_and_clipping_are_reported(
+    options: dict[str, Any], low: dict[int, float], high: dict[int, float], advantage: float
+) -> None:
+    """Clipping counts where it takes the gradient away. low, high: the limits of the ratio for each sign of A."""
+    old_T, advantages_T = old_log_probs(1.0), torch.full((T,), advantage, dtype=torch.float64)
+    log_q_T = plain_log_probs(make_leaves(), 1.0).gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
+    ratio_T, sign = (log_q_T - old_T).exp(), int(advantage)
+    clipped_T = (ratio_T < low.get(sign, -math.inf)) | (ratio_T > high.get(sign, math.inf))
+    terms: list[Term] = [PolicyGradient(LABELS, advantages_T, old_T, **options)]
+    if "correction" in options:
+        terms.append(SampledKL(LABELS, old_T, correction=options["correction"], old_log_probs_T=old_T))
+    metrics = run(linear_objective, make_leaves(), terms).output.metrics
+    assert 0 < (clipped_T & HAS_LABEL).sum() < HAS_LABEL.sum()
+    for suffix in ("", "#2")[: len(terms)]:
+        assert metrics[f"clipped{suffix}"] == (clipped_T & HAS_LABEL).sum()
+        torch.testing.assert_close(metrics[f"ratio{suffix}"], ratio_T[HAS_LABEL].sum(), rtol=1e-12, atol=0)
+    assert "reference_kl" not in metrics
+
+
+def test_an_overflowing_ratio_of_no_advantage_is_worth_nothing() -> None:
+    nothing = torch.zeros(T, dtype=torch.float64)
+    for options in ({}, {"dual_clip": 3.0}, {"surrogate": "cispo"}):
+        term = PolicyGradient(LABELS, nothing, torch.full_like(nothing, -1000.0), **options)
+        result = run(linear_objective, make_leaves(), [term])
+        assert result.output.loss == 0
+        assert all((gradient == 0).all() for gradient in result.gradients.values())
+
+
+# a teacher that is zero outside its ids
+
+
+def nemo(log_q_TV: Tensor, ids_TK: Tensor, log_p_TK: Tensor) -> Tensor:
+    """NeMo RL's reverse KL with `zero_outside_topk`: the teacher conditioned on its ids, e^−100 outside of them."""
+    log_p_TK, log_q_TK = torch.log_softmax(log_p_TK, 1), log_q_TV.gather(1, ids_TK)
+    inside_T = (log_q_TK.exp() * (log_q_TK - log_p_TK)).sum(1)
+    rest_T = (log_q_TV.exp() * log_q_TV).sum(1) - (log_q_TK.exp() * log_q_TK).sum(1)
+    return inside_T + rest_T + 100 * (1 - log_q_TK.exp().sum(1))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+def test_zero_outside_the_ids_is_nemo_rls(temperature: float) -> None:
+    log_p_TK, ids_TK = torch.randn(T, V, generator=generator(4), dtype=torch.float64).log_softmax(1).topk(9, dim=1)
+    logits = torch.randn(T, V, generator=generator(5), dtype=torch.float64).requires_grad_()
+    expected_T = nemo(torch.log_softmax(logits / temperature, 1), ids_TK, log_p_TK)
+    (expected,) = torch.autograd.grad(expected_T.sum(), logits)
+    output = logits_objective(
+        logits, [Distill(TopK(ids_TK, log_p_TK, "zero"), reverse_kl(), temperature=temperature)]
     )
+    (gradient,) = torch.autograd.grad(output.loss, logits)
+    assert distance(output.per_token["reverse_kl"], expected_T) < 1e-12
+    assert distance(gradient, expected) < 1e-12
 
 
-def of_leaves(make: Any, leaves: Leaves) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
-    log_q_T, entropy_T = make(Leaves(fresh["hidden"], fresh["weight"], fresh.get("bias")))
-    sequence_objective(log_q_T, entropy_T).backward()
-    return log_q_T, entropy_T, {name: leaf.grad for name, leaf in fresh.items()}
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_zero_outside_with_absent_and_repeated_ids(dtype: str) -> None:
+    """Some rows have absent ids, one row has no id and contributes 0, and one has an id twice."""
+    signal = make_signal("zero", dtype=DTYPES[dtype], temperature=1.3)
+    assert isinstance(signal, TopK)
+    ids_TK = signal.ids_TK.clone()
+    ids_TK[4] = -1
+    ids_TK[5, 1] = ids_TK[5, 0]
+    terms: list[Term] = [Distill(TopK(ids_TK, signal.log_probs_TK, "zero"), reverse_kl(), 0.7, 1.3)]
+    result = judge(make_leaves(dtype=DTYPES[dtype]), terms)
+    assert result.output.per_token["reverse_kl"][4] == 0
+    assert (result.gradients["hidden"][4] == 0).all()
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_those_of_logits(head: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 10))
-    options, labels_T = HEADS[head], make_labels(vocabulary=240)
-    expected = of_leaves(lambda each: plain_log_probs(each, labels_T, temperature, options), make_leaves())
-    found = of_leaves(
-        lambda each: linear_log_probs(
-            each.hidden, OutputHead(each.weight, each.bias, **options), labels_T, temperature=temperature
-        ),
-        make_leaves(),
-    )
-    assert distance(found[0], expected[0]) < 1e-12
-    assert distance(found[1], expected[1]) < 1e-12
-    for name, gradient in expected[2].items():
-        assert distance(found[2][name], gradient) < 1e-12, name
+# sequence-level ratios
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_log_probs_in_bfloat16_are_as_exact_as_plain_ones(autocast: bool) -> None:
-    """The reference is float64 on the same numbers. Backward computes in the dtype of forward."""
-    dtype = torch.float32 if autocast else torch.bfloat16
-    leaves, labels_T = make_leaves(dtype=dtype, bias=False), make_labels()
-    exact = of_leaves(
-        lambda each: plain_log_probs(each, labels_T, 1.0, {}),
-        Leaves(leaves.hidden.double(), leaves.weight.double(), None),
-    )
-
-    def called(make: Any) -> Any:
-        def inside(each: Leaves) -> tuple[Tensor, Tensor]:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                return make(each)
-
-        return inside
-
-    plain = of_leaves(called(lambda each: plain_log_probs(each, labels_T, 1.0, {})), leaves)
-    found = of_leaves(called(lambda each: linear_log_probs(each.hidden, OutputHead(each.weight), labels_T)), leaves)
-    assert found[0].dtype == torch.float32
-    for name, gradient in exact[2].items():
-        assert found[2][name].dtype == dtype
-        assert distance(found[2][name], gradient) <= distance(plain[2][name], gradient) + 1e-3, name
+def gspo(log_q_T: Tensor, old_T: Tensor, sequence_T: Tensor, advantages_N: Tensor) -> Tensor:
+    """Zheng et al. 2025 (arXiv:2507.18071), equations 5 to 7, a loop over sequences; the result is maximised."""
+    total = log_q_T.new_zeros(())
+    for number, advantage in enumerate(advantages_N):
+        of_it = (sequence_T == number) & HAS_LABEL
+        ratio = ((log_q_T[of_it] - old_T[of_it]).sum() / of_it.sum()).exp()
+        total = total + torch.min(ratio * advantage, ratio.clamp(1 - 3e-1, 1 + 4e-1) * advantage)
+    return total / len(advantages_N)
 
 
-def test_no_logits_of_all_tokens_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 64))
-    tokens, vocabulary = 640, 1021
-    leaves, labels_T = make_leaves(tokens, vocabulary, dtype=torch.float32), make_labels(tokens, vocabulary)
-    with Largest() as largest:
-        of_leaves(lambda each: linear_log_probs(each.hidden, OutputHead(each.weight, each.bias), labels_T), leaves)
-    assert largest.numbers <= 64 * vocabulary
-
-
-def test_only_the_gradients_that_are_asked_for() -> None:
-    leaves, labels_T = make_leaves(), make_labels()
-    hidden_TD = leaves.hidden.clone().requires_grad_()
-    log_q_T, entropy_T = linear_log_probs(hidden_TD, OutputHead(leaves.weight, leaves.bias), labels_T)
-    log_q_T.sum().backward()
-    assert hidden_TD.grad is not None
-    assert not linear_log_probs(leaves.hidden, OutputHead(leaves.weight, leaves.bias), labels_T)[0].requires_grad
-    assert entropy_T.requires_grad
+def test_the_documentations_sequence_level_ratios_are_gspos() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "objective.md").read_text(encoding="utf-8")
+    (code,) = (each for each in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "def gspo_loss" in each)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    sequence_T, advantages_N = torch.arange(T) // 13, torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64)
+    old_T = old_log_probs(1.0) * 0.9
+    gradients = []
+    for fused in (True, False):
+        leaves = make_leaves()
+        fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items()}
+        head = OutputHead(fresh["weight"], fresh["bias"])
+        if fused:
+            loss = names["gspo_loss"](fresh["hidden"], head, LABELS, old_T, sequence_T, advantages_N, 0.3, 0.4)
+        else:
+            log_q_TV = plain_log_probs(Leaves(**fresh), 1.0)
+            loss = -gspo(log_q_TV.gather(1, LABELS.clamp_min(0)[:, None])[:, 0], old_T, sequence_T, advantages_N)
+        loss.backward()
+        gradients.append((loss.detach(), {name: leaf.grad for name, leaf in fresh.items()}))
+    (loss, found), (expected_loss, expected) = gradients
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0
+        assert distance(found[name], gradient) < 1e-12, name
+    assert linear_log_probs is names["linear_log_probs"]

@@ -32,11 +32,11 @@ from stillhouse.objective import (
     SpanSignal,
     StudentHidden,
     TopK,
-    chunks,
     teacher_log_probs,
 )
 from stillhouse.objective.reference import _teacher_log_probs
 from stillhouse.objective.spec import TeacherShare, parse_objective
+from stillhouse.objective.tile import chunks
 
 LABELS = make_labels()
 HAS_LABEL = LABELS >= 0

@@ -8,14 +8,12 @@ from kit.objective_cases import (
     Leaves,
     Result,
     T,
-    converted,
     distance,
     make_full,
     make_labels,
     make_leaves,
     make_mixture,
     make_signal,
-    run,
 )
 
 from stillhouse.objective import (
@@ -27,11 +25,9 @@ from stillhouse.objective import (
     parse_divergence,
     reverse_kl,
 )
-from stillhouse.objective.reference import dense_objective
 
 #: an odd size, just above the smallest one that is compiled
 V = 2053
-HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def leaves_of(tokens: int = T, dtype: torch.dtype = torch.float32, **options: Any) -> Leaves:
@@ -60,14 +56,6 @@ def mixture_terms(tokens: int = T, dtype: torch.dtype = torch.float32) -> list[T
 
 
 PLANS: dict[str, Callable[..., list[Term]]] = {"plain": plain_terms, "full": full_terms}
-
-
-def exact(leaves: Leaves, terms: list[Term], **options: Any) -> Result:
-    """Compute the objective with plain autograd in float64, from the same numbers."""
-    doubles = Leaves(
-        leaves.hidden.double(), leaves.weight.double(), None if leaves.bias is None else leaves.bias.double()
-    )
-    return run(dense_objective, doubles, [converted(term, torch.float64) for term in terms], **options)
 
 
 def assert_close(actual: Result, expected: Result) -> None:

@@ -4,30 +4,43 @@ T tokens, D student width, V vocabulary, K ids per token.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stillhouse.objective import (
+    Continuation,
+    Correction,
     CrossEntropy,
     DenseLogits,
     Distill,
     Divergence,
     Entropy,
     FullVocab,
+    LogRatio,
     Mixture,
     ObjectiveOutput,
     OutputHead,
+    PolicyGradient,
     Sampled,
+    SampledKL,
     Signal,
+    SortedL1,
+    SortedTopK,
+    SpanSignal,
     Term,
     TopK,
     forward_kl,
+    linear_objective,
     logits_objective,
+    reverse_kl,
 )
+from stillhouse.objective.reference import dense_objective
 
 F_DIVERGENCES = [
     "forward_kl",
@@ -59,6 +72,19 @@ DIVERGENCES_OF_PEAKED_ROWS = F_DIVERGENCES + [each for each in ALPHA_BETAS if "-
 T, V, D = 37, 251, 16
 TAILS = ["bucket", "renormalize", "drop"]
 SIGNALS = ["full", "dense", *TAILS]
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"scale": 0.25},
+    "capped": {"softcap": 2.0},
+    "both": {"scale": 3.0, "softcap": 5.0},
+    "padded": {"vocab_size": 240},
+}
 
 
 @dataclass(frozen=True)
@@ -168,27 +194,108 @@ def make_mixture(
     return Mixture(signals[: len(weights)], weights, temperature)
 
 
+def some_weights(tokens: int = T) -> Tensor:
+    weights_T = torch.rand(tokens, generator=generator(8))
+    weights_T[::4] = 0
+    return weights_T
+
+
 def every_term(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = torch.float64) -> list[Term]:
     """Make one term of each kind. Some have their own weights, and two share a signal."""
     full = make_full(tokens, vocabulary, dtype=dtype)
     own = torch.rand(tokens, generator=generator(5)).to(dtype)
-    ids = torch.randint(-1, vocabulary, (tokens, 6), generator=generator(6))
     return [
         CrossEntropy(make_labels(tokens, vocabulary), 0.3, label_smoothing=0.1, z_loss=1e-2),
         Distill(full, forward_kl(), 0.7, 1.5, scale_by_temperature_squared=True),
         Distill(full, 0.5 * forward_kl() + forward_kl(), 0.2, 1.5, weights_T=own),
         Distill(make_signal("bucket", tokens, vocabulary, dtype=dtype), forward_kl(), 0.4),
-        Distill(Sampled(ids, torch.rand(tokens, 6, generator=generator(7)).to(dtype)), forward_kl(), 0.1, 0.8),
+        Distill(make_sampled(tokens, vocabulary, dtype), forward_kl(), 0.1, 0.8),
         Entropy(-0.05, 1.3),
     ]
+
+
+def make_sampled(tokens: int = T, vocabulary: int = V, dtype: torch.dtype = torch.float64) -> Sampled:
+    """Make sampled ids, some of which are absent."""
+    ids_TM = torch.randint(-1, vocabulary, (tokens, 6), generator=generator(6))
+    return Sampled(ids_TM, torch.rand(tokens, 6, generator=generator(7)).to(dtype))
+
+
+def make_sorted(log_p_TV: Tensor, ranks: int) -> SortedTopK:
+    """The teacher's largest log-probabilities in another order, and rows that do not count."""
+    log_p_TK = log_p_TV.topk(ranks, 1).values
+    tail_T = log_p_TV.sort(1, descending=True).values[:, ranks:].logsumexp(1)
+    order = torch.randperm(ranks, generator=generator(5))
+    return SortedTopK(log_p_TK[:, order], tail_T, (torch.arange(len(log_p_TV)) % 4 > 0).to(log_p_TV.dtype))
+
+
+def make_spans(tail: str = "bucket", dtype: torch.dtype = torch.float64, temperature: float = 1.0) -> SpanSignal:
+    """Every third row begins a span, the next one continues it, and the third one has no signal."""
+    random = torch.Generator().manual_seed(3)
+    log_p_TV = torch.log_softmax(2 * torch.randn(T, V, generator=random, dtype=torch.float64), 1)
+    log_p_TK, ids_TK = log_p_TV.topk(8, 1)
+    ids_TK[::2, -1] = -1
+    tail_T = torch.log(-torch.expm1(log_p_TK.masked_fill(ids_TK < 0, -math.inf).logsumexp(1)))
+    first = TopK(ids_TK, log_p_TK.to(dtype), tail, tail_T.to(dtype), temperature)  # type: ignore[arg-type]
+    third_T = torch.arange(T) % 3
+    continuation_T = torch.rand(T, generator=random) * (third_T == 1)
+    return SpanSignal(first, (third_T == 0).to(dtype), continuation_T.to(dtype))
+
+
+def other_terms(
+    tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = torch.float64, ranks: int = 8
+) -> dict[str, Term]:
+    """Make every term that is no divergence on a signal of `SIGNALS`, by a name.
+
+    Old and teacher log-probabilities are NaN where there is no label, because they must not be read there. Ratios of
+    the student of `make_leaves` to the old policy lie on both sides of every limit. ranks: of the sorted teacher.
+    """
+    labels_T = make_labels(tokens, vocabulary)
+    known_NT = torch.randn(4, tokens, generator=generator(31), dtype=torch.float64) - math.log(vocabulary)
+    known_NT = known_NT.masked_fill(labels_T < 0, math.nan).to(dtype)
+    advantages_T = torch.randn(tokens, generator=generator(33), dtype=torch.float64).to(dtype)
+    ranked = torch.log_softmax(2 * torch.randn(tokens, ranks + 1, generator=generator(17), dtype=torch.float64), 1)
+    policy = partial(PolicyGradient, labels_T, advantages_T, known_NT[2])
+    corrected = {"correction": Correction("truncated", 1.3), "old_log_probs_T": known_NT[2]}
+    return {
+        "cross_entropy": CrossEntropy(labels_T, 0.3),
+        "label smoothing": CrossEntropy(labels_T, 0.6, label_smoothing=0.2),
+        "z-loss": CrossEntropy(labels_T, 0.6, z_loss=0.3),
+        "smoothing and z-loss": CrossEntropy(labels_T.int(), label_smoothing=0.2, z_loss=0.3),
+        "entropy": Entropy(-0.4, 1.7),
+        "sampled": Distill(make_sampled(tokens, vocabulary, dtype), forward_kl(), 0.7, 1.7),
+        "k2": SampledKL(labels_T, known_NT[0], "k2"),
+        "k3": SampledKL(labels_T, known_NT[0], "k3", 0.3, 1.7),
+        "k2, corrected": SampledKL(labels_T, known_NT[0], "k2", 0.3, 1.2, sampling_temperature=0.8, **corrected),
+        "k3, masked": SampledKL(
+            labels_T, known_NT[0], "k3", correction=Correction("masked", 1.5), old_log_probs_T=known_NT[2]
+        ),
+        "policy": policy(),
+        "narrow clip": policy(clip_low=0.0, clip_high=0.0, scale=2.0),
+        "reference": policy(known_NT[3], clip_high=0.28, kl_scale=0.04, temperature=0.8),
+        "dual clip": policy(dual_clip=1.3),
+        "cispo": policy(clip_low=1.0, clip_high=0.5, surrogate="cispo"),
+        "masked": policy(surrogate="corrected", correction=Correction("masked", 3.0)),
+        "log ratio": LogRatio(labels_T, known_NT[2], 0.8),
+        "continuation": Continuation(labels_T, 0.3, 0.8, scale_by_temperature_squared=True),
+        "sorted": SortedL1(make_sorted(ranked.to(dtype), ranks), 0.7, 1.3),
+        "zero outside": Distill(
+            make_signal("zero", tokens, vocabulary, dtype=dtype, temperature=1.3, entries=min(8, vocabulary - 1)),
+            reverse_kl(),
+            0.7,
+            1.3,
+            scale_by_temperature_squared=True,
+        ),
+    }
 
 
 def converted(value: Any, dtype: torch.dtype) -> Any:
     """Return a copy of a term, signal or head with its floating-point tensors in another dtype."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple):
-        return tuple(converted(each, dtype) for each in value)
+    if isinstance(value, tuple | list):
+        return type(value)(converted(each, dtype) for each in value)
+    if isinstance(value, dict):
+        return {name: converted(each, dtype) for name, each in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Divergence):
         fields = [each for each in dataclasses.fields(value) if each.init]
         return dataclasses.replace(
@@ -225,7 +332,6 @@ def divergence_of(student: Tensor, signal: Signal, divergence: Divergence) -> tu
     logits = student.clone().requires_grad_()
     loss = logits_objective(logits, [Distill(signal, divergence)]).loss
     loss.backward()
-    assert logits.grad is not None
     return loss.item(), logits.grad
 
 
@@ -234,6 +340,43 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     actual, expected = actual.detach().double(), expected.detach().double()
     size = expected.norm()
     return float((actual - expected).norm() / (size if size > 0 else 1.0))
+
+
+def exact(leaves: Leaves, terms: Sequence[Term], **options: Any) -> Result:
+    """Compute the objective with plain autograd in float64, from the same numbers."""
+    return run(dense_objective, converted(leaves, torch.float64), converted(list(terms), torch.float64), **options)
+
+
+def judge(
+    leaves: Leaves, terms: Sequence[Term], *, chunk_tokens: int | None = 9, tiny: float | None = None, **options: Any
+) -> Result:
+    """Assert that the chunked pass is as exact as plain autograd in the same dtype, relative to float64.
+
+    Every gradient, value per token and the loss may have twice the error of plain autograd, plus `tiny`; for float64
+    leaves 1e-11. Return the result of the chunked pass.
+    """
+    oracle = exact(leaves, terms, **options)
+    fast = run(linear_objective, leaves, terms, chunk_tokens=chunk_tokens, **options)
+    if leaves.hidden.dtype == leaves.weight.dtype == torch.float64:
+        assert_same(fast, oracle, within=1e-11 if tiny is None else tiny)
+        return fast
+    tiny = 5e-7 if tiny is None else tiny
+    plain = run(dense_objective, leaves, terms, **options)
+    assert fast.gradients.keys() == oracle.gradients.keys()
+    for name, gradient in oracle.gradients.items():
+        assert fast.gradients[name].dtype == plain.gradients[name].dtype
+        assert distance(fast.gradients[name], gradient) <= 2 * distance(plain.gradients[name], gradient) + tiny, name
+    errors = 0.0
+    for (name, value_T), term in zip(oracle.output.per_token.items(), terms, strict=True):
+        assert fast.output.per_token[name].dtype == torch.float32
+        plain_T = plain.output.per_token[name]
+        assert distance(fast.output.per_token[name], value_T) <= 2 * distance(plain_T, value_T) + tiny, name
+        # one number may be exact by chance, so the plain path's error of the loss is the error over its tokens
+        errors += abs(term.scale) * float((plain_T.double() - value_T).abs().sum() + tiny * value_T.abs().sum())
+    loss = fast.output.loss
+    assert {number.dtype for number in (loss, *fast.output.metrics.values())} == {torch.float32}
+    assert abs(loss.item() - oracle.output.loss.item()) <= 2 * errors / float(options.get("normalizer", 1.0))
+    return fast
 
 
 def assert_same(actual: Result, expected: Result, *, within: float = 1e-12) -> None:
@@ -248,3 +391,6 @@ def assert_same(actual: Result, expected: Result, *, within: float = 1e-12) -> N
         torch.testing.assert_close(
             actual.output.metrics[name], expected.output.metrics[name], rtol=within, atol=within
         )
+
+
+OTHER_TERMS = list(other_terms())

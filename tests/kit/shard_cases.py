@@ -110,6 +110,10 @@ class Outcome:
     largest: int
 
 
+def over(layout: Layout, named: dict[str, "partial[Problem]"], **options: Any) -> list[Case]:
+    return [Case(name, problem, layout, **options) for name, problem in named.items()]
+
+
 def on_shards(rank: Rank, case: Case) -> Outcome | None:
     """A job: run the case on this rank. Return None if the layout does not use this rank."""
     return one_pass(rank, case, *prepared(rank, case)) if rank.number < len(case.layout.student) else None
@@ -186,9 +190,8 @@ def _local_signal(rank: Rank, layout: Layout, signal: Signal) -> Signal:
 
 def oracle(problem: Problem) -> Result:
     """Run plain autograd in float64 over the whole vocabulary, on exactly the ranks' float32 numbers."""
-    double = [converted(each, torch.float64) for each in problem.terms]
-    options = {name: converted(each, torch.float64) for name, each in problem.options.items()}
-    return plain(replace(problem, leaves=converted(problem.leaves, torch.float64), terms=double, options=options))
+    double = {name: converted(getattr(problem, name), torch.float64) for name in ("leaves", "terms", "options")}
+    return plain(replace(problem, **double))
 
 
 def plain(problem: Problem) -> Result:
@@ -199,7 +202,6 @@ def plain(problem: Problem) -> Result:
     logits_TV = problem.leaves.logits.clone().requires_grad_()
     output = _plain_logits(logits_TV, problem)
     (output.loss * problem.upstream).backward()
-    assert logits_TV.grad is not None
     return Result(output, {"logits": logits_TV.grad})
 
 

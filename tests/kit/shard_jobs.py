@@ -22,12 +22,12 @@ from stillhouse.objective import (
     FullVocab,
     OutputHead,
     VocabShard,
-    chunks,
     forward_kl,
     linear_log_probs,
     linear_objective,
     logits_objective,
 )
+from stillhouse.objective.tile import chunks
 
 
 def two_passes(rank: Rank, case: Case) -> tuple[Outcome, Outcome] | None:

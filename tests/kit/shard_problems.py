@@ -5,49 +5,45 @@ T tokens, V vocabulary, K ids and M sampled ids per token.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from kit.objective_cases import Leaves, T, V, every_term, generator, make_full, make_labels, make_leaves, make_signal
+from kit.objective_cases import (
+    Leaves,
+    T,
+    V,
+    every_term,
+    generator,
+    make_full,
+    make_labels,
+    make_leaves,
+    make_signal,
+    other_terms,
+    some_weights,
+)
 from kit.shard_cases import Logits, Problem, cut
-from torch import Tensor
 
 from stillhouse.objective import (
     Chosen,
-    Continuation,
-    Correction,
     CrossEntropy,
     DenseLogits,
     Distill,
     Entropy,
     FullVocab,
-    LogRatio,
     Mixture,
     OutputHead,
-    PolicyGradient,
     Sampled,
-    SampledKL,
-    SortedL1,
-    SortedTopK,
     Term,
     TopK,
     forward_kl,
     jsd,
     parse_divergence,
-    reverse_kl,
     total_variation,
 )
 
 #: uneven shards of 251 rows; over 4 ranks they are those of DTensor
 SHARDS = {2: cut(0, 100, V), 3: cut(0, 1, 170, V), 4: cut(0, 63, 126, 189, V)}
 FOUR = SHARDS[4]
-
-
-def some_weights(tokens: int = T) -> Tensor:
-    weights_T = torch.rand(tokens, generator=generator(8))
-    weights_T[::4] = 0
-    return weights_T
 
 
 def distillation(
@@ -59,61 +55,35 @@ def distillation(
     return Problem(leaves, [Distill(teacher, parse_divergence(expression), 0.7, 1.7)], options=options)
 
 
-def other_term(term: str, vocabulary: int = V, dtype: torch.dtype = torch.float32) -> Problem:
-    labels_T = make_labels(vocabulary=vocabulary)
-    ids_TM = torch.randint(-1, vocabulary, (T, 6), generator=generator(6))
-    draws = Sampled(ids_TM, torch.rand(T, 6, generator=generator(7)).to(dtype))
-    zero = make_signal("zero", vocabulary=vocabulary, dtype=dtype, temperature=0.8)
-    terms: dict[str, list[Term]] = {
-        "cross_entropy": [CrossEntropy(labels_T, 0.3)],
-        "label smoothing": [CrossEntropy(labels_T, 0.3, label_smoothing=0.1)],
-        "z-loss": [CrossEntropy(labels_T, 0.3, z_loss=1e-2)],
-        "both": [CrossEntropy(labels_T, label_smoothing=0.1, z_loss=1e-2)],
-        "entropy": [Entropy(-0.05, 1.3)],
-        "sampled": [Distill(draws, forward_kl(), 0.4, 0.8)],
-        "one token": one_token_terms(labels_T, dtype),
-        "zero outside": [Distill(zero, reverse_kl(), 0.4, 0.8)],
-        # with ten tokens: more ranks than the student has tokens
-        "sorted": [SortedL1(sorted_top_k(dtype), 0.7, 1.3), Continuation(labels_T, 0.3, 0.8)],
-    }
-    leaves = make_leaves(vocabulary=vocabulary, dtype=dtype)
-    chosen = every_term(T, vocabulary, dtype=dtype) if term == "all" else terms[term]
-    return Problem(leaves, chosen, options={"weights_T": some_weights()})
+#: the terms of `other_terms`, in groups that share a pass
+GROUPS = {
+    "labels": ["cross_entropy", "label smoothing", "z-loss", "smoothing and z-loss", "continuation"],
+    "entropy": ["entropy"],
+    "sampled ids": ["sampled"],
+    "one token": [
+        "k2",
+        "k3",
+        "k2, corrected",
+        "k3, masked",
+        "policy",
+        "reference",
+        "dual clip",
+        "cispo",
+        "masked",
+        "log ratio",
+    ],
+    "ranks": ["sorted"],
+    "zero outside": ["zero outside"],
+}
+OTHER_TERMS = [*GROUPS, "all"]
 
 
-OTHER_TERMS = [
-    "cross_entropy",
-    "label smoothing",
-    "z-loss",
-    "both",
-    "entropy",
-    "sampled",
-    "one token",
-    "zero outside",
-    "sorted",
-    "all",
-]
-
-
-def sorted_top_k(dtype: torch.dtype, entries: int = 12) -> SortedTopK:
-    log_p_TK = torch.log_softmax(torch.randn(T, entries + 1, generator=generator(17)), 1).to(dtype)
-    return SortedTopK(log_p_TK[:, :-1], log_p_TK[:, -1], torch.ones(T, dtype=dtype))
-
-
-def one_token_terms(labels_T: Tensor, dtype: torch.dtype) -> list[Term]:
-    """Return terms that read one logit of each row."""
-    known_NT = (torch.randn(4, T, generator=generator(13)) - 5.0).to(dtype)[:, : len(labels_T)]
-    policy = partial(PolicyGradient, labels_T, known_NT[1] + 5.0, known_NT[2])
-    corrected = {"correction": Correction("truncated", 1.3), "old_log_probs_T": known_NT[2]}
-    return [
-        SampledKL(labels_T, known_NT[0], "k3", 0.3, 1.2),
-        SampledKL(labels_T, known_NT[0], "k2", 0.3, 1.2, sampling_temperature=0.8, **corrected),
-        policy(surrogate="corrected", correction=Correction("masked", 3.0)),
-        LogRatio(labels_T, known_NT[2], 0.8),
-        policy(known_NT[3], kl_scale=0.1),
-        policy(dual_clip=1.3),
-        policy(clip_low=1.0, surrogate="cispo"),
-    ]
+def other_term(group: str, vocabulary: int = V, dtype: torch.dtype = torch.float32, tokens: int = T) -> Problem:
+    # with ten tokens in the vocabulary, the sorted teacher has more ranks than the student has tokens
+    terms = other_terms(tokens, vocabulary, dtype=dtype, ranks=12)
+    chosen = [terms[name] for name in GROUPS.get(group, ())] or every_term(tokens, vocabulary, dtype=dtype)
+    leaves = make_leaves(tokens, vocabulary, dtype=dtype)
+    return Problem(leaves, chosen, options={"weights_T": some_weights(tokens)})
 
 
 def through_head(head: tuple[tuple[str, float], ...], bias: bool) -> Problem:
@@ -279,7 +249,7 @@ TOKENS = 24
 
 
 #: the names of terms of `counted` that need one collective per chunk
-SUMS = ["cross_entropy", "smoothing and z-loss", "entropy", "sampled", "one token", "zero outside", "one round"]
+SUMS = [*GROUPS, "one round"]
 
 
 def counted(terms: str) -> Problem:
@@ -288,21 +258,9 @@ def counted(terms: str) -> Problem:
 
 
 def _counted(terms: str) -> Iterator[Term]:
-    labels_T = make_labels(TOKENS)
     match terms:
-        case "cross_entropy":
-            yield CrossEntropy(labels_T)
-        case "smoothing and z-loss":
-            yield CrossEntropy(labels_T, label_smoothing=0.1, z_loss=1e-2)
-        case "entropy":
-            yield from (Entropy(0.1), Entropy(0.1, 1.7))
-        case "sampled":
-            ids_TM = torch.randint(0, V, (TOKENS, 6), generator=generator(6))
-            yield Distill(Sampled(ids_TM, torch.ones(TOKENS, 6)), forward_kl())
-        case "one token":
-            yield from one_token_terms(labels_T, torch.float32)
-        case "zero outside":
-            yield Distill(make_signal("zero", TOKENS, dtype=torch.float32), reverse_kl())
+        case name if name in GROUPS:
+            yield from other_term(name, tokens=TOKENS).terms
         case "one round":
             dense, sparse = (make_signal(each, TOKENS, dtype=torch.float32) for each in ("dense", "drop"))
             yield from every_term(TOKENS, dtype=torch.float32)

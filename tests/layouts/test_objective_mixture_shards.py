@@ -12,7 +12,7 @@ import torch
 from kit import shard_jobs as jobs
 from kit import shard_problems as problems
 from kit.objective_cases import Leaves, V, run
-from kit.shard_cases import Case, Layout, check, complaints, cut, on_shards, oracle
+from kit.shard_cases import Case, Layout, check, complaints, cut, on_shards, oracle, over
 from kit.shard_problems import FOUR, SHARDS, TOKENS
 from kit.shard_ranks import GATHER, SUM, Failure, RankPool, shared_pool
 
@@ -33,10 +33,6 @@ EXPRESSIONS = [
 @pytest.fixture(scope="module")
 def pool() -> RankPool:
     return shared_pool()
-
-
-def over(layout: Layout, named: dict[str, Any], **options: Any) -> list[Case]:
-    return [Case(name, problem, layout, **options) for name, problem in named.items()]
 
 
 @pytest.mark.parametrize("ranks", SHARDS)

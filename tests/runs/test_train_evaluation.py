@@ -18,7 +18,7 @@ from stillhouse.loops.held_out_tokens import (
     DOCUMENTS,
     TOP,
     held_out_tokens,
-    most_probable,
+    top_tokens,
 )
 from stillhouse.loops.off_policy import train
 from stillhouse.objective import FullVocab, OutputHead, VocabShard
@@ -201,9 +201,9 @@ def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(251, 2), (251, 4), (11, 4), (3, 2)])
-def test_the_most_probable_over_vocabulary_shards(rows: int, ranks: int) -> None:
+def test_the_top_tokens_over_vocabulary_shards(rows: int, ranks: int) -> None:
     """Some ranks have fewer rows than the requested number of tokens, or no rows."""
-    for found in shared_pool(4).call(most_probable_of_shards, (rows, ranks)):
+    for found in shared_pool(4).call(top_tokens_of_shards, (rows, ranks)):
         if found is not None:
             sharded, whole = ([pair for row in each for pair in row] for each in found)
             assert len(whole) == 6 * min(TOP, rows)
@@ -211,7 +211,7 @@ def test_the_most_probable_over_vocabulary_shards(rows: int, ranks: int) -> None
             assert [value for _, value in sharded] == pytest.approx([value for _, value in whole], rel=1e-5)
 
 
-def most_probable_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | None:
+def top_tokens_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | None:
     rows, ranks = job
     if rank.number >= ranks:
         return None
@@ -221,8 +221,8 @@ def most_probable_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any]
     start, stop = (min(rows, place * size) for place in (rank.number, rank.number + 1))
     shard = VocabShard(start, stop, rank.groups[ranks])
     head = OutputHead(weight_VE[start:stop], shard=shard)
-    sharded = most_probable(FullVocab(hidden_TE, head), rows, shard)
-    return sharded, most_probable(FullVocab(hidden_TE, OutputHead(weight_VE)), rows, None)
+    sharded = top_tokens(FullVocab(hidden_TE, head), rows, shard)
+    return sharded, top_tokens(FullVocab(hidden_TE, OutputHead(weight_VE)), rows, None)
 
 
 def test_the_held_out_text_agrees_with_the_evaluation(tmp_path: Path) -> None:

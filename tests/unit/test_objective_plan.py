@@ -5,9 +5,9 @@ import torch
 
 from stillhouse.objective import DenseLogits, OutputHead, linear_objective
 from stillhouse.objective.divergence import forward_kl, jsd, reverse_kl
-from stillhouse.objective.plan import PlanBuilder
 from stillhouse.objective.terms import Entropy
-from stillhouse.objective.tile import TermResult, Tile
+from stillhouse.objective.tile.tile import TermResult, Tile
+from stillhouse.objective.tile.tile_plan import PlanBuilder
 
 
 class ReadsTooMuch(Entropy):
@@ -32,7 +32,7 @@ def test_a_repeated_request_is_computed_once() -> None:
     assert plan.signals == (signal, other)
     assert plan.ids == (labels_T,)
     assert (plan.pair(jsd(0.3), signal, 2.0), plan.pair(forward_kl(), other, 2.0)) == (0, 2)
-    assert plan.pointwise.mixed == [0]
+    assert plan.pointwise.two_sweep == [0]
     assert list(plan.pointwise.renormalizable) == [1, 2]
 
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from stillhouse.objective.compiled import pointwise
 from stillhouse.objective.formulas import Divergence
-from stillhouse.objective.plan import STUDENT, Column, Plan, PointwisePlan, StudentSoftmax
-from stillhouse.objective.pointwise import before_head, gradient, mixed_sums, raw_sums
 from stillhouse.objective.signals import RowIndex, Signal, SparseSignal
-from stillhouse.objective.statistics import statistics
+from stillhouse.objective.tile.compiled import pointwise
+from stillhouse.objective.tile.pointwise import before_head, gradient, normalized_sums, raw_sums
+from stillhouse.objective.tile.statistics import statistics
+from stillhouse.objective.tile.tile_plan import STUDENT, Column, Plan, PointwisePlan, StudentSoftmax
+from stillhouse.objective.top_k import local_top_k, merged
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
 #: bytes of the block of logits that one CPU thread processes at a time, so that it fits into the second-level cache
@@ -79,22 +79,24 @@ class Tile:
     # the steps of a chunk
 
     def start(self) -> None:
-        own = [self._sums(self._pointwise), *(self._outside_sums(*each) for each in self._plan.buckets)]
-        own += [*(self._own_logits(self.take(ids)) for ids in self._plan.ids), *self._own_likeliest()]
-        self._widths = [each.shape[1] for each in own]
-        self._pieces = AsyncAllGather(torch.cat(own, 1), self._shard)
+        sums = [self._sums(self._pointwise), *(self._outside_sums(*bucket) for bucket in self._plan.buckets)]
+        sums += [self._local_logits(self.take(ids)) for ids in self._plan.ids]
+        if self._plan.ranks:
+            sums += local_top_k(self.logits_CV, self._plan.ranks, self._shard)
+        self._widths = [sum_CX.shape[1] for sum_CX in sums]
+        self._pieces = AsyncAllGather(torch.cat(sums, 1), self._shard)
 
     def wait(self) -> None:
         raw_RCX, *rest = self._pieces.wait().split(self._widths, 2)
         outside, entries = rest[: len(self._plan.buckets)], rest[len(self._plan.buckets) :]
         if self._plan.ranks:
             *entries, logits_RCK, ids_RCK = entries
-            self._likeliest = _merged(logits_RCK, ids_RCK, self._plan.ranks)
+            self._top_k = merged(logits_RCK, ids_RCK, self._plan.ranks)[:2]
         # one rank holds an id's logit; the other ranks send −inf
-        self._entries = [each_RCN.amax(0) for each_RCN in entries]
+        self._entries = [logits_RCN.amax(0) for logits_RCN in entries]
         self._known = statistics(self._pointwise, raw_RCX, outside)
-        if self._pointwise.mixed:
-            self._known.add_mixed(self._pointwise, AsyncAllGather(self._mixed_sums(), self._shard).wait())
+        if self._pointwise.two_sweep:
+            self._known.add_normalized(self._pointwise, AsyncAllGather(self._normalized_sums(), self._shard).wait())
 
     def gradient(self) -> Tensor:
         """Overwrite the student's logits with the gradient [C, V] and return it."""
@@ -136,15 +138,15 @@ class Tile:
         gap_CN = self._entries[self._plan.logits_at(ids)] - self._known.references[0][:, None]
         return gap_CN / temperature - self._log_mass(temperature)[:, None]
 
-    def is_likeliest(self, ids: Tensor) -> Tensor:
+    def is_argmax(self, ids: Tensor) -> Tensor:
         """True where no token has a higher student probability than this id, [C, N]."""
         return self._entries[self._plan.logits_at(ids)] == self._known.references[0][:, None]
 
-    def likeliest(self, ranks: int, temperature: float) -> tuple[Tensor, Tensor]:
+    def top_k(self, ranks: int, temperature: float) -> tuple[Tensor, Tensor]:
         """The student's likeliest ids and their log q, in descending order, [C, K]; −inf beyond the vocabulary."""
         if ranks > self._plan.ranks:
             raise LookupError(f"the {ranks} likeliest tokens: no term has requested them")
-        logits_CK, ids_CK = (each_CK[:, :ranks] for each_CK in self._likeliest)
+        logits_CK, ids_CK = (top_CK[:, :ranks] for top_CK in self._top_k)
         gap_CK = logits_CK - self._known.references[0][:, None]
         return ids_CK, gap_CK / temperature - self._log_mass(temperature)[:, None]
 
@@ -199,7 +201,7 @@ class Tile:
     # this rank's part
 
     def _sums(self, plan: PointwisePlan) -> Tensor:
-        return own_sums(plan, self._tiles_CV[: plan.tiles])
+        return local_sums(plan, self._tiles_CV[: plan.tiles])
 
     def _outside_sums(self, signal: SparseSignal, softmax: StudentSoftmax) -> Tensor:
         """Return the largest logit and Σe^l outside the signal's ids, [C, 2].
@@ -222,10 +224,10 @@ class Tile:
         sums = dict(zip(plan.raw_sums, self._sums(plan).unbind(1), strict=True))
         return torch.stack([sums["reference", STUDENT], sums["largest", STUDENT] + sums["student_others", 0]], 1)
 
-    def _mixed_sums(self) -> Tensor:
+    def _normalized_sums(self) -> Tensor:
         normalizers_CX = self._known.normalizers()
         blocks = (
-            pointwise(mixed_sums, self._pointwise, self._block(block), normalizers_CX[block])
+            pointwise(normalized_sums, self._pointwise, self._block(block), normalizers_CX[block])
             for block in row_blocks(self.logits_CV)
         )
         return torch.cat(list(blocks))
@@ -270,24 +272,13 @@ class Tile:
         is_of_CV = torch.zeros_like(self.logits_CV, dtype=torch.bool)
         return is_of_CV.scatter_(1, places_CK, held_C1.expand_as(places_CK)).gather(1, columns_CK)
 
-    def _own_logits(self, ids: Tensor) -> Tensor:
+    def _local_logits(self, ids: Tensor) -> Tensor:
         """Return the student's logits at ids [C] or [C, N]; −inf at ids that are not on this rank, [C, N]."""
         ids_CN = ids[:, None] if ids.dim() == 1 else ids
         if self.logits_CV.shape[1] == 0:
             return self.logits_CV.new_full(ids_CN.shape, -math.inf)
         local_CN, is_here_CN = self._local(ids_CN)
         return self.logits_CV.gather(1, local_CN).masked_fill(~is_here_CN, -math.inf)
-
-    def _own_likeliest(self) -> list[Tensor]:
-        """Return the logits and the ids of this rank's likeliest tokens, [C, K] each; −inf where it has fewer."""
-        if not self._plan.ranks:
-            return []
-        held = min(self._plan.ranks, self.logits_CV.shape[1])
-        logits_CK, columns_CK = self.logits_CV.topk(held, 1)
-        missing = (0, self._plan.ranks - held)
-        # ids are exact as numbers of this dtype: they are below 2²⁴, the first integer that float32 cannot hold
-        ids_CK = pad(columns_CK + self._first, missing, value=-1).to(logits_CK.dtype)
-        return [pad(logits_CK, missing, value=-math.inf), ids_CK]
 
     def _local(self, ids_CN: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids' columns in this rank's tile (0 for ids that are not here), and which ids are here."""
@@ -302,7 +293,7 @@ class Tile:
         self._coefficients[column] = self._coefficients.get(column, 0.0) + coefficient_C
 
 
-def own_sums(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> Tensor:
+def local_sums(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> Tensor:
     """Return `raw_sums` over this rank's part of the vocabulary, [C, X]."""
     blocks = row_blocks(tiles_CV[0])
     return torch.cat([pointwise(raw_sums, plan, [tile_CV[block] for tile_CV in tiles_CV]) for block in blocks])
@@ -316,10 +307,3 @@ def row_blocks(tile_CV: Tensor) -> Iterator[slice]:
         per_thread = BLOCK_BYTES // (max(columns, 1) * tile_CV.element_size())
         size = torch.get_num_threads() * max(per_thread, 2)
     return (slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
-
-
-def _merged(logits_RCK: Tensor, ids_RCK: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """Return the logits and ids of the likeliest tokens of all pieces, [C, K] each."""
-    logits_CN, ids_CN = (each_RCK.transpose(0, 1).flatten(1) for each_RCK in (logits_RCK, ids_RCK))
-    logits_CK, columns_CK = logits_CN.topk(ranks, 1)
-    return logits_CK, ids_CN.gather(1, columns_CK).long()

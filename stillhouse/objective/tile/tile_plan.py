@@ -103,10 +103,10 @@ class PointwisePlan:
     @property
     def renormalizable(self) -> dict[PairIndex, KullbackLeibler]:
         """The pairs whose sums are taken together with the normalizers' sums and normalized afterwards."""
-        return {at: each for at, (each, _, _) in self.indexed_pairs if isinstance(each, KullbackLeibler)}
+        return {at: kl for at, (kl, _, _) in self.indexed_pairs if isinstance(kl, KullbackLeibler)}
 
     @property
-    def mixed(self) -> list[PairIndex]:
+    def two_sweep(self) -> list[PairIndex]:
         """The pairs that need both normalizers first, and therefore a second sweep over the logits."""
         return [at for at, _ in self.indexed_pairs if at not in self.renormalizable]
 
@@ -158,7 +158,7 @@ class Plan:
     signals: the dense signals, in the order of their tiles.
     buckets: (sparse signal, student softmax) whose outside is needed.
     ids: the ids [T] or [T, N] whose logits are needed.
-    ranks: how many of the student's likeliest tokens are needed.
+    ranks: how many of the student's likeliest tokens (the top k) are needed.
     """
 
     pointwise: PointwisePlan
@@ -195,7 +195,7 @@ class Plan:
 
     def logits_at(self, ids: Tensor) -> IdsIndex:
         # by identity: == compares tensors element by element
-        return IdsIndex(_index([id(each) for each in self.ids], id(ids), "the logits at these ids"))
+        return IdsIndex(_index([id(known) for known in self.ids], id(ids), "the logits at these ids"))
 
 
 class PlanBuilder:
@@ -244,10 +244,10 @@ class PlanBuilder:
 
     def logits_at(self, ids: Tensor) -> None:
         """Request the student's logits at some ids, [T] or [T, N]."""
-        if not any(each is ids for each in self._ids):
+        if not any(known is ids for known in self._ids):
             self._ids.append(ids)
 
-    def likeliest(self, ranks: int) -> None:
+    def top_k(self, ranks: int) -> None:
         """Request the student's `ranks` likeliest tokens."""
         self._ranks = max(self._ranks, ranks)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from stillhouse.objective.plan import PointwisePlan
+from stillhouse.objective.tile.tile_plan import PointwisePlan
 
 #: with at least this many columns of a tile, a compiled function is worth the time to compile it
 COMPILED_FROM = 2048
@@ -40,8 +40,8 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
     # torch treats a size of 1 as a constant and would compile separately for one row
     if columns < COMPILED_FROM or rows < 2 or device in _without_compiler or _is_off():
         return function(plan, tiles_BV, *rest)
-    for each in (*tiles_BV, *rest):
-        for tensor in each if isinstance(each, list) else [each]:
+    for argument in (*tiles_BV, *rest):
+        for tensor in argument if isinstance(argument, list) else [argument]:
             torch._dynamo.mark_dynamic(tensor, 0)
     try:
         return _compiled(function, plan, columns)(tiles_BV, *rest)
@@ -69,9 +69,9 @@ def _compiled(function: Callable[..., Any], plan: PointwisePlan, columns: int) -
     # The function gets its own code object, because torch counts compilations per code object and gives up after a
     # few. It gets its own name, because torch remembers under that name which numbers have differed between calls,
     # and would turn them into variables.
-    own = of_plan.__code__.replace(co_name=f"{function.__name__}_of_plan_{next(_plans)}")
+    code = of_plan.__code__.replace(co_name=f"{function.__name__}_of_plan_{next(_plans)}")
     return torch.compile(
-        types.FunctionType(own, of_plan.__globals__, closure=of_plan.__closure__),
+        types.FunctionType(code, of_plan.__globals__, closure=of_plan.__closure__),
         fullgraph=True,
         options=dict.fromkeys(STORED_FROM, 1000),
     )

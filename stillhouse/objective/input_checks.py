@@ -45,13 +45,13 @@ def check_terms(terms: Sequence[Term], tokens: int, first: str, leaf: Tensor) ->
 
 def check_weights(weights: dict[str, Tensor | None], tokens: int) -> None:
     """Check the weights per token of the objective and the terms. Keys: names for error messages."""
-    for name, each_T in weights.items():
-        if each_T is None:
+    for name, values_T in weights.items():
+        if values_T is None:
             continue
-        if each_T.shape != (tokens,):
-            raise ValueError(f"{name} of shape {tuple(each_T.shape)}: expected ({tokens},), one weight per token")
-        _check_constant(name, each_T)
-        if each_T.device.type == "cpu" and not each_T.isfinite().all():
+        if values_T.shape != (tokens,):
+            raise ValueError(f"{name} of shape {tuple(values_T.shape)}: expected ({tokens},), one weight per token")
+        _check_constant(name, values_T)
+        if values_T.device.type == "cpu" and not values_T.isfinite().all():
             raise ValueError(f"{name} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
 
 
@@ -86,11 +86,11 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif is_dataclass(value):
-        for each in fields(value):
-            yield from _tensors(f"{name}.{each.name}", getattr(value, each.name))
+        for field in fields(value):
+            yield from _tensors(f"{name}.{field.name}", getattr(value, field.name))
     elif isinstance(value, tuple):
-        for at, each in enumerate(value):
-            yield from _tensors(f"{name}[{at}]", each)
+        for at, element in enumerate(value):
+            yield from _tensors(f"{name}[{at}]", element)
 
 
 def check_device(name: str, tensor: Tensor, first: str, leaf: Tensor | None) -> None:

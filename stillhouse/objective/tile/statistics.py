@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.formulas import KullbackLeibler
-from stillhouse.objective.plan import STUDENT, PairIndex, PointwisePlan, StudentSoftmax
-from stillhouse.objective.pointwise import finite
 from stillhouse.objective.stable import excess, expect, log_sum_exp
+from stillhouse.objective.tile.pointwise import finite
+from stillhouse.objective.tile.tile_plan import STUDENT, PairIndex, PointwisePlan, StudentSoftmax
 
 
 @dataclass
@@ -57,10 +57,10 @@ class RowStatistics:
         """Return the columns of `plan.normalizers`, [C, X]."""
         return torch.stack([*self.references, *self.student_log_mass, *self.teacher_log_mass, *self.mass_ratio], 1)
 
-    def add_mixed(self, plan: PointwisePlan, sums_RCX: Tensor) -> None:
-        """Add the results of `pointwise.mixed_sums` of all pieces."""
+    def add_normalized(self, plan: PointwisePlan, sums_RCX: Tensor) -> None:
+        """Add the results of `pointwise.normalized_sums` of all pieces."""
         columns = iter(sums_RCX.sum(0).unbind(1))
-        for at in plan.mixed:
+        for at in plan.two_sweep:
             self.values[at], self.slopes[at] = next(columns), next(columns)
 
 
@@ -72,8 +72,8 @@ def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tenso
     """
     raw = dict(zip(plan.raw_sums, raw_RCX.unbind(2), strict=True))
     largest = [raw["reference", tile] for tile in range(plan.tiles)]
-    references = [finite(each_RC.amax(0)) for each_RC in largest]
-    shifts = [_shift(each_RC, reference_C) for each_RC, reference_C in zip(largest, references, strict=True)]
+    references = [finite(largest_RC.amax(0)) for largest_RC in largest]
+    shifts = [_shift(largest_RC, reference_C) for largest_RC, reference_C in zip(largest, references, strict=True)]
     students = [
         _Softmax(raw["largest", STUDENT], raw["student_others", at], raw["student_mean", at], shifts[0] / temperature)
         for at, temperature in enumerate(plan.temperatures)
@@ -84,10 +84,10 @@ def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tenso
     ]
     result = RowStatistics(
         references,
-        [each.log_mass() for each in students],
-        [each.entropy() for each in students],
-        [each.log_mass() for each in teachers],
-        [each.entropy() for each in teachers],
+        [softmax.log_mass() for softmax in students],
+        [softmax.entropy() for softmax in students],
+        [softmax.log_mass() for softmax in teachers],
+        [softmax.entropy() for softmax in teachers],
         both_top=[
             (raw["both_top", tile] * (largest[0] == references[0]) * (largest[tile] == references[tile])).amax(0)
             for tile in range(1, plan.tiles)

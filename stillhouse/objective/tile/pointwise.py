@@ -4,7 +4,7 @@
                  the reference is the row's largest logit in this part of the vocabulary. For KL divergences the sums
                  over unnormalized e^l, which `statistics.py` normalizes; and the other sums of a `PointwisePlan`.
                  The sums cover the whole vocabulary or one shard of it.
-    mixed_sums   a second sweep, for divergences that need both normalizers in every element: Σf and Σq·h.
+    normalized_sums   a second sweep, for divergences that need both normalizers in every element: Σf and Σq·h.
     log_mean     the logits of the mean of several teachers' distributions (`mixture.py`), before any of these sweeps.
     gradient     ∂loss/∂logits = Σ_τ q_τ·(a + b·log q_τ) + Σ_pairs w·q·h + Σ_buckets c·q/q(outside) + u
                  with coefficients a, b, w, c, u per row: the gradient of all terms except at single ids.
@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.formulas import Pivot, Sides, sides
-from stillhouse.objective.plan import (
+from stillhouse.objective.stable import difference, expect
+from stillhouse.objective.tile.tile_plan import (
     STUDENT,
     Column,
     Columns,
@@ -36,7 +37,6 @@ from stillhouse.objective.plan import (
     StudentSoftmax,
     TeacherSoftmax,
 )
-from stillhouse.objective.stable import difference, expect
 
 
 def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
@@ -59,12 +59,12 @@ def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     for at, ((tile, _), log_BV) in enumerate(zip(plan.teachers, teachers, strict=True)):
         sums["teacher_others", at], sums["teacher_mean", at] = _softmax_sums(log_BV, largest[tile])
     both = {(at, to): sides(teachers[at], students[to], students[to] - teachers[at]) for at, to in plan.couples}
-    for at, each in enumerate(both.values()):
-        sums["mass_gap", at] = difference(each.p, each.q, each.ratio).sum(1)
+    for at, pair in enumerate(both.values()):
+        sums["mass_gap", at] = difference(pair.p, pair.q, pair.ratio).sum(1)
     for at, divergence in plan.renormalizable.items():
-        each = both[plan.pairs[at][1:]]
-        first_BV, _, ratio_BV = divergence.directed(each)
-        sums["excess", at] = divergence.balanced(each).sum(1)
+        pair = both[plan.pairs[at][1:]]
+        first_BV, _, ratio_BV = divergence.directed(pair)
+        sums["excess", at] = divergence.balanced(pair).sum(1)
         sums["log_ratio", at] = expect(first_BV, ratio_BV).sum(1)
     for at in range(1, plan.tiles):
         # no gap is above 0, so the sum of two gaps is 0 only where both are 0
@@ -74,15 +74,15 @@ def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     return torch.stack([sums[column] for column in plan.raw_sums], 1)
 
 
-def mixed_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
-    """Return Σf and Σq·h of each pair in `plan.mixed`, [B, 2·pairs]."""
+def normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
+    """Return Σf and Σq·h of each pair in `plan.two_sweep`, [B, 2·pairs]."""
     rows = _named(plan.normalizers, normalizers_BX)
     both = _sides(plan, tiles_BV, rows)
     columns = []
-    for at in plan.mixed:
+    for at in plan.two_sweep:
         divergence, teacher, student = plan.pairs[at]
-        each = both[teacher, student]
-        columns += [divergence.balanced(each).sum(1), divergence.balanced_slope(each).sum(1)]
+        pair = both[teacher, student]
+        columns += [divergence.balanced(pair).sum(1), divergence.balanced_slope(pair).sum(1)]
     return torch.stack(columns, 1)
 
 

@@ -1,4 +1,4 @@
-"""Where a chunk's logits come from and where their gradient goes: hidden states and a head, or given logits.
+"""Provides a chunk's logits and takes back their gradient: from hidden states and a head, or from given logits.
 
 T tokens, C rows of a chunk, D student width, E teacher width, V vocabulary (of this rank).
 """
@@ -15,8 +15,8 @@ from stillhouse.objective.terms import Term
 from stillhouse.objective.vocab import VocabShard
 
 
-class Source:
-    """The inputs of a pass. Subclasses define where the student's logits come from and where their gradient goes."""
+class LogitsProvider:
+    """The inputs of a pass and their gradients. Subclasses give the student's logits and pull back their gradient."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Source:
         logit_columns: int | None = None,
         gradients: list[Tensor | None] | None = None,
     ):
-        teacher_heads = {id(each): each for term in terms for signal in term.signals() for each in signal.heads()}
+        teacher_heads = {id(head): head for term in terms for signal in term.signals() for head in signal.heads()}
         #: the size of the whole vocabulary, over all ranks
         self.vocabulary = common_vocabulary([*heads, *teacher_heads.values()], logit_columns)
         self.shard = shard
@@ -134,14 +134,14 @@ class Source:
 
         place: 0 for the student, then the dense signals' places; negative for the members of a mixture.
         """
-        held = self._buffers.get((place, number))
-        if held is None or len(held) < rows:
-            held = torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)
-            self._buffers[place, number] = held
-        return held[:rows]
+        buffer_CV = self._buffers.get((place, number))
+        if buffer_CV is None or len(buffer_CV) < rows:
+            buffer_CV = torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)
+            self._buffers[place, number] = buffer_CV
+        return buffer_CV[:rows]
 
 
-class HeadRows(Source):
+class HeadLogits(LogitsProvider):
     """Hidden states and a head. Gradients stay float32 (or float64) until backward has multiplied them."""
 
     def __init__(
@@ -151,7 +151,7 @@ class HeadRows(Source):
         terms: Sequence[Term],
         gradients: list[Tensor | None] | None = None,
     ):
-        """gradients: those of another source with the same hidden states and head, to be added to."""
+        """gradients: those of another provider with the same hidden states and head, to be added to."""
         dtype = operand_dtype(hidden_TD, head.weight_VD)
         self.hidden_TD, self.device = hidden_TD.detach(), hidden_TD.device
         self.scale, self.softcap = head.scale, head.softcap
@@ -182,7 +182,7 @@ class HeadRows(Source):
         return self.hidden_TD[rows].masked_fill(~kept_C[:, None], 0.0)
 
 
-class LogitsRows(Source):
+class GivenLogits(LogitsProvider):
     """Given logits. The gradient has the logits' dtype, but float32 for float16 logits, whose range is too small."""
 
     scale, softcap = 1.0, None
