@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stillhouse.engine.optimizer import empty_state, state_tensors
+from stillhouse.models.dtensors import local
 from stillhouse.output.progress import DamagedCheckpointError
 from stillhouse.parallel import Runner
-from stillhouse.parallel.gradients import copies, local
+from stillhouse.parallel.gradients import copies
 from stillhouse.signals.weight_average import WeightAverage
 
 #: prefixes of the names of tensors

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from stillhouse.models.head import local
+from stillhouse.models.dtensors import local
 from stillhouse.parallel.ranks import Ranks
 
 

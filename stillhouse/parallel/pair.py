@@ -23,7 +23,7 @@ from stillhouse.objective import Signal, Signals, StudentHidden
 from stillhouse.objective.signals import RowIndex
 from stillhouse.parallel import watchdog
 from stillhouse.parallel.heads import DecoderHead, TeacherHidden
-from stillhouse.parallel.loss_part import LayerLoss, LayerLosses
+from stillhouse.parallel.layer_loss import LayerLoss, LayerLosses
 
 
 @dataclass(frozen=True)

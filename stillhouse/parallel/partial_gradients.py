@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
-from stillhouse.models.head import local
-from stillhouse.models.structure import describe
+from stillhouse.models.dtensors import local
+from stillhouse.models.model_checks import describe
 from stillhouse.objective import CrossEntropy, ObjectiveOutput, OutputHead, linear_objective
+from stillhouse.parallel.apply.tensor_parallel import generic
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.pair import StageInputs
 from stillhouse.parallel.runner import Runner
-from stillhouse.parallel.tensor_parallel import generic
 
 #: relative differences between the ranks' gradients: equal up to rounding, and certainly not equal
 _EQUAL, _PARTIAL = 1e-2, 5e-2

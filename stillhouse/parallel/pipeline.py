@@ -8,7 +8,7 @@ already has the micro-batches and looks each of them up by its number.
 B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,58 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 
 from stillhouse.data import MicroBatch
+from stillhouse.models.dtensors import local
 from stillhouse.objective import TEACHER, Signals
-from stillhouse.parallel.gradients import local, reduce_partial_grads
+from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.heads import TeacherHidden
 from stillhouse.parallel.older_torch import stage_class
 from stillhouse.parallel.pair import InStage, StageInputs, StageResults, TeacherStudentPair
-from stillhouse.parallel.teacher_prefetch import Schedule1F1BWithPrefetch, TeacherPrefetch
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """One of torch's schedules, and how stages are assigned to ranks.
-
-    per_rank: the number of stages on each rank. in_v: the stages are assigned to the ranks in increasing, then in
-    decreasing order, so that rank 0 has the first and the last stage. prefetch: the teacher runs in separate
-    actions, up to one step before the student. splits_backward: a stage computes the gradients of its input and those
-    of its weights at different times.
-    """
-
-    schedule: Callable[..., Any]
-    per_rank: int = 1
-    in_v: bool = False
-    prefetch: bool = False
-    splits_backward: bool = False
-
-    def stages_of(self, rank: int, ranks: int) -> list[int]:
-        """Return the numbers of a rank's stages."""
-        if self.in_v:
-            return [rank, 2 * ranks - 1 - rank]
-        return [rank + turn * ranks for turn in range(self.per_rank)]
-
-    def rank_of(self, stage: int, ranks: int) -> int:
-        return 2 * ranks - 1 - stage if self.in_v and stage >= ranks else stage % ranks
-
-
-SCHEMES = {
-    "gpipe": Scheme(ScheduleGPipe),
-    "1f1b": Scheme(Schedule1F1B),
-    "1f1b_ahead": Scheme(Schedule1F1BWithPrefetch, prefetch=True),
-    "interleaved": Scheme(ScheduleInterleaved1F1B, 2),
-    "zero_bubble": Scheme(ScheduleInterleavedZeroBubble, 2, splits_backward=True),
-    "zbv": Scheme(ScheduleZBVZeroBubble, 2, in_v=True, splits_backward=True),
-}
+from stillhouse.parallel.run_layout import Scheme
+from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stillhouse.models import Decoder, ProofError
-from stillhouse.models.structure import describe
-from stillhouse.parallel.ranks import gathered_tensor
+from stillhouse.models.dtensors import gathered_tensor
+from stillhouse.models.model_checks import describe
 
 #: the largest allowed error of what a layer adds to its input, relative to it. The order of sums differs, and in half
 #: precision also the dtype in which the ranks' parts are added up.

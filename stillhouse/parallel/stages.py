@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
-from stillhouse.models.loading import auto_class
-from stillhouse.parallel.loading import make_buffers
+from stillhouse.models.pretrained import auto_class
+from stillhouse.parallel.sharded_loading import make_buffers
 
 #: transformers' names for the parts of a base model that can be cut into stages
 PARTS = ("embed_tokens", "layers", "norm")

@@ -31,7 +31,7 @@ from stillhouse.parallel import (
     process_count,
     start,
 )
-from stillhouse.parallel.expert_parallel import dispatched_experts
+from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.run.build import build_engine
 from stillhouse.run.inputs import RunData, load_run_data
 from stillhouse.run.models import ModelSources, require_adapters

@@ -21,7 +21,7 @@ from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.parts import ROUTER_LOSS, FurtherTokens, LossPart, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
-from stillhouse.models.head import local
+from stillhouse.models.dtensors import local
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective

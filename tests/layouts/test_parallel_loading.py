@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
 from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
-from stillhouse.models.head import local
+from stillhouse.models.dtensors import local
 from stillhouse.parallel import Degrees, Mesh
-from stillhouse.parallel.context_parallel import require_heads
-from stillhouse.parallel.expert_parallel import apply_expert_parallel, dispatched_experts
-from stillhouse.parallel.loading import empty_decoder, load_weights
+from stillhouse.parallel.apply.context_parallel import require_heads
+from stillhouse.parallel.apply.expert_parallel import apply_expert_parallel, dispatched_experts
+from stillhouse.parallel.apply.tensor_parallel import tensor_plan
+from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 from stillhouse.parallel.stages import keep_layers, require_cuttable
-from stillhouse.parallel.tensor_parallel import tensor_plan
 
 IDS = torch.arange(3, 40)[None]
 

@@ -248,15 +248,14 @@ def per_row() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    import stillhouse.models.decoder
-    import stillhouse.models.proof
-    import stillhouse.parallel.proof
+    from stillhouse.models import decoder, decoder_proof
+    from stillhouse.parallel import runner_proof
 
     AttentionInterface.register("per_row", sdpa_attention_forward)
     AttentionMaskInterface.register("per_row", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    for module in (stillhouse.models.decoder, stillhouse.models.proof, stillhouse.parallel.proof):
+    for module in (decoder, decoder_proof, runner_proof):
         module.packs_one_row = lambda model: model.config._attn_implementation == "per_row"  # type: ignore[attr-defined]
-    stillhouse.models.proof._require_placed = lambda model: None
+    decoder_proof._require_placed = lambda model: None
 
 
 @pytest.mark.parametrize("side", ["teacher", pytest.param("student", marks=pytest.mark.slow)])

@@ -1,6 +1,6 @@
 """Proves the models of a runner under its layout, after their weights are there, with the passes that training makes.
 
-What is proven of each model is in `models/proof.py`. Under tensor parallelism, each layer is also compared with its
+What is proven of each model is in `models/decoder_proof.py`. Under tensor parallelism, each layer is also compared with its
 whole copy (`sharded_layers.py`), and backward passes show which gradients have to be summed (`partial_gradients.py`).
 
 B rows, S columns of the whole sequences, D and E widths of student and teacher.
@@ -20,28 +20,25 @@ from torch.distributed.fsdp import FSDPModule
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
-from stillhouse.models.modes import in_mode
-from stillhouse.models.proof import (
+from stillhouse.models.decoder_proof import (
     Forward,
     ProbeDocuments,
-    autocast,
-    autocast_dtype,
     by_rows,
-    packs_one_row,
     prove_documents,
     prove_logits,
     prove_places,
     run_probe,
 )
+from stillhouse.models.modes import autocast, autocast_dtype, in_mode, packs_one_row
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
-from stillhouse.parallel.context_parallel import NextTokens
-from stillhouse.parallel.layout import ModelSource
-from stillhouse.parallel.loss_part import MtpLayersRun
+from stillhouse.parallel.apply.context_parallel import NextTokens
+from stillhouse.parallel.layer_loss import MtpLayersRun
 from stillhouse.parallel.pair import IN_STAGE, StageInputs
 from stillhouse.parallel.partial_gradients import partial_gradients
 from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_layers import layers_compared, require_equal_layers
+from stillhouse.parallel.sharded_loading import ModelSource
 
 
 class _Names(NamedTuple):

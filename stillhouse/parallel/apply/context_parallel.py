@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from stillhouse.models import Decoder
 
 if TYPE_CHECKING:  # it needs a later version of transformers than the rest
-    from stillhouse.models.mtp_layers import MtpLayers
+    from stillhouse.models.mtp.mtp_layers import MtpLayers
 
 
 def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 1) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import lora_parts
-from stillhouse.models.head import Head
+from stillhouse.models.lm_head import Head
 from stillhouse.objective import VocabShard
 
 #: torch's styles by their names in transformers

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder
-from stillhouse.parallel.context_parallel import NextTokens
+from stillhouse.parallel.apply.context_parallel import NextTokens
 
 
 class LayerLoss(Protocol):

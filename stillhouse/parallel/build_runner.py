@@ -2,21 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder, ProofError
-from stillhouse.parallel.context_parallel import apply_context_parallel
-from stillhouse.parallel.expert_parallel import apply_expert_parallel, dispatched_experts
-from stillhouse.parallel.fsdp import apply_fsdp, apply_fsdp_to_experts
-from stillhouse.parallel.layout import Layout, ModelSource
+from stillhouse.parallel.apply import apply_parallelism
+from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pair import TeacherStudentPair
-from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
-from stillhouse.parallel.proof import prove_runner
+from stillhouse.parallel.pipeline import Pipeline, Width
+from stillhouse.parallel.run_layout import SCHEMES, Layout
 from stillhouse.parallel.runner import Runner
+from stillhouse.parallel.runner_proof import prove_runner
+from stillhouse.parallel.sharded_loading import ModelSource
 from stillhouse.parallel.stages import (
     Stage,
     cost_of,
@@ -27,7 +24,6 @@ from stillhouse.parallel.stages import (
     require_training,
     split,
 )
-from stillhouse.parallel.tensor_parallel import apply_tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -239,32 +235,11 @@ def _distributed(
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
                 continue
-            own = replace(layout, offload=layout.offload or source.offload)
-            apply_parallelism(decoder, own, mesh, layout.gather_dtype if decoder is student else None)
+            model_layout = replace(layout, offload=layout.offload or source.offload)
+            apply_parallelism(decoder, model_layout, mesh, layout.gather_dtype if decoder is student else None)
             if source.load_weights is not None:
                 source.load_weights(decoder)
     return pair
-
-
-def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype: torch.dtype | None) -> None:
-    """Apply a layout to a decoder, from the inside out: context, tensor and expert parallelism, then FSDP."""
-    degrees = layout.degrees
-    options: dict[str, Any] = {
-        # a pipeline's schedule runs parts of backward by itself: gathered weights have to stay until then
-        "reshard_after_forward": layout.stages == 1,
-        "gather_dtype": gather_dtype,
-        "offload": layout.offload,
-    }
-    if (context := mesh.group("context")) is not None and decoder.layers():
-        apply_context_parallel(decoder, context, degrees.tensor)
-    if degrees.tensor > 1:
-        apply_tensor_parallel(decoder, mesh.weights["tensor"])
-    if degrees.experts > 1 and (experts := dispatched_experts(decoder)):
-        apply_expert_parallel(decoder, mesh.experts["expert"], mesh.weights["tensor"])
-        if mesh.expert_sharding is not None:
-            apply_fsdp_to_experts(experts, mesh.expert_sharding, **options)
-    if mesh.sharding is not None:
-        apply_fsdp(decoder, mesh.sharding, **options)
 
 
 def _width(student: Decoder, teacher: Decoder | None) -> Width:
