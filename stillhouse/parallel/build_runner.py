@@ -61,9 +61,8 @@ def build_runner(
 ) -> Runner:
     """Build this process's runner.
 
-    teacher_head_only: build only the teacher's head, because its layers have a
-    separate layout. prove: prove the models under the layout (`prove_runner`), unless this process has proven
-    them whole.
+    teacher_head_only: build only the teacher's head, because its layers have a separate layout.
+    prove: prove the models under the layout (`prove_runner`), unless this process has proven them whole.
     Raises ValueError for a model that the layout does not fit, and ProofError for one that computes the wrong thing.
     """
     runner = _build_runner(layout, mesh, student_source, teacher_source, teacher_head_only=teacher_head_only)
@@ -170,7 +169,7 @@ def _plan_stages(
     if student.lora is not None or student.mtp is not None:
         require_training(student, stages)
     is_base = student_source.teacher_is_base
-    require_pairs(student, [replace(each, teacher=each.student) for each in stages] if is_base else stages)
+    require_pairs(student, [replace(stage, teacher=stage.student) for stage in stages] if is_base else stages)
     beside = student if is_base else teacher
     # a frozen weight has no gradient to sum
     tied = student.tied and student.output_weight.requires_grad
@@ -211,7 +210,7 @@ def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
     if degrees.expert == 1:
         return
     require_feature("expert parallelism")  # the plans of earlier versions name no experts to which tokens are sent
-    if not any(dispatched_experts(each) for each in decoders if each is not None):
+    if not any(dispatched_experts(decoder) for decoder in decoders if decoder is not None):
         raise ValueError(
             f"expert={degrees.expert} for models without experts that transformers' plans distribute: expected 1"
         )
@@ -245,8 +244,8 @@ def _distributed(
 def _width(student: Decoder, teacher: Decoder | None) -> Width:
     """Hidden states have the dtype of the embedding, because the layers add to its output."""
     sides = [
-        (each.config.get_text_config().hidden_size, each.pretrained.get_input_embeddings().weight.dtype)
-        for each in (student, teacher)
-        if each is not None
+        (decoder.config.get_text_config().hidden_size, decoder.pretrained.get_input_embeddings().weight.dtype)
+        for decoder in (student, teacher)
+        if decoder is not None
     ]
     return Width(*(value for side in sides for value in side))

@@ -57,7 +57,7 @@ class Mesh:
 
     A mesh of one process has no process groups and no device meshes; all its coordinates are 0. In a job of several
     processes, constructing a mesh is a collective of all ranks of the job, including ranks that are not in the mesh;
-    with `of_one_process`, it is this process's own.
+    with `of_one_process`, only this process constructs it.
 
     weights: (pipeline, replicate, shard, tensor), the mesh of the weights.
     experts: (pipeline, replicate, shard, expert), the mesh of the experts' weights.
@@ -121,8 +121,9 @@ class Mesh:
         if self.degrees.pipeline == 1:
             return None
         timeout = _group_timeout(self.device)
-        made = {tuple(ranks): dist.new_group(ranks, timeout) for ranks in self.tokens.mesh.flatten(1).T.tolist()}
-        return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
+        pipelines = self.tokens.mesh.flatten(1).T.tolist()
+        groups = {tuple(ranks): dist.new_group(ranks, timeout) for ranks in pipelines}
+        return next((group for ranks, group in groups.items() if dist.get_rank() in ranks), None)
 
     def _grid(self, **sizes: int) -> DeviceMesh:
         grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

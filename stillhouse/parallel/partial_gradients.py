@@ -60,10 +60,10 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
             _add(squares, _squares(runner, hidden))
             hidden.clear()
     total = defaultdict[str, float](float)
-    for of_rank in runner.ranks.gather(squares):
-        _add(total, of_rank)
+    for rank_squares in runner.ranks.gather(squares):
+        _add(total, rank_squares)
     differing = {name: math.sqrt(total[f"{name} difference"] / total[name]) for name in list(total) if total[name]}
-    parts = [(name, each) for name, each in _copies(runner) if differing.get(generic(name), 0.0) > _EQUAL]
+    parts = [(name, copy) for name, copy in _copies(runner) if differing.get(generic(name), 0.0) > _EQUAL]
     problems = (
         _problem(runner, name, parameter, differing[generic(name)], runs, count * _ROUNDS)
         for name, parameter in parts
@@ -82,7 +82,7 @@ def _cross_entropies(number: int) -> OutputProcessor:
         depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         place_T = torch.arange(depths[0].shape[:-1].numel(), device=depths[0].device)
         terms = [CrossEntropy((place_T * (number + 1)) % 7)]
-        losses = [linear_objective(each.flatten(0, -2), head, terms).loss for each in depths]
+        losses = [linear_objective(hidden_BSD.flatten(0, -2), head, terms).loss for hidden_BSD in depths]
         return ObjectiveOutput(torch.stack(losses).sum(), {}, {})
 
     return process
@@ -119,26 +119,23 @@ def _squares(runner: Runner, hidden: Mapping[str, Tensor]) -> dict[str, float]:
     copies += [(f"{_HIDDEN}{name}", gradient) for name, gradient in hidden.items()]
     if not copies:
         return {}
-    here = torch.cat([gradient.flatten().to(runner.device, torch.float32) for _, gradient in copies])
-    mean = here.clone()
+    values = torch.cat([gradient.flatten().to(runner.device, torch.float32) for _, gradient in copies])
+    mean = values.clone()
     group = runner.mesh.weights.get_group("tensor")
     dist.all_reduce(mean, group=group)
     mean /= group.size()
     sizes = [gradient.numel() for _, gradient in copies]
     squares = defaultdict[str, float](float)
-    for of, values in (("", here), (" difference", here - mean)):
-        for (name, _), value in zip(copies, _sums(values.square(), sizes), strict=True):
-            squares[name + of] += value
+    for suffix, terms in (("", values), (" difference", values - mean)):
+        sums = torch.stack([part.square().sum() for part in terms.split(sizes)]).tolist()
+        for (name, _), value in zip(copies, sums, strict=True):
+            squares[name + suffix] += value
     return squares
 
 
 def _add(total: dict[str, float], values: Mapping[str, float]) -> None:
     for name, value in values.items():
         total[name] += value
-
-
-def _sums(values: Tensor, sizes: list[int]) -> list[float]:
-    return torch.stack([part.sum() for part in values.split(sizes)]).tolist()
 
 
 def _problem(
@@ -184,8 +181,8 @@ def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> Iterator[Non
     """Add the gradients of the hidden states in front of the layers and between them to `into`, by module."""
 
     def add(name: str, gradient: Tensor) -> None:
-        whole = local(gradient).detach().float()
-        into[name] = into[name] + whole if name in into else whole
+        value = local(gradient).detach().float()
+        into[name] = into[name] + value if name in into else value
 
     def watch(name: str, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output

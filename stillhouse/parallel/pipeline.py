@@ -96,7 +96,7 @@ class Pipeline:
         step, numbers = _Step(inputs), torch.arange(len(inputs))
         schedule = self._schedule_for(inputs, with_teacher=step.in_stage and self.prefetch is None)
         if self.prefetch is not None:
-            order = self.prefetch.begin([each.micro_batch for each in inputs], step.request, runs=step.in_stage)
+            order = self.prefetch.begin([batch.micro_batch for batch in inputs], step.request, runs=step.in_stage)
             schedule.follow(order, self.prefetch.run_teacher, self.prefetch.backward_group)
             if step.in_stage:
                 step.prefetched = self.prefetch.now.hidden
@@ -123,11 +123,11 @@ class Pipeline:
         kept: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # outputs of a stage for the next one on this rank
         sends: list[tuple[Any, Tensor]] = []
         for number, stage in sorted(self.stages.items()):
-            source, target = (self.scheme.rank_of(each, self.ranks) for each in (number - 1, number + 1))
-            for at, each in enumerate(inputs):
+            source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
+            for at, batch in enumerate(inputs):
                 received: tuple[Tensor, ...] = ()
                 if number and source != self.rank:
-                    received = self._receive(each.micro_batch, source, with_teacher=step.in_stage)
+                    received = self._receive(batch.micro_batch, source, with_teacher=step.in_stage)
                 elif number:
                     received = kept.pop((number - 1, at))
                 passed = stage(*received, number=torch.tensor([at]), step=step)
@@ -147,23 +147,21 @@ class Pipeline:
         first, last = 0, self.scheme.rank_of(self.count - 1, self.ranks)
         if self.rank not in (first, last):
             return
-        gradients = [
-            local(weight.grad) for weight in reduce_partial_grads(self._embeddings()) if weight.grad is not None
-        ]
+        gradients = [local(weight.grad) for weight in reduce_partial_grads(self._embeddings())]
         if first == last:
             total = gradients[0] + gradients[1]
         else:
-            own = gradients[0].to(self.device)  # the gradient may be in host memory
-            other = torch.empty_like(own)
+            sent = gradients[0].to(self.device)  # the gradient may be in host memory
+            received = torch.empty_like(sent)
             there = dist.get_global_rank(self.group, last if self.rank == first else first)
             # in one batch: if both ranks sent first, each would wait for the other (NCCL)
             both = [
-                dist.P2POp(dist.isend, own.contiguous(), there, self.group),
-                dist.P2POp(dist.irecv, other, there, self.group),
+                dist.P2POp(dist.isend, sent.contiguous(), there, self.group),
+                dist.P2POp(dist.irecv, received, there, self.group),
             ]
             for message in dist.batch_isend_irecv(both):
                 message.wait()
-            total = own + other
+            total = sent + received
         for gradient in gradients:
             gradient.copy_(total)
 
@@ -178,9 +176,9 @@ class Pipeline:
 
     def _receive(self, micro_batch: MicroBatch, source: int, *, with_teacher: bool) -> tuple[Tensor, ...]:
         hidden = self._hidden(*micro_batch.shape_BS, with_teacher=with_teacher)
-        received = tuple(torch.empty_like(each, device=self.device, requires_grad=False) for each in hidden)
-        for each in received:
-            dist.recv(each, group=self._message_group(source, self.rank), group_src=source)
+        received = tuple(torch.empty_like(meta, device=self.device, requires_grad=False) for meta in hidden)
+        for buffer in received:
+            dist.recv(buffer, group=self._message_group(source, self.rank), group_src=source)
         return received
 
     def _message_group(self, source: int, target: int) -> ProcessGroup:
@@ -197,7 +195,7 @@ class Pipeline:
 
     def _schedule_for(self, inputs: Sequence[StageInputs], *, with_teacher: bool) -> Any:
         """Return torch's schedule for these shapes. A schedule fixes the shapes of its messages at construction."""
-        shapes = {each.micro_batch.shape_BS for each in inputs}
+        shapes = {batch.micro_batch.shape_BS for batch in inputs}
         assert len(shapes) == 1, f"micro-batches of different shapes in one step: {shapes}"
         ((rows, tokens),) = shapes
         key = (len(inputs), rows, tokens, with_teacher)
@@ -243,8 +241,11 @@ class _Step:
         self.inputs = inputs
         self.results: dict[tuple[int, int], StageResults] = {}
         self.prefetched: dict[int, Tensor] | None = None
-        markers = [[each for each in of_one.signals.values() if isinstance(each, InStage)] for of_one in inputs]
-        assert len({len(each) for each in markers}) == 1, "a teacher in the stages for only some of the micro-batches"
+        signals = [batch.signals.values() for batch in inputs]
+        markers = [[signal for signal in of_batch if isinstance(signal, InStage)] for of_batch in signals]
+        assert len({len(of_batch) for of_batch in markers}) == 1, (
+            "a teacher in the stages for only some of the micro-batches"
+        )
         self.in_stage = bool(markers[0])
         self.request = markers[0][0].request if self.in_stage else None
 

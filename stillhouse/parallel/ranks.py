@@ -146,7 +146,7 @@ ONE_PROCESS = Ranks(None, torch.device("cpu"))
 
 def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list[Any]:
     """The number of an error's kind, and the arguments that make the same error."""
-    kind = next(number for number, each in enumerate(kinds) if isinstance(error, each))
+    kind = next(number for number, kind in enumerate(kinds) if isinstance(error, kind))
     if isinstance(error, ConfigError) and kinds[kind] is ConfigError:
         return [kind, [error.key, error.problem]]
     if isinstance(error, OSError) and error.errno is not None:

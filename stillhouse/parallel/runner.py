@@ -58,7 +58,7 @@ class Runner:
             if self.pipeline is not None:
                 results = self.pipeline.forward(inputs)
             else:
-                results = [self.pairs[0](each) for each in inputs]
+                results = [self.pairs[0](batch) for batch in inputs]
         for pair in self.pairs.values():
             reshard(pair)  # no backward follows that would do it
         return [result.output for result in results]
@@ -73,8 +73,8 @@ class Runner:
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(inputs)
             results = []
-            for pair, each in self.one_by_one(inputs):
-                results.append(pair(each))
+            for pair, batch in self.one_by_one(inputs):
+                results.append(pair(batch))
                 results[-1].output.loss.backward()
             return results
 
@@ -85,10 +85,10 @@ class Runner:
         """
         _require_micro_batches(inputs)
         pair = self.pairs[0]
-        for number, each in enumerate(inputs, start=1):
+        for number, batch in enumerate(inputs, start=1):
             if isinstance(pair.student, FSDPModule):
                 pair.student.set_requires_all_reduce(number == len(inputs))
-            yield pair, each
+            yield pair, batch
 
     def announce(self, micro_batches: Sequence[MicroBatch]) -> int | None:
         """Announce the micro-batches of a later step, on which the teacher then runs in the pipeline's bubbles.

@@ -1,7 +1,8 @@
 """Proves the models of a runner under its layout, after their weights are there, with the passes that training makes.
 
-What is proven of each model is in `models/decoder_proof.py`. Under tensor parallelism, each layer is also compared with its
-whole copy (`sharded_layers.py`), and backward passes show which gradients have to be summed (`partial_gradients.py`).
+What is proven of each model is in `models/decoder_proof.py`. Under tensor parallelism, each layer is also compared
+with its whole copy (`sharded_layers.py`), and backward passes show which gradients have to be summed
+(`partial_gradients.py`).
 
 B rows, S columns of the whole sequences, D and E widths of student and teacher.
 """
@@ -13,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -29,10 +29,11 @@ from stillhouse.models.decoder_proof import (
     prove_places,
     run_probe,
 )
+from stillhouse.models.model_checks import prefixed
 from stillhouse.models.modes import autocast, autocast_dtype, in_mode, packs_one_row
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
-from stillhouse.parallel.apply.context_parallel import NextTokens
+from stillhouse.parallel.apply.context_parallel import NextTokens, whole_sequences
 from stillhouse.parallel.layer_loss import MtpLayersRun
 from stillhouse.parallel.pair import IN_STAGE, StageInputs
 from stillhouse.parallel.partial_gradients import partial_gradients
@@ -77,7 +78,7 @@ def prove_runner(
         reshard(pair)
     if runner.layout.degrees.tensor > 1:
         _prove_sharded_layers(runner, student, teacher if teacher_in_stages else None)
-        if any(each.requires_grad for _, each in runner.named_parameters()):
+        if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
             with _raised(runner, names.student):
                 forward = _Forward(runner, {})
                 runner.sum_over_tensor_ranks(
@@ -94,7 +95,7 @@ def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
         for name, decoder in decoders.items():
             device = runner.device if isinstance(decoder, FSDPModule) else decoder.output_weight.device
             position_ids_BS = ProbeDocuments.of(decoder.vocabulary_rows).position_ids_BS[:1].to(device)
-            with _named(name), evaluating(decoder):
+            with prefixed(name, ProofError), evaluating(decoder):
                 prove_logits(decoder, _embedded(decoder, position_ids_BS))
             reshard(decoder)
 
@@ -140,7 +141,7 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
         run_probe(forward.of_rows, forward.probe, forward.device)
     with runner.ranks.all_raise(ProofError):
         for name, decoder, of_layers in compared:
-            with _named(name):
+            with prefixed(name, ProofError):
                 require_equal_layers(decoder, of_layers)
 
 
@@ -187,7 +188,7 @@ class _Forward:
         parts = list(hidden.student)
         if hidden.teacher_TE is not None:
             parts.append(hidden.teacher_TE.unflatten(0, micro_batch.shape_BS))
-        return [_whole(self._runner, part) for part in parts]
+        return [whole_sequences(part, self._runner.context_group) for part in parts]
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> _Hidden:
@@ -208,24 +209,14 @@ def _precision(runner: Runner) -> torch.dtype | None:
 def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> MicroBatch:
     """This process's columns of some documents without targets."""
     count = ids_BS.numel()
-    whole = MicroBatch(
+    micro_batch = MicroBatch(
         inputs={"input_ids": ids_BS.cpu(), "position_ids": position_ids_BS.cpu()},
         labels_T=torch.full((count,), NO_LABEL),
         weights_T=torch.zeros(count),
         document_T=torch.full((count,), -1),
         valid_index=torch.zeros(0, dtype=torch.int64),
     )
-    return whole.part(runner.mesh.coordinate("context"), runner.layout.degrees.context).to(runner.device)
-
-
-def _whole(runner: Runner, part_BSD: Tensor) -> Tensor:
-    """The whole sequences of hidden states of which this context rank has some columns."""
-    group = runner.context_group
-    if group is None:
-        return part_BSD
-    parts = [torch.empty_like(part_BSD) for _ in range(group.size())]
-    dist.all_gather(parts, part_BSD.contiguous(), group=group)
-    return torch.cat(parts, 1)
+    return micro_batch.part(runner.mesh.coordinate("context"), runner.layout.degrees.context).to(runner.device)
 
 
 def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
@@ -247,14 +238,5 @@ def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
 @contextmanager
 def _raised(runner: Runner, name: str) -> Iterator[None]:
     """Raise a ProofError of the block on all processes, with the model's name."""
-    with runner.ranks.all_raise(ProofError), _named(name):
+    with runner.ranks.all_raise(ProofError), prefixed(name, ProofError):
         yield
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Put the model's name before a ProofError of the block."""
-    try:
-        yield
-    except ProofError as error:
-        raise ProofError(f"{name}: {error}") from error

@@ -43,7 +43,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Shard a decoder's weights over a 1-D mesh. Raises ValueError for a model that cannot be sharded this way."""
     # a decoder without layers needs no plan: a head is always sharded by rows
     plan = tensor_plan(decoder, mesh.size()) if decoder.layers() else {}
-    frozen = {name for name, each in decoder.named_parameters() if not each.requires_grad}
+    frozen = {name for name, parameter in decoder.named_parameters() if not parameter.requires_grad}
     if plan and not any(generic(name) in plan for name, _ in decoder.backbone.named_modules()):
         raise ValueError(
             f"the tensor-parallel plan of model type '{decoder.config.model_type}' names none of its modules, whose "
@@ -51,8 +51,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
         )
     for name, module in [*decoder.backbone.named_modules(), *_mtp_modules(decoder)]:
         if style := plan.get(generic(name)):
-            for each in _matrices(module, style):
-                parallelize_module(each, mesh, STYLES[style]())
+            for matrix in _matrices(module, style):
+                parallelize_module(matrix, mesh, STYLES[style]())
         elif _reads_once(name, module, plan):
             module.register_forward_pre_hook(_whole_input(mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
@@ -91,7 +91,7 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, name, None)
         sizes = size if isinstance(size, list) else [size]  # one for each layer
-        if any(each is not None and each % degree for each in sizes):
+        if any(count is not None and count % degree for count in sizes):
             raise ValueError(
                 f"tensor={degree} does not divide the model's {name}={size} (model type "
                 f"'{config.model_type}'): expected a divisor of it"
@@ -112,7 +112,7 @@ def _require_whole_heads(decoder: Decoder, plan: dict[str, str]) -> None:
     for name, module in decoder.backbone.named_modules():
         if ".self_attn." not in name or isinstance(module, nn.Linear) or generic(name) in plan:
             continue
-        if any(each.dim() == 2 for each in module.parameters(recurse=False)):
+        if any(weight.dim() == 2 for weight in module.parameters(recurse=False)):
             raise ValueError(
                 f"'{name}' has weights for each attention head, and the tensor-parallel plan of model type "
                 f"'{decoder.config.model_type}' does not name it: expected tensor=1"
