@@ -1,8 +1,7 @@
 """How a model is run: in train or eval mode, in which dtype, and with how many rows of packed documents."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -43,6 +42,7 @@ def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
     return torch.bfloat16 if packs_one_row(model) and model.dtype == torch.float32 else None
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
     """A context in which matrix products are computed in `dtype`; None: in the dtype of the weights."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
+    # the cache would keep bfloat16 copies of all layers' weights, also of gathered ones, until a forward ends
+    return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)

@@ -117,7 +117,7 @@ def _build_runner(
         teacher_cost=plan.teacher_cost,
         reverse_groups=mesh.pipelines,
     )
-    return Runner(layout, pairs, pipeline, mesh, tied=plan.tied, copies_embedding=plan.copies_embedding)
+    return Runner(layout, pairs, pipeline, mesh, tied=plan.tied)
 
 
 def only_layers(build: Callable[[], Decoder]) -> Callable[[], Decoder]:

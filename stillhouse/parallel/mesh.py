@@ -94,7 +94,7 @@ class Mesh:
 
     @property
     def expert_sharding(self) -> DeviceMesh | None:
-        """The mesh for `apply_fsdp_to_experts`; None if `sharding` is None."""
+        """The mesh for the experts in `apply_fsdp`; None if `sharding` is None."""
         return None if self._is_unsharded else self._sharding(self.experts)
 
     @property

@@ -174,6 +174,12 @@ class Pipeline:
             weights.append(self.stages[self.count - 1].pair.student.embedding_copy)
         return weights
 
+    @property
+    def embedding_copy(self) -> Tensor | None:
+        """The last stage's trained copy of the first stage's embedding; None if this rank has no such copy."""
+        is_here = self.copies_embedding and self.count - 1 in self.stages
+        return self._embeddings()[-1] if is_here else None
+
     def _receive(self, micro_batch: MicroBatch, source: int, *, with_teacher: bool) -> tuple[Tensor, ...]:
         hidden = self._hidden(*micro_batch.shape_BS, with_teacher=with_teacher)
         received = tuple(torch.empty_like(meta, device=self.device, requires_grad=False) for meta in hidden)

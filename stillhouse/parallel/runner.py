@@ -36,10 +36,8 @@ class Runner:
         mesh: Mesh,
         *,
         tied: bool,
-        copies_embedding: bool = False,
     ):
         self.layout, self.pairs, self.pipeline, self.mesh, self.tied = layout, pairs, pipeline, mesh, tied
-        self.copies_embedding = copies_embedding
         self._summed: list[nn.Parameter] = []
 
     def sum_over_tensor_ranks(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -173,7 +171,8 @@ class Runner:
         """
         held = reduce_partial_grads(parameter for _, parameter in self.named_parameters())
         degrees = self.layout.degrees
-        copy = self._embedding_copy()
+        # the norm counts the embedding of the first stage, and not its copy on the last one
+        copy = None if self.pipeline is None else self.pipeline.embedding_copy
         counted = [parameter for parameter in held if parameter is not copy]
         norm = gradient_norm(counted, degrees.processes // degrees.pipeline, self.ranks)
         if limit:
@@ -192,13 +191,6 @@ class Runner:
         for parameter, gradient in zip(self._summed, before, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
-
-    def _embedding_copy(self) -> Tensor | None:
-        """Return the last stage's copy of the embedding of the first stage: the norm counts only one of them."""
-        last = self.layout.stages - 1
-        if not self.copies_embedding or self.pipeline is None or last not in self.pairs:
-            return None
-        return self.pairs[last].student.embedding_copy
 
 
 def reshard(module: nn.Module) -> None:

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import StepMicroBatches
@@ -177,11 +176,6 @@ def worst(errors: Iterable[tuple[Name, float]]) -> tuple[Name, float]:
 
 def relative_difference(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
     return float((value - reference).norm()) / max(float(reference.norm()), least)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The complete tensor, gathered if it is a DTensor: a collective of the processes that share it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 HEADER = f"{'layout':<28}{'loss':>10}{'gradient':>10}  verdict"

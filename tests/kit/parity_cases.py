@@ -21,7 +21,7 @@ from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.parts import ROUTER_LOSS, FurtherTokens, LossPart, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
-from stillhouse.models.dtensors import local
+from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
@@ -43,7 +43,7 @@ from stillhouse.signals import (
     SignalSource,
     request_ahead,
 )
-from stillhouse.tools.parity import relative_difference, whole
+from stillhouse.tools.parity import relative_difference
 
 VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
 SHAPE: dict[str, Any] = {
@@ -159,7 +159,7 @@ def compare(rank: Rank, case: Case) -> Difference | None:
             side.engine.update(LEARNING_RATE)
     expected = dict(sides[0].runner.named_parameters())
     difference.weights = {
-        name: relative_difference(whole(each), expected[alias(case, name)])
+        name: relative_difference(gathered_tensor(each), expected[alias(case, name)])
         for name, each in sides[1].runner.named_parameters()
     }
     return difference
@@ -223,8 +223,8 @@ class TopKSource:
     steps_ahead = 0
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        has_head = self.runner.layout.stages - 1 in self.runner.pairs
-        return ReadySignals([{TEACHER: top_k(self.case, each)} if has_head else {} for each in micro_batches])
+        signals = [{TEACHER: top_k(self.case, micro_batch)} for micro_batch in micro_batches]
+        return ReadySignals(signals if self.runner.has_last_stage else [{} for _ in signals])
 
 
 def first_step(
@@ -252,7 +252,7 @@ def first_step(
             assert parameter.grad is None, name
             continue
         assert parameter.grad is not None, name
-        gradients[name] = relative_difference(whole(parameter.grad), reference.grad, 1e-3 * norms[0])
+        gradients[name] = relative_difference(gathered_tensor(parameter.grad), reference.grad, 1e-3 * norms[0])
     return Difference(
         loss=abs(found["loss"] / expected["loss"] - 1),
         metrics={name: abs(found[name] - value) / max(abs(value), 1.0) for name, value in expected.items()},

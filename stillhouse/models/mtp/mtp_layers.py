@@ -101,9 +101,10 @@ class MtpLayers(nn.Module):
         return mtp_prefixes(main.config)[int(number)] + rest.removeprefix("mtp_block.")
 
 
-def new_layers(model: PreTrainedModel, depths: int) -> MtpLayers:
+def new_layers(model: PreTrainedModel, depths: int, *, is_new: bool) -> MtpLayers:
     """Return layers without values on the model's device, and write their number into the model's configuration.
 
+    is_new: `draw` will initialise them; otherwise the caller reads them from a checkpoint.
     Raises ValueError for a model that cannot have MTP layers, and for a number of depths that it cannot have.
     """
     config = _require_structure(model)
@@ -117,7 +118,7 @@ def new_layers(model: PreTrainedModel, depths: int) -> MtpLayers:
     if mtp.embed_tokens is not model.get_input_embeddings():
         raise ValueError(f"{describe(model)} has a separate embedding for its further depths: expected a shared one")
     mtp.layers.to(model.dtype)
-    initial = copy.deepcopy(mtp.layers)
+    initial = copy.deepcopy(mtp.layers) if is_new else None
     if model.device.type != "meta":
         mtp.layers.to_empty(device=model.device)
     return MtpLayers(mtp, initial)

@@ -132,10 +132,7 @@ def add_mtp(decoder: Decoder, depths: int, *, is_new: bool) -> None:
     is_new: `decoder.mtp.draw` will initialise them; otherwise the caller reads them from a checkpoint.
     Raises ValueError for a model that cannot have them.
     """
-    layers = new_layers(decoder.pretrained, depths)
-    if not is_new:
-        layers = MtpLayers(layers.model)
-    decoder.mtp = layers.train(decoder.training)
+    decoder.mtp = new_layers(decoder.pretrained, depths, is_new=is_new).train(decoder.training)
 
 
 def freeze_main(decoder: Decoder) -> None:
