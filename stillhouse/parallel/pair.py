@@ -128,7 +128,7 @@ class TeacherStudentPair(nn.Module):
                 for loss in losses:
                     running.enter_context(loss.during_teacher(self._teacher_layers))
                 dtype = inputs.autocast if self.teacher_is_base else None
-                teacher_BSE = self.teacher_forward(micro_batch, teacher_BSE, dtype)
+                teacher_BSE = self.teacher_forward(micro_batch, teacher_BSE, dtype=dtype)
             if self.student.has_head:
                 signals = {in_stage: self._exact(teacher_BSE)}
         arguments = _model_inputs(micro_batch.inputs, student_BSD)
@@ -142,7 +142,7 @@ class TeacherStudentPair(nn.Module):
         return StageResults(output, teacher_BSE, [named for loss in losses for named in loss.losses()])
 
     def teacher_forward(
-        self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None, dtype: torch.dtype | None = None
+        self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Return the teacher's hidden states after its layers on this stage; on its last stage, after its norm.
 
