@@ -12,7 +12,6 @@ from stillhouse.parallel.build_runner import (
     single_process_runner,
 )
 from stillhouse.parallel.devices import best_precision, choose_device
-from stillhouse.parallel.heads import DecoderHead, TeacherHead, TeacherHidden
 from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights
 from stillhouse.parallel.mesh import Degrees, Mesh, join
 from stillhouse.parallel.pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
@@ -34,6 +33,7 @@ from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.runner_proof import prove_heads, prove_runner
 from stillhouse.parallel.sharded_loading import ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharding import ShardedMicroBatches, padded_shapes, shard_micro_batches
+from stillhouse.parallel.teacher_head import DecoderHead, TeacherHead, TeacherHidden
 
 __all__ = [
     "IN_STAGE",

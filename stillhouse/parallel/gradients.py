@@ -56,12 +56,7 @@ def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) ->
         for parameter in held
         if parameter.grad is not None
     ]
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
-    if ranks.group is not None:
-        reduced = total.to(ranks.device)
-        dist.all_reduce(reduced, group=ranks.group)
-        total = reduced.to(total.device)
-    return total.sqrt()
+    return ranks.sum(torch.stack(squares).sum() if squares else torch.zeros(())).sqrt()
 
 
 def copies(parameter: nn.Parameter, processes: int) -> int:

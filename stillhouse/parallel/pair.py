@@ -23,8 +23,8 @@ from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import Signal, Signals, StudentHidden
 from stillhouse.objective.signals import RowIndex
 from stillhouse.parallel import watchdog
-from stillhouse.parallel.heads import DecoderHead, TeacherHidden
 from stillhouse.parallel.layer_loss import LayerLosses
+from stillhouse.parallel.teacher_head import DecoderHead, TeacherHidden
 
 
 @dataclass(frozen=True)

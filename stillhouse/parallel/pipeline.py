@@ -23,10 +23,10 @@ from stillhouse.data import MicroBatch
 from stillhouse.models.dtensors import local
 from stillhouse.objective import TEACHER, Signals
 from stillhouse.parallel.gradients import reduce_partial_grads
-from stillhouse.parallel.heads import TeacherHidden
 from stillhouse.parallel.older_torch import stage_class
 from stillhouse.parallel.pair import InStage, StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.run_layout import Scheme
+from stillhouse.parallel.teacher_head import TeacherHidden
 from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from stillhouse.config import ConfigError
 from stillhouse.parallel import watchdog
@@ -84,6 +83,14 @@ class Ranks:
             text.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         dist.broadcast(text, group=self.group, group_src=0)
         return value if self.is_first else json.loads(text.cpu().numpy().tobytes())
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of the tensors of all processes, on the device of `values`."""
+        if self.group is None:
+            return values
+        total = values.to(self.device, copy=True)
+        dist.all_reduce(total, group=self.group)
+        return total.to(values.device)
 
     def largest(self, number: int) -> int:
         """The largest of the numbers of all processes; it costs one all-reduce of one integer."""
@@ -219,19 +226,3 @@ def destroy_process_group() -> None:
         dist.barrier()
         watchdog.stop()
         dist.destroy_process_group()
-
-
-def gathered_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the whole tensor on a device: a collective of the processes that hold shards of it.
-
-    The shards may be in host memory, where the group of the processes cannot gather them.
-    """
-    here: Any = tensor.to(device)
-    if not isinstance(here, DTensor):
-        return here
-    placements = list(here.placements)
-    # FSDP's shards of tensor-parallel shards first; torch would warn of another order
-    for axis in sorted(range(len(placements)), key=lambda axis: (type(placements[axis]) is Shard, -axis)):
-        placements[axis] = Replicate()
-        here = here.redistribute(placements=placements)
-    return here.to_local()

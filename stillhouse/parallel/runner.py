@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder
 from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
-from stillhouse.parallel.heads import DecoderHead
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.pair import StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.ranks import Ranks
 from stillhouse.parallel.run_layout import Layout
+from stillhouse.parallel.teacher_head import DecoderHead
 
 
 class Runner:

@@ -1,7 +1,7 @@
 """Proves the models of a runner under its layout, after their weights are there, with the passes that training makes.
 
 What is proven of each model is in `models/decoder_proof.py`. Under tensor parallelism, each layer is also compared
-with its whole copy (`sharded_layers.py`), and backward passes show which gradients have to be summed
+with its whole copy (`layer_proof.py`), and backward passes show which gradients have to be summed
 (`partial_gradients.py`).
 
 B rows, S columns of the whole sequences, D and E widths of student and teacher.
@@ -35,10 +35,10 @@ from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
 from stillhouse.parallel.apply.context_parallel import NextTokens, whole_sequences
 from stillhouse.parallel.layer_loss import MtpLayersRun
+from stillhouse.parallel.layer_proof import layers_compared, require_equal_layers
 from stillhouse.parallel.pair import IN_STAGE, StageInputs
 from stillhouse.parallel.partial_gradients import partial_gradients
 from stillhouse.parallel.runner import Runner, reshard
-from stillhouse.parallel.sharded_layers import layers_compared, require_equal_layers
 from stillhouse.parallel.sharded_loading import ModelSource
 
 

@@ -34,7 +34,7 @@ class LossOutput:
 
 def compare_gathered(rank: Rank, case: Case) -> tuple[Errors, Errors] | None:
     """A job: return the errors of autocast in one process and under the layout, for this rank's parameters."""
-    mesh = mesh_of(case.layout)
+    mesh = mesh_of(case.layout.degrees)
     if rank.number >= case.layout.degrees.processes:
         return None
     sharded = gradients(case, case.layout, mesh, bf16=True)
@@ -79,7 +79,7 @@ def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor] | 
 
     The loss of each rank is the sum of the head's weight times the rank's factor.
     """
-    mesh = mesh_of(case.layout)
+    mesh = mesh_of(case.layout.degrees)
     if rank.number >= case.layout.degrees.processes:
         return None
     seen: set[torch.dtype] = set()
