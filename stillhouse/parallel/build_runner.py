@@ -93,8 +93,7 @@ def _build_runner(
         pair = _distributed(layout, mesh, student, teacher, *sources)
         return Runner(layout, {0: pair}, None, mesh, tied=student.tied)
     plan = _plan_stages(layout, student, teacher, student_source, teacher_head_only=teacher_head_only)
-    scheme, group = SCHEMES[layout.schedule], mesh.group("pipeline")
-    assert group is not None
+    scheme = SCHEMES[layout.schedule]
     pairs: dict[int, TeacherStudentPair] = {}
     for number in scheme.stages_of(mesh.coordinate("pipeline"), layout.degrees.pipeline):
         if pairs:  # each stage is cut from a separate copy of the model
@@ -110,12 +109,9 @@ def _build_runner(
         pairs,
         scheme,
         plan.width,
-        group,
-        mesh.device,
+        mesh,
         copies_embedding=plan.copies_embedding,
-        sharding=mesh.sharding,
         teacher_cost=plan.teacher_cost,
-        reverse_groups=mesh.pipelines,
     )
     return Runner(layout, pairs, pipeline, mesh, tied=plan.tied)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
@@ -23,6 +23,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.models.dtensors import local
 from stillhouse.objective import TEACHER, Signals
 from stillhouse.parallel.gradients import reduce_partial_grads
+from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.older_torch import stage_class
 from stillhouse.parallel.pair import InStage, StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.run_layout import Scheme
@@ -44,12 +45,10 @@ class Pipeline:
     """The stages of this rank and their schedule.
 
     pairs: by stage number.
-    sharding: the mesh over which FSDP shards the pairs; None without FSDP.
     copies_embedding: the last stage has a copy of the student's embedding, which is on the first stage: as its head,
     if the two are tied, or for MTP layers. The two gradients are summed after every step, so that the copies stay
     equal.
     teacher_cost: a forward of the teacher's layers, in forwards of the student's layers; for schemes with prefetch.
-    reverse_groups: two more groups of the same ranks, for messages that have no fixed order relative to the others.
     """
 
     def __init__(
@@ -57,32 +56,29 @@ class Pipeline:
         pairs: dict[int, TeacherStudentPair],
         scheme: Scheme,
         width: Width,
-        group: ProcessGroup,
-        device: torch.device,
+        mesh: Mesh,
         *,
-        copies_embedding: bool = False,
-        sharding: DeviceMesh | None = None,
-        teacher_cost: float = 0.0,
-        reverse_groups: Sequence[ProcessGroup | None] = (),
+        copies_embedding: bool,
+        teacher_cost: float,
     ):
+        group = mesh.group("pipeline")
+        assert group is not None
         self.ranks, self.rank = group.size(), group.rank()
         self.count = self.ranks * scheme.per_rank
         self.stages = {number: _Stage(number, self.count, pair) for number, pair in pairs.items()}
-        if sharding is not None:
+        if mesh.sharding is not None:
             # the stage itself has no weights, but wrapping it makes the schedule keep gathered weights and sum
             # gradients once per step
             for stage in self.stages.values():
-                fully_shard(stage, mesh=sharding)
+                fully_shard(stage, mesh=mesh.sharding)
         self.copies_embedding = copies_embedding
-        self.scheme, self.width, self.group, self.device = scheme, width, group, device
-        self.reverse_groups = reverse_groups
+        self.scheme, self.width, self.group, self.device = scheme, width, group, mesh.device
+        self.reverse_groups = mesh.pipelines
         self.prefetch: TeacherPrefetch | None = None
         if scheme.prefetch:
-            (stage,), (teacher_group, backward_group) = self.stages.values(), reverse_groups
-            assert teacher_group is not None
-            assert backward_group is not None
-            teacher = (teacher_cost, width.teacher, width.teacher_dtype)
-            self.prefetch = TeacherPrefetch(stage.teacher_forward, *teacher, teacher_group, backward_group, device)
+            (stage,), (teacher_group, backward_group) = self.stages.values(), mesh.pipelines
+            teacher = (teacher_cost, width.teacher, width.teacher_dtype, teacher_group)
+            self.prefetch = TeacherPrefetch(stage.teacher_forward, *teacher, backward_group, mesh.device)
         self._schedule_key: tuple[Any, ...] = ()
         self._schedule: Any = None
 
@@ -193,11 +189,7 @@ class Pipeline:
         Each direction has its own group. NCCL runs the messages of a group in the order in which each rank issues
         them, and two ranks may issue the messages of opposite directions in different orders.
         """
-        back = self.reverse_groups[0]
-        if source < target:
-            return self.group
-        assert back is not None
-        return back
+        return self.group if source < target else self.reverse_groups[0]
 
     def _schedule_for(self, inputs: Sequence[StageInputs], *, with_teacher: bool) -> Any:
         """Return torch's schedule for these shapes. A schedule fixes the shapes of its messages at construction."""

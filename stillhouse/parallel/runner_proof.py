@@ -42,13 +42,6 @@ from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_loading import ModelSource
 
 
-class _Names(NamedTuple):
-    """How errors name the models of a runner."""
-
-    student: str
-    teacher: str
-
-
 class _Hidden(NamedTuple):
     """What the probe's output processor returns: hidden states of all depths, and of a teacher in the stages."""
 
@@ -65,11 +58,11 @@ def prove_runner(
     teacher_in_stages: whether the teacher's layers are in the student's stages; otherwise only its head is proven.
     Raises ProofError on all processes. Changes neither weights, nor modes, nor random numbers.
     """
-    names = _Names(student.name, "teacher" if teacher is None else teacher.name)
+    names = student.name, "teacher" if teacher is None else teacher.name
     for training in (False, True) if runner.students()[0].training else (False,):
         _prove_passes(runner, names, training=training, teacher_in_stages=teacher_in_stages)
     for pair in runner.pairs.values():
-        for decoder, name in ((pair.student, names.student), (pair.teacher, names.teacher)):
+        for decoder, name in zip((pair.student, pair.teacher), names, strict=True):
             with _raised(runner, name):
                 if decoder is not None and decoder.has_head:
                     with evaluating(decoder), autocast(runner.device, _precision(runner)):
@@ -79,7 +72,7 @@ def prove_runner(
     if runner.layout.degrees.tensor > 1:
         _prove_sharded_layers(runner, student, teacher if teacher_in_stages else None)
         if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
-            with _raised(runner, names.student):
+            with _raised(runner, student.name):
                 forward = _Forward(runner, {})
                 runner.sum_over_tensor_ranks(
                     partial_gradients(runner, partial(forward.inputs, forward.micro_batch()))
@@ -100,8 +93,8 @@ def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
             reshard(decoder)
 
 
-def _prove_passes(runner: Runner, names: _Names, *, training: bool, teacher_in_stages: bool) -> None:
-    """Prove what the student's and the teacher's hidden states depend on."""
+def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, teacher_in_stages: bool) -> None:
+    """Prove what the student's and the teacher's hidden states depend on. names: of the two in errors."""
     pair = runner.pairs[max(runner.pairs)]
     student, teacher = pair.student, None
     if teacher_in_stages:
@@ -114,7 +107,8 @@ def _prove_passes(runner: Runner, names: _Names, *, training: bool, teacher_in_s
         # a forward pass is the same for all ranks, also for those without its result
         depths = run_probe(forward.of_rows, probe, forward.device)
     count = len(depths) - (teacher is not None)
-    for decoder, name, hidden in ((student, names.student, depths[:count]), (teacher, names.teacher, depths[count:])):
+    hidden_of_both = depths[:count], depths[count:]
+    for decoder, name, hidden in zip((student, teacher), names, hidden_of_both, strict=True):
         with _raised(runner, name):
             if decoder is not None:
                 prove_documents(decoder, hidden, probe)
