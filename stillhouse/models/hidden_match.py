@@ -12,8 +12,8 @@ A pair of layers must be on one stage of a pipeline.
 B rows, S tokens per row, T = B·S, D width of the student, E width of the teacher.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.dtensors import name_seed, set_from_global
-from stillhouse.models.layer_hooks import AddLoss, Running
+from stillhouse.models.layer_hooks import AddLoss, Running, hooked
 from stillhouse.models.model_checks import layer_list
 
 #: the beginning of the names of pairs
@@ -188,16 +188,10 @@ def layers_name(decoder: Decoder) -> str:
     return next(name for name, module in decoder.backbone.named_modules() if module is layers)
 
 
-@contextmanager
-def recorded(decoder: Decoder, numbers: Iterable[int], into: dict[int, Tensor]) -> Iterator[None]:
-    """Within the context, a forward of the decoder writes the outputs [B, S, D] of some layers into a dict."""
+def recorded(decoder: Decoder, numbers: Iterable[int], into: dict[int, Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which a forward of the decoder writes the outputs [B, S, D] of some layers into a dict."""
     layers = numbered_layers(decoder)
-    hooks = [layers[number].register_forward_hook(partial(_record, number, into)) for number in numbers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return hooked(*(layers[number].register_forward_hook(partial(_record, number, into)) for number in numbers))
 
 
 def _record(number: int, into: dict[int, Tensor], _: nn.Module, __: tuple[Any, ...], output: Any) -> None:

@@ -1,15 +1,16 @@
-"""What forward hooks share that add a loss inside a decoder's layers (`moe.py`, `hidden_match.py`).
+"""What forward hooks share, above all those that add a loss inside a decoder's layers.
 
-A hook reads the inputs of its loss for the micro-batch that is running (`Running`), also when its layer is recomputed
+Such a hook (`moe.py`, `hidden_match.py`) reads the inputs of its loss for the micro-batch that is running (`Running`), also when its layer is recomputed
 in backward, and puts the loss into the graph (`AddLoss`). So no pipeline stage has to pass the loss to the next one.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 Value = TypeVar("Value")
 
@@ -68,6 +69,16 @@ class _Using(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         for (state, _), before in zip(self.values, self.before, strict=True):
             state.current = before
+
+
+@contextmanager
+def hooked(*hooks: RemovableHandle) -> Iterator[None]:
+    """Remove these hooks at the end of the block."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class AddLoss(torch.autograd.Function):

@@ -66,8 +66,8 @@ class Targets:
 
     def rows(self, index_T: Tensor) -> Self:
         """Return the targets of the given rows at every depth, for a context shard."""
-        further = tuple(targets._taken(index_T) for targets in self.mtp_targets)
-        return replace(self._taken(index_T), mtp_targets=further)
+        mtp_targets = tuple(targets._taken(index_T) for targets in self.mtp_targets)
+        return replace(self._taken(index_T), mtp_targets=mtp_targets)
 
     def extended(self, extend: Callable[[Tensor], Tensor], shape_BS: tuple[int, int]) -> Self:
         """Return these targets with more columns.

@@ -166,12 +166,12 @@ def _plan_stages(
         require_training(student, stages)
     is_base = student_source.teacher_is_base
     require_pairs(student, [replace(stage, teacher=stage.student) for stage in stages] if is_base else stages)
-    beside = student if is_base else teacher
+    teacher_in_stages = None if teacher_head_only else (student if is_base else teacher)
     # a frozen weight has no gradient to sum
     tied = student.tied and student.output_weight.requires_grad
     return StagePlan(
         stages,
-        _width(student, None if teacher_head_only else beside),
+        _width(student, teacher_in_stages),
         tied=tied,
         copies_embedding=tied or student.mtp is not None,
         teacher_cost=0.0 if costs[1] is None else forwards(costs[1], costs[0]),

@@ -60,6 +60,15 @@ class BufferedHead:
             yield replace(head, weight_VD=weight_VD, bias=bias)
 
 
+@dataclass(eq=False)
+class _Buffer:
+    """name: of the weight that the tensor has; None: of none. is_used: while a context of `holding` lasts."""
+
+    tensor: Tensor
+    name: str | None = None
+    is_used: bool = False
+
+
 class HeadBuffers:
     """Buffers on a device for weights [V, E] that are in host memory. Weights of one shape and dtype share a buffer,
     unless they are used at the same time.
@@ -67,36 +76,31 @@ class HeadBuffers:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._buffers: list[Tensor] = []
-        self._names: list[str | None] = []
-        self._used: set[int] = set()
+        self._buffers: list[_Buffer] = []
 
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
         """Yield a buffer with this weight. name: the same for the same weight, which is then not copied again."""
-        at = self._place(name, weight_VE)
-        self._used.add(at)
+        buffer = self._free(name, weight_VE)
+        buffer.is_used = True
         try:
-            if self._names[at] != name:
-                self._names[at] = None
-                self._buffers[at].copy_(weight_VE.detach(), non_blocking=True)
-                self._names[at] = name
-            yield self._buffers[at]
+            if buffer.name != name:
+                buffer.name = None
+                buffer.tensor.copy_(weight_VE.detach(), non_blocking=True)
+                buffer.name = name
+            yield buffer.tensor
         finally:
-            self._used.remove(at)
+            buffer.is_used = False
 
-    def _place(self, name: str, weight_VE: Tensor) -> int:
+    def _free(self, name: str, weight_VE: Tensor) -> _Buffer:
         """The buffer that has this weight already, or a free one of its shape, or a new one."""
+        free = [buffer for buffer in self._buffers if not buffer.is_used]
         fits = [
-            at
-            for at, buffer in enumerate(self._buffers)
-            if at not in self._used and buffer.shape == weight_VE.shape and buffer.dtype == weight_VE.dtype
+            buffer
+            for buffer in free
+            if (buffer.tensor.shape, buffer.tensor.dtype) == (weight_VE.shape, weight_VE.dtype)
         ]
-        for at in fits:
-            if self._names[at] == name:
-                return at
-        if fits:
-            return fits[0]
-        self._buffers.append(torch.empty_like(weight_VE, device=self._device, requires_grad=False))
-        self._names.append(None)
-        return len(self._buffers) - 1
+        if not fits:
+            fits = [_Buffer(torch.empty_like(weight_VE, device=self._device, requires_grad=False))]
+            self._buffers += fits
+        return next((buffer for buffer in fits if buffer.name == name), fits[0])

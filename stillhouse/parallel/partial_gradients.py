@@ -12,7 +12,7 @@ because the gradients of its hidden states differ between ranks.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.dtensors import local
+from stillhouse.models.layer_hooks import hooked
 from stillhouse.models.model_checks import describe
 from stillhouse.objective import CrossEntropy, ObjectiveOutput, OutputHead, linear_objective
 from stillhouse.parallel.apply.tensor_parallel import generic
@@ -176,9 +177,10 @@ def _mixed_problem(differing: Mapping[str, float]) -> str:
     return ""
 
 
-@contextmanager
-def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> Iterator[None]:
-    """Add the gradients of the hidden states in front of the layers and between them to `into`, by module."""
+def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Return a context that adds the gradients of the hidden states in front of the layers and between them to
+    `into`, by module.
+    """
 
     def add(name: str, gradient: Tensor) -> None:
         value = local(gradient).detach().float()
@@ -196,19 +198,9 @@ def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> Iterator[Non
         module.register_forward_hook(lambda module, _, output: watch(f"'{names[module]}'", output))
         for module in watched
     ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return hooked(*hooks)
 
 
-@contextmanager
-def _counted(module: nn.Module, runs: Counter[nn.Module]) -> Iterator[None]:
-    """Count in `runs` how often each submodule runs."""
-    hooks = [part.register_forward_pre_hook(lambda part, _: runs.update([part])) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _counted(module: nn.Module, runs: Counter[nn.Module]) -> AbstractContextManager[None]:
+    """Return a context that counts in `runs` how often each submodule runs."""
+    return hooked(*(part.register_forward_pre_hook(lambda part, _: runs.update([part])) for part in module.modules()))

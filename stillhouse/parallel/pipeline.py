@@ -116,21 +116,21 @@ class Pipeline:
         step = _Step(inputs)
         if self.prefetch is not None:
             self.prefetch.forget(step.request)
-        kept: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # outputs of a stage for the next one on this rank
+        outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # of a stage, for the next one on this rank
         sends: list[tuple[Any, Tensor]] = []
         for number, stage in sorted(self.stages.items()):
             source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
-            for at, batch in enumerate(inputs):
+            for index, batch in enumerate(inputs):
                 received: tuple[Tensor, ...] = ()
                 if number and source != self.rank:
                     received = self._receive(batch.micro_batch, source, with_teacher=step.in_stage)
                 elif number:
-                    received = kept.pop((number - 1, at))
-                passed = stage(*received, number=torch.tensor([at]), step=step)
+                    received = outputs.pop((number - 1, index))
+                passed = stage(*received, number=torch.tensor([index]), step=step)
                 if number + 1 == self.count:
                     continue
                 if target == self.rank:
-                    kept[number, at] = passed
+                    outputs[number, index] = passed
                 else:
                     group = self._message_group(self.rank, target)
                     sends += [(dist.isend(hidden, group=group, group_dst=target), hidden) for hidden in passed]
@@ -149,13 +149,13 @@ class Pipeline:
         else:
             sent = gradients[0].to(self.device)  # the gradient may be in host memory
             received = torch.empty_like(sent)
-            there = dist.get_global_rank(self.group, last if self.rank == first else first)
+            peer = dist.get_global_rank(self.group, last if self.rank == first else first)
             # in one batch: if both ranks sent first, each would wait for the other (NCCL)
-            both = [
-                dist.P2POp(dist.isend, sent.contiguous(), there, self.group),
-                dist.P2POp(dist.irecv, received, there, self.group),
+            messages = [
+                dist.P2POp(dist.isend, sent.contiguous(), peer, self.group),
+                dist.P2POp(dist.irecv, received, peer, self.group),
             ]
-            for message in dist.batch_isend_irecv(both):
+            for message in dist.batch_isend_irecv(messages):
                 message.wait()
             total = sent + received
         for gradient in gradients:
@@ -273,27 +273,27 @@ class _Stage(nn.Module):
             return self.pair.teacher_forward(teacher_of, *received)
         assert number is not None
         assert step is not None
-        at = int(number)
-        inputs = step.inputs[at]
+        index = int(number)
+        inputs = step.inputs[index]
         if step.prefetched is not None:
-            inputs = replace(inputs, signals=self._prefetched(step.prefetched, at))
+            inputs = replace(inputs, signals=self._prefetched(step.prefetched, index))
         result = self.pair(inputs, *(received if self.number else ()))
         if not self.is_last:
-            step.results[self.number, at] = replace(result, output=None, teacher_BSE=None)
+            step.results[self.number, index] = replace(result, output=None, teacher_BSE=None)
             return (result.output,) if result.teacher_BSE is None else (result.output, result.teacher_BSE)
-        step.results[self.number, at] = replace(result, teacher_BSE=None)
+        step.results[self.number, index] = replace(result, teacher_BSE=None)
         if not torch.is_grad_enabled():
             return ()
         # 1-D: the schedule cannot merge 0-D losses, and its error would leave the other ranks waiting
         return torch.stack([result.output.loss])
 
-    def _prefetched(self, hidden: dict[int, Tensor], at: int) -> Signals:
+    def _prefetched(self, hidden: dict[int, Tensor], index: int) -> Signals:
         """The signals of a teacher that has run ahead; only the last stage needs them."""
         if not self.is_last:
             return {}
         head = self.pair.teacher_head
         assert head is not None
-        return {TEACHER: TeacherHidden(hidden.pop(at).flatten(0, 1), head)}
+        return {TEACHER: TeacherHidden(hidden.pop(index).flatten(0, 1), head)}
 
 
 def _sum(loss: Tensor, _: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def process_rank() -> int:
 
 def is_first() -> bool:
     """Whether this process is the one that writes and prints."""
-    return os.environ.get("RANK", "0") == "0"
+    return process_rank() == 0
 
 
 def log_rank0(line: str) -> None:

@@ -215,10 +215,10 @@ def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> Mic
 
 def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
     probe = ProbeDocuments.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
-    one = _micro_batch(runner, probe.ids_BS[:1], probe.position_ids_BS[:1])
+    micro_batch = _micro_batch(runner, probe.ids_BS[:1], probe.position_ids_BS[:1])
     if decoder.pretrained.get_input_embeddings() is None:
-        return _embedded(decoder, one.position_ids_BS)
-    return dict(one.inputs)
+        return _embedded(decoder, micro_batch.position_ids_BS)
+    return dict(micro_batch.inputs)
 
 
 def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:

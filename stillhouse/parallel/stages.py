@@ -176,8 +176,8 @@ def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
     for pair in () if student.hidden_match is None else student.hidden_match.pairs:
         stage = next(stage for stage in stages if pair.student in stage.student)
         if pair.teacher not in stage.teacher:
-            here = stage.teacher
-            expected = f"one of {here.start} to {here.stop - 1}" if here else "a layer that is on its stage"
+            layers = stage.teacher
+            expected = f"one of {layers.start} to {layers.stop - 1}" if layers else "a layer that is on its stage"
             raise ValueError(
                 f"layer {pair.student} of the student is on stage {stage.number + 1} of {stage.count}, and layer "
                 f"{pair.teacher} of the teacher is not: hidden states are compared on one stage; expected "

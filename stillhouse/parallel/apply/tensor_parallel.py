@@ -54,7 +54,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             for matrix in _matrices(module, style):
                 parallelize_module(matrix, mesh, STYLES[style]())
         elif _reads_once(name, module, plan):
-            module.register_forward_pre_hook(_whole_input(mesh), with_kwargs=True)
+            module.register_forward_pre_hook(_replicated_input(mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(name not in frozen)  # SequenceParallel sets requires_grad=True
@@ -123,28 +123,29 @@ def _reads_once(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
     """Return whether a module passes its input to several column-sharded matrices and to nothing else, as far as its
     parameters show.
     """
-    children = [(child, each) for child, each in module.named_children() if next(each.parameters(), None) is not None]
-    styles = [plan.get(generic(f"{name}.{child}"), "") for child, _ in children]
-    whole = [each for _, each in children if lora_parts(each)]  # one of an adapter's two matrices is not sharded
-    return all(styles) and not whole and styles.count("colwise") > 1
+    children = {path: child for path, child in module.named_children() if next(child.parameters(), None) is not None}
+    styles = [plan.get(generic(f"{name}.{path}"), "") for path in children]
+    # one of an adapter's two matrices is not sharded
+    has_adapter = any(lora_parts(child) for child in children.values())
+    return all(styles) and not has_adapter and styles.count("colwise") > 1
 
 
-def _whole_input(mesh: DeviceMesh) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]:
+def _replicated_input(mesh: DeviceMesh) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]:
     """Return a hook that makes a module's hidden states one replicated DTensor for all matrices that read them.
 
     The ranks then all-reduce the gradient of the hidden states once, instead of once per matrix.
     """
 
-    def shared(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+    def hook(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         if "hidden_states" in options:
-            return arguments, options | {"hidden_states": whole(options["hidden_states"])}
+            return arguments, options | {"hidden_states": replicated(options["hidden_states"])}
         first, *rest = arguments
-        return (whole(first), *rest), options
+        return (replicated(first), *rest), options
 
-    def whole(hidden_BSD: Tensor) -> DTensor:
+    def replicated(hidden_BSD: Tensor) -> DTensor:
         return DTensor.from_local(hidden_BSD, mesh, [Replicate()], run_check=False)
 
-    return shared
+    return hook
 
 
 def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:
