@@ -1,7 +1,8 @@
 """What forward hooks share, above all those that add a loss inside a decoder's layers.
 
-Such a hook (`moe.py`, `hidden_match.py`) reads the inputs of its loss for the micro-batch that is running (`Running`), also when its layer is recomputed
-in backward, and puts the loss into the graph (`AddLoss`). So no pipeline stage has to pass the loss to the next one.
+Such a hook (`moe.py`, `hidden_match.py`) reads the inputs of its loss for the micro-batch that is running
+(`Running`), also when its layer is recomputed in backward, and puts the loss into the graph (`AddLoss`). So no
+pipeline stage has to pass the loss to the next one.
 """
 
 from collections.abc import Iterator, Sequence

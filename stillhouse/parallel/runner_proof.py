@@ -73,7 +73,7 @@ def prove_runner(
         _prove_sharded_layers(runner, student, teacher if teacher_in_stages else None)
         if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
             with _raised(runner, student.name):
-                forward = _Forward(runner, {})
+                forward = ProbeForward(runner, {})
                 runner.sum_over_tensor_ranks(
                     partial_gradients(runner, partial(forward.inputs, forward.micro_batch()))
                 )
@@ -99,7 +99,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, tea
     student, teacher = pair.student, None
     if teacher_in_stages:
         teacher = pair.student if pair.teacher_is_base else pair.teacher
-    forward = _Forward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
+    forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     probe = forward.probe
     with ExitStack() as stack:
         for part in runner.students():
@@ -118,7 +118,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, tea
 
 def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:
     """Prove the layers of the student and of the teacher in its stages, whose matrices the tensor ranks share."""
-    forward = _Forward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
+    forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     sides: list[tuple[ModelSource | None, list[Decoder]]] = [
         (student, runner.students()),
         (teacher, [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]),
@@ -139,7 +139,7 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
                 require_equal_layers(decoder, of_layers)
 
 
-class _Forward:
+class ProbeForward:
     """A forward pass of the runner that returns whole hidden states [B, S, D] of the student's depths and [B, S, E]
     of the teacher; nothing on processes without the last stage.
     """
