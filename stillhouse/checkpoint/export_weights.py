@@ -22,9 +22,9 @@ from stillhouse.data import save_tokenizer
 from stillhouse.engine.state import WEIGHT, stored_tensors, without_distributed_warning
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, merged, save_lora
-from stillhouse.models.loading import auto_class, load_causal_lm
+from stillhouse.models.checkpoint_names import checkpoint_names
+from stillhouse.models.pretrained import auto_class, load_causal_lm
 from stillhouse.parallel import Ranks
-from stillhouse.parallel.loading import checkpoint_names
 
 #: largest size of one file when a model is written from a checkpoint
 FILE_BYTES = 5 * 10**9
@@ -64,7 +64,7 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     if any(name.startswith(f"{WEIGHT}mtp.") for name in stored):
         from stillhouse.models.mtp import add_mtp, declared_depths  # needs a later transformers than the rest
 
-        add_mtp(whole, declared_depths(model), is_new=False)
+        add_mtp(whole, declared_depths(part.config), is_new=False)
     keys = {checkpoint_names(whole, name)[0]: f"{WEIGHT}{name}" for name in whole.state_dict()}
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:

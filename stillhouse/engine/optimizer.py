@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.display import first_line
 from stillhouse.models import Decoder
-from stillhouse.models.head import local, own_slices
+from stillhouse.models.dtensors import local, shard_slices
 from stillhouse.parallel import Layout
 
 #: optimizers whose update of a matrix that is divided over processes equals that of the whole matrix
@@ -129,7 +129,7 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
                 update = matrix.grad.lerp(state["momentum_buffer"], momentum)
                 full_update = update.full_tensor() if isinstance(update, DTensor) else update
-                change = _orthogonal_step(full_update, group["lr"])[own_slices(matrix)]
+                change = _orthogonal_step(full_update, group["lr"])[shard_slices(matrix)]
                 local(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
 

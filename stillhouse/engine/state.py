@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stillhouse.engine.optimizer import empty_state, state_tensors
+from stillhouse.models.dtensors import local
 from stillhouse.output.progress import DamagedCheckpointError
 from stillhouse.parallel import Runner
-from stillhouse.parallel.gradients import copies, local
+from stillhouse.parallel.gradients import copies
 from stillhouse.signals.weight_average import WeightAverage
 
 #: prefixes of the names of tensors
@@ -102,7 +103,7 @@ class TrainingState:
         """The number of elements in the weights and moments of all ranks. Copies of an element count once."""
         runner, tensors = self.runner, self.tensors()
         names = {name for name in tensors if not name.startswith(RANDOM)}
-        if runner.copies_embedding and runner.pipeline is not None and 0 not in runner.pairs:
+        if runner.pipeline is not None and runner.pipeline.embedding_copy is not None and 0 not in runner.pairs:
             # the last stage's copy of the embedding, which only the first stage saves
             shared = runner.students()[0].embedding_name
             moments = {name for name in names if name.startswith(f"{_MOMENT}{shared}.")}

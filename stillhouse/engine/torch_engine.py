@@ -24,14 +24,13 @@ from stillhouse.engine.state import TrainingState
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder, OutputProcessor, evaluating
-from stillhouse.models.head import local
+from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.models.processors import cross_entropy
 from stillhouse.objective import ObjectiveOutput, Signal, Signals, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import forward_kl, total_variation
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Layout, Ranks, Runner, ShardedMicroBatches, StageInputs, shard_micro_batches
-from stillhouse.parallel.ranks import gathered_tensor
 from stillhouse.signals.weight_average import WeightAverage
 
 #: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts

@@ -19,7 +19,7 @@ from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.generation.token_sampler import EndOfCompletion, TokenSampler
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, check_document_length, evaluating
-from stillhouse.models.structure import describe
+from stillhouse.models.model_checks import describe
 from stillhouse.parallel import watchdog
 from stillhouse.signals.scorer import NotFiniteError
 

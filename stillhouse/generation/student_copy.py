@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stillhouse.models import Decoder, ProofError, prove_decoder
 from stillhouse.parallel import Runner, gathered_tensor
-from stillhouse.parallel.loading import allocate
+from stillhouse.parallel.sharded_loading import allocate
 
 
 class StudentCopy:

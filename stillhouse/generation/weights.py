@@ -32,9 +32,9 @@ from stillhouse.data import save_tokenizer
 from stillhouse.generation.published import MANIFEST, VERSION_PREFIX, Manifest
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, save_lora
-from stillhouse.models.loading import auto_class
+from stillhouse.models.checkpoint_names import checkpoint_names
+from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel import Runner, gathered_tensor
-from stillhouse.parallel.loading import checkpoint_names
 
 #: the largest size of one file, unless a single tensor is larger; so much host memory a rank needs to publish, and
 #: what gathering one tensor needs

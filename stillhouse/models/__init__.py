@@ -1,24 +1,21 @@
 """Causal language models as backbone and head (see `decoder.py`)."""
 
 from stillhouse.models.adapter import add_lora, draw_lora, without_lora
-from stillhouse.models.checks import (
+from stillhouse.models.decoder import Decoder, eos_ids
+from stillhouse.models.decoder_proof import prove_decoder
+from stillhouse.models.fingerprint import model_fingerprint
+from stillhouse.models.hidden_match import HiddenMatchLoss, HiddenPair, match_hidden, recorded
+from stillhouse.models.lm_head import OutputProcessor
+from stillhouse.models.model_checks import (
     ProofError,
     check_document_length,
     check_finite_weights,
     check_saving,
     warn_of_positions,
 )
-from stillhouse.models.decoder import Decoder
-from stillhouse.models.ends import eos_ids
-from stillhouse.models.experts import balance_routers
-from stillhouse.models.fingerprint import model_fingerprint
-from stillhouse.models.head import OutputProcessor
-from stillhouse.models.hidden_layers import match_hidden, recorded
-from stillhouse.models.hidden_match import HiddenMatchLoss, HiddenPair
 from stillhouse.models.modes import evaluating
-from stillhouse.models.proof import prove_decoder
+from stillhouse.models.moe import RouterAuxLoss, balance_routers
 from stillhouse.models.quantized import quantized_identity
-from stillhouse.models.router_balance import RouterAuxLoss
 
 __all__ = [
     "Decoder",

@@ -7,12 +7,12 @@ function needs it.
 """
 
 import copy
-import hashlib
 import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +22,31 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stillhouse.models.decoder import Decoder
-from stillhouse.models.head import local, own_slices
-from stillhouse.models.lora import Lora
+from stillhouse.models.dtensors import name_seed, set_from_global
 
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # peft's name for the only adapter of a model
 _LINEAR = (nn.Linear, Conv1D)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The size of an adapter, counted over the whole model.
+
+    layers: modules with a LoRA. trained: parameters that train. parameters: all parameters, adapter included.
+    """
+
+    r: int
+    alpha: float
+    layers: int
+    trained: int
+    parameters: int
+
+    def __str__(self) -> str:
+        return (
+            f"LoRA r {self.r}, alpha {self.alpha:g} on {self.layers} modules, "
+            f"{_short(self.trained)} of {_short(self.parameters)} parameters train"
+        )
 
 
 def add_lora(
@@ -66,37 +85,34 @@ def add_lora(
         model.add_adapter(config)
     config.base_model_name_or_path = base or model.name_or_path
     config.target_modules = sorted(config.target_modules)  # a set, whose order would differ between processes
-    _require_placed(model, names)
+    _require_adapted(model, names)
     layers = _lora_layers(decoder)
     for layer in layers:
         weight = layer.get_base_layer().weight
         for matrices in (layer.lora_A, layer.lora_B):
             matrices.to_empty(device=weight.device).to(torch.promote_types(weight.dtype, torch.float32))
-    sizes = {each.requires_grad: 0 for each in decoder.parameters()}
-    for each in decoder.parameters():
-        sizes[each.requires_grad] += each.numel()
-    lora = Lora(r, alpha, len(layers), sizes[True], sum(sizes.values()))
-    decoder.record_adapter(lora)
-    return lora
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in decoder.parameters()]
+    trained = sum(size for size, trains in sizes if trains)
+    decoder.lora = Lora(r, alpha, len(layers), trained, sum(size for size, _ in sizes))
+    return decoder.lora
 
 
 @torch.no_grad()
 def draw_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
     """Initialise the adapter's matrices on this process as peft does: A uniform, B zero.
 
-    Every process draws each whole matrix from the seed and the matrix's name, and copies its own shard. So the values
-    do not depend on how the decoder is sharded. fresh=False draws B in the same way as A, so that no gradient is 0.
-    For a decoder without an adapter this does nothing.
+    The values depend on the seed and the matrix's name, and not on how the decoder is sharded (`name_seed`).
+    fresh=False draws B in the same way as A, so that no gradient is 0. For a decoder without an adapter this does
+    nothing.
     """
     for name, parameter in decoder.named_parameters():
         if not is_lora(name):
             continue
-        whole = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        matrix = torch.zeros(parameter.shape, dtype=parameter.dtype)
         if not fresh or ".lora_A." in name:
-            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
-            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        local(parameter).copy_(whole[own_slices(parameter)])
+            generator = torch.Generator().manual_seed(name_seed(seed, name))
+            nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
+        set_from_global(parameter, matrix)
 
 
 def is_lora(name: str) -> bool:
@@ -141,8 +157,8 @@ def save_lora(decoder: Decoder, matrices: Mapping[str, Tensor], folder: str | os
     config.save_pretrained(os.fspath(folder))
     inside = f"base_model.model.{decoder.pretrained.base_model_prefix}."
     named = {
-        inside + name.removeprefix("backbone.").replace(f".{_NAME}.", "."): each.contiguous()
-        for name, each in matrices.items()
+        inside + name.removeprefix("backbone.").replace(f".{_NAME}.", "."): matrix.contiguous()
+        for name, matrix in matrices.items()
     }
     save_file(named, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
 
@@ -164,18 +180,18 @@ def _target_names(model: PreTrainedModel, targets: str | list[str]) -> list[str]
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     modules = dict(model.named_modules())
-    linear = [name for name, each in modules.items() if isinstance(each, _LINEAR) and each is not head]
+    linear = [name for name, module in modules.items() if isinstance(module, _LINEAR) and module is not head]
     if targets == ALL_LINEAR:
         return linear
     names: dict[str, None] = {}
     for target in [targets] if isinstance(targets, str) else targets:
-        found = [name for name in modules if f".{name}".endswith(f".{target}")]
-        if not found:
+        selected = [name for name in modules if f".{name}".endswith(f".{target}")]
+        if not selected:
             raise ValueError(
                 f"no module is called '{target}': expected {ALL_LINEAR}, or some of the linear layers "
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
             )
-        for name in found:
+        for name in selected:
             if modules[name] is head or modules[name] is embedding:
                 which = "output head" if modules[name] is head else "input embedding"
                 shared = ", tied to the other one" if head.weight is embedding.weight else ""
@@ -185,21 +201,21 @@ def _target_names(model: PreTrainedModel, targets: str | list[str]) -> list[str]
                 )
             if name not in linear:
                 raise ValueError(f"'{target}' is a {type(modules[name]).__name__} ('{name}'): expected linear layers")
-        names |= dict.fromkeys(found)
+        names |= dict.fromkeys(selected)
     return list(names)
 
 
 def _shortened(names: list[str], model: PreTrainedModel) -> list[str]:
     """Return the last parts of the names, as adapters usually store them, if they select the same modules."""
-    ends = {name.rpartition(".")[2] for name in names}
-    meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
-    return sorted(ends) if meant == set(names) else names
+    last_parts = {name.rpartition(".")[2] for name in names}
+    selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
+    return sorted(last_parts) if selected == set(names) else names
 
 
-def _require_placed(model: PreTrainedModel, names: list[str]) -> None:
-    """Raise ValueError if peft adapted other modules than the given ones: it takes some names for experts' names."""
-    placed = {name for name, each in model.named_modules() if _is_lora_layer(each)}
-    if different := sorted(placed ^ set(names)):
+def _require_adapted(model: PreTrainedModel, names: list[str]) -> None:
+    """Raise ValueError if peft adapted other modules than these: it takes some names for experts' names."""
+    adapted = {name for name, module in model.named_modules() if _is_lora_layer(module)}
+    if different := sorted(adapted ^ set(names)):
         raise ValueError(
             f"peft does not put a LoRA on the layers that were asked for in model type '{model.config.model_type}' "
             f"(first: '{different[0]}'): expected names that are not those of experts, such as [q_proj, v_proj]"
@@ -214,3 +230,10 @@ def _is_lora_layer(module: nn.Module) -> bool:
     from peft.tuners.lora import LoraLayer
 
     return isinstance(module, LoraLayer)
+
+
+def _short(count: int) -> str:
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)

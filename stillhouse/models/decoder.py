@@ -23,23 +23,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from stillhouse.display import escaped
-from stillhouse.models.head import Head, LogitRule, NoHead, OutputProcessor
-from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
-from stillhouse.models.loading import load_causal_lm
-from stillhouse.models.lora import Lora
-from stillhouse.models.modes import evaluating
+from stillhouse.models.decoder_proof import prove_decoder, require_runnable
+from stillhouse.models.layer_hooks import Running, checkpoint_contexts
+from stillhouse.models.lm_head import Head, LogitRule, NoHead, OutputProcessor
+from stillhouse.models.model_checks import layer_list, outermost_lists, require_decoder
+from stillhouse.models.modes import evaluating, packs_one_row
+from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
-from stillhouse.models.proof import packs_one_row, prove_decoder, require_runnable
-from stillhouse.models.router_balance import RouterAuxLoss, RouterBalance
-from stillhouse.models.running import checkpoint_contexts
-from stillhouse.models.structure import layer_list, outermost_lists, require_decoder
 from stillhouse.objective import FullVocab, OutputHead
 
-if TYPE_CHECKING:  # it needs a later version of transformers than the rest
-    from stillhouse.models.mtp_layers import MtpLayers
+if TYPE_CHECKING:  # these modules import this one
+    from stillhouse.models.adapter import Lora
+    from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
+    from stillhouse.models.moe import RouterAuxLoss, RouterBalance
+    from stillhouse.models.mtp.mtp_layers import MtpLayers
 
 HEAD_WEIGHT = "head.linear.weight"
 #: the beginning of the names of the projectors of hidden states
@@ -62,11 +62,11 @@ class Decoder(nn.Module):
     head: Head | NoHead
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
-    lora: Lora | None = None  # describes the adapter that `add_lora` has added
+    lora: "Lora | None" = None  # describes the adapter that `add_lora` has added
     mtp: "MtpLayers | None"  # the layers of multi-token prediction that `add_mtp` has added
-    hidden_match: HiddenMatch | None  # the projectors of the hidden-state loss that `match_hidden` has added
-    _router_balance: RouterBalance | None = None
-    _recomputes_layers: bool = False  # whether gradient checkpointing is on
+    hidden_match: "HiddenMatch | None"  # the projectors of the hidden-state loss that `match_hidden` has added
+    router_balance: "RouterBalance | None" = None  # the loss of the routers that `balance_routers` has added
+    running_losses: list[Running]  # what the hooks of the layers read, from `match_hidden` and `balance_routers`
 
     def __init__(self, model: PreTrainedModel, *, verify: bool = True):
         super().__init__()
@@ -76,10 +76,11 @@ class Decoder(nn.Module):
         self.backbone = model.base_model
         self.head = Head(linear, LogitRule.from_config(model.config))
         self.mtp = self.hidden_match = None
+        self.running_losses = []
         self.training = self.head.training = model.training
         embedding = model.get_input_embeddings().weight
         self.tied = linear.weight is embedding
-        self.embedding_name = next(name for name, each in self.named_parameters() if each is embedding)
+        self.embedding_name = next(name for name, weight in self.named_parameters() if weight is embedding)
         self.register_state_dict_post_hook(_drop_tied_weight)
         self.register_load_state_dict_pre_hook(_find_tied_weight)
         self.register_load_state_dict_post_hook(_tie_again)
@@ -229,12 +230,12 @@ class Decoder(nn.Module):
         assert isinstance(self.head, Head), "the head of this decoder is on another process"
         return self.head
 
-    def _require_one_row(self, given: Tensor) -> None:
+    def _require_one_row(self, inputs: Tensor) -> None:
         """Raise ValueError for a batch of several rows. `position_ids` may have one row for all of them."""
-        if len(given) > 1:
+        if len(inputs) > 1:
             raise ValueError(
                 f"attention '{self.config._attn_implementation}' separates packed documents only in a batch of one "
-                f"row, and got position_ids for {len(given)} rows: expected one row, another attention, or no "
+                f"row, and got position_ids for {len(inputs)} rows: expected one row, another attention, or no "
                 "position_ids if every row is one document"
             )
 
@@ -266,43 +267,24 @@ class Decoder(nn.Module):
         embedding = self.pretrained.get_input_embeddings()
         return self.output_weight if embedding is None else embedding.weight
 
-    def record_adapter(self, lora: Lora) -> None:
-        """Set the description of the adapter that `add_lora` has added."""
-        self.lora = lora
-
-    def use_router_balance(self, balance: RouterBalance) -> None:
-        """Set the object that gives this decoder's routers their loss; `balance_routers` calls this."""
-        self._router_balance = balance
-        if self._recomputes_layers:
-            self.gradient_checkpointing_enable()  # again, now with the contexts of `balance`
-
-    def balancing(self, loss: RouterAuxLoss) -> AbstractContextManager[None]:
+    def balancing(self, loss: "RouterAuxLoss") -> AbstractContextManager[None]:
         """Return a context in which a forward adds the routers' loss to the minimised loss, and records it in `loss`.
 
         Raises ValueError if `balance_routers` has not been called for this decoder.
         """
-        if self._router_balance is None:
+        if self.router_balance is None:
             raise ValueError("a RouterAuxLoss for routers without hooks: expected balance_routers(decoder) before")
-        return self._router_balance.running.using(loss)
+        return self.router_balance.running.using(loss)
 
-    def use_hidden_match(self, match: HiddenMatch) -> None:
-        """Set the object that gives this decoder's layers their hidden-state loss; `match_hidden` calls this."""
-        self.hidden_match = match
-        if self._recomputes_layers:
-            self.gradient_checkpointing_enable()  # again, now with the contexts of `match`
-
-    def matching(self, loss: HiddenMatchLoss) -> AbstractContextManager[None]:
+    def matching(self, loss: "HiddenMatchLoss") -> AbstractContextManager[None]:
         """Return a context in which a forward adds the hidden-state loss to the minimised loss, and records it."""
         assert self.hidden_match is not None, "a HiddenMatchLoss for layers without hooks"
         return self.hidden_match.running.using(loss)
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer in backward instead of keeping its activations. The head still runs once."""
-        self._recomputes_layers = True
-        model, options = self.pretrained, dict[str, Any](use_reentrant=False)
-        hooked = [each.running for each in (self._router_balance, self.hidden_match) if each is not None]
-        if hooked:
-            options["context_fn"] = partial(checkpoint_contexts, hooked)
+        model = self.pretrained
+        options = {"use_reentrant": False, "context_fn": partial(checkpoint_contexts, self.running_losses)}
         if hasattr(model, "activation_checkpointing_enable"):  # its name in later versions of transformers
             model.activation_checkpointing_enable(options)
         else:
@@ -319,6 +301,18 @@ class Decoder(nn.Module):
         self.pretrained.save_pretrained(
             folder, state_dict=self.pretrained.state_dict() | self.mtp.checkpoint_tensors(self.pretrained)
         )
+
+
+def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Decoder) -> tuple[int, ...]:
+    """The ends of sequence of the tokenizer and of the model's generation_config, in ascending order.
+
+    Both count: the tokenizer's end is what training puts at the end of a text, and models that were trained on
+    conversations name the end of a turn in their generation_config alone.
+    """
+    config = decoder.pretrained.generation_config
+    named = None if config is None else config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])}
+    return tuple(sorted(int(number) for number in ids if number is not None))
 
 
 def _with_parameters(lists: Iterable[nn.ModuleList]) -> list[nn.Module]:

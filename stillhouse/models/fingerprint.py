@@ -53,7 +53,7 @@ def _ranges(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
         if header_stop > size:
             raise ValueError(f"a header of {header_stop:,} bytes in a file of {size:,}")
         header: dict[str, Any] = json.loads(file.read(header_stop - 8))
-        tensors = [each["data_offsets"] for name, each in header.items() if name != "__metadata__"]
+        tensors = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
         ranges = [(header_stop + start, header_stop + stop) for start, stop in tensors]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
@@ -65,7 +65,7 @@ def _ranges(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
 def _whole(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Split a range into pieces so short that the samples of each piece cover it completely."""
     step = _SAMPLES * _SAMPLE_BYTES
-    return ((each, min(each + step, stop)) for each in range(start, stop, step))
+    return ((first, min(first + step, stop)) for first in range(start, stop, step))
 
 
 def _places(start: int, stop: int) -> list[int]:

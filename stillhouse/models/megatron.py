@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stillhouse.models.head import OutputProcessor
+from stillhouse.models.lm_head import OutputProcessor
 from stillhouse.models.processors import LogProbs
 from stillhouse.objective import ObjectiveOutput, OutputHead, VocabShard
 
@@ -93,29 +93,29 @@ class MegatronProcessor:
             scale=float(scale_logits(torch.ones(()))),
             shard=self._shard(output_layer, len(weight_VD)),
         )
-        made = self.processor(hidden_states=hidden_states.transpose(0, 1), head=head, context=context, depth=depth)
-        return self._flattened(made) if self.flat else made
+        result = self.processor(hidden_states=hidden_states.transpose(0, 1), head=head, context=context, depth=depth)
+        return self._flattened(result) if self.flat else result
 
     def unpack(self, packed: Tensor) -> Any:
         """Restore the `ObjectiveOutput` from a flat processor's tensor: the differentiable loss and the metrics,
         without values per token. For several depths, return a tuple with one for each.
         """
         if packed.dim() == 2:
-            return tuple(self.unpack(each) for each in packed)
+            return tuple(self.unpack(depth) for depth in packed)
         loss, *metrics = packed.unbind()
-        named = zip(self._metrics, (each.detach() for each in metrics), strict=True)
+        named = zip(self._metrics, (metric.detach() for metric in metrics), strict=True)
         return ObjectiveOutput(loss, dict(named), {})
 
-    def _flattened(self, made: Any) -> tuple[Tensor]:
-        if isinstance(made, ObjectiveOutput):
-            self._metrics = tuple(made.metrics)
-            return (torch.stack([made.loss, *made.metrics.values()]),)
-        if isinstance(made, Tensor):
-            return (made,)
-        if isinstance(made, LogProbs):
-            return (torch.stack([*made]),)
+    def _flattened(self, result: Any) -> tuple[Tensor]:
+        if isinstance(result, ObjectiveOutput):
+            self._metrics = tuple(result.metrics)
+            return (torch.stack([result.loss, *result.metrics.values()]),)
+        if isinstance(result, Tensor):
+            return (result,)
+        if isinstance(result, LogProbs):
+            return (torch.stack([*result]),)
         raise ValueError(
-            f"flat=True for a processor that returned {type(made).__name__}: expected an ObjectiveOutput, LogProbs "
+            f"flat=True for a processor that returned {type(result).__name__}: expected an ObjectiveOutput, LogProbs "
             "or a tensor"
         )
 
@@ -161,18 +161,18 @@ class MultiTokenGPTModel(GPTModel):
             return hidden_states
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        made = [
+        results = [
             output_processor(
-                hidden_states=each,
+                hidden_states=hidden_SBD,
                 output_layer=self.output_layer,
                 output_weight=weight.detach() if depth and self.config.mtp_detach_heads else weight,
                 context=output_processor_context,
                 scale_logits=self._scale_logits,
                 depth=depth,
             )
-            for depth, each in enumerate(hidden_states.chunk(1 + self.config.mtp_num_layers))
+            for depth, hidden_SBD in enumerate(hidden_states.chunk(1 + self.config.mtp_num_layers))
         ]
-        return (torch.stack([packed for (packed,) in made]),) if output_processor.flat else tuple(made)
+        return (torch.stack([packed for (packed,) in results]),) if output_processor.flat else tuple(results)
 
 
 def _require_hook(model: nn.Module) -> None:

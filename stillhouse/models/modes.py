@@ -1,9 +1,11 @@
-"""Train and eval mode of a module for the duration of a block."""
+"""How a model is run: in train or eval mode, in which dtype, and with how many rows of packed documents."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -22,3 +24,25 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 def evaluating(module: nn.Module) -> AbstractContextManager[None]:
     """Set all submodules to eval mode; afterwards each gets its previous mode back."""
     return in_mode(module, training=False)
+
+
+def packs_one_row(model: PreTrainedModel) -> bool:
+    """Whether the model's attention separates packed documents only in a batch of one row.
+
+    transformers finds the documents of flash attention by their positions, and looks for them only in such a batch
+    (`_is_packed_sequence`).
+    """
+    return "flash" in (model.config._attn_implementation or "")
+
+
+def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
+    """The dtype in which a model's matrix products must be computed: bfloat16 for float32 weights under flash
+    attention, which has no float32; None for the dtype of the weights.
+    """
+    return torch.bfloat16 if packs_one_row(model) and model.dtype == torch.float32 else None
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """A context in which matrix products are computed in `dtype`; None: in the dtype of the weights."""
+    # the cache would keep bfloat16 copies of all layers' weights, also of gathered ones, until a forward ends
+    return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)

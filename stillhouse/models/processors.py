@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillhouse.models.head import OutputProcessor
+from stillhouse.models.lm_head import OutputProcessor
 from stillhouse.models.targets import PolicyTargets, Targets
 from stillhouse.objective import (
     CrossEntropy,
@@ -78,8 +78,8 @@ def selected_log_probs(*, temperature: float = 1.0) -> OutputProcessor:
 
     def process(*, hidden_states: Tensor, head: OutputHead, context: Targets, depth: int = 0) -> LogProbs:
         hidden_TD, labels_T = hidden_states.flatten(0, -2), context.at(depth).labels_T
-        made = linear_log_probs(hidden_TD, head, labels_T, temperature=temperature)
-        return LogProbs(*(each_T.view(hidden_states.shape[:-1]) for each_T in made))
+        outputs = linear_log_probs(hidden_TD, head, labels_T, temperature=temperature)
+        return LogProbs(*(values_T.view(hidden_states.shape[:-1]) for values_T in outputs))
 
     return process
 

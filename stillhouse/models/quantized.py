@@ -44,7 +44,9 @@ def quantized_loading(
         raise ValueError(f"its weights are quantized already: expected no further quantization, got {kind}")
     saved = config.dtype or torch.float32
     product_dtype = saved if isinstance(dtype, str) else dtype
-    return {"quantization_config": _configuration(kind, product_dtype), "device_map": {"": device or "cpu"}}
+    with reading(f"{LIBRARIES[kind]} cannot be used"):
+        configuration = _configuration(kind, product_dtype)
+    return {"quantization_config": configuration, "device_map": {"": device or "cpu"}}
 
 
 def _configuration(kind: str, product_dtype: torch.dtype) -> Any:
@@ -66,11 +68,12 @@ def require_quantized(
 
     Quantizing turns a NaN into a finite value, so the files are checked, not the loaded weights.
     """
-    if not any(is_quantized(each) for each in model.parameters()):
+    if not any(is_quantized(weight) for weight in model.parameters()):
         raise ValueError(f"none of its weights was quantized to {kind}, which takes torch.nn.Linear layers alone")
     folder = name_or_path
     if not os.path.isdir(folder):
-        folder = snapshot_download(str(name_or_path), revision=revision, allow_patterns=["*.safetensors"])
+        with reading("its files cannot be read again"):
+            folder = snapshot_download(str(name_or_path), revision=revision, allow_patterns=["*.safetensors"])
     for path in sorted(Path(folder).glob("*.safetensors")):
         _check_finite_file(path)
 
@@ -87,7 +90,8 @@ def is_quantized(weight: Tensor) -> bool:
 
 def weight_bytes(module: nn.Module) -> int:
     """Return the memory of a module's parameters, in bytes; of a quantized weight, that of its bits and scales."""
-    return sum(sum(part.numel() * part.element_size() for part in _parts(each)) for each in module.parameters())
+    parts = [part for weight in module.parameters() for part in _parts(weight)]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def _parts(weight: Tensor) -> list[Tensor]:
@@ -100,9 +104,13 @@ def _parts(weight: Tensor) -> list[Tensor]:
 
 
 def _check_finite_file(path: Path) -> None:
-    with reading(f"{path} cannot be read", passes=ValueError), safe_open(path, framework="pt") as file:
+    unreadable = reading(f"{path} cannot be read")
+    with unreadable:
+        file = safe_open(path, framework="pt")
+    with file:
         for name in file.keys():  # noqa: SIM118  (a handle of safetensors is no mapping)
-            tensor = file.get_tensor(name)
+            with unreadable:
+                tensor = file.get_tensor(name)
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise ValueError(
                     f"'{name}' in {path} has values that are NaN or infinite: expected finite weights; the "

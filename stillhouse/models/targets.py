@@ -8,6 +8,7 @@ B rows of S tokens each, T = B·S tokens in the rows' order.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -37,12 +38,7 @@ class Targets:
         if self.weights_T is None:
             object.__setattr__(self, "weights_T", (self.labels_T >= 0).float())
         for name in self._per_token:
-            given = getattr(self, name)
-            if isinstance(given, Tensor):
-                object.__setattr__(self, name, given.flatten())
-            elif isinstance(given, Mapping):
-                flat = {key: each.flatten() if isinstance(each, Tensor) else each for key, each in given.items()}
-                object.__setattr__(self, name, flat)
+            object.__setattr__(self, name, _flat(getattr(self, name)))
 
     def at(self, depth: int) -> Self:
         """Return the targets of a depth. Raises ValueError for a depth that `mtp_targets` does not have."""
@@ -66,11 +62,12 @@ class Targets:
         if rest or shape_BS[0] not in (1, rows):
             raise ValueError(f"position_ids of shape {shape_BS} for {tokens} labels: expected [B, S], all rows whole")
         positions_BS = position_ids_BS.expand(rows, -1)
-        return replace(self, mtp_targets=tuple(self._moved(*each) for each in _shifted_rows(positions_BS, depths)))
+        return replace(self, mtp_targets=tuple(self._moved(*rows) for rows in _shifted_rows(positions_BS, depths)))
 
     def rows(self, index_T: Tensor) -> Self:
         """Return the targets of the given rows at every depth, for a context shard."""
-        return replace(self._taken(index_T), mtp_targets=tuple(each._taken(index_T) for each in self.mtp_targets))
+        mtp_targets = tuple(targets._taken(index_T) for targets in self.mtp_targets)
+        return replace(self._taken(index_T), mtp_targets=mtp_targets)
 
     def extended(self, extend: Callable[[Tensor], Tensor], shape_BS: tuple[int, int]) -> Self:
         """Return these targets with more columns.
@@ -80,18 +77,16 @@ class Targets:
 
         def more(value: Any) -> Any:
             if isinstance(value, Mapping):
-                return {name: more(each) for name, each in value.items()}
+                return {name: more(entry) for name, entry in value.items()}
             if isinstance(value, Tensor):
                 return extend(value.unflatten(0, shape_BS)).flatten(0, 1)
             if isinstance(value, Signal) and is_dataclass(value):
-                own = {each.name: getattr(value, each.name) for each in fields(value)}
-                return replace(value, **more({name: each for name, each in own.items() if _is_per_token(each)}))
+                values = {entry.name: getattr(value, entry.name) for entry in fields(value)}
+                per_token = {name: entry for name, entry in values.items() if isinstance(entry, Tensor | Mapping)}
+                return replace(value, **more(per_token))
             raise ValueError(f"{type(value).__name__} cannot be extended: expected a signal of all rows")
 
-        given: dict[str, Any] = {
-            name: more(each) for name in self._per_token if (each := getattr(self, name)) is not None
-        }
-        return replace(self, **given, valid_index=None, mtp_targets=())
+        return self._changed(more)
 
     def _moved(self, index_T: Tensor, exists_T: Tensor) -> Self:
         taken = self._taken(index_T)
@@ -102,10 +97,13 @@ class Targets:
         )
 
     def _taken(self, index_T: Tensor) -> Self:
-        taken: dict[str, Any] = {
-            name: _rows(each, index_T) for name in self._per_token if (each := getattr(self, name)) is not None
-        }
-        return replace(self, **taken, valid_index=None, mtp_targets=())
+        return self._changed(partial(_rows, index_T))
+
+    def _changed(self, change: Callable[[Any], Any]) -> Self:
+        """Return these targets with `change` applied to all values per token, without further depths."""
+        values = {name: getattr(self, name) for name in self._per_token}
+        changed: dict[str, Any] = {name: change(value) for name, value in values.items() if value is not None}
+        return replace(self, **changed, valid_index=None, mtp_targets=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,14 +142,16 @@ class PolicyTargets(Targets):
                 raise ValueError(f"{name} is missing: expected a number for each of {len(self.labels_T)} tokens")
 
 
-def _rows(value: Any, index_T: Tensor) -> Any:
+def _flat(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _rows(each, index_T) for name, each in value.items()}
+        return {name: _flat(entry) for name, entry in value.items()}
+    return value.flatten() if isinstance(value, Tensor) else value
+
+
+def _rows(index_T: Tensor, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _rows(index_T, entry) for name, entry in value.items()}
     return value.rows(index_T) if isinstance(value, Signal) else value[index_T]
-
-
-def _is_per_token(value: Any) -> bool:
-    return isinstance(value, Tensor | Mapping)
 
 
 def _shifted_rows(position_ids_BS: Tensor, depths: int) -> Iterator[tuple[Tensor, Tensor]]:

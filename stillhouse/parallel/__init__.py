@@ -1,28 +1,24 @@
 """Distributes student and teacher over processes, from outside of the models' own code (see `runner.py`)."""
 
+from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.parallel import watchdog
-from stillhouse.parallel.build import (
-    apply_parallelism,
+from stillhouse.parallel.apply import apply_parallelism
+from stillhouse.parallel.apply.context_parallel import NextTokens
+from stillhouse.parallel.build_runner import (
     build_runner,
     only_head,
     only_layers,
     require_own_teacher,
     single_process_runner,
 )
-from stillhouse.parallel.context_parallel import NextTokens
 from stillhouse.parallel.devices import best_precision, choose_device
-from stillhouse.parallel.heads import BufferedHead, DecoderHead, HeadBuffers, TeacherHead, TeacherHidden
-from stillhouse.parallel.layout import Layout, ModelSource
-from stillhouse.parallel.loading import empty_decoder, load_weights, local_folder
+from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights
 from stillhouse.parallel.mesh import Degrees, Mesh, join
 from stillhouse.parallel.pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
-from stillhouse.parallel.pipeline import SCHEMES
-from stillhouse.parallel.proof import prove_heads, prove_runner
 from stillhouse.parallel.ranks import (
     ONE_PROCESS,
     Ranks,
     destroy_process_group,
-    gathered_tensor,
     is_first,
     local_processes,
     local_rank,
@@ -32,9 +28,12 @@ from stillhouse.parallel.ranks import (
     start,
     wait_for_all,
 )
+from stillhouse.parallel.run_layout import SCHEMES, Layout
 from stillhouse.parallel.runner import Runner
+from stillhouse.parallel.runner_proof import prove_heads, prove_runner
+from stillhouse.parallel.sharded_loading import ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharding import ShardedMicroBatches, padded_shapes, shard_micro_batches
-from stillhouse.parallel.waiting_weights import WaitingWeights
+from stillhouse.parallel.teacher_head import DecoderHead, TeacherHead, TeacherHidden
 
 __all__ = [
     "IN_STAGE",

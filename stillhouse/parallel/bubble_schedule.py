@@ -63,18 +63,20 @@ def bubble_schedule(micro_batches: int, next_micro_batches: int, teacher: float,
     run = {Action(0, rank, "T", number) for rank in ranks for number in range(done[rank])}
 
     def needs(action: Action) -> list[Action]:
-        return [each for each in _needs(action, len(ranks)) if each not in run]
+        return [needed for needed in _needs(action, len(ranks)) if needed not in run]
 
-    student = [[Action(0, rank, *each) for each in one_f_one_b(rank, len(ranks), micro_batches)] for rank in ranks]
-    own = [[Action(0, rank, "T", number) for number in range(done[rank], micro_batches)] for rank in ranks]
-    of_next = [[Action(1, rank, "T", number) for number in range(next_micro_batches)] for rank in ranks]
-    without_next = simulate([[student[rank], own[rank]] for rank in ranks], needs, costs)
-    with_next = simulate([[student[rank], own[rank] + of_next[rank]] for rank in ranks], needs, costs)
+    orders_of_torch = [one_f_one_b(rank, len(ranks), micro_batches) for rank in ranks]
+    student = [[Action(0, rank, *action) for action in orders_of_torch[rank]] for rank in ranks]
+    teacher_now = [[Action(0, rank, "T", number) for number in range(done[rank], micro_batches)] for rank in ranks]
+    teacher_next = [[Action(1, rank, "T", number) for number in range(next_micro_batches)] for rank in ranks]
+    without_next = simulate([[student[rank], teacher_now[rank]] for rank in ranks], needs, costs)
+    lanes = [[student[rank], teacher_now[rank] + teacher_next[rank]] for rank in ranks]
+    with_next = simulate(lanes, needs, costs)
     limit = max(without_next.values())
     kept = [action for action, end in with_next.items() if not action.step or end - teacher <= limit]
     orders = tuple(tuple(action for action in kept if action.stage == rank) for rank in ranks)
-    done_of_next = tuple(sum(action.step for action in each) for each in orders)
-    return Order(orders, done_of_next, max(simulate([[each] for each in orders], needs, costs).values()))
+    next_done = tuple(sum(action.step for action in order) for order in orders)
+    return Order(orders, next_done, max(simulate([[order] for order in orders], needs, costs).values()))
 
 
 def _needs(action: Action, stages: int) -> list[Action]:
@@ -118,7 +120,7 @@ def simulate(
     lanes: for each rank, one or more sequences of actions. A free rank runs the next action of its first lane whose
     next action can start. needs: the actions that have to end before an action can start. costs: by kind of action.
     """
-    ranks = [_Rank(each, [0] * len(each)) for each in lanes]
+    ranks = [_Rank(rank_lanes, [0] * len(rank_lanes)) for rank_lanes in lanes]
     ends: dict[Action, float] = {}
     now = 0.0
     while True:
@@ -128,7 +130,7 @@ def simulate(
         for rank in ranks:
             if rank.doing is None:
                 for lane, action in rank.heads():
-                    if all(each in ends for each in needs(action)):
+                    if all(needed in ends for needed in needs(action)):
                         rank.at[lane] += 1
                         rank.doing = now + costs[action.kind], action
                         break

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from stillhouse.models.head import local
+from stillhouse.models.dtensors import local
 from stillhouse.parallel.ranks import Ranks
 
 
@@ -40,15 +40,11 @@ def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, de
         return
     total = torch.cat([gradient.flatten().to(device, torch.float32) for gradient in gradients])
     dist.all_reduce(total, group=group)
-    for gradient, part in zip(gradients, total.split([each.numel() for each in gradients]), strict=True):
+    for gradient, part in zip(gradients, total.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 
 
-def gradient_norm(
-    held: Iterable[nn.Parameter],
-    processes: int,
-    ranks: Ranks,
-) -> Tensor:
+def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) -> Tensor:
     """Return the norm of the whole gradient, the same on every process, in float32 and on the gradients' device.
 
     processes: the number of processes that hold a copy or a shard of each of these parameters.
@@ -60,12 +56,7 @@ def gradient_norm(
         for parameter in held
         if parameter.grad is not None
     ]
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
-    if ranks.group is not None:
-        together = total.to(ranks.device)
-        dist.all_reduce(together, group=ranks.group)
-        total = together.to(total.device)
-    return total.sqrt()
+    return ranks.sum(torch.stack(squares).sum() if squares else torch.zeros(())).sqrt()
 
 
 def copies(parameter: nn.Parameter, processes: int) -> int:

@@ -57,13 +57,14 @@ class Mesh:
 
     A mesh of one process has no process groups and no device meshes; all its coordinates are 0. In a job of several
     processes, constructing a mesh is a collective of all ranks of the job, including ranks that are not in the mesh;
-    with `of_one_process`, it is this process's own.
+    with `of_one_process`, only this process constructs it.
 
     weights: (pipeline, replicate, shard, tensor), the mesh of the weights.
     experts: (pipeline, replicate, shard, expert), the mesh of the experts' weights.
     tokens: (pipeline, data, context, tensor), the mesh of the tokens.
     ranks: all processes of the mesh.
-    pipelines: two more groups along the pipeline axis, for messages that have no fixed order relative to the others.
+    pipelines: two more groups along the pipeline axis, if it has several ranks, for messages that have no fixed order
+        relative to the others.
     """
 
     weights: DeviceMesh
@@ -72,7 +73,7 @@ class Mesh:
 
     def __init__(self, degrees: Degrees, device: torch.device, *, of_one_process: bool | None = None):
         self.degrees, self.device = degrees, device
-        self.pipelines: tuple[ProcessGroup | None, ProcessGroup | None] = None, None
+        self.pipelines: list[ProcessGroup] = []
         self.has_groups = not of_one_process if of_one_process is not None else dist.is_initialized()
         if not self.has_groups:
             assert degrees.processes == 1, f"{degrees} in one process"
@@ -85,7 +86,8 @@ class Mesh:
         self.tokens = self._grid(pipeline=pipeline, data=degrees.data, context=degrees.context, tensor=tensor)
         everyone = dist.new_group(list(range(degrees.processes)), timeout=_group_timeout(device))
         self.ranks = Ranks(everyone, device)
-        self.pipelines = self._along_pipeline(), self._along_pipeline()
+        if degrees.pipeline > 1:
+            self.pipelines = [*self._along_pipeline(), *self._along_pipeline()]
 
     @property
     def sharding(self) -> DeviceMesh | None:
@@ -94,7 +96,7 @@ class Mesh:
 
     @property
     def expert_sharding(self) -> DeviceMesh | None:
-        """The mesh for `apply_fsdp_to_experts`; None if `sharding` is None."""
+        """The mesh for the experts in `apply_fsdp`; None if `sharding` is None."""
         return None if self._is_unsharded else self._sharding(self.experts)
 
     @property
@@ -112,17 +114,16 @@ class Mesh:
         """Return the processes along an axis of `tokens`; None if this process is the only one."""
         return self.tokens.get_group(axis) if getattr(self.degrees, axis) > 1 else None
 
-    def _along_pipeline(self) -> ProcessGroup | None:
-        """Create a group along the pipeline axis.
+    def _along_pipeline(self) -> list[ProcessGroup]:
+        """Create a group along the pipeline axis, and return it if this rank is in the mesh.
 
         Every process creates the groups of all pipelines. If only the members created a group, torch (2.13) would
         name it after the number of groups that each process has created so far, which differs between the members.
         """
-        if self.degrees.pipeline == 1:
-            return None
         timeout = _group_timeout(self.device)
-        made = {tuple(ranks): dist.new_group(ranks, timeout) for ranks in self.tokens.mesh.flatten(1).T.tolist()}
-        return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
+        pipelines = self.tokens.mesh.flatten(1).T.tolist()
+        groups = [(dist.new_group(ranks, timeout), ranks) for ranks in pipelines]
+        return [group for group, ranks in groups if dist.get_rank() in ranks]
 
     def _grid(self, **sizes: int) -> DeviceMesh:
         grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

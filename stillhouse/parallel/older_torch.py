@@ -26,8 +26,8 @@ class StageWithConstants(PipelineStage):
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        self.input_requires = [each.requires_grad for each in named["input_args"]]
-        self.output_requires = [each.requires_grad for each in named["output_args"]]
+        self.input_requires = [tensor.requires_grad for tensor in named["input_args"]]
+        self.output_requires = [tensor.requires_grad for tensor in named["output_args"]]
 
     def _prepare_forward_infra(self, *arguments: Any, **options: Any) -> Any:
         outputs = super()._prepare_forward_infra(*arguments, **options)
@@ -87,9 +87,9 @@ class StageWithConstants(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         # in a V, a rank has two neighbouring stages, and gloo cannot send to the same rank
-        return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
+        return [message for message in super()._get_init_p2p_neighbors_ops() if message.group_peer != self.group_rank]
 
     def _differentiable(self, of_outputs: Any, *, inverse: bool = False) -> tuple[Any, ...]:
         """Return those of the outputs, or of their gradients, that require a gradient; or the other ones."""
         pairs = zip(of_outputs, self.output_requires, strict=True)
-        return tuple(each for each, requires in pairs if requires != inverse)
+        return tuple(value for value, requires in pairs if requires != inverse)

@@ -9,7 +9,7 @@ B rows, S tokens per row, T = B·S; D, E widths of student and teacher.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder, OutputProcessor, evaluating, without_lora
+from stillhouse.models.modes import autocast
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import Signal, Signals, StudentHidden
 from stillhouse.objective.signals import RowIndex
 from stillhouse.parallel import watchdog
-from stillhouse.parallel.heads import DecoderHead, TeacherHidden
-from stillhouse.parallel.loss_part import LayerLoss, LayerLosses
+from stillhouse.parallel.layer_loss import LayerLosses
+from stillhouse.parallel.teacher_head import DecoderHead, TeacherHidden
 
 
 @dataclass(frozen=True)
@@ -123,39 +124,35 @@ class TeacherStudentPair(nn.Module):
         if in_stage is None:
             teacher_BSE = None
         else:
-            teacher_BSE = self._teacher_layers(inputs, teacher_BSE, losses)
+            with ExitStack() as running:
+                for loss in losses:
+                    running.enter_context(loss.during_teacher(self._teacher_layers))
+                dtype = inputs.autocast if self.teacher_is_base else None
+                teacher_BSE = self.teacher_forward(micro_batch, teacher_BSE, dtype=dtype)
             if self.student.has_head:
                 signals = {in_stage: self._exact(teacher_BSE)}
         arguments = _model_inputs(micro_batch.inputs, student_BSD)
         context = _targets(micro_batch, signals) if self.student.has_head else None
         with ExitStack() as running:
-            running.enter_context(_autocast(micro_batch, inputs.autocast))
+            running.enter_context(autocast(micro_batch.input_ids_BS.device, inputs.autocast))
             for loss in losses:
                 arguments |= loss.student_inputs()
                 running.enter_context(loss.during_student())
             output = self.student(**arguments, processor=inputs.processor, context=context)
         return StageResults(output, teacher_BSE, [named for loss in losses for named in loss.losses()])
 
-    def teacher_forward(self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None) -> Tensor:
-        """Return the teacher's hidden states after its layers on this stage; on its last stage, after its norm."""
-        assert self.teacher is not None
-        inputs = _model_inputs(micro_batch.teacher_inputs or micro_batch.inputs, hidden_BSE)
-        with torch.no_grad(), evaluating(self.teacher), _autocast(micro_batch, None):
-            return self.teacher(**inputs, head=False)
+    def teacher_forward(
+        self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the teacher's hidden states after its layers on this stage; on its last stage, after its norm.
 
-    def _teacher_layers(self, inputs: StageInputs, hidden_BSE: Tensor | None, losses: Sequence[LayerLoss]) -> Tensor:
-        """Run the teacher's layers on this stage, or the student's without its adapter, in the student's dtype."""
-        micro_batch, base = inputs.micro_batch, self.student
-        with ExitStack() as running:
-            for loss in losses:
-                running.enter_context(loss.during_teacher(base if self.teacher_is_base else self._own_teacher))
-            if not self.teacher_is_base:
-                return self.teacher_forward(micro_batch, hidden_BSE)
-            for context in (torch.no_grad(), evaluating(base), without_lora(base)):
-                running.enter_context(context)
-            running.enter_context(_autocast(micro_batch, inputs.autocast))
-            arguments = _model_inputs(micro_batch.teacher_inputs or micro_batch.inputs, hidden_BSE)
-            return base(**arguments, head=False)
+        dtype: that of autocast (see `StageInputs`), for a teacher that is the student without its adapter.
+        """
+        teacher, device = self._teacher_layers, micro_batch.input_ids_BS.device
+        inputs = _model_inputs(micro_batch.teacher_inputs or micro_batch.inputs, hidden_BSE)
+        base = without_lora(teacher) if self.teacher_is_base else nullcontext()
+        with torch.no_grad(), evaluating(teacher), base, autocast(device, dtype):
+            return teacher(**inputs, head=False)
 
     def _exact(self, hidden_BSE: Tensor) -> Signal:
         """The signal of the teacher's last hidden states, on the last stage."""
@@ -166,9 +163,11 @@ class TeacherStudentPair(nn.Module):
         return TeacherHidden(hidden_BSE.flatten(0, 1), head)
 
     @property
-    def _own_teacher(self) -> Decoder:
-        assert self.teacher is not None
-        return self.teacher
+    def _teacher_layers(self) -> Decoder:
+        """The decoder whose layers are the teacher's on this stage."""
+        teacher = self.student if self.teacher_is_base else self.teacher
+        assert teacher is not None
+        return teacher
 
 
 def _targets(micro_batch: MicroBatch, signals: Signals) -> DistillTargets:
@@ -181,12 +180,6 @@ def _targets(micro_batch: MicroBatch, signals: Signals) -> DistillTargets:
         document_T=micro_batch.document_T,
         position_ids_BS=micro_batch.position_ids_BS,
     )
-
-
-def _autocast(micro_batch: MicroBatch, dtype: torch.dtype | None) -> torch.autocast:
-    device = micro_batch.input_ids_BS.device.type
-    # The cache would keep bfloat16 copies of all layers' weights, also of gathered ones, until a forward ends.
-    return torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
 
 
 def _model_inputs(inputs: Mapping[str, Tensor], hidden: Tensor | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ because the gradients of its hidden states differ between ranks.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
-from stillhouse.models.head import local
-from stillhouse.models.structure import describe
+from stillhouse.models.dtensors import local
+from stillhouse.models.layer_hooks import hooked
+from stillhouse.models.model_checks import describe
 from stillhouse.objective import CrossEntropy, ObjectiveOutput, OutputHead, linear_objective
+from stillhouse.parallel.apply.tensor_parallel import generic
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.pair import StageInputs
 from stillhouse.parallel.runner import Runner
-from stillhouse.parallel.tensor_parallel import generic
 
 #: relative differences between the ranks' gradients: equal up to rounding, and certainly not equal
 _EQUAL, _PARTIAL = 1e-2, 5e-2
@@ -60,10 +61,10 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
             _add(squares, _squares(runner, hidden))
             hidden.clear()
     total = defaultdict[str, float](float)
-    for of_rank in runner.ranks.gather(squares):
-        _add(total, of_rank)
+    for rank_squares in runner.ranks.gather(squares):
+        _add(total, rank_squares)
     differing = {name: math.sqrt(total[f"{name} difference"] / total[name]) for name in list(total) if total[name]}
-    parts = [(name, each) for name, each in _copies(runner) if differing.get(generic(name), 0.0) > _EQUAL]
+    parts = [(name, copy) for name, copy in _copies(runner) if differing.get(generic(name), 0.0) > _EQUAL]
     problems = (
         _problem(runner, name, parameter, differing[generic(name)], runs, count * _ROUNDS)
         for name, parameter in parts
@@ -82,7 +83,7 @@ def _cross_entropies(number: int) -> OutputProcessor:
         depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         place_T = torch.arange(depths[0].shape[:-1].numel(), device=depths[0].device)
         terms = [CrossEntropy((place_T * (number + 1)) % 7)]
-        losses = [linear_objective(each.flatten(0, -2), head, terms).loss for each in depths]
+        losses = [linear_objective(hidden_BSD.flatten(0, -2), head, terms).loss for hidden_BSD in depths]
         return ObjectiveOutput(torch.stack(losses).sum(), {}, {})
 
     return process
@@ -119,26 +120,23 @@ def _squares(runner: Runner, hidden: Mapping[str, Tensor]) -> dict[str, float]:
     copies += [(f"{_HIDDEN}{name}", gradient) for name, gradient in hidden.items()]
     if not copies:
         return {}
-    here = torch.cat([gradient.flatten().to(runner.device, torch.float32) for _, gradient in copies])
-    mean = here.clone()
+    values = torch.cat([gradient.flatten().to(runner.device, torch.float32) for _, gradient in copies])
+    mean = values.clone()
     group = runner.mesh.weights.get_group("tensor")
     dist.all_reduce(mean, group=group)
     mean /= group.size()
     sizes = [gradient.numel() for _, gradient in copies]
     squares = defaultdict[str, float](float)
-    for of, values in (("", here), (" difference", here - mean)):
-        for (name, _), value in zip(copies, _sums(values.square(), sizes), strict=True):
-            squares[name + of] += value
+    for suffix, terms in (("", values), (" difference", values - mean)):
+        sums = torch.stack([part.square().sum() for part in terms.split(sizes)]).tolist()
+        for (name, _), value in zip(copies, sums, strict=True):
+            squares[name + suffix] += value
     return squares
 
 
 def _add(total: dict[str, float], values: Mapping[str, float]) -> None:
     for name, value in values.items():
         total[name] += value
-
-
-def _sums(values: Tensor, sizes: list[int]) -> list[float]:
-    return torch.stack([part.sum() for part in values.split(sizes)]).tolist()
 
 
 def _problem(
@@ -179,13 +177,14 @@ def _mixed_problem(differing: Mapping[str, float]) -> str:
     return ""
 
 
-@contextmanager
-def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> Iterator[None]:
-    """Add the gradients of the hidden states in front of the layers and between them to `into`, by module."""
+def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Return a context that adds the gradients of the hidden states in front of the layers and between them to
+    `into`, by module.
+    """
 
     def add(name: str, gradient: Tensor) -> None:
-        whole = local(gradient).detach().float()
-        into[name] = into[name] + whole if name in into else whole
+        value = local(gradient).detach().float()
+        into[name] = into[name] + value if name in into else value
 
     def watch(name: str, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
@@ -199,19 +198,9 @@ def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> Iterator[Non
         module.register_forward_hook(lambda module, _, output: watch(f"'{names[module]}'", output))
         for module in watched
     ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return hooked(*hooks)
 
 
-@contextmanager
-def _counted(module: nn.Module, runs: Counter[nn.Module]) -> Iterator[None]:
-    """Count in `runs` how often each submodule runs."""
-    hooks = [part.register_forward_pre_hook(lambda part, _: runs.update([part])) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _counted(module: nn.Module, runs: Counter[nn.Module]) -> AbstractContextManager[None]:
+    """Return a context that counts in `runs` how often each submodule runs."""
+    return hooked(*(part.register_forward_pre_hook(lambda part, _: runs.update([part])) for part in module.modules()))

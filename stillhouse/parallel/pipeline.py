@@ -8,67 +8,27 @@ already has the micro-batches and looks each of them up by its number.
 B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 
 from stillhouse.data import MicroBatch
+from stillhouse.models.dtensors import local
 from stillhouse.objective import TEACHER, Signals
-from stillhouse.parallel.gradients import local, reduce_partial_grads
-from stillhouse.parallel.heads import TeacherHidden
+from stillhouse.parallel.gradients import reduce_partial_grads
+from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.older_torch import stage_class
 from stillhouse.parallel.pair import InStage, StageInputs, StageResults, TeacherStudentPair
-from stillhouse.parallel.teacher_prefetch import Schedule1F1BWithPrefetch, TeacherPrefetch
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """One of torch's schedules, and how stages are assigned to ranks.
-
-    per_rank: the number of stages on each rank. in_v: the stages are assigned to the ranks in increasing, then in
-    decreasing order, so that rank 0 has the first and the last stage. prefetch: the teacher runs in separate
-    actions, up to one step before the student. splits_backward: a stage computes the gradients of its input and those
-    of its weights at different times.
-    """
-
-    schedule: Callable[..., Any]
-    per_rank: int = 1
-    in_v: bool = False
-    prefetch: bool = False
-    splits_backward: bool = False
-
-    def stages_of(self, rank: int, ranks: int) -> list[int]:
-        """Return the numbers of a rank's stages."""
-        if self.in_v:
-            return [rank, 2 * ranks - 1 - rank]
-        return [rank + turn * ranks for turn in range(self.per_rank)]
-
-    def rank_of(self, stage: int, ranks: int) -> int:
-        return 2 * ranks - 1 - stage if self.in_v and stage >= ranks else stage % ranks
-
-
-SCHEMES = {
-    "gpipe": Scheme(ScheduleGPipe),
-    "1f1b": Scheme(Schedule1F1B),
-    "1f1b_ahead": Scheme(Schedule1F1BWithPrefetch, prefetch=True),
-    "interleaved": Scheme(ScheduleInterleaved1F1B, 2),
-    "zero_bubble": Scheme(ScheduleInterleavedZeroBubble, 2, splits_backward=True),
-    "zbv": Scheme(ScheduleZBVZeroBubble, 2, in_v=True, splits_backward=True),
-}
+from stillhouse.parallel.run_layout import Scheme
+from stillhouse.parallel.teacher_head import TeacherHidden
+from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
 
 
 @dataclass(frozen=True)
@@ -85,12 +45,10 @@ class Pipeline:
     """The stages of this rank and their schedule.
 
     pairs: by stage number.
-    sharding: the mesh over which FSDP shards the pairs; None without FSDP.
     copies_embedding: the last stage has a copy of the student's embedding, which is on the first stage: as its head,
     if the two are tied, or for MTP layers. The two gradients are summed after every step, so that the copies stay
     equal.
     teacher_cost: a forward of the teacher's layers, in forwards of the student's layers; for schemes with prefetch.
-    reverse_groups: two more groups of the same ranks, for messages that have no fixed order relative to the others.
     """
 
     def __init__(
@@ -98,32 +56,29 @@ class Pipeline:
         pairs: dict[int, TeacherStudentPair],
         scheme: Scheme,
         width: Width,
-        group: ProcessGroup,
-        device: torch.device,
+        mesh: Mesh,
         *,
-        copies_embedding: bool = False,
-        sharding: DeviceMesh | None = None,
-        teacher_cost: float = 0.0,
-        reverse_groups: Sequence[ProcessGroup | None] = (),
+        copies_embedding: bool,
+        teacher_cost: float,
     ):
+        group = mesh.group("pipeline")
+        assert group is not None
         self.ranks, self.rank = group.size(), group.rank()
         self.count = self.ranks * scheme.per_rank
         self.stages = {number: _Stage(number, self.count, pair) for number, pair in pairs.items()}
-        if sharding is not None:
+        if mesh.sharding is not None:
             # the stage itself has no weights, but wrapping it makes the schedule keep gathered weights and sum
             # gradients once per step
             for stage in self.stages.values():
-                fully_shard(stage, mesh=sharding)
+                fully_shard(stage, mesh=mesh.sharding)
         self.copies_embedding = copies_embedding
-        self.scheme, self.width, self.group, self.device = scheme, width, group, device
-        self.reverse_groups = reverse_groups
+        self.scheme, self.width, self.group, self.device = scheme, width, group, mesh.device
+        self.reverse_groups = mesh.pipelines
         self.prefetch: TeacherPrefetch | None = None
         if scheme.prefetch:
-            (stage,), (teacher_group, backward_group) = self.stages.values(), reverse_groups
-            assert teacher_group is not None
-            assert backward_group is not None
-            teacher = (teacher_cost, width.teacher, width.teacher_dtype)
-            self.prefetch = TeacherPrefetch(stage.teacher_forward, *teacher, teacher_group, backward_group, device)
+            (stage,), (teacher_group, backward_group) = self.stages.values(), mesh.pipelines
+            teacher = (teacher_cost, width.teacher, width.teacher_dtype, teacher_group)
+            self.prefetch = TeacherPrefetch(stage.teacher_forward, *teacher, backward_group, mesh.device)
         self._schedule_key: tuple[Any, ...] = ()
         self._schedule: Any = None
 
@@ -137,7 +92,7 @@ class Pipeline:
         step, numbers = _Step(inputs), torch.arange(len(inputs))
         schedule = self._schedule_for(inputs, with_teacher=step.in_stage and self.prefetch is None)
         if self.prefetch is not None:
-            order = self.prefetch.begin([each.micro_batch for each in inputs], step.request, runs=step.in_stage)
+            order = self.prefetch.begin([batch.micro_batch for batch in inputs], step.request, runs=step.in_stage)
             schedule.follow(order, self.prefetch.run_teacher, self.prefetch.backward_group)
             if step.in_stage:
                 step.prefetched = self.prefetch.now.hidden
@@ -161,21 +116,21 @@ class Pipeline:
         step = _Step(inputs)
         if self.prefetch is not None:
             self.prefetch.forget(step.request)
-        kept: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # outputs of a stage for the next one on this rank
+        outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # of a stage, for the next one on this rank
         sends: list[tuple[Any, Tensor]] = []
         for number, stage in sorted(self.stages.items()):
-            source, target = (self.scheme.rank_of(each, self.ranks) for each in (number - 1, number + 1))
-            for at, each in enumerate(inputs):
+            source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
+            for index, batch in enumerate(inputs):
                 received: tuple[Tensor, ...] = ()
                 if number and source != self.rank:
-                    received = self._receive(each.micro_batch, source, with_teacher=step.in_stage)
+                    received = self._receive(batch.micro_batch, source, with_teacher=step.in_stage)
                 elif number:
-                    received = kept.pop((number - 1, at))
-                passed = stage(*received, number=torch.tensor([at]), step=step)
+                    received = outputs.pop((number - 1, index))
+                passed = stage(*received, number=torch.tensor([index]), step=step)
                 if number + 1 == self.count:
                     continue
                 if target == self.rank:
-                    kept[number, at] = passed
+                    outputs[number, index] = passed
                 else:
                     group = self._message_group(self.rank, target)
                     sends += [(dist.isend(hidden, group=group, group_dst=target), hidden) for hidden in passed]
@@ -188,23 +143,21 @@ class Pipeline:
         first, last = 0, self.scheme.rank_of(self.count - 1, self.ranks)
         if self.rank not in (first, last):
             return
-        gradients = [
-            local(weight.grad) for weight in reduce_partial_grads(self._embeddings()) if weight.grad is not None
-        ]
+        gradients = [local(weight.grad) for weight in reduce_partial_grads(self._embeddings())]
         if first == last:
             total = gradients[0] + gradients[1]
         else:
-            own = gradients[0].to(self.device)  # the gradient may be in host memory
-            other = torch.empty_like(own)
-            there = dist.get_global_rank(self.group, last if self.rank == first else first)
+            sent = gradients[0].to(self.device)  # the gradient may be in host memory
+            received = torch.empty_like(sent)
+            peer = dist.get_global_rank(self.group, last if self.rank == first else first)
             # in one batch: if both ranks sent first, each would wait for the other (NCCL)
-            both = [
-                dist.P2POp(dist.isend, own.contiguous(), there, self.group),
-                dist.P2POp(dist.irecv, other, there, self.group),
+            messages = [
+                dist.P2POp(dist.isend, sent.contiguous(), peer, self.group),
+                dist.P2POp(dist.irecv, received, peer, self.group),
             ]
-            for message in dist.batch_isend_irecv(both):
+            for message in dist.batch_isend_irecv(messages):
                 message.wait()
-            total = own + other
+            total = sent + received
         for gradient in gradients:
             gradient.copy_(total)
 
@@ -217,11 +170,17 @@ class Pipeline:
             weights.append(self.stages[self.count - 1].pair.student.embedding_copy)
         return weights
 
+    @property
+    def embedding_copy(self) -> Tensor | None:
+        """The last stage's trained copy of the first stage's embedding; None if this rank has no such copy."""
+        is_here = self.copies_embedding and self.count - 1 in self.stages
+        return self._embeddings()[-1] if is_here else None
+
     def _receive(self, micro_batch: MicroBatch, source: int, *, with_teacher: bool) -> tuple[Tensor, ...]:
         hidden = self._hidden(*micro_batch.shape_BS, with_teacher=with_teacher)
-        received = tuple(torch.empty_like(each, device=self.device, requires_grad=False) for each in hidden)
-        for each in received:
-            dist.recv(each, group=self._message_group(source, self.rank), group_src=source)
+        received = tuple(torch.empty_like(meta, device=self.device, requires_grad=False) for meta in hidden)
+        for buffer in received:
+            dist.recv(buffer, group=self._message_group(source, self.rank), group_src=source)
         return received
 
     def _message_group(self, source: int, target: int) -> ProcessGroup:
@@ -230,15 +189,11 @@ class Pipeline:
         Each direction has its own group. NCCL runs the messages of a group in the order in which each rank issues
         them, and two ranks may issue the messages of opposite directions in different orders.
         """
-        back = self.reverse_groups[0]
-        if source < target:
-            return self.group
-        assert back is not None
-        return back
+        return self.group if source < target else self.reverse_groups[0]
 
     def _schedule_for(self, inputs: Sequence[StageInputs], *, with_teacher: bool) -> Any:
         """Return torch's schedule for these shapes. A schedule fixes the shapes of its messages at construction."""
-        shapes = {each.micro_batch.shape_BS for each in inputs}
+        shapes = {batch.micro_batch.shape_BS for batch in inputs}
         assert len(shapes) == 1, f"micro-batches of different shapes in one step: {shapes}"
         ((rows, tokens),) = shapes
         key = (len(inputs), rows, tokens, with_teacher)
@@ -284,8 +239,11 @@ class _Step:
         self.inputs = inputs
         self.results: dict[tuple[int, int], StageResults] = {}
         self.prefetched: dict[int, Tensor] | None = None
-        markers = [[each for each in of_one.signals.values() if isinstance(each, InStage)] for of_one in inputs]
-        assert len({len(each) for each in markers}) == 1, "a teacher in the stages for only some of the micro-batches"
+        signals = [batch.signals.values() for batch in inputs]
+        markers = [[signal for signal in of_batch if isinstance(signal, InStage)] for of_batch in signals]
+        assert len({len(of_batch) for of_batch in markers}) == 1, (
+            "a teacher in the stages for only some of the micro-batches"
+        )
         self.in_stage = bool(markers[0])
         self.request = markers[0][0].request if self.in_stage else None
 
@@ -315,27 +273,27 @@ class _Stage(nn.Module):
             return self.pair.teacher_forward(teacher_of, *received)
         assert number is not None
         assert step is not None
-        at = int(number)
-        inputs = step.inputs[at]
+        index = int(number)
+        inputs = step.inputs[index]
         if step.prefetched is not None:
-            inputs = replace(inputs, signals=self._prefetched(step.prefetched, at))
+            inputs = replace(inputs, signals=self._prefetched(step.prefetched, index))
         result = self.pair(inputs, *(received if self.number else ()))
         if not self.is_last:
-            step.results[self.number, at] = replace(result, output=None, teacher_BSE=None)
+            step.results[self.number, index] = replace(result, output=None, teacher_BSE=None)
             return (result.output,) if result.teacher_BSE is None else (result.output, result.teacher_BSE)
-        step.results[self.number, at] = replace(result, teacher_BSE=None)
+        step.results[self.number, index] = replace(result, teacher_BSE=None)
         if not torch.is_grad_enabled():
             return ()
         # 1-D: the schedule cannot merge 0-D losses, and its error would leave the other ranks waiting
         return torch.stack([result.output.loss])
 
-    def _prefetched(self, hidden: dict[int, Tensor], at: int) -> Signals:
+    def _prefetched(self, hidden: dict[int, Tensor], index: int) -> Signals:
         """The signals of a teacher that has run ahead; only the last stage needs them."""
         if not self.is_last:
             return {}
         head = self.pair.teacher_head
         assert head is not None
-        return {TEACHER: TeacherHidden(hidden.pop(at).flatten(0, 1), head)}
+        return {TEACHER: TeacherHidden(hidden.pop(index).flatten(0, 1), head)}
 
 
 def _sum(loss: Tensor, _: Tensor) -> Tensor:

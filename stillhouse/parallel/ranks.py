@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from stillhouse.config import ConfigError
 from stillhouse.parallel import watchdog
@@ -85,6 +84,14 @@ class Ranks:
         dist.broadcast(text, group=self.group, group_src=0)
         return value if self.is_first else json.loads(text.cpu().numpy().tobytes())
 
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of the tensors of all processes, on the device of `values`."""
+        if self.group is None:
+            return values
+        total = values.to(self.device, copy=True)
+        dist.all_reduce(total, group=self.group)
+        return total.to(values.device)
+
     def largest(self, number: int) -> int:
         """The largest of the numbers of all processes; it costs one all-reduce of one integer."""
         if self.group is None:
@@ -146,7 +153,7 @@ ONE_PROCESS = Ranks(None, torch.device("cpu"))
 
 def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list[Any]:
     """The number of an error's kind, and the arguments that make the same error."""
-    kind = next(number for number, each in enumerate(kinds) if isinstance(error, each))
+    kind = next(number for number, kind in enumerate(kinds) if isinstance(error, kind))
     if isinstance(error, ConfigError) and kinds[kind] is ConfigError:
         return [kind, [error.key, error.problem]]
     if isinstance(error, OSError) and error.errno is not None:
@@ -179,7 +186,7 @@ def process_rank() -> int:
 
 def is_first() -> bool:
     """Whether this process is the one that writes and prints."""
-    return os.environ.get("RANK", "0") == "0"
+    return process_rank() == 0
 
 
 def log_rank0(line: str) -> None:
@@ -219,19 +226,3 @@ def destroy_process_group() -> None:
         dist.barrier()
         watchdog.stop()
         dist.destroy_process_group()
-
-
-def gathered_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the whole tensor on a device: a collective of the processes that hold shards of it.
-
-    The shards may be in host memory, where the group of the processes cannot gather them.
-    """
-    here: Any = tensor.to(device)
-    if not isinstance(here, DTensor):
-        return here
-    placements = list(here.placements)
-    # FSDP's shards of tensor-parallel shards first; torch would warn of another order
-    for axis in sorted(range(len(placements)), key=lambda axis: (type(placements[axis]) is Shard, -axis)):
-        placements[axis] = Replicate()
-        here = here.redistribute(placements=placements)
-    return here.to_local()

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder
 from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
-from stillhouse.parallel.heads import DecoderHead
-from stillhouse.parallel.layout import Layout
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.pair import StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.ranks import Ranks
+from stillhouse.parallel.run_layout import Layout
+from stillhouse.parallel.teacher_head import DecoderHead
 
 
 class Runner:
@@ -36,10 +36,8 @@ class Runner:
         mesh: Mesh,
         *,
         tied: bool,
-        copies_embedding: bool = False,
     ):
         self.layout, self.pairs, self.pipeline, self.mesh, self.tied = layout, pairs, pipeline, mesh, tied
-        self.copies_embedding = copies_embedding
         self._summed: list[nn.Parameter] = []
 
     def sum_over_tensor_ranks(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -58,7 +56,7 @@ class Runner:
             if self.pipeline is not None:
                 results = self.pipeline.forward(inputs)
             else:
-                results = [self.pairs[0](each) for each in inputs]
+                results = [self.pairs[0](batch) for batch in inputs]
         for pair in self.pairs.values():
             reshard(pair)  # no backward follows that would do it
         return [result.output for result in results]
@@ -73,8 +71,8 @@ class Runner:
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(inputs)
             results = []
-            for pair, each in self.one_by_one(inputs):
-                results.append(pair(each))
+            for pair, batch in self.one_by_one(inputs):
+                results.append(pair(batch))
                 results[-1].output.loss.backward()
             return results
 
@@ -85,10 +83,10 @@ class Runner:
         """
         _require_micro_batches(inputs)
         pair = self.pairs[0]
-        for number, each in enumerate(inputs, start=1):
+        for number, batch in enumerate(inputs, start=1):
             if isinstance(pair.student, FSDPModule):
                 pair.student.set_requires_all_reduce(number == len(inputs))
-            yield pair, each
+            yield pair, batch
 
     def announce(self, micro_batches: Sequence[MicroBatch]) -> int | None:
         """Announce the micro-batches of a later step, on which the teacher then runs in the pipeline's bubbles.
@@ -173,7 +171,8 @@ class Runner:
         """
         held = reduce_partial_grads(parameter for _, parameter in self.named_parameters())
         degrees = self.layout.degrees
-        copy = self._embedding_copy()
+        # the norm counts the embedding of the first stage, and not its copy on the last one
+        copy = None if self.pipeline is None else self.pipeline.embedding_copy
         counted = [parameter for parameter in held if parameter is not copy]
         norm = gradient_norm(counted, degrees.processes // degrees.pipeline, self.ranks)
         if limit:
@@ -192,13 +191,6 @@ class Runner:
         for parameter, gradient in zip(self._summed, before, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
-
-    def _embedding_copy(self) -> Tensor | None:
-        """Return the last stage's copy of the embedding of the first stage: the norm counts only one of them."""
-        last = self.layout.stages - 1
-        if not self.copies_embedding or self.pipeline is None or last not in self.pairs:
-            return None
-        return self.pairs[last].student.embedding_copy
 
 
 def reshard(module: nn.Module) -> None:

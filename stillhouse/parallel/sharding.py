@@ -13,8 +13,8 @@ class ShardedMicroBatches(list[MicroBatch]):
     uniform_shapes: see `padded_shapes`.
     """
 
-    def __init__(self, own: Sequence[MicroBatch], whole: StepMicroBatches, *, uniform_shapes: bool = False):
-        super().__init__(own)
+    def __init__(self, parts: Sequence[MicroBatch], whole: StepMicroBatches, *, uniform_shapes: bool = False):
+        super().__init__(parts)
         self.whole, self.uniform_shapes = whole, uniform_shapes
 
 
@@ -24,13 +24,13 @@ def shard_micro_batches(whole: StepMicroBatches, mesh: Mesh, *, uniform_shapes: 
     All data ranks get equally many micro-batches. If there are too few, the first one is repeated without targets.
     Each context rank gets its own columns of each micro-batch. uniform_shapes: see `padded_shapes`.
     """
-    degrees, own = mesh.degrees, []
+    degrees, parts = mesh.degrees, []
     shapes_BS = padded_shapes(whole.shapes_BS, degrees, uniform_shapes=uniform_shapes)
     for number in range(mesh.coordinate("data"), len(shapes_BS), degrees.data):
         micro_batch = whole[number] if number < len(whole) else whole[0].without_targets()
         part = micro_batch.padded(*shapes_BS[number]).part(mesh.coordinate("context"), degrees.context)
-        own.append(part.to(mesh.device))
-    return ShardedMicroBatches(own, whole, uniform_shapes=uniform_shapes)
+        parts.append(part.to(mesh.device))
+    return ShardedMicroBatches(parts, whole, uniform_shapes=uniform_shapes)
 
 
 def padded_shapes(

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
-from stillhouse.models.loading import auto_class
-from stillhouse.parallel.loading import make_buffers
+from stillhouse.models.pretrained import auto_class
+from stillhouse.parallel.sharded_loading import make_buffers
 
 #: transformers' names for the parts of a base model that can be cut into stages
 PARTS = ("embed_tokens", "layers", "norm")
@@ -71,8 +71,8 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
             f"{stages} pipeline stages for a student of {student.layers} layers: expected at most one stage per layer"
         )
     models = [student] if teacher is None else [student, teacher]
-    total = sum(each.passes * (each.layers * each.layer + each.head) for each in models)
-    heads = sum(each.passes * each.head for each in models)
+    total = sum(model.passes * (model.layers * model.layer + model.head) for model in models)
+    heads = sum(model.passes * model.head for model in models)
     # the cost that each stage's layers may have
     room = [total / stages] * (stages - 1) + [max(0.0, total / stages - heads)]
     student_cuts = _cuts(student.layers, room, least=1)
@@ -85,8 +85,8 @@ def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
     proportion to its room, and at least `least` of them.
     """
     cuts, before = [0], 0.0
-    for number, each in enumerate(room, start=1):
-        before += each
+    for number, stage_room in enumerate(room, start=1):
+        before += stage_room
         wanted = round(layers * before / sum(room))
         cuts.append(min(max(wanted, cuts[-1] + least), layers - least * (len(room) - number)))
     return cuts
@@ -99,9 +99,9 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
     layers, config = decoder.layers(), decoder.config.get_text_config()
     depths = 0 if decoder.mtp is None else decoder.mtp.depths
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
-    named = (each for layer in layers for each in layer.named_parameters())
+    named = [parameter for layer in layers for parameter in layer.named_parameters()]
     # the experts of a layer are stacked: a weight's first dim counts them
-    products = sum(each.numel() * (chosen / len(each) if ".experts." in name else 1.0) for name, each in named)
+    products = sum(weight.numel() * (chosen / len(weight) if ".experts." in name else 1.0) for name, weight in named)
     layer, head = products / max(1, len(layers)), decoder.vocabulary_rows * config.hidden_size
     # each further depth of multi-token prediction is one more layer and one more pass of the head, on the last stage
     return Cost(len(layers), layer, head + depths * (layer + head), passes)
@@ -133,12 +133,16 @@ def require_cuttable(config: PreTrainedConfig) -> None:
     keep_layers(decoder, range(0), first=False, last=False)
     decoder.to_empty(device="cpu")
     make_buffers(decoder)
-    given = torch.linspace(-1, 1, 4 * config.get_text_config().hidden_size, dtype=torch.float32).view(1, 4, -1)
+    embeds = torch.linspace(-1, 1, 4 * config.get_text_config().hidden_size, dtype=torch.float32).view(1, 4, -1)
     with reading(f"model type '{config.model_type}' cannot run without its embeddings: {UNCUT}"):
         output = decoder.backbone(
-            input_ids=None, inputs_embeds=given, position_ids=torch.arange(4)[None], use_cache=False, return_dict=True
+            input_ids=None,
+            inputs_embeds=embeds,
+            position_ids=torch.arange(4)[None],
+            use_cache=False,
+            return_dict=True,
         )
-    if not torch.equal(output.last_hidden_state, given):
+    if not torch.equal(output.last_hidden_state, embeds):
         raise ValueError(
             f"model type '{config.model_type}' changes its embeddings before its first layer, and every stage would "
             f"repeat this change: {UNCUT}"
@@ -170,10 +174,10 @@ def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
 def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
     """Raise ValueError for a layer of the student that learns a layer of the teacher on another stage."""
     for pair in () if student.hidden_match is None else student.hidden_match.pairs:
-        stage = next(each for each in stages if pair.student in each.student)
+        stage = next(stage for stage in stages if pair.student in stage.student)
         if pair.teacher not in stage.teacher:
-            here = stage.teacher
-            expected = f"one of {here.start} to {here.stop - 1}" if here else "a layer that is on its stage"
+            layers = stage.teacher
+            expected = f"one of {layers.start} to {layers.stop - 1}" if layers else "a layer that is on its stage"
             raise ValueError(
                 f"layer {pair.student} of the student is on stage {stage.number + 1} of {stage.count}, and layer "
                 f"{pair.teacher} of the teacher is not: hidden states are compared on one stage; expected "

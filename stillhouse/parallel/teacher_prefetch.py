@@ -48,15 +48,15 @@ class Schedule1F1BWithPrefetch(Schedule1F1B):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        given, named = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        self._initialize_stage(given[0], named[0])
+        positional, named = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        self._initialize_stage(positional[0], named[0])
         stage, sends = self._stage, _Sends()
         assert stage.group is not None
         for action in self.order:
             at = action.micro_batch
             if action.kind == "F":
                 _wait(_start(stage.get_fwd_recv_ops(at), stage.group))
-                output = stage.forward_one_chunk(at, given[at], named[at], save_forward_output=return_outputs)
+                output = stage.forward_one_chunk(at, positional[at], named[at], save_forward_output=return_outputs)
                 self._maybe_compute_loss(stage, output, target_mbs, at)
                 sends.add(_start(stage.get_fwd_send_ops(at), stage.group))
             elif action.kind == "B":
@@ -109,8 +109,8 @@ class TeacherPrefetch:
         self.teacher_forward, self.cost, self.width, self.dtype = teacher_forward, cost, width, dtype
         self.device, self.ranks, self.rank = device, group.size(), group.rank()
         self.group, self.backward_group = group, backward_group
-        for each in (group, backward_group):
-            self._connect(each)
+        for messages in (group, backward_group):
+            self._connect(messages)
         #: the requests for later steps, in the order of the steps
         self.announced: list[tuple[int, Sequence[MicroBatch]]] = []
         self._requests = itertools.count()
@@ -164,13 +164,12 @@ class TeacherPrefetch:
 
     def _take_announced(self, request: int | None) -> tuple[int | None, Sequence[MicroBatch]]:
         """Drop the announcements up to this request; return the next one, or no micro-batches if there is none."""
-        later = [each for each in self.announced if request is not None and each[0] > request]
-        self.announced = later
-        return later[0] if later else (None, ())
+        self.announced = [later for later in self.announced if request is not None and later[0] > request]
+        return self.announced[0] if self.announced else (None, ())
 
     def forget(self, request: int | None) -> None:
         """Drop the announcement of micro-batches that will not come in a step."""
-        self.announced = [each for each in self.announced if each[0] != request]
+        self.announced = [other for other in self.announced if other[0] != request]
 
     def _not_begun(self, micro_batches: Sequence[MicroBatch], request: int | None = None) -> _TeacherStep:
         return _TeacherStep(micro_batches, (0,) * self.ranks, request)
@@ -204,7 +203,7 @@ class _Sends:
         self.started: list[tuple[Any, Tensor]] = []
 
     def add(self, started: Iterable[tuple[Any, Tensor]]) -> None:
-        self.started = [each for each in self.started if not each[0].is_completed()]
+        self.started = [(message, tensor) for message, tensor in self.started if not message.is_completed()]
         self.started += started
 
     def wait(self) -> None:
@@ -215,9 +214,9 @@ class _Sends:
 def _start(messages: Iterable[P2POp], group: ProcessGroup) -> list[tuple[Any, Tensor]]:
     """Start messages in `group` that torch made for another group of the same ranks."""
     started = []
-    for each in messages:
-        peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
-        started.append((each.op(each.tensor, group=group, **peer), each.tensor))
+    for message in messages:
+        peer = {"group_dst" if message.op is dist.isend else "group_src": message.group_peer}
+        started.append((message.op(message.tensor, group=group, **peer), message.tensor))
     return started
 
 

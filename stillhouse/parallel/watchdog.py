@@ -40,8 +40,8 @@ def start(store: Store, rank: int, ranks: int, seconds: float) -> None:
     """Watch the ranks of a job that meets at `store` until `stop`."""
     global _watchdog
     stop()
-    own_connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
-    _watchdog = Watchdog(own_connection, rank, ranks, seconds)
+    connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
+    _watchdog = Watchdog(connection, rank, ranks, seconds)
     atexit.register(stop)  # a thread that uses the store while the interpreter ends would crash the process
 
 
@@ -65,14 +65,14 @@ def enter(phase: str, *, timed: bool = True) -> None:
 def progress() -> None:
     """Record that the main thread begins another micro-batch of its phase, which restarts the phase's time limit."""
     if _watchdog is not None:
-        _watchdog.own.since = time.monotonic()
-        _watchdog.own.begun += 1
+        _watchdog.state.since = time.monotonic()
+        _watchdog.state.begun += 1
 
 
 @contextmanager
 def untimed(phase: str) -> Iterator[None]:
     """A phase within a phase, for a wait that has a time limit of its own. All ranks go through it."""
-    before = None if _watchdog is None else _watchdog.own
+    before = None if _watchdog is None else _watchdog.state
     enter(phase, timed=False)
     try:
         yield
@@ -108,12 +108,12 @@ class Watchdog:
     def __init__(self, store: Store, rank: int, ranks: int, seconds: float):
         self.store, self.rank, self.ranks, self.seconds = store, rank, ranks, seconds
         now = time.monotonic()
-        self.own = Peer(now, phase="the start", process=f"{socket.gethostname()}, process {os.getpid()}")
-        self._peers = {each: Peer(now) for each in range(ranks) if each != rank}
+        self.state = Peer(now, phase="the start", process=f"{socket.gethostname()}, process {os.getpid()}")
+        self._peers = {peer: Peer(now) for peer in range(ranks) if peer != rank}
         self._store_answered = now
         self._interval = min(seconds / BEATS, MOST_SECONDS_BETWEEN)
         self._stopped = threading.Event()
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._exchange, self._watch)]
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._exchange, self._watch)]
         for thread in self._threads:
             thread.start()
 
@@ -123,16 +123,17 @@ class Watchdog:
             thread.join(self._interval)  # times out where the store does not answer
 
     def enter(self, phase: str, timed: bool) -> None:
-        number, process = self.own.number + 1, self.own.process
-        self.own = Peer(time.monotonic(), number=number, phase=phase, process=process, timed=timed)
+        number, process = self.state.number + 1, self.state.process
+        self.state = Peer(time.monotonic(), number=number, phase=phase, process=process, timed=timed)
 
     def _exchange(self) -> None:
         """Publish and read heartbeats until `stop`, or until the store is lost, which `_watch` detects."""
         beat, present = 0, set[int]()
         while True:
-            own = self.own
+            state = self.state
             try:
-                self.store.set(_key(self.rank), json.dumps([beat, own.number, own.begun, own.phase, own.process]))
+                heartbeat = [beat, state.number, state.begun, state.phase, state.process]
+                self.store.set(_key(self.rank), json.dumps(heartbeat))
                 # reading a key blocks until the key exists
                 present |= {rank for rank in self._peers if rank not in present and self.store.check([_key(rank)])}
                 ranks = sorted(present)
@@ -160,7 +161,7 @@ class Watchdog:
                 self._end(*fault)
 
     def _reset_times(self, now: float) -> None:
-        self._store_answered = self.own.since = now
+        self._store_answered = self.state.since = now
         for peer in self._peers.values():
             peer.since = now
 
@@ -171,18 +172,18 @@ class Watchdog:
         silent = [rank for rank, peer in self._peers.items() if now - peer.since > self.seconds]
         if silent:
             return " and ".join(self._silence(rank) for rank in silent), set(silent)
-        own = self.own
+        state = self.state
         # a longer limit than for heartbeats, so that a stopped process is reported as silent
-        if not own.timed or now - own.since <= self.seconds + 3 * self._interval:
+        if not state.timed or now - state.since <= self.seconds + 3 * self._interval:
             return None
-        behind = [rank for rank, peer in self._peers.items() if peer.number < own.number]
+        behind = [rank for rank, peer in self._peers.items() if peer.number < state.number]
         if behind:
             others = " and ".join(f"{self._name(rank)} is still at {self._peers[rank].phase}" for rank in behind)
-            return f"{others}, while this rank has waited at {own.phase} for {self._limit}", set()
-        begun = {self.rank: own.begun} | {rank: peer.begun for rank, peer in self._peers.items()}
+            return f"{others}, while this rank has waited at {state.phase} for {self._limit}", set()
+        begun = {self.rank: state.begun} | {rank: peer.begun for rank, peer in self._peers.items()}
         fewest = [str(rank) for rank, count in sorted(begun.items()) if count == min(begun.values())]
         where = "" if len(fewest) == self.ranks else f"; rank {', '.join(fewest)} has begun the fewest micro-batches"
-        message = f"{own.phase} has made no progress for {self._limit}, although all ranks send heartbeats"
+        message = f"{state.phase} has made no progress for {self._limit}, although all ranks send heartbeats"
         return message + where, set()
 
     def _end(self, message: str, silent: set[int]) -> None:

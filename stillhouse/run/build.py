@@ -31,7 +31,7 @@ from stillhouse.parallel import (
     prove_heads,
     require_own_teacher,
 )
-from stillhouse.parallel.expert_parallel import dispatched_experts
+from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.parallel.stages import is_cuttable
 from stillhouse.run.models import ModelSources, teacher_is_base, teacher_layout
 from stillhouse.serving.client import RemoteSignals

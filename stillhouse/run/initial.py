@@ -16,11 +16,11 @@ from stillhouse.config import ConfigError, RunConfig
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.decoder import HEAD_WEIGHT, PROJECTORS
-from stillhouse.models.head import local, own_slices
-from stillhouse.models.hidden_layers import layers_name
-from stillhouse.models.loading import auto_class, parse_dtype
+from stillhouse.models.dtensors import set_from_global
+from stillhouse.models.hidden_match import layers_name
+from stillhouse.models.pretrained import auto_class, parse_dtype
 from stillhouse.parallel import local_folder
-from stillhouse.parallel.loading import read_weights
+from stillhouse.parallel.sharded_loading import read_weights
 
 _KEY = "student.init"
 #: keys of a model's configuration that may differ between a student and the teacher whose layers it gets
@@ -116,4 +116,4 @@ def _fill_at_random(decoder: Decoder, config: PreTrainedConfig, dtype: Any, seed
             continue
         # the last stage of a pipeline has a head of its own, although it is tied to the embedding
         source = whole[of_model.embedding_name if of_model.tied and name == HEAD_WEIGHT else name]
-        local(value).copy_(source[own_slices(value)])
+        set_from_global(value, source)

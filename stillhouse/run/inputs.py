@@ -29,7 +29,7 @@ from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.token_cache import user_folder
 from stillhouse.libraries import reading
-from stillhouse.models.files import require_model_folder
+from stillhouse.models.pretrained import require_model_folder
 from stillhouse.signals import CrossTokenizerStore, SignalStore
 
 

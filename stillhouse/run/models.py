@@ -28,7 +28,7 @@ from stillhouse.models import (
     quantized_identity,
 )
 from stillhouse.parallel import Layout, Mesh, ModelSource, empty_decoder, load_weights, local_folder, process_count
-from stillhouse.parallel.loading import allocate, read_weights
+from stillhouse.parallel.sharded_loading import allocate, read_weights
 from stillhouse.run.initial import initial_weights
 from stillhouse.run.layouts import layout_of
 from stillhouse.signals import SignalStore
@@ -276,7 +276,7 @@ def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
         raise ConfigError("student.mtp", str(error)) from error
     from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
 
-    declared = declared_depths(student.pretrained) if mtp.init == "auto" else 0
+    declared = declared_depths(student.config) if mtp.init == "auto" else 0
     if declared not in (0, mtp.depths):
         raise ConfigError(
             "student.mtp.depths",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, PackedSequences
-from stillhouse.models.proof import packs_one_row
+from stillhouse.models.modes import packs_one_row
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Runner, StageInputs
 from stillhouse.signals.cache.files import document_id

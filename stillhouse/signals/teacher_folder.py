@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import save_tokenizer
 from stillhouse.models import Decoder
-from stillhouse.models.head import Head
+from stillhouse.models.checkpoint_names import checkpoint_names
+from stillhouse.models.lm_head import Head
 from stillhouse.parallel import empty_decoder, load_weights
-from stillhouse.parallel.build import only_head
-from stillhouse.parallel.loading import checkpoint_names
+from stillhouse.parallel.build_runner import only_head
 
 #: how the weights of output heads, and of embeddings that are tied to them, end in the files of transformers' models
 _OF_HEADS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from stillhouse.models.dtensors import local
 from stillhouse.parallel import Runner
-from stillhouse.parallel.gradients import local
 
 
 class WeightAverage:

@@ -24,12 +24,12 @@ from stillhouse.engine.parts import FurtherTokens
 from stillhouse.loops.finite import explained, require_finite_loss
 from stillhouse.loops.step_samples import first_rollouts
 from stillhouse.models import Decoder
+from stillhouse.models.dtensors import local
 from stillhouse.objective.divergence import weighted_parts
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
 from stillhouse.parallel import ShardedMicroBatches, is_first
-from stillhouse.parallel.gradients import local
 from stillhouse.run.session import (
     Session,
     adapter_in_words,

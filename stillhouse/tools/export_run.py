@@ -27,8 +27,8 @@ from stillhouse.config import RunConfig, load_config
 from stillhouse.engine.state import RANDOM
 from stillhouse.libraries import reading
 from stillhouse.models.adapter import merged
-from stillhouse.models.loading import auto_class, load_causal_lm, parse_dtype
-from stillhouse.models.mtp_names import without_mtp
+from stillhouse.models.checkpoint_names import without_mtp
+from stillhouse.models.pretrained import auto_class, load_causal_lm, parse_dtype
 from stillhouse.output.disk import atomic_folder, file_names
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.model_card import Exported, model_card, quoted_file

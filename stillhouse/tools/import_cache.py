@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import load_tokenizer, tokenizer_fingerprint
 from stillhouse.models import Decoder, check_finite_weights, evaluating, model_fingerprint
-from stillhouse.parallel.loading import local_folder
+from stillhouse.parallel.sharded_loading import local_folder
 from stillhouse.run.agreement import library_versions
 from stillhouse.signals.cache.exchange.distillkit import Compression, DistillkitFiles
 from stillhouse.signals.cache.exchange.speculators import SpeculatorsFiles

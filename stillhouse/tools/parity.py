@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import StepMicroBatches
@@ -31,7 +30,7 @@ from stillhouse.parallel import (
     process_count,
     start,
 )
-from stillhouse.parallel.expert_parallel import dispatched_experts
+from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.run.build import build_engine
 from stillhouse.run.inputs import RunData, load_run_data
 from stillhouse.run.models import ModelSources, require_adapters
@@ -177,11 +176,6 @@ def worst(errors: Iterable[tuple[Name, float]]) -> tuple[Name, float]:
 
 def relative_difference(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
     return float((value - reference).norm()) / max(float(reference.norm()), least)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The complete tensor, gathered if it is a DTensor: a collective of the processes that share it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 HEADER = f"{'layout':<28}{'loss':>10}{'gradient':>10}  verdict"

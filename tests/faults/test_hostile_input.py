@@ -21,8 +21,8 @@ from stillhouse.config import ConfigError, load_config
 from stillhouse.data import load_tokenizer
 from stillhouse.display import LINES
 from stillhouse.models import Decoder
-from stillhouse.models.files import require_safe_files
-from stillhouse.parallel.loading import empty_decoder, load_weights
+from stillhouse.models.pretrained import require_safe_files
+from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 
 MARKER = "foreign-code-was-here"
 

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,9 @@ def gradients(module: nn.Module, loss: Tensor) -> dict[int, Tensor]:
     """Return gradients by the parameter's id(), because the model and its decoder use different names."""
     module.zero_grad()
     loss.backward()
-    found = {id(each): each.grad.clone() for each in module.parameters() if each.grad is not None}
+    grads = {id(weight): weight.grad.clone() for weight in module.parameters() if weight.grad is not None}
     module.zero_grad()
-    return found
+    return grads
 
 
 def assert_same_gradients(given: dict[int, Tensor], expected: dict[int, Tensor], tolerance: float) -> None:
@@ -151,20 +150,6 @@ def test_saved_files_give_the_same_model(family: str, tied: bool, tmp_path: Path
         assert torch.equal(ours(ids), expected_logits)
     assert not list(tmp_path.glob("*.bin"))
     assert ours.tied is tied
-
-
-def test_weights_saved_in_bfloat16_are_not_silently_computed_in_it(tmp_path: Path) -> None:
-    """A dtype that nobody named changes the loss; it is used as before, with a warning."""
-    build("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"computes in bfloat16, in which its weights were saved") as warned:
-        assert Decoder.from_pretrained(tmp_path).output_weight.dtype is torch.bfloat16
-    assert warned[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert Decoder.from_pretrained(tmp_path, dtype="auto").output_weight.dtype is torch.bfloat16
-        assert Decoder.from_pretrained(tmp_path, dtype="float32").output_weight.dtype is torch.float32
-        Decoder.from_pretrained(tmp_path, dtype="float32").save_pretrained(tmp_path / "wide")
-        Decoder.from_pretrained(tmp_path / "wide")
 
 
 @EACH_FAMILY

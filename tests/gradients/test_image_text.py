@@ -27,10 +27,10 @@ from transformers import (
 )
 
 from stillhouse.models import Decoder
-from stillhouse.models.loading import auto_class
+from stillhouse.models.pretrained import auto_class
 from stillhouse.models.processors import cross_entropy
 from stillhouse.models.targets import Targets
-from stillhouse.parallel.loading import empty_decoder, load_weights
+from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 from stillhouse.parallel.stages import require_cuttable
 
 S = 12

@@ -1,6 +1,7 @@
 """What a model's proof at load refuses and accepts, in every dtype, on one process."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,12 @@ import torch
 from kit.families import build
 from kit.packing_families import DTYPES, LEAKING, SEPARATING, build_packing
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from stillhouse.models import Decoder, ProofError, prove_decoder
-from stillhouse.models.proof import ProbeDocuments
+from stillhouse.models.decoder_proof import ProbeDocuments
 from stillhouse.parallel import single_process_runner
 from stillhouse.signals.scorer import Part, Scorer
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -34,35 +35,40 @@ def test_families_that_separate_documents_are_accepted(family: str, dtype: str, 
     Decoder(build_packing(family, DTYPES[dtype], seed=seed))
 
 
-class LeaksInTraining(LlamaForCausalLM):
-    """Adds a sum over all tokens before, but only in train mode, as the kernels of a family may differ by mode."""
+def with_embeddings(change: Callable[[nn.Module, Tensor], Tensor]) -> PreTrainedModel:
+    """Return a Llama whose embeddings are changed by a function of the embedding and its output."""
+    model = build("llama")
+    model.get_input_embeddings().register_forward_hook(lambda module, _, hidden_BSD: change(module, hidden_BSD))
+    return model
 
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.model.embed_tokens.register_forward_hook(self._add)
 
-    def _add(self, _: nn.Module, __: Any, hidden_BSD: Tensor) -> Tensor:
-        return hidden_BSD + 0.01 * hidden_BSD.cumsum(1) if self.training else hidden_BSD
+def leaks_in_training(module: nn.Module, hidden_BSD: Tensor) -> Tensor:
+    """Add a sum over all tokens before, but only in train mode, as the kernels of a family may differ by mode."""
+    return hidden_BSD + 0.01 * hidden_BSD.cumsum(1) if module.training else hidden_BSD
 
 
 def test_a_leak_in_train_mode_alone_is_refused() -> None:
-    model = LeaksInTraining(build("llama").config).eval()
+    model = with_embeddings(leaks_in_training)
     with pytest.raises(ProofError, match="see each other"):
         Decoder(model)
     assert not model.training
+
+
+def add_column(_: nn.Module, hidden_BSD: Tensor) -> Tensor:
+    """Add an embedding of a token's column in its row, whatever position_ids says."""
+    return hidden_BSD + torch.arange(hidden_BSD.shape[1], dtype=hidden_BSD.dtype)[:, None].sin()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_positions_of_the_row_are_refused(dtype: str) -> None:
+    with pytest.raises(ProofError, match="does not number tokens by position_ids"):
+        Decoder(with_embeddings(add_column).to(DTYPES[dtype]))
 
 
 def row_0_for_all(*args: Any, **options: Any) -> Any:
     """A mask that takes the borders of the first row for those of all rows."""
     mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **options)
     return None if mask is None else mask[:1]
-
-
-def test_an_attention_with_the_borders_of_the_first_row_is_refused() -> None:
-    AttentionInterface.register("first_row", sdpa_attention_forward)
-    AttentionMaskInterface.register("first_row", row_0_for_all)
-    with pytest.raises(ProofError, match="'first_row' lets documents that share a row see each other"):
-        Decoder(build("llama", attention="first_row"))
 
 
 def first_tokens_for_all(*args: Any, **options: Any) -> Tensor:
@@ -74,30 +80,12 @@ def first_tokens_for_all(*args: Any, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_attention_whose_tokens_all_see_the_first_of_the_row_is_refused(dtype: str) -> None:
-    AttentionInterface.register("first_tokens", sdpa_attention_forward)
-    AttentionMaskInterface.register("first_tokens", first_tokens_for_all)
-    model = build("llama", attention="first_tokens").to(DTYPES[dtype])
-    with pytest.raises(ProofError, match="'first_tokens' lets documents that share a row see each other"):
-        Decoder(model)
-
-
-class RowPositions(LlamaForCausalLM):
-    """Adds an embedding of a token's column in its row, whatever position_ids says."""
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.model.embed_tokens.register_forward_hook(self._add)
-
-    def _add(self, _: nn.Module, __: Any, hidden_BSD: Tensor) -> Tensor:
-        column_S1 = torch.arange(hidden_BSD.shape[1], dtype=hidden_BSD.dtype)[:, None]
-        return hidden_BSD + column_S1.sin()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_positions_of_the_row_are_refused(dtype: str) -> None:
-    model = RowPositions(build("llama").config).to(DTYPES[dtype])
-    with pytest.raises(ProofError, match="does not number tokens by position_ids"):
+@pytest.mark.parametrize("mask", [row_0_for_all, first_tokens_for_all])
+def test_masks_through_which_documents_see_each_other_are_refused(mask: Callable[..., Any], dtype: str) -> None:
+    AttentionInterface.register(mask.__name__, sdpa_attention_forward)
+    AttentionMaskInterface.register(mask.__name__, mask)
+    model = build("llama", attention=mask.__name__).to(DTYPES[dtype])
+    with pytest.raises(ProofError, match=f"'{mask.__name__}' lets documents that share a row see each other"):
         Decoder(model)
 
 
@@ -121,14 +109,12 @@ def test_a_teacher_with_flash_attention_scores_one_row() -> None:
     AttentionMaskInterface.register("flash_by_name", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     ids = [np.arange(3 + 7 * number, 3 + 7 * number + length) for number, length in enumerate((5, 9, 2, 7))]
     parts = [Part(DocumentRows(tokens, range(len(tokens))), SignalSpec("hidden", "float32")) for tokens in ids]
-    scores = []
+    scores: list[Any] = []
     for attention in ("flash_by_name", "sdpa"):
         decoder = Decoder(build("qwen3"), verify=False)
         decoder.config._attn_implementation = attention
         scores.append(Scorer(single_process_runner(decoder, None), torch.device("cpu")).score(parts))
     for one, other in zip(*scores, strict=True):
-        assert isinstance(one, dict)
-        assert isinstance(other, dict)
         torch.testing.assert_close(one["hidden"], other["hidden"])
 
 

@@ -151,7 +151,7 @@ def run(call: Callable[[], Any], *, in_a_thread: bool) -> None:
 
 
 def test_recomputation_changes_no_bit() -> None:
-    found = []
+    results = []
     for recomputed in (False, True):
         model, batch = decoder(THREE_LAYERS), Batch.make(0)
         balance_routers(model)
@@ -159,9 +159,9 @@ def test_recomputation_changes_no_bit() -> None:
             model.gradient_checkpointing_enable()
         balance = batch.loss()
         forward(model, batch, balance).backward()
-        found.append(gradients(model) | balance.losses)
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
+        results.append(gradients(model) | balance.losses)
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
 def test_two_backward_passes_recompute_twice() -> None:
@@ -199,43 +199,46 @@ def test_router_balance_beside_a_lora() -> None:
     assert max(float(each.norm()) for each in found[1].values()) > 1e-4
 
 
-def test_without_gradients_nothing_is_balanced() -> None:
+def test_without_gradients_and_outside_of_the_context_nothing_is_balanced() -> None:
     model, batch = decoder(FAMILIES["qwen3_moe"]), Batch.whole()
     balance_routers(model)
     balance = batch.loss()
     with torch.no_grad():
         forward(model, batch, balance)
     assert not balance.losses
-
-
-def test_outside_of_the_context_nothing_is_balanced() -> None:
-    model, batch = decoder(FAMILIES["qwen3_moe"]), Batch.whole()
-    balance_routers(model)
     with pytest.raises(RuntimeError, match="cannot run"), model.balancing(batch.loss()):
         raise RuntimeError("cannot run")
     (0 * model(batch.ids_BS).sum()).backward()
-    assert not any(each.any() for each in gradients(model).values())
+    assert not any(gradient.any() for gradient in gradients(model).values())
 
 
 # refusals
 
 
-def test_a_model_without_routers_is_refused() -> None:
+def test_models_and_routers_without_hooks_are_refused() -> None:
     with pytest.raises(ValueError, match="model type 'llama' has no routers with an auxiliary loss"):
         balance_routers(Decoder(build("llama"), verify=False))
-
-
-def test_routers_without_hooks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected balance_routers\(decoder\) before"):
         decoder(FAMILIES["olmoe"]).balancing(Batch.whole().loss())
 
 
-def test_a_router_that_is_not_called_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("module", "output", "message"),
+    [
+        ("mlp", lambda hidden: hidden, r"Layer ran without calling its router 'backbone\.layers\.2\.mlp\.gate'"),
+        (
+            "mlp.gate",
+            lambda hidden: torch.zeros(len(hidden), 5),
+            r"'backbone\.layers\.2\.mlp\.gate' \(Qwen3MoeTopKRouter\) returned a Tensor: expected a tuple",
+        ),
+    ],
+    ids=["a router that is not called", "a router of other outputs"],
+)
+def test_a_layer_of_another_kind_is_refused(module: str, output: Callable[[Tensor], Tensor], message: str) -> None:
     model, batch = decoder(THREE_LAYERS), Batch.make(0)
     balance_routers(model)
-    block: Any = model.get_submodule("backbone.layers.2.mlp")
-    block.forward = lambda hidden_BSD: hidden_BSD
-    with pytest.raises(ValueError, match=r"Layer ran without calling its router 'backbone\.layers\.2\.mlp\.gate'"):
+    model.get_submodule(f"backbone.layers.2.{module}").forward = output
+    with pytest.raises(ValueError, match=message):
         forward(model, batch, batch.loss())
 
 
@@ -246,15 +249,6 @@ def test_a_router_that_runs_twice_is_refused() -> None:
     forward(model, batch, loss)
     with pytest.raises(ValueError, match=r"'backbone\.layers\.0\.mlp\.gate' ran twice with one RouterAuxLoss"):
         forward(model, batch, loss)
-
-
-def test_a_router_of_other_outputs_is_refused() -> None:
-    model, batch = decoder(FAMILIES["olmoe"]), Batch.whole()
-    balance_routers(model)
-    router: Any = model.get_submodule("backbone.layers.0.mlp.gate")
-    router.forward = lambda hidden_TD: torch.zeros(len(hidden_TD), 5)
-    with pytest.raises(ValueError, match=r"'backbone\.layers\.0\.mlp\.gate' \(OlmoeTopKRouter\) returned a Tensor"):
-        forward(model, batch, batch.loss())
 
 
 def test_recomputation_past_the_decoder_is_an_error() -> None:

@@ -19,7 +19,7 @@ from stillhouse.config import ConfigError
 from stillhouse.data import DataError
 from stillhouse.loops.evaluate import evaluate, means
 from stillhouse.objective.spec import TeacherShare, parse_objective
-from stillhouse.parallel.heads import HeadBuffers
+from stillhouse.parallel.host_memory import HeadBuffers
 from stillhouse.run.session import Session
 from stillhouse.signals import SeparateTeacher, SeveralTeachers, WeightAverage
 

@@ -7,6 +7,7 @@ not 1.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,69 +50,48 @@ _GEMMA: dict[str, Any] = {
     "final_logit_softcapping": SOFTCAP,
 }
 
-
-def _llama(**options: Any) -> PreTrainedConfig:
-    return LlamaConfig(**_SHAPE, **options)
-
-
-def _qwen3(**options: Any) -> PreTrainedConfig:
-    windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
-    return Qwen3Config(**_SHAPE, head_dim=16, **windows, **options)
-
-
-def _qwen3_moe(**options: Any) -> PreTrainedConfig:
-    experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    }
-    return Qwen3MoeConfig(**_SHAPE, head_dim=16, **experts, **options)
-
-
-def _gemma2(**options: Any) -> PreTrainedConfig:
-    return Gemma2Config(**_GEMMA, attn_logit_softcapping=4.0, **options)
-
-
-def _gemma3(**options: Any) -> PreTrainedConfig:
-    layers = ["sliding_attention", "sliding_attention", "full_attention"]
-    return Gemma3TextConfig(**{**_GEMMA, "num_hidden_layers": 3}, layer_types=layers, **options)
-
-
-def _mistral(**options: Any) -> PreTrainedConfig:
-    return MistralConfig(**_SHAPE, sliding_window=WINDOW, **options)
-
-
-def _phi3(**options: Any) -> PreTrainedConfig:
-    return Phi3Config(**_SHAPE, sliding_window=WINDOW, resid_pdrop=0.1, **options)
-
-
-def _gpt2(**options: Any) -> PreTrainedConfig:
-    shape = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.25}
-    return GPT2Config(**shape, bos_token_id=1, eos_token_id=2, **options)
-
-
-def _granite(**options: Any) -> PreTrainedConfig:
-    scales = {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.7}
-    return GraniteConfig(**_SHAPE, **scales, attention_multiplier=0.3, **options)
-
-
-def _cohere(**options: Any) -> PreTrainedConfig:
-    return CohereConfig(**_SHAPE, logit_scale=0.4, use_qk_norm=True, **options)
-
-
 #: family → its configuration; options: vocab_size, tie_word_embeddings
 FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
-    "llama": _llama,
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "mistral": _mistral,
-    "phi3": _phi3,
-    "gpt2": _gpt2,
-    "granite": _granite,
-    "cohere": _cohere,
+    "llama": partial(LlamaConfig, **_SHAPE),
+    "qwen3": partial(
+        Qwen3Config, **_SHAPE, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3_moe": partial(
+        Qwen3MoeConfig,
+        **_SHAPE,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
+    "gemma2": partial(Gemma2Config, **_GEMMA, attn_logit_softcapping=4.0),
+    "gemma3": partial(
+        Gemma3TextConfig,
+        **{**_GEMMA, "num_hidden_layers": 3},
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
+    "mistral": partial(MistralConfig, **_SHAPE, sliding_window=WINDOW),
+    "phi3": partial(Phi3Config, **_SHAPE, sliding_window=WINDOW, resid_pdrop=0.1),
+    "gpt2": partial(
+        GPT2Config,
+        n_embd=48,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        initializer_range=0.25,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "granite": partial(
+        GraniteConfig,
+        **_SHAPE,
+        logits_scaling=3.0,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.7,
+        attention_multiplier=0.3,
+    ),
+    "cohere": partial(CohereConfig, **_SHAPE, logit_scale=0.4, use_qk_norm=True),
 }
 
 

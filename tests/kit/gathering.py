@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stillhouse.data import StepMicroBatches
+from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Layout, Mesh, Runner, StageInputs
-from stillhouse.tools.parity import relative_difference, whole
+from stillhouse.tools.parity import relative_difference
 
 #: the factor of each rank's loss; bfloat16 cannot represent the sum of the factors
 LOSS_FACTORS = (1.0, 2.0**-9)
@@ -20,9 +21,9 @@ LOSS_FACTORS = (1.0, 2.0**-9)
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors relative to the float32 gradients. each: by parameter, as in `layouts`. total: of the whole gradient."""
+    """Errors relative to the float32 gradients. of: by parameter. total: of the whole gradient."""
 
-    each: dict[str, float]
+    of: dict[str, float]
     total: float
 
 
@@ -33,13 +34,13 @@ class LossOutput:
 
 def compare_gathered(rank: Rank, case: Case) -> tuple[Errors, Errors] | None:
     """A job: return the errors of autocast in one process and under the layout, for this rank's parameters."""
-    mesh = mesh_of(case.layout)
+    mesh = mesh_of(case.layout.degrees)
     if rank.number >= case.layout.degrees.processes:
         return None
     sharded = gradients(case, case.layout, mesh, bf16=True)
     reference, single = (
-        {name: found[alias(case, name)] for name in sharded}
-        for found in (gradients(case, Layout(), ONE, bf16=bf16) for bf16 in (False, True))
+        {name: unsharded[alias(case, name)] for name in sharded}
+        for unsharded in (gradients(case, Layout(), ONE, bf16=bf16) for bf16 in (False, True))
     )
     return errors(single, reference), errors(sharded, reference)
 
@@ -50,9 +51,9 @@ def gradients(case: Case, layout: Layout, mesh: Mesh, *, bf16: bool) -> dict[str
     set_uneven_norm_weights(runner)
     side.step(*next(side.requests([StepMicroBatches(batches(case, 0))])))
     runner.clip(0.0)
-    found = {name: each.grad for name, each in runner.named_parameters() if each.grad is not None}
-    assert {each.dtype for each in found.values()} == {torch.float32}
-    return {name: whole(each) for name, each in found.items()}
+    named = {name: parameter.grad for name, parameter in runner.named_parameters() if parameter.grad is not None}
+    assert {gradient.dtype for gradient in named.values()} == {torch.float32}
+    return {name: gathered_tensor(gradient) for name, gradient in named.items()}
 
 
 @torch.no_grad()
@@ -66,11 +67,11 @@ def set_uneven_norm_weights(runner: Runner) -> None:
             parameter.mul_(factors)
 
 
-def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> Errors:
-    norm = float(torch.stack([each.norm() for each in reference.values()]).norm())
-    each = {name: relative_difference(value, reference[name], 1e-3 * norm) for name, value in found.items()}
-    away = torch.stack([(value - reference[name]).norm() for name, value in found.items()])
-    return Errors(each, float(away.norm()) / norm)
+def errors(values: dict[str, Tensor], reference: dict[str, Tensor]) -> Errors:
+    norm = float(torch.stack([gradient.norm() for gradient in reference.values()]).norm())
+    of = {name: relative_difference(value, reference[name], 1e-3 * norm) for name, value in values.items()}
+    away = torch.stack([(value - reference[name]).norm() for name, value in values.items()])
+    return Errors(of, float(away.norm()) / norm)
 
 
 def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor] | None:
@@ -78,7 +79,7 @@ def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor] | 
 
     The loss of each rank is the sum of the head's weight times the rank's factor.
     """
-    mesh = mesh_of(case.layout)
+    mesh = mesh_of(case.layout.degrees)
     if rank.number >= case.layout.degrees.processes:
         return None
     seen: set[torch.dtype] = set()
@@ -95,4 +96,4 @@ def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor] | 
     )
     grad = side.engine.students[0].output_weight.grad
     assert grad is not None
-    return seen, whole(grad)
+    return seen, gathered_tensor(grad)

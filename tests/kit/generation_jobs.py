@@ -15,8 +15,8 @@ from stillhouse.generation.generate import Generator
 from stillhouse.generation.in_process import InProcessEngine
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.models import Decoder, add_lora, draw_lora
+from stillhouse.models.dtensors import local
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
-from stillhouse.parallel.gradients import local
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 11, 1, 7, 5, 4, 2)

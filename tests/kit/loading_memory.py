@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from kit.shard_ranks import Rank
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from stillhouse.models.head import local
+from stillhouse.models.dtensors import local
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, build_runner, empty_decoder, load_weights
-from stillhouse.parallel.proof import _Forward, prove_runner
+from stillhouse.parallel.runner_proof import ProbeForward, prove_runner
 
 MIB = 2**20
 SUPPORTED = Path("/proc/self/clear_refs").exists()
@@ -96,7 +96,7 @@ def prove(runner: Runner, folder: Path) -> None:
 
 def step(runner: Runner) -> None:
     """Run a forward and a backward pass of the documents of the proof."""
-    forward = _Forward(runner, {})
+    forward = ProbeForward(runner, {})
     runner.forward_backward([forward.inputs(forward.micro_batch(), cross_entropy)] * 2)
 
 

@@ -4,6 +4,7 @@ B rows, S tokens per row, N tokens of one document.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,32 +40,34 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _glm4_moe(**options: Any) -> PreTrainedConfig:
-    return Glm4MoeConfig(**{**_SHAPE, "head_dim": 16, "n_routed_experts": 4, "use_qk_norm": True, **options})
-
-
-def _deepseek_v3(**options: Any) -> PreTrainedConfig:
-    ranks = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-    experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    return DeepseekV3Config(**{**_SHAPE, "num_key_value_heads": 4, **ranks, **experts, **options})
-
-
-def _mellum(**options: Any) -> PreTrainedConfig:
-    kinds = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], "num_mtp_layers": 1}
-    return MellumConfig(**{**_SHAPE, "head_dim": 16, "num_experts": 4, **kinds, **options})
-
-
-def _qwen3(**options: Any) -> PreTrainedConfig:
-    """A family without MTP layers of its own; its second layer has a sliding window."""
-    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    return Qwen3Config(**{**_SHAPE, "head_dim": 16, **windows, **options})
-
-
+_EXPERTS: dict[str, Any] = {**_SHAPE, "n_routed_experts": 4}
 MAKERS: dict[str, Callable[..., PreTrainedConfig]] = {
-    "glm4_moe": _glm4_moe,
-    "deepseek_v3": _deepseek_v3,
-    "mellum": _mellum,
-    "qwen3": _qwen3,
+    "glm4_moe": partial(Glm4MoeConfig, **_EXPERTS, head_dim=16, use_qk_norm=True),
+    "deepseek_v3": partial(
+        DeepseekV3Config,
+        **{**_EXPERTS, "num_key_value_heads": 4},
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    "mellum": partial(
+        MellumConfig,
+        **_SHAPE,
+        head_dim=16,
+        num_experts=4,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"],
+        num_mtp_layers=1,
+    ),
+    # a family without MTP layers of its own; its second layer has a sliding window
+    "qwen3": partial(
+        Qwen3Config, **_SHAPE, head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
 }
 EACH = pytest.mark.parametrize(
     ("family", "depths"),

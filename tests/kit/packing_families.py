@@ -3,7 +3,6 @@
 All have the family's usual initialisation, at which a leak is smallest.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,7 +145,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 PACKING: dict[str, dict[str, Any]] = LEAKING | SEPARATING | WINDOWED
 
-DTYPES: dict[str, torch.dtype] = {each: getattr(torch, each) for each in ("float32", "bfloat16", "float16")}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 
 def build_packing(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> PreTrainedModel:
@@ -155,6 +154,3 @@ def build_packing(family: str, dtype: torch.dtype = torch.float32, seed: int = 0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config).to(dtype).eval()
-
-
-Build = Callable[..., PreTrainedModel]

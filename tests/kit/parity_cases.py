@@ -21,7 +21,7 @@ from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.parts import ROUTER_LOSS, FurtherTokens, LossPart, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
-from stillhouse.models.head import local
+from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
@@ -43,7 +43,7 @@ from stillhouse.signals import (
     SignalSource,
     request_ahead,
 )
-from stillhouse.tools.parity import relative_difference, whole
+from stillhouse.tools.parity import relative_difference
 
 VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
 SHAPE: dict[str, Any] = {
@@ -135,9 +135,9 @@ class Difference:
 
 def compare(rank: Rank, case: Case) -> Difference | None:
     """A job: return the differences on this rank, or None if the layout does not use this rank."""
-    mesh = mesh_of(case.layout)
+    mesh = mesh_of(case.layout.degrees)
     if case.teacher is not None:
-        mesh_of(case.teacher)  # all ranks must call this, because it creates groups
+        mesh_of(case.teacher.degrees)  # all ranks must call this, because it creates groups
     if rank.number >= case.layout.degrees.processes:
         return None
     sides = [Side.of(case, Layout(), ONE), Side.of(case, case.layout, mesh)]
@@ -150,17 +150,17 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     steps = [StepMicroBatches(batches(case, step)) for step in range(STEPS)]
     evaluations = [side.evaluate(steps[0]) for side in sides]
     requests = [side.requests(steps) for side in sides]
-    difference = first_step(case, *sides, *(next(each) for each in requests))
+    difference = first_step(case, *sides, *(next(of_side) for of_side in requests))
     difference.evaluation = abs(evaluations[1]["loss"] / evaluations[0]["loss"] - 1)
     for step in range(STEPS):
-        for side, own in zip(sides, requests, strict=True):
+        for side, of_side in zip(sides, requests, strict=True):
             if step:
-                side.step(*next(own))
+                side.step(*next(of_side))
             side.engine.update(LEARNING_RATE)
     expected = dict(sides[0].runner.named_parameters())
     difference.weights = {
-        name: relative_difference(whole(each), expected[alias(case, name)])
-        for name, each in sides[1].runner.named_parameters()
+        name: relative_difference(gathered_tensor(parameter), expected[alias(case, name)])
+        for name, parameter in sides[1].runner.named_parameters()
     }
     return difference
 
@@ -176,12 +176,12 @@ class Side:
     @classmethod
     def of(cls, case: Case, layout: Layout, mesh: Mesh, *, bf16: bool = False) -> "Side":
         student, teacher = model_sources(case)
-        is_separate = case.teacher is not None and mesh is not ONE and teacher is not None
-        runner = build_runner(layout, mesh, student, teacher, teacher_head_only=is_separate)
+        separate = case.teacher if mesh is not ONE and teacher is not None else None
+        runner = build_runner(layout, mesh, student, teacher, teacher_head_only=separate is not None)
         source: SignalSource = InStageTeacher(runner)
-        if case.teacher is not None and mesh is not ONE and teacher is not None:
-            theirs = mesh_of(case.teacher)
-            source = SeparateTeacher(teacher, case.teacher, theirs, layout, mesh, head=runner.teacher_head)
+        if separate is not None:
+            teacher_mesh = mesh_of(separate.degrees)
+            source = SeparateTeacher(teacher, separate, teacher_mesh, layout, mesh, head=runner.teacher_head)
         if case.top_k:
             source = TopKSource(case, runner)
         elif not case.spec.needs_teacher:
@@ -210,8 +210,8 @@ class Side:
         return {name: value for name, value in sums.items() if name != CHUNK_TOKENS}
 
     def evaluate(self, step: StepMicroBatches) -> dict[str, float]:
-        own = self.shard(step, training=False)
-        return self.engine.evaluate([(own, self.source.request(own).result())])
+        micro_batches = self.shard(step, training=False)
+        return self.engine.evaluate([(micro_batches, self.source.request(micro_batches).result())])
 
 
 @dataclass
@@ -223,8 +223,8 @@ class TopKSource:
     steps_ahead = 0
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        has_head = self.runner.layout.stages - 1 in self.runner.pairs
-        return ReadySignals([{TEACHER: top_k(self.case, each)} if has_head else {} for each in micro_batches])
+        signals = [{TEACHER: top_k(self.case, micro_batch)} for micro_batch in micro_batches]
+        return ReadySignals(signals if self.runner.has_last_stage else [{} for _ in signals])
 
 
 def first_step(
@@ -232,18 +232,18 @@ def first_step(
     single: Side,
     sharded: Side,
     reference_step: tuple[ShardedMicroBatches, PendingSignals],
-    own_step: tuple[ShardedMicroBatches, PendingSignals],
+    sharded_step: tuple[ShardedMicroBatches, PendingSignals],
 ) -> Difference:
     """Compare the first step's loss, metrics and gradients. The gradients are not cleared."""
-    expected, found = single.step(*reference_step), sharded.step(*own_step)
-    assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe" and not case.mtp)
-    assert ("mtp_2/tokens" in found) == bool(case.mtp)
+    expected, sums = single.step(*reference_step), sharded.step(*sharded_step)
+    assert (ROUTER_LOSS in sums) == (case.family == "qwen3_moe" and not case.mtp)
+    assert ("mtp_2/tokens" in sums) == bool(case.mtp)
     if case.mtp and case.layout.degrees.tensor > 1:
         named = dict(sharded.runner.named_parameters())
-        cut = [each for name, each in named.items() if name.startswith("mtp.") and name.endswith("up_proj.weight")]
-        assert cut or not sharded.runner.has_last_stage
-        assert all(len(local(each)) < len(each) for each in cut), "MTP layers are not sharded"
-    norms = [each.engine.gradient_norm() for each in (single, sharded)]
+        weights = [named[name] for name in named if name.startswith("mtp.") and name.endswith("up_proj.weight")]
+        assert weights or not sharded.runner.has_last_stage
+        assert all(len(local(weight)) < len(weight) for weight in weights), "MTP layers are not sharded"
+    norms = [side.engine.gradient_norm() for side in (single, sharded)]
     references = dict(single.runner.named_parameters())
     gradients = {}
     for name, parameter in sharded.runner.named_parameters():
@@ -252,10 +252,10 @@ def first_step(
             assert parameter.grad is None, name
             continue
         assert parameter.grad is not None, name
-        gradients[name] = relative_difference(whole(parameter.grad), reference.grad, 1e-3 * norms[0])
+        gradients[name] = relative_difference(gathered_tensor(parameter.grad), reference.grad, 1e-3 * norms[0])
     return Difference(
-        loss=abs(found["loss"] / expected["loss"] - 1),
-        metrics={name: abs(found[name] - value) / max(abs(value), 1.0) for name, value in expected.items()},
+        loss=abs(sums["loss"] / expected["loss"] - 1),
+        metrics={name: abs(sums[name] - value) / max(abs(value), 1.0) for name, value in expected.items()},
         norm=abs(norms[1] / norms[0] - 1),
         gradients=gradients,
     )
@@ -273,15 +273,15 @@ def alias(case: Case, name: str) -> str:
 def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
     student, teacher = configurations(case.family, case.depth)
     needs = case.spec.needs_teacher and not case.top_k and case.lora != "base"
-    made = ModelSource(partial(build_student, student, case.mtp))
+    source = ModelSource(partial(build_student, student, case.mtp))
     if case.lora:
         # A and B are initialised on this rank; B must not be zero, or A would have no gradient
         draw = partial(draw_lora, seed=2, fresh=False)
-        made = ModelSource(partial(with_lora, student, case.dtype), draw, teacher_is_base=case.lora == "base")
+        source = ModelSource(partial(with_lora, student, case.dtype), draw, teacher_is_base=case.lora == "base")
     if case.hidden:
-        learned = student if case.lora == "base" else teacher
-        made = replace(made, build=partial(with_hidden, made.build, learned, case.hidden))
-    return made, ModelSource(partial(decoder, teacher, 1), offload=case.waiting_teacher) if needs else None
+        matched = student if case.lora == "base" else teacher
+        source = replace(source, build=partial(with_hidden, source.build, matched, case.hidden))
+    return source, ModelSource(partial(decoder, teacher, 1), offload=case.waiting_teacher) if needs else None
 
 
 def with_hidden(build: Callable[[], Decoder], teacher: PreTrainedConfig, pairs: tuple[HiddenPair, ...]) -> Decoder:
@@ -339,11 +339,11 @@ def decoder(config: PreTrainedConfig, seed: int) -> Decoder:
 
 def with_lora(config: PreTrainedConfig, dtype: torch.dtype) -> Decoder:
     """Add a LoRA of rank 5, which no tensor-parallel degree of the layouts divides."""
-    made = build_student(config).to(dtype)
+    student = build_student(config).to(dtype)
     # where a family has dense layers and experts of the same names, peft confuses the two
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if config.model_type == "qwen3_moe" else "all-linear"
-    add_lora(made, r=5, alpha=10.0, targets=targets)
-    return made
+    add_lora(student, r=5, alpha=10.0, targets=targets)
+    return student
 
 
 def batches(case: Case, step: int) -> list[MicroBatch]:
@@ -352,10 +352,11 @@ def batches(case: Case, step: int) -> list[MicroBatch]:
     Each row holds two documents and padding. A third of the targets is masked, and every third micro-batch has none.
     """
     count = case.micro_batches * case.layout.degrees.data
-    made = [batch(1000 * step + number, empty=number % 3 == 1) for number in range(count)]
+    step_batches = [batch(1000 * step + number, empty=number % 3 == 1) for number in range(count)]
     if not case.other_tokens:
-        return made
-    return [replace(each, teacher_inputs={**each.inputs, "input_ids": each.input_ids_BS.flip(1)}) for each in made]
+        return step_batches
+    others = [{**each.inputs, "input_ids": each.input_ids_BS.flip(1)} for each in step_batches]
+    return [replace(each, teacher_inputs=inputs) for each, inputs in zip(step_batches, others, strict=True)]
 
 
 def batch(seed: int, empty: bool) -> MicroBatch:
@@ -376,9 +377,9 @@ def batch(seed: int, empty: bool) -> MicroBatch:
     )
 
 
-def top_k(case: Case, given: MicroBatch) -> TopK:
+def top_k(case: Case, micro_batch: MicroBatch) -> TopK:
     """Make each token's ids from its input id, so that a context rank's part has the same ids."""
-    ids_T1 = given.input_ids_BS.flatten()[:, None]
+    ids_T1 = micro_batch.input_ids_BS.flatten()[:, None]
     ids_TK = (ids_T1 + torch.arange(case.top_k) * 31) % VOCABULARY
     log_probs_K = torch.log_softmax(-torch.arange(case.top_k, dtype=torch.float32), 0) + torch.tensor(0.9).log()
     return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
@@ -390,11 +391,6 @@ ONE = Mesh(Degrees(), torch.device("cpu"), of_one_process=True)
 
 
 @cache
-def mesh_of(layout: Layout) -> Mesh:
-    """Return the mesh of a layout. The groups are created once for all cases of the same degrees."""
-    return _mesh(layout.degrees)
-
-
-@cache
-def _mesh(degrees: Any) -> Mesh:
+def mesh_of(degrees: Degrees) -> Mesh:
+    """Return a mesh. Its groups are created once for all cases of the same degrees."""
     return Mesh(degrees, torch.device("cpu"))

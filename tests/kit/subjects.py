@@ -34,9 +34,9 @@ from stillhouse.data.render import chat_template
 from stillhouse.generation.published import MANIFEST
 from stillhouse.generation.weights import BUCKET_BYTES, publish, version_folder
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
-from stillhouse.models.checks import check_saving
+from stillhouse.models.model_checks import check_saving
 from stillhouse.parallel import single_process_runner
-from stillhouse.parallel.loading import empty_decoder, load_weights
+from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 from stillhouse.run.in_words import in_words
 from stillhouse.run.layouts import layout_of
 from stillhouse.run.session import device_of, objective_spec

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from kit.ranks import Ranks
+from kit.run_weights import assert_same_weights
 from kit.runs import run, write_run
-from safetensors.torch import load_file
 
 from stillhouse.libraries import is_supported
 
@@ -25,7 +25,4 @@ def test_a_layout_gives_the_student_of_one_process(tmp_path: Path, layout: str) 
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")
     ranks = Ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}", f"parallel.{layout}")
     assert ranks.wait() == [0, 0], "".join(each.err for each in ranks)
-    one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys()
-    for name, weight in one.items():
-        assert (two[name] - weight).norm() <= 1e-5 * weight.norm(), name
+    assert_same_weights(tmp_path / "two", tmp_path / "one", 1e-5)

@@ -20,7 +20,7 @@ from stillhouse.data import StepMicroBatches
 from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
-from stillhouse.models.head import local
+from stillhouse.models.dtensors import local
 from stillhouse.objective import TEACHER
 from stillhouse.output.progress import Progress
 from stillhouse.parallel import (
@@ -33,7 +33,7 @@ from stillhouse.parallel import (
     empty_decoder,
     load_weights,
 )
-from stillhouse.parallel.fsdp import apply_fsdp
+from stillhouse.parallel.apply.fsdp import apply_fsdp
 from stillhouse.parallel.ranks import BACKENDS
 from stillhouse.run.layouts import require_sharing
 

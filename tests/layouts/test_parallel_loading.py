@@ -1,6 +1,8 @@
 """Models that are built on the meta device and loaded stage by stage are bitwise equal to the saved model."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,17 @@ from kit import loading_memory
 from kit.families import build
 from kit.packing_families import build_packing
 from kit.shard_ranks import Rank, RankPool, shared_pool
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
-from stillhouse.models.head import local
+from stillhouse.models.dtensors import local
 from stillhouse.parallel import Degrees, Mesh
-from stillhouse.parallel.context_parallel import require_heads
-from stillhouse.parallel.expert_parallel import apply_expert_parallel, dispatched_experts
-from stillhouse.parallel.loading import empty_decoder, load_weights
+from stillhouse.parallel.apply.context_parallel import require_heads
+from stillhouse.parallel.apply.expert_parallel import apply_expert_parallel, dispatched_experts
+from stillhouse.parallel.apply.tensor_parallel import tensor_plan
+from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 from stillhouse.parallel.stages import keep_layers, require_cuttable
-from stillhouse.parallel.tensor_parallel import tensor_plan
 
 IDS = torch.arange(3, 40)[None]
 
@@ -154,8 +156,8 @@ def test_a_process_holds_its_share_and_a_layer(large: tuple[Path, Path, float, f
     small, folder, whole, layer = large
     # new processes, because memory that a process has used before would hide growth
     with RankPool(degrees.processes) as pool:
-        found = pool.call(loading_memory.measure, (small, folder, degrees), limit=120)
-    for rank, memory in enumerate(found):
+        memories = pool.call(loading_memory.measure, (small, folder, degrees), limit=120)
+    for rank, memory in enumerate(memories):
         print(f"{degrees}, rank {rank}: {memory}, of {whole:.0f} MiB in all")
         assert memory.share == pytest.approx(whole / degrees.processes, rel=0.01)
         assert memory.share <= memory.loading <= memory.share + layer + 16
@@ -173,47 +175,43 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         empty_decoder(tmp_path)
 
 
-def test_heads_that_degrees_do_not_divide_are_refused() -> None:
-    decoder = Decoder(build("llama"), verify=False)  # 4 attention heads, 2 key-value heads
-    with pytest.raises(ValueError, match=r"tensor=4 does not divide the model's num_key_value_heads=2"):
-        tensor_plan(decoder, 4)
-    require_heads(decoder.config, 2, 1)
-    with pytest.raises(ValueError, match=r"context=2 × tensor=2 does not divide"):
-        require_heads(decoder.config, 2, 2)
+def plan(model: PreTrainedModel, degree: int = 2) -> dict[str, str]:
+    return tensor_plan(Decoder(model, verify=False), degree)
 
 
-def test_gemma3n_has_a_size_for_each_layer() -> None:
-    def plan(**options: Any) -> dict[str, str]:
-        return tensor_plan(Decoder(build_packing("gemma3n_text", **options), verify=False), 2)
-
-    assert plan()["layers.*.mlp.down_proj"] == "rowwise"
-    with pytest.raises(ValueError, match=r"tensor=2 does not divide the model's intermediate_size=\[48, 47\]"):
-        plan(intermediate_size=[48, 47])
-    with pytest.raises(ValueError, match=r"by their mean over all columns of a matrix \(activation_spars"):
-        plan(activation_sparsity_pattern=[0.95, 0.0])
+def test_heads_that_degrees_divide_and_sizes_of_each_layer() -> None:
+    require_heads(build("llama").config, 2, 1)
+    assert plan(build_packing("gemma3n_text"))["layers.*.mlp.down_proj"] == "rowwise"
 
 
-def test_norms_with_weights_for_each_head_are_refused() -> None:
-    decoder = Decoder(build("cohere"), verify=False)
-    with pytest.raises(ValueError, match=r"'layers.0.self_attn.q_norm' has weights for each attention head"):
-        tensor_plan(decoder, 2)
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: plan(build("llama"), 4), "tensor=4 does not divide the model's num_key_value_heads=2"),
+        (lambda: require_heads(build("llama").config, 2, 2), "context=2 × tensor=2 does not divide"),
+        (
+            lambda: plan(build_packing("gemma3n_text", intermediate_size=[48, 47])),
+            "tensor=2 does not divide the model's intermediate_size=[48, 47]",
+        ),
+        (
+            lambda: plan(build_packing("gemma3n_text", activation_sparsity_pattern=[0.95, 0.0])),
+            "by their mean over all columns of a matrix (activation_spars",
+        ),
+        (lambda: plan(build("cohere")), "'layers.0.self_attn.q_norm' has weights for each attention head"),
+        # embeddings that a family reads in every layer, that it scales before the first one, and other names of parts
+        (
+            lambda: require_cuttable(build_packing("gemma4_text").config),
+            "'gemma4_text' cannot run without its embeddings: expected pipeline=1",
+        ),
+        (lambda: require_cuttable(build("granite").config), "changes its embeddings before its first layer"),
+        (lambda: require_cuttable(build("gpt2").config), "has no pipeline plan in transformers"),
+    ],
+)
+def test_models_that_a_layout_does_not_fit(refused: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        refused()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "phi3", "cohere", "gemma2", "qwen3_moe"])
 def test_families_that_can_be_cut(family: str) -> None:
     require_cuttable(build(family).config)
-
-
-def test_embeddings_that_a_family_reads_in_every_layer_are_not_cut() -> None:
-    with pytest.raises(ValueError, match=r"'gemma4_text' cannot run without its embeddings: expected pipeline=1"):
-        require_cuttable(build_packing("gemma4_text").config)
-
-
-def test_a_scaled_embedding_would_be_scaled_on_every_stage() -> None:
-    with pytest.raises(ValueError, match="changes its embeddings before its first layer"):
-        require_cuttable(build("granite").config)
-
-
-def test_parts_of_other_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="has no pipeline plan in transformers"):
-        require_cuttable(build("gpt2").config)

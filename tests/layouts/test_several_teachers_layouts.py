@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.ranks import Ranks
+from kit.run_weights import assert_same_weights
 from kit.runs import metrics, run, save_model, write_records, write_run
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,13 +42,6 @@ def write(folder: Path, out: str, **settings: object) -> Path:
     write_run(folder, cached=True, **{"data.eval": 0.2, "checkpoint.every": 2, "checkpoint.keep": 9, **settings})
     (folder / "run.yaml").rename(name)
     return name
-
-
-def assert_same_model(found: Path, expected: Path, tolerance: float) -> None:
-    one, other = (load_file(each / "model" / "model.safetensors") for each in (found, expected))
-    assert one.keys() == other.keys()
-    for name, weight in other.items():
-        assert (one[name] - weight).norm() <= tolerance * weight.norm(), name
 
 
 @pytest.mark.slow
@@ -99,7 +93,7 @@ def test_a_run_with_an_average_is_resumed_exactly(folder: Path, averaged: Path) 
     stored = [name for each in (step / "resume").glob("*.safetensors") for name in load_file(each)]
     assert any(name.startswith("average.") for name in stored)
     run("distill", folder / "averaged.yaml", f"out={folder / 'resumed'}", f"checkpoint.resume={step}")
-    assert_same_model(folder / "resumed", averaged, 0.0)
+    assert_same_weights(folder / "resumed", averaged, 0.0)
 
 
 def test_a_checkpoint_without_the_average_is_refused(folder: Path, averaged: Path) -> None:
@@ -124,7 +118,7 @@ def test_the_model_of_one_process_with_an_average(folder: Path, averaged: Path, 
     own = [f"teachers.math.parallel.{of_teacher}"] if of_teacher else []
     ranks = Ranks(2, "distill", folder / "averaged.yaml", f"out={out}", f"parallel.{layout}", *own)
     assert ranks.wait(LIMIT) == [0, 0], ranks.err
-    assert_same_model(out, averaged, 1e-4)
+    assert_same_weights(out, averaged, 1e-4)
     for one, other in zip(metrics(out), metrics(averaged), strict=True):
         for key in ("loss/total_nats_per_token", "eval/forward_kl/slow", "eval/forward_kl/math", "eval/forward_kl"):
             assert one.get(key) == pytest.approx(other.get(key), rel=1e-4, abs=1e-7), key
@@ -134,7 +128,7 @@ def test_the_model_of_one_process_with_an_average(folder: Path, averaged: Path, 
         2, "distill", folder / "averaged.yaml", f"out={resumed}", f"checkpoint.resume={step}", f"parallel.{layout}"
     )
     assert again.wait(LIMIT) == [0, 0], again.err
-    assert_same_model(resumed, averaged, 1e-4)
+    assert_same_weights(resumed, averaged, 1e-4)
 
 
 def test_the_first_lines_name_every_teacher(folder: Path) -> None:

@@ -5,6 +5,7 @@ with such a teacher are compared in `test_parity.py`.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,16 +13,17 @@ from kit.parity_cases import LEARNING_RATE, ONE, Case, Side, alias, batches, con
 from kit.shard_ranks import Rank, shared_pool
 
 from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.parallel import Degrees, Layout, ModelSource, TeacherStudentPair, build_runner
 from stillhouse.signals import request_ahead
-from stillhouse.tools.parity import relative_difference, whole, worst
+from stillhouse.tools.parity import relative_difference, worst
 
 STEPS, LIMIT = 4, 120.0
 CASE = Case(Layout(Degrees(pipeline=2), "1f1b_ahead"), "llama", micro_batches=4)
 
 
 @dataclass
-class Found:
+class Result:
     """One rank's results. teacher_forwards: for each step, the number of forwards of this rank's teacher stage.
 
     weights: each parameter's relative difference from the reference after the last step.
@@ -31,46 +33,46 @@ class Found:
     weights: dict[str, float] = field(default_factory=dict)
 
 
-def train(rank: Rank, announced: str) -> Found | None:
+def train(rank: Rank, announced: str) -> Result | None:
     """A job. announced: "right", "wrong" (other micro-batches than those of the next step), or "nothing"."""
-    mesh = mesh_of(CASE.layout)
+    mesh = mesh_of(CASE.layout.degrees)
     if rank.number >= CASE.layout.degrees.processes:
         return None
     single, sharded = Side.of(CASE, Layout(), ONE), Side.of(CASE, CASE.layout, mesh)
     steps = [StepMicroBatches(micro_batches_of(step)) for step in range(STEPS)]
     references = single.requests(steps)
-    own = [sharded.shard(each) for each in steps]
+    sharded_steps = [sharded.shard(step) for step in steps]
     other = sharded.shard(StepMicroBatches(micro_batches_of(STEPS)))
-    ahead = request_ahead(sharded.source, own)
-    found = Found()
+    ahead = request_ahead(sharded.source, sharded_steps)
+    result = Result()
     for step in range(STEPS):
         if announced == "right":
             micro_batches, signals = next(ahead)
         else:
-            micro_batches, signals = own[step], sharded.source.request(own[step])
+            micro_batches, signals = sharded_steps[step], sharded.source.request(sharded_steps[step])
         if announced == "wrong":
             sharded.source.request(other)
         with mock.patch.object(
             TeacherStudentPair, "teacher_forward", autospec=True, side_effect=TeacherStudentPair.teacher_forward
         ) as teacher_forward:
             sharded.step(micro_batches, signals)
-        found.teacher_forwards.append(teacher_forward.call_count)
+        result.teacher_forwards.append(teacher_forward.call_count)
         sharded.evaluate(steps[0])
         single.step(*next(references))
         for side in (single, sharded):
             side.engine.update(LEARNING_RATE)
     expected = dict(single.runner.named_parameters())
-    found.weights = {
-        name: relative_difference(whole(each), expected[alias(CASE, name)])
-        for name, each in sharded.runner.named_parameters()
+    result.weights = {
+        name: relative_difference(gathered_tensor(parameter), expected[alias(CASE, name)])
+        for name, parameter in sharded.runner.named_parameters()
     }
-    return found
+    return result
 
 
 def micro_batches_of(step: int) -> list[MicroBatch]:
     """Return a step's micro-batches. Every step has another shape, and step 2 has fewer micro-batches."""
-    given = [each.padded(2 + step % 2, 36 + 6 * step) for each in batches(CASE, step)]
-    return given[:2] if step == 2 else given
+    padded = [micro_batch.padded(2 + step % 2, 36 + 6 * step) for micro_batch in batches(CASE, step)]
+    return padded[:2] if step == 2 else padded
 
 
 @pytest.mark.parametrize(
@@ -78,30 +80,23 @@ def micro_batches_of(step: int) -> list[MicroBatch]:
     ["right", pytest.param("wrong", marks=pytest.mark.slow), pytest.param("nothing", marks=pytest.mark.slow)],
 )
 def test_announcements_do_not_change_the_weights(announced: str) -> None:
-    ranks = [each for each in shared_pool(8).call(train, announced, limit=LIMIT) if each is not None]
+    ranks = [result for result in shared_pool(8).call(train, announced, limit=LIMIT) if result is not None]
     assert len(ranks) == CASE.layout.degrees.processes
     counts = [4, 4, 2, 4]
-    for rank, found in enumerate(ranks):
-        assert worst(found.weights.items())[1] <= 1e-4, rank
+    for rank, result in enumerate(ranks):
+        assert worst(result.weights.items())[1] <= 1e-4, rank
         if announced == "wrong":  # the announced forwards were useless, and all forwards were run again
-            assert all(forwards >= count for forwards, count in zip(found.teacher_forwards, counts, strict=True))
-            assert sum(found.teacher_forwards) > sum(counts)
+            assert all(forwards >= count for forwards, count in zip(result.teacher_forwards, counts, strict=True))
+            assert sum(result.teacher_forwards) > sum(counts)
         else:
-            assert sum(found.teacher_forwards) == sum(counts)
-        assert (found.teacher_forwards == counts) == (announced == "nothing"), rank
+            assert sum(result.teacher_forwards) == sum(counts)
+        assert (result.teacher_forwards == counts) == (announced == "nothing"), rank
 
 
 def test_a_teacher_that_cannot_run_ahead_is_refused() -> None:
-    student, teacher = (ModelSource(lambda each=each: decoder(each, 0)) for each in configurations("llama"))
-    layout = Layout(Degrees(pipeline=2), "1f1b_ahead")
-    base, one_process = ModelSource(student.build, teacher_is_base=True), ONE
+    student, teacher = (ModelSource(partial(decoder, config, 0)) for config in configurations("llama"))
+    base = ModelSource(student.build, teacher_is_base=True)
     with pytest.raises(ValueError, match="without its adapter"):
-        build_runner(layout, one_process, base, None)
+        build_runner(CASE.layout, ONE, base, None)
     with pytest.raises(ValueError, match="has no layers in its stages"):
-        build_runner(
-            layout,
-            one_process,
-            student,
-            teacher,
-            teacher_head_only=True,
-        )
+        build_runner(CASE.layout, ONE, student, teacher, teacher_head_only=True)

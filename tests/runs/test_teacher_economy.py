@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stillhouse.config import ConfigError
 from stillhouse.models import Decoder
-from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.quantized import is_quantized, weight_bytes
 from stillhouse.parallel import Degrees, Layout, WaitingWeights
 from stillhouse.run import models

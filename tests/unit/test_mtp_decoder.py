@@ -1,13 +1,11 @@
-"""The parameters of a decoder with layers for multi-token prediction: initial, tied, frozen, sharded; refusals."""
+"""The parameters of a decoder with layers for multi-token prediction: initial, tied, frozen; refusals."""
 
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from kit.families import build
 from kit.mtp_cases import MAKERS, documents, labels_of, make, packed, positions
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from stillhouse.models import Decoder
@@ -19,10 +17,9 @@ from stillhouse.models.targets import Targets
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_parameters_are_there_once_and_all_train(tied: bool) -> None:
     decoder = make(tie_word_embeddings=tied)
-    own = [id(each) for each in decoder.parameters()]
-    main = [id(each) for each in decoder.main.pretrained.parameters()]
-    layers = [id(each) for each in decoder.mtp.layers.parameters()]
-    assert sorted(own) == sorted(main + layers)
+    modules = (decoder, decoder.main.pretrained, decoder.mtp.layers)
+    parameters, main, layers = ([id(weight) for weight in module.parameters()] for module in modules)
+    assert sorted(parameters) == sorted(main + layers)
     names = decoder.state_dict().keys()
     assert {name for name in names if ".mtp." in name} == {
         f"main.mtp.layers.{name}" for name in decoder.layers.state_dict()
@@ -70,42 +67,3 @@ def test_refusals(tmp_path: Path) -> None:
     main.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"lacks weights of its 1 further depths: expected model\.layers\.2\.\*"):
         MultiTokenDecoder.from_pretrained(tmp_path)
-
-
-def test_layers_through_which_documents_leak_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make()
-    plain_masks = made.mtp.create_masks_for_mtp_layer
-    monkeypatch.setattr(
-        made.mtp,
-        "create_masks_for_mtp_layer",
-        lambda layer, embeds, cache, at: plain_masks(layer, embeds, cache, torch.arange(at.shape[1])[None]),
-    )
-    with pytest.raises(ValueError, match="see each other"):
-        MultiTokenDecoder(made.main, made.mtp)
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_sharding_hooks_fire_at_every_depth(tied: bool) -> None:
-    """Under FSDP2, each depth gets the whole head, and the head's gradient is the sum over all depths."""
-    targets = Targets(packed([labels_of(each) for each in documents()]))
-    context, processor = targets.shift_for_mtp(positions(), 2), cross_entropy(normalizer=13.0)
-
-    def trained(decoder: MultiTokenDecoder) -> MultiTokenDecoder:
-        outputs = decoder(packed(documents()), positions(), processor=processor, context=context)
-        sum(each.loss for each in outputs).backward()
-        return decoder
-
-    plainly = trained(make(tie_word_embeddings=tied))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        decoder = make(tie_word_embeddings=tied)
-        for layer in decoder.layers:
-            fully_shard(layer)
-        if not tied:
-            fully_shard(decoder.main.head)
-        fully_shard(decoder)
-        trained(decoder)
-        for (name, given), (_, expected) in zip(decoder.named_parameters(), plainly.named_parameters(), strict=True):
-            torch.testing.assert_close(given.grad.full_tensor(), expected.grad, msg=name)
-    finally:
-        dist.destroy_process_group()

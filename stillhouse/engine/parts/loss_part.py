@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
-from stillhouse.parallel.loss_part import LayerLosses
+from stillhouse.parallel.layer_loss import LayerLosses
 
 
 class LossPart(LayerLosses, Protocol):

@@ -24,7 +24,7 @@ from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import NextTokens
-from stillhouse.parallel.loss_part import LayerLoss, MtpLayersRun
+from stillhouse.parallel.layer_loss import LayerLoss, MtpLayersRun
 
 #: the prefix of a depth's metrics: mtp_1/forward_kl is the forward KL of depth 1
 PREFIX = "mtp_"

@@ -1,4 +1,4 @@
-"""The load-balancing loss of the student's routers (`models/router_balance.py`) as a part of the step's loss."""
+"""The load-balancing loss of the student's routers (`models/moe.py`) as a part of the step's loss."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -21,9 +21,8 @@ from stillhouse.display import escaped
 from stillhouse.generation.published import OTHER_BYTES, PublishedFolder, published_folder
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
-from stillhouse.models.structure import describe
-from stillhouse.parallel.loading import checkpoint_names
-from stillhouse.parallel.stacked_experts import parts_of_stack
+from stillhouse.models.checkpoint_names import checkpoint_names, parts_of_stack
+from stillhouse.models.model_checks import describe
 
 #: the version of the weights that the server was started with, as vLLM names it
 FIRST_VERSION = "default"

@@ -1,7 +1,8 @@
 """Proves the models of a runner under its layout, after their weights are there, with the passes that training makes.
 
-What is proven of each model is in `models/proof.py`. Under tensor parallelism, each layer is also compared with its
-whole copy (`sharded_layers.py`), and backward passes show which gradients have to be summed (`partial_gradients.py`).
+What is proven of each model is in `models/decoder_proof.py`. Under tensor parallelism, each layer is also compared
+with its whole copy (`layer_proof.py`), and backward passes show which gradients have to be summed
+(`partial_gradients.py`).
 
 B rows, S columns of the whole sequences, D and E widths of student and teacher.
 """
@@ -13,42 +14,32 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
-from stillhouse.models.modes import in_mode
-from stillhouse.models.proof import (
+from stillhouse.models.decoder_proof import (
     Forward,
     ProbeDocuments,
-    autocast,
-    autocast_dtype,
     by_rows,
-    packs_one_row,
     prove_documents,
     prove_logits,
     prove_places,
     run_probe,
 )
+from stillhouse.models.model_checks import prefixed
+from stillhouse.models.modes import autocast, autocast_dtype, in_mode, packs_one_row
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
-from stillhouse.parallel.context_parallel import NextTokens
-from stillhouse.parallel.layout import ModelSource
-from stillhouse.parallel.loss_part import MtpLayersRun
+from stillhouse.parallel.apply.context_parallel import NextTokens, whole_sequences
+from stillhouse.parallel.layer_loss import MtpLayersRun
+from stillhouse.parallel.layer_proof import layers_compared, require_equal_layers
 from stillhouse.parallel.pair import IN_STAGE, StageInputs
 from stillhouse.parallel.partial_gradients import partial_gradients
 from stillhouse.parallel.runner import Runner, reshard
-from stillhouse.parallel.sharded_layers import layers_compared, require_equal_layers
-
-
-class _Names(NamedTuple):
-    """How errors name the models of a runner."""
-
-    student: str
-    teacher: str
+from stillhouse.parallel.sharded_loading import ModelSource
 
 
 class _Hidden(NamedTuple):
@@ -67,11 +58,11 @@ def prove_runner(
     teacher_in_stages: whether the teacher's layers are in the student's stages; otherwise only its head is proven.
     Raises ProofError on all processes. Changes neither weights, nor modes, nor random numbers.
     """
-    names = _Names(student.name, "teacher" if teacher is None else teacher.name)
+    names = student.name, "teacher" if teacher is None else teacher.name
     for training in (False, True) if runner.students()[0].training else (False,):
         _prove_passes(runner, names, training=training, teacher_in_stages=teacher_in_stages)
     for pair in runner.pairs.values():
-        for decoder, name in ((pair.student, names.student), (pair.teacher, names.teacher)):
+        for decoder, name in zip((pair.student, pair.teacher), names, strict=True):
             with _raised(runner, name):
                 if decoder is not None and decoder.has_head:
                     with evaluating(decoder), autocast(runner.device, _precision(runner)):
@@ -80,9 +71,9 @@ def prove_runner(
         reshard(pair)
     if runner.layout.degrees.tensor > 1:
         _prove_sharded_layers(runner, student, teacher if teacher_in_stages else None)
-        if any(each.requires_grad for _, each in runner.named_parameters()):
-            with _raised(runner, names.student):
-                forward = _Forward(runner, {})
+        if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
+            with _raised(runner, student.name):
+                forward = ProbeForward(runner, {})
                 runner.sum_over_tensor_ranks(
                     partial_gradients(runner, partial(forward.inputs, forward.micro_batch()))
                 )
@@ -97,18 +88,18 @@ def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
         for name, decoder in decoders.items():
             device = runner.device if isinstance(decoder, FSDPModule) else decoder.output_weight.device
             position_ids_BS = ProbeDocuments.of(decoder.vocabulary_rows).position_ids_BS[:1].to(device)
-            with _named(name), evaluating(decoder):
+            with prefixed(name, ProofError), evaluating(decoder):
                 prove_logits(decoder, _embedded(decoder, position_ids_BS))
             reshard(decoder)
 
 
-def _prove_passes(runner: Runner, names: _Names, *, training: bool, teacher_in_stages: bool) -> None:
-    """Prove what the student's and the teacher's hidden states depend on."""
+def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, teacher_in_stages: bool) -> None:
+    """Prove what the student's and the teacher's hidden states depend on. names: of the two in errors."""
     pair = runner.pairs[max(runner.pairs)]
     student, teacher = pair.student, None
     if teacher_in_stages:
         teacher = pair.student if pair.teacher_is_base else pair.teacher
-    forward = _Forward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
+    forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     probe = forward.probe
     with ExitStack() as stack:
         for part in runner.students():
@@ -116,7 +107,8 @@ def _prove_passes(runner: Runner, names: _Names, *, training: bool, teacher_in_s
         # a forward pass is the same for all ranks, also for those without its result
         depths = run_probe(forward.of_rows, probe, forward.device)
     count = len(depths) - (teacher is not None)
-    for decoder, name, hidden in ((student, names.student, depths[:count]), (teacher, names.teacher, depths[count:])):
+    hidden_of_both = depths[:count], depths[count:]
+    for decoder, name, hidden in zip((student, teacher), names, hidden_of_both, strict=True):
         with _raised(runner, name):
             if decoder is not None:
                 prove_documents(decoder, hidden, probe)
@@ -126,7 +118,7 @@ def _prove_passes(runner: Runner, names: _Names, *, training: bool, teacher_in_s
 
 def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:
     """Prove the layers of the student and of the teacher in its stages, whose matrices the tensor ranks share."""
-    forward = _Forward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
+    forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     sides: list[tuple[ModelSource | None, list[Decoder]]] = [
         (student, runner.students()),
         (teacher, [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]),
@@ -143,11 +135,11 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
         run_probe(forward.of_rows, forward.probe, forward.device)
     with runner.ranks.all_raise(ProofError):
         for name, decoder, of_layers in compared:
-            with _named(name):
+            with prefixed(name, ProofError):
                 require_equal_layers(decoder, of_layers)
 
 
-class _Forward:
+class ProbeForward:
     """A forward pass of the runner that returns whole hidden states [B, S, D] of the student's depths and [B, S, E]
     of the teacher; nothing on processes without the last stage.
     """
@@ -190,7 +182,7 @@ class _Forward:
         parts = list(hidden.student)
         if hidden.teacher_TE is not None:
             parts.append(hidden.teacher_TE.unflatten(0, micro_batch.shape_BS))
-        return [_whole(self._runner, part) for part in parts]
+        return [whole_sequences(part, self._runner.context_group) for part in parts]
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> _Hidden:
@@ -211,32 +203,22 @@ def _precision(runner: Runner) -> torch.dtype | None:
 def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> MicroBatch:
     """This process's columns of some documents without targets."""
     count = ids_BS.numel()
-    whole = MicroBatch(
+    micro_batch = MicroBatch(
         inputs={"input_ids": ids_BS.cpu(), "position_ids": position_ids_BS.cpu()},
         labels_T=torch.full((count,), NO_LABEL),
         weights_T=torch.zeros(count),
         document_T=torch.full((count,), -1),
         valid_index=torch.zeros(0, dtype=torch.int64),
     )
-    return whole.part(runner.mesh.coordinate("context"), runner.layout.degrees.context).to(runner.device)
-
-
-def _whole(runner: Runner, part_BSD: Tensor) -> Tensor:
-    """The whole sequences of hidden states of which this context rank has some columns."""
-    group = runner.context_group
-    if group is None:
-        return part_BSD
-    parts = [torch.empty_like(part_BSD) for _ in range(group.size())]
-    dist.all_gather(parts, part_BSD.contiguous(), group=group)
-    return torch.cat(parts, 1)
+    return micro_batch.part(runner.mesh.coordinate("context"), runner.layout.degrees.context).to(runner.device)
 
 
 def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
     probe = ProbeDocuments.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
-    one = _micro_batch(runner, probe.ids_BS[:1], probe.position_ids_BS[:1])
+    micro_batch = _micro_batch(runner, probe.ids_BS[:1], probe.position_ids_BS[:1])
     if decoder.pretrained.get_input_embeddings() is None:
-        return _embedded(decoder, one.position_ids_BS)
-    return dict(one.inputs)
+        return _embedded(decoder, micro_batch.position_ids_BS)
+    return dict(micro_batch.inputs)
 
 
 def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
@@ -250,14 +232,5 @@ def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
 @contextmanager
 def _raised(runner: Runner, name: str) -> Iterator[None]:
     """Raise a ProofError of the block on all processes, with the model's name."""
-    with runner.ranks.all_raise(ProofError), _named(name):
+    with runner.ranks.all_raise(ProofError), prefixed(name, ProofError):
         yield
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Put the model's name before a ProofError of the block."""
-    try:
-        yield
-    except ProofError as error:
-        raise ProofError(f"{name}: {error}") from error

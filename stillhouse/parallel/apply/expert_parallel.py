@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from stillhouse.models import Decoder
-from stillhouse.parallel.tensor_parallel import generic
+from stillhouse.parallel.apply.tensor_parallel import generic
 
 #: transformers' name for the sharding style of a module of experts to which tokens are sent
 DISPATCHED = "ep_dispatch_experts"

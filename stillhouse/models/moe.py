@@ -7,9 +7,6 @@ sequence is K. A micro-batch contains whole sequences, so the loss does not depe
 micro-batches or over data and pipeline ranks. The choices are summed over context ranks; the loss is linear in P, so
 each context rank adds the contribution of its own tokens' probabilities.
 
-An autograd function adds the loss to the graph: its forward returns the router's scores unchanged, and its backward
-gives the loss a gradient of 1. So no pipeline stage has to pass the loss to the next one.
-
 B sequences, S tokens of each (on a context rank: its part of them), X experts, K chosen experts per token.
 """
 
@@ -22,8 +19,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from transformers.utils.output_capturing import OutputRecorder
 
-from stillhouse.models.running import Running
+from stillhouse.models.decoder import Decoder
+from stillhouse.models.layer_hooks import AddLoss, Running
+
+
+def balance_routers(decoder: Decoder) -> None:
+    """Let the routers of a whole decoder be trained with a load-balancing loss, in the context `decoder.balancing`.
+
+    Raises ValueError for a model without softmax routers or without transformers' `router_aux_loss_coef`.
+    """
+    config = decoder.config.get_text_config()
+    kinds = _router_classes(decoder)
+    named = [(name, module) for name, module in decoder.named_modules() if isinstance(module, kinds)]
+    if not named or not hasattr(config, "router_aux_loss_coef"):
+        raise ValueError(
+            f"model type '{config.model_type}' has no routers with an auxiliary loss: expected a mixture of experts "
+            "whose configuration has router_aux_loss_coef"
+        )
+    balance, layers = RouterBalance(len(named)), set(decoder.layers())
+    for name, layer in decoder.named_modules():
+        if layer in layers:
+            balance.attach(layer, {path: router for path, router in named if path.startswith(f"{name}.")})
+    decoder.router_balance = balance
+    decoder.running_losses.append(balance.running)
+
+
+def _router_classes(decoder: Decoder) -> tuple[type[nn.Module], ...]:
+    """The router classes whose logits transformers records, if the logits are the router's first output."""
+    recorded = (getattr(decoder.pretrained, "_can_record_outputs", None) or {}).get("router_logits")
+    if isinstance(recorded, OutputRecorder) and recorded.index == 0:
+        return (recorded.target_class,)
+    return ()
 
 
 @dataclass
@@ -76,10 +104,10 @@ class RouterBalance:
                 "a new RouterAuxLoss for each forward"
             )
         logits, scores, chosen = outputs
-        own = _loss(logits, chosen, loss) / self.routers
+        value = _loss(logits, chosen, loss) / self.routers
         if not recomputing:
-            loss.losses[name] = own.detach()
-        return logits, AddLoss.apply(scores, loss.scale * own), chosen
+            loss.losses[name] = value.detach()
+        return logits, AddLoss.apply(scores, loss.scale * value), chosen
 
     def _require_losses(self, names: list[str], layer: nn.Module, _: tuple[Any, ...], __: Any) -> None:
         """Forward hook of a layer: raise ValueError if a router in it was not called and has no loss."""
@@ -95,29 +123,15 @@ class RouterBalance:
                 )
 
 
-def _loss(logits_TX: Tensor, chosen_TK: Tensor, given: RouterAuxLoss) -> Tensor:
+def _loss(logits_TX: Tensor, chosen_TK: Tensor, inputs: RouterAuxLoss) -> Tensor:
     """Return the loss summed over sequences, each weighted by its targets."""
-    (rows, tokens), experts = given.counts_BS.shape, logits_TX.shape[-1]
-    counts_BS1 = given.counts_BS[..., None].float()
+    (rows, tokens), experts = inputs.counts_BS.shape, logits_TX.shape[-1]
+    counts_BS1 = inputs.counts_BS[..., None].float()
     chosen_TX = torch.zeros_like(logits_TX, dtype=torch.float32).scatter_(1, chosen_TK, 1.0)
     choices_BX = (chosen_TX.view(rows, tokens, experts) * counts_BS1).sum(1)
-    whole = torch.cat([choices_BX, counts_BS1.sum(1), given.targets_B[:, None].float()], 1)
-    if given.group is not None:
-        dist.all_reduce(whole, group=given.group)
-    choices_BX, length_B1, targets_B1 = whole.split([experts, 1, 1], 1)
+    sums = torch.cat([choices_BX, counts_BS1.sum(1), inputs.targets_B[:, None].float()], 1)
+    if inputs.group is not None:
+        dist.all_reduce(sums, group=inputs.group)
+    choices_BX, length_B1, targets_B1 = sums.split([experts, 1, 1], 1)
     probability_BX = (logits_TX.float().softmax(-1).view(rows, tokens, experts) * counts_BS1).sum(1)
     return (targets_B1 / length_B1.clamp_min(1).square() * choices_BX * probability_BX).sum() * experts
-
-
-class AddLoss(torch.autograd.Function):
-    """Returns a tensor unchanged and gives `loss` a gradient of 1 in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
-        ctx.loss = (loss.shape, loss.dtype, loss.device)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        shape, dtype, device = ctx.loss
-        return grad, torch.ones(shape, dtype=dtype, device=device)

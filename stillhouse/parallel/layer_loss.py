@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder
-from stillhouse.parallel.context_parallel import NextTokens
+from stillhouse.parallel.apply.context_parallel import NextTokens
 
 
 class LayerLoss(Protocol):
@@ -17,19 +17,19 @@ class LayerLoss(Protocol):
 
     def student_inputs(self) -> Mapping[str, Tensor]:
         """Further arguments of the student's forward."""
-        ...
+        return {}
 
     def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
         """The context in which the layers of a teacher in the student's stages run."""
-        ...
+        return nullcontext()
 
     def during_student(self) -> AbstractContextManager[None]:
         """The context in which the student's layers run."""
-        ...
+        return nullcontext()
 
     def losses(self) -> list[tuple[str, Tensor]]:
         """After the student's forward: names and sums over target tokens, without scales."""
-        ...
+        return []
 
 
 class LayerLosses(Protocol):
@@ -54,17 +54,8 @@ class MtpLayersRun:
 
 
 @dataclass(frozen=True)
-class _MtpInputs:
+class _MtpInputs(LayerLoss):
     input_ids_BS: Tensor | None
 
     def student_inputs(self) -> Mapping[str, Tensor]:
         return {} if self.input_ids_BS is None else {"mtp_input_ids": self.input_ids_BS}
-
-    def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def during_student(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def losses(self) -> list[tuple[str, Tensor]]:
-        return []

@@ -12,15 +12,18 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from stillhouse.models import Decoder
+from stillhouse.models.dtensors import local
 
 
 def apply_fsdp(
     decoder: Decoder,
     mesh: DeviceMesh,
     *,
+    experts: Iterable[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
     reshard_after_forward: bool = True,
     gather_dtype: torch.dtype | None = None,
     offload: bool = False,
@@ -28,6 +31,8 @@ def apply_fsdp(
     """Shard a decoder's weights over a mesh.
 
     mesh: (shard), or (replicate, shard) to keep several replicas of the sharded model.
+    experts: the modules of experts that expert parallelism has already distributed.
+    expert_mesh: like `mesh`, of the processes that hold the same experts.
     reshard_after_forward: free the gathered layers and head after forward and gather them again in backward. A
     pipeline needs False, because its schedule runs backward in parts, all of which need the gathered weights.
     gather_dtype: the dtype in which layers and an untied head are gathered, for a forward under autocast to that
@@ -36,59 +41,38 @@ def apply_fsdp(
     offload: keep shards of weights and gradients, and thus the optimizer state, in host memory between uses. On a CPU
     nothing is moved.
     """
-    shard = partial(fully_shard, mesh=mesh, offload_policy=_offload_policy(mesh, offload))
+    shard = partial(fully_shard, offload_policy=_offload_policy(mesh, offload))
     inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
+    for module in experts:  # before the layers that contain them
+        assert expert_mesh is not None
+        inner(module, mesh=expert_mesh, shard_placement_fn=partial(_expert_placement, expert_mesh))
     for layer in [*decoder.blocks(), *decoder.mtp_layers()]:
-        inner(layer)
+        inner(layer, mesh=mesh)
     for projector in () if decoder.hidden_match is None else decoder.hidden_match.projectors.values():
         # a group of its own: it is float32, and FSDP needs one dtype in a group
-        shard(projector, reshard_after_forward=reshard_after_forward)
+        shard(projector, mesh=mesh, reshard_after_forward=reshard_after_forward)
     trains = any(parameter.requires_grad for parameter in decoder.parameters())
     if not decoder.tied and decoder.has_head:
         # a tied head uses the embedding's weight, which is in the root's FSDP group
         head_trains = any(parameter.requires_grad for parameter in decoder.head.parameters())
         # backward begins with the head: freeing a trained head after forward would only cost a second gather
-        inner(decoder.head, reshard_after_forward=reshard_after_forward and not head_trains)
+        inner(decoder.head, mesh=mesh, reshard_after_forward=reshard_after_forward and not head_trains)
     # a frozen decoder is a teacher: `pair.py` uses its tied head after its forward, and then reshards the root
     keep_gathered = trains or (decoder.tied and decoder.has_head)
     # no gather_dtype: the gradient of an embedding row is a sum over all occurrences of its token
-    shard(decoder, reshard_after_forward=reshard_after_forward and not keep_gathered)
+    shard(decoder, mesh=mesh, reshard_after_forward=reshard_after_forward and not keep_gathered)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def apply_fsdp_to_experts(
-    modules: Iterable[nn.Module],
-    mesh: DeviceMesh,
-    *,
-    reshard_after_forward: bool = True,
-    gather_dtype: torch.dtype | None = None,
-    offload: bool = False,
-) -> None:
-    """Shard expert modules that expert parallelism has already distributed. Call this before `apply_fsdp`.
-
-    mesh: the processes that hold the same experts. The other arguments are those of `apply_fsdp`.
+def _expert_placement(mesh: DeviceMesh, weight: nn.Parameter) -> Shard:
+    """Shard by expert if the processes divide the experts, else by rows: dim 0 is sharded by expert parallelism
+    already, and FSDP shards such a dim only evenly.
     """
     processes = mesh["shard"].size() if mesh.ndim > 1 else mesh.size()
-
-    def placement(weight: nn.Parameter) -> Shard:
-        """Shard by expert if the processes divide the experts, else by rows: dim 0 is sharded by expert parallelism
-        already, and FSDP shards such a dim only evenly.
-        """
-        count = len(weight.to_local()) if isinstance(weight, DTensor) else len(weight)
-        return Shard(0 if count % processes == 0 else 1)
-
-    for module in modules:
-        fully_shard(
-            module,
-            mesh=mesh,
-            shard_placement_fn=placement,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=_precision(gather_dtype),
-            offload_policy=_offload_policy(mesh, offload),
-        )
+    return Shard(0 if len(local(weight)) % processes == 0 else 1)
 
 
 def _offload_policy(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:

@@ -22,7 +22,6 @@ B rows, S columns, D width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +31,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
 
 from stillhouse.libraries import reading
-from stillhouse.models.checks import ProofError, check_finite_weights
-from stillhouse.models.head import local
-from stillhouse.models.modes import evaluating, in_mode
-from stillhouse.models.structure import describe
+from stillhouse.models.dtensors import local
+from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
+from stillhouse.models.modes import autocast, autocast_dtype, evaluating, in_mode, packs_one_row
 from stillhouse.objective import OutputHead
 
 #: the largest allowed relative change of a hidden state that must not change, in every dtype
@@ -129,8 +127,8 @@ def prove_decoder(decoder: Any) -> None:
         if not training:
             prove_places(decoder, depths_hidden, probe, dtype)
     with evaluating(decoder), evaluating(model), autocast(model.device, dtype):
-        one = {"input_ids": probe.ids_BS[:1], "position_ids": probe.position_ids_BS[:1]}
-        prove_logits(decoder, {name: each.to(model.device) for name, each in one.items()})
+        ids_BS, position_ids_BS = (values[:1].to(model.device) for values in (probe.ids_BS, probe.position_ids_BS))
+        prove_logits(decoder, {"input_ids": ids_BS, "position_ids": position_ids_BS})
 
 
 @torch.no_grad()
@@ -138,7 +136,7 @@ def require_runnable(model: PreTrainedModel, name: str) -> None:
     """Raise ValueError, with the model's name, if transformers cannot run it, as with some damaged configurations."""
     _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    with reading(f"{name} cannot be run"), evaluating(model), autocast(model.device, autocast_dtype(model)):
+    with evaluating(model), autocast(model.device, autocast_dtype(model)), reading(f"{name} cannot be run"):
         model(ids_BS, use_cache=False, return_dict=True)
 
 
@@ -165,28 +163,8 @@ def by_rows(forward: Forward) -> Forward:
     return forward_rows
 
 
-def packs_one_row(model: PreTrainedModel) -> bool:
-    """Whether the model's attention separates packed documents only in a batch of one row.
-
-    transformers finds the documents of flash attention by their positions, and looks for them only in such a batch
-    (`_is_packed_sequence`).
-    """
-    return "flash" in (model.config._attn_implementation or "")
-
-
-def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """The dtype in which a model's matrix products must be computed: bfloat16 for float32 weights under flash
-    attention, which has no float32; None for the dtype of the weights.
-    """
-    return torch.bfloat16 if packs_one_row(model) and model.dtype == torch.float32 else None
-
-
-def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
-
-
 def prove_documents(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe: ProbeDocuments) -> None:
-    """Judge what `run_probe` has returned, in train or in eval mode.
+    """Check the hidden states that `run_probe` has returned, in train or in eval mode.
 
     Raises ProofError for a model that is not causal, or that lets documents in a row see each other.
     """
@@ -199,15 +177,15 @@ def prove_documents(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe
 def prove_places(
     decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe: ProbeDocuments, precision: torch.dtype | None = None
 ) -> None:
-    """Judge what `run_probe` has returned in eval mode.
+    """Check the hidden states that `run_probe` has returned in eval mode.
 
     precision: the dtype of the matrix products, which decides the roundings; None: that of the hidden states.
     Raises ProofError if the hidden states of a document depend on its place in its row.
     """
     start, model = probe.starts_B[2], decoder.pretrained
     for depth, (hidden_BSD, _) in enumerate(depths):
-        behind, alone = hidden_BSD[2, start:], hidden_BSD[4, : probe.starts_B[4]]
-        error = float(_relative_errors(behind, alone)[: len(alone) - depth].median())
+        second, first = hidden_BSD[2, start:], hidden_BSD[4, : probe.starts_B[4]]
+        error = float(_relative_errors(second, first)[: len(first) - depth].median())
         if not error <= _PLACE_TOLERANCE[precision or hidden_BSD.dtype]:
             raise ProofError(
                 f"{describe(model)}: the hidden states of a document change by {error:.2%} when it lies behind "
@@ -257,7 +235,9 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
     logits, expected = decoder(**inputs, processor=both)
     _require_finite(decoder, "logits", logits, expected)
     # a tensor rank may have no rows of a small vocabulary
-    error, largest = (float(each.abs().amax()) if each.numel() else 0.0 for each in (logits - expected, expected))
+    error, largest = (
+        float(values.abs().amax()) if values.numel() else 0.0 for values in (logits - expected, expected)
+    )
     rule = decoder.head.rule
     if not error <= _LOGIT_TOLERANCE[logits.dtype] * largest:
         raise ProofError(
@@ -287,7 +267,7 @@ def _require_placed(model: PreTrainedModel) -> None:
         raise ValueError(f"attention '{attention}' runs on GPUs only: pass device='cuda', or verify=False")
 
 
-def _relative_errors(given_ND: Tensor, expected_ND: Tensor) -> Tensor:
+def _relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
     """The relative error of each token."""
-    difference = (given_ND - expected_ND).float().norm(dim=-1)
+    difference = (value_ND - expected_ND).float().norm(dim=-1)
     return difference / expected_ND.float().norm(dim=-1).clamp_min(1e-30)

@@ -2,21 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder, ProofError
-from stillhouse.parallel.context_parallel import apply_context_parallel
-from stillhouse.parallel.expert_parallel import apply_expert_parallel, dispatched_experts
-from stillhouse.parallel.fsdp import apply_fsdp, apply_fsdp_to_experts
-from stillhouse.parallel.layout import Layout, ModelSource
+from stillhouse.parallel.apply import apply_parallelism
+from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pair import TeacherStudentPair
-from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
-from stillhouse.parallel.proof import prove_runner
+from stillhouse.parallel.pipeline import Pipeline, Width
+from stillhouse.parallel.run_layout import SCHEMES, Layout
 from stillhouse.parallel.runner import Runner
+from stillhouse.parallel.runner_proof import prove_runner
+from stillhouse.parallel.sharded_loading import ModelSource
 from stillhouse.parallel.stages import (
     Stage,
     cost_of,
@@ -27,7 +24,6 @@ from stillhouse.parallel.stages import (
     require_training,
     split,
 )
-from stillhouse.parallel.tensor_parallel import apply_tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,8 @@ def build_runner(
 ) -> Runner:
     """Build this process's runner.
 
-    teacher_head_only: build only the teacher's head, because its layers have a
-    separate layout. prove: prove the models under the layout (`prove_runner`), unless this process has proven
-    them whole.
+    teacher_head_only: build only the teacher's head, because its layers have a separate layout.
+    prove: prove the models under the layout (`prove_runner`), unless this process has proven them whole.
     Raises ValueError for a model that the layout does not fit, and ProofError for one that computes the wrong thing.
     """
     runner = _build_runner(layout, mesh, student_source, teacher_source, teacher_head_only=teacher_head_only)
@@ -98,8 +93,7 @@ def _build_runner(
         pair = _distributed(layout, mesh, student, teacher, *sources)
         return Runner(layout, {0: pair}, None, mesh, tied=student.tied)
     plan = _plan_stages(layout, student, teacher, student_source, teacher_head_only=teacher_head_only)
-    scheme, group = SCHEMES[layout.schedule], mesh.group("pipeline")
-    assert group is not None
+    scheme = SCHEMES[layout.schedule]
     pairs: dict[int, TeacherStudentPair] = {}
     for number in scheme.stages_of(mesh.coordinate("pipeline"), layout.degrees.pipeline):
         if pairs:  # each stage is cut from a separate copy of the model
@@ -115,14 +109,11 @@ def _build_runner(
         pairs,
         scheme,
         plan.width,
-        group,
-        mesh.device,
+        mesh,
         copies_embedding=plan.copies_embedding,
-        sharding=mesh.sharding,
         teacher_cost=plan.teacher_cost,
-        reverse_groups=mesh.pipelines,
     )
-    return Runner(layout, pairs, pipeline, mesh, tied=plan.tied, copies_embedding=plan.copies_embedding)
+    return Runner(layout, pairs, pipeline, mesh, tied=plan.tied)
 
 
 def only_layers(build: Callable[[], Decoder]) -> Callable[[], Decoder]:
@@ -174,13 +165,13 @@ def _plan_stages(
     if student.lora is not None or student.mtp is not None:
         require_training(student, stages)
     is_base = student_source.teacher_is_base
-    require_pairs(student, [replace(each, teacher=each.student) for each in stages] if is_base else stages)
-    beside = student if is_base else teacher
+    require_pairs(student, [replace(stage, teacher=stage.student) for stage in stages] if is_base else stages)
+    teacher_in_stages = None if teacher_head_only else (student if is_base else teacher)
     # a frozen weight has no gradient to sum
     tied = student.tied and student.output_weight.requires_grad
     return StagePlan(
         stages,
-        _width(student, None if teacher_head_only else beside),
+        _width(student, teacher_in_stages),
         tied=tied,
         copies_embedding=tied or student.mtp is not None,
         teacher_cost=0.0 if costs[1] is None else forwards(costs[1], costs[0]),
@@ -215,7 +206,7 @@ def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
     if degrees.expert == 1:
         return
     require_feature("expert parallelism")  # the plans of earlier versions name no experts to which tokens are sent
-    if not any(dispatched_experts(each) for each in decoders if each is not None):
+    if not any(dispatched_experts(decoder) for decoder in decoders if decoder is not None):
         raise ValueError(
             f"expert={degrees.expert} for models without experts that transformers' plans distribute: expected 1"
         )
@@ -239,39 +230,18 @@ def _distributed(
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
                 continue
-            own = replace(layout, offload=layout.offload or source.offload)
-            apply_parallelism(decoder, own, mesh, layout.gather_dtype if decoder is student else None)
+            model_layout = replace(layout, offload=layout.offload or source.offload)
+            apply_parallelism(decoder, model_layout, mesh, layout.gather_dtype if decoder is student else None)
             if source.load_weights is not None:
                 source.load_weights(decoder)
     return pair
 
 
-def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype: torch.dtype | None) -> None:
-    """Apply a layout to a decoder, from the inside out: context, tensor and expert parallelism, then FSDP."""
-    degrees = layout.degrees
-    options: dict[str, Any] = {
-        # a pipeline's schedule runs parts of backward by itself: gathered weights have to stay until then
-        "reshard_after_forward": layout.stages == 1,
-        "gather_dtype": gather_dtype,
-        "offload": layout.offload,
-    }
-    if (context := mesh.group("context")) is not None and decoder.layers():
-        apply_context_parallel(decoder, context, degrees.tensor)
-    if degrees.tensor > 1:
-        apply_tensor_parallel(decoder, mesh.weights["tensor"])
-    if degrees.experts > 1 and (experts := dispatched_experts(decoder)):
-        apply_expert_parallel(decoder, mesh.experts["expert"], mesh.weights["tensor"])
-        if mesh.expert_sharding is not None:
-            apply_fsdp_to_experts(experts, mesh.expert_sharding, **options)
-    if mesh.sharding is not None:
-        apply_fsdp(decoder, mesh.sharding, **options)
-
-
 def _width(student: Decoder, teacher: Decoder | None) -> Width:
     """Hidden states have the dtype of the embedding, because the layers add to its output."""
     sides = [
-        (each.config.get_text_config().hidden_size, each.pretrained.get_input_embeddings().weight.dtype)
-        for each in (student, teacher)
-        if each is not None
+        (decoder.config.get_text_config().hidden_size, decoder.pretrained.get_input_embeddings().weight.dtype)
+        for decoder in (student, teacher)
+        if decoder is not None
     ]
     return Width(*(value for side in sides for value in side))

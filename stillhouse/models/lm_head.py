@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedConfig
 
+from stillhouse.models.dtensors import local
 from stillhouse.objective import OutputHead, VocabShard
 
 
@@ -96,19 +95,6 @@ class NoHead(nn.Module):
         self, hidden_BSD: Tensor, processor: OutputProcessor | None = None, context: Any = None, depth: int = 0
     ) -> Tensor:
         return hidden_BSD
-
-
-def local(tensor: Any) -> Any:
-    """Return this process's shard of a DTensor; any other value as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def own_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices of a whole tensor that are on this process: all of it, or the shard of a DTensor."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def _number(config: PreTrainedConfig, name: str, absent: float) -> float:

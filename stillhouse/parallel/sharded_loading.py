@@ -1,14 +1,17 @@
-"""Reads weights from safetensors files into a distributed model: no process ever holds more than its own part.
+"""Where the models of a layout come from: weights are read from safetensors files into a distributed model.
 
-decoder = empty_decoder(folder)             the whole model on the meta device: shapes, no memory
-…                                           cut it into stages, shard it
-load_weights(decoder, folder, device)       allocate memory for this process's part, read its slices from the files
+No process ever holds more than its own part of the weights.
+
+    decoder = empty_decoder(folder)           the whole model on the meta device: shapes, no memory
+    …                                         cut it into stages, shard it
+    load_weights(decoder, folder, device)     allocate memory for this process's part, read its slices from the files
 """
 
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,33 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
-from stillhouse.models.adapter import base_name, is_lora
+from stillhouse.models.adapter import is_lora
+from stillhouse.models.checkpoint_names import checkpoint_names, is_mtp, parts_of_stack
 from stillhouse.models.decoder import PROJECTORS
-from stillhouse.models.files import require_safe_files
-from stillhouse.models.head import local, own_slices
-from stillhouse.models.loading import auto_class, parse_dtype
-from stillhouse.models.structure import describe
-from stillhouse.parallel.stacked_experts import parts_of_stack, read_stack
+from stillhouse.models.dtensors import local, shard_slices
+from stillhouse.models.model_checks import describe
+from stillhouse.models.pretrained import auto_class, parse_dtype, require_safe_files
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from.
+
+    build: returns the whole model, with weights or on the meta device; called once for each stage on this process.
+    load_weights: reads the weights of a model that was built on the meta device, after the model has been cut into
+    stages and distributed; None if `build` returns the weights.
+    teacher_is_base: for a student with an adapter: the student without the adapter is the teacher.
+    offload: keep FSDP's shards of this model in host memory between uses, whatever the layout says.
+    name: how errors name the model.
+    is_proven: `build` returns a whole model that has been proven, as `Decoder` does.
+    """
+
+    build: Callable[[], Decoder]
+    load_weights: Callable[[Decoder], object] | None = None
+    teacher_is_base: bool = False
+    offload: bool = False
+    name: str = "model"
+    is_proven: bool = False
 
 
 def local_folder(name_or_path: str, revision: str | None = None) -> str:
@@ -52,11 +75,11 @@ def empty_decoder(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantized: expected plain weights under a layout of several processes")
-    wanted = parse_dtype(dtype)
+    parsed, build = parse_dtype(dtype), auto_class(config)
     with torch.device("meta"), reading(f"{folder} cannot be constructed as a causal language model"):
-        model = auto_class(config).from_config(
+        model = build.from_config(
             config,
-            dtype=config.dtype if wanted == "auto" else wanted,
+            dtype=config.dtype if parsed == "auto" else parsed,
             attn_implementation=attention,
             trust_remote_code=False,
         )
@@ -96,30 +119,32 @@ def read_weights(
     wanted: dict[str, Any] = {}
     files = _files(folder)
     for name, value in decoder.state_dict().items():
-        # `draw_lora` sets adapters, `MtpLayers.draw` new MTP layers, and `HiddenMatch.draw` projectors
-        is_new_mtp = _is_mtp(name) and decoder.mtp is not None and decoder.mtp.is_new
-        if is_lora(name) or is_new_mtp or name.startswith(PROJECTORS):
-            continue
-        if not name.startswith(prefix):
+        if not name.startswith(prefix) or _is_drawn(decoder, name):
             continue
         candidates = checkpoint_names(decoder, name)
         if renamed is not None:
-            candidates = [renamed(each) for each in candidates]
-        found = next((each for each in candidates if each in files), None)
-        if found is None and (parts := parts_of_stack(decoder, candidates[0])):
-            read_stack(value, parts, files)
-            continue
-        if found is None:
+            candidates = [renamed(candidate) for candidate in candidates]
+        stored = next((candidate for candidate in candidates if candidate in files), None)
+        if stored is not None:
+            has_other_rows = renamed is not None and _has_vocabulary(decoder, name)
+            if not (has_other_rows and _read_rows(value, files[stored], stored)):
+                wanted[stored] = value
+        elif parts := parts_of_stack(decoder, candidates[0]):
+            _read_stack(value, parts, files)
+        else:
             raise ValueError(
                 f"{folder} has no tensor '{candidates[0]}': expected the tensor names of the model itself, so that "
                 "each process can read its own part of each tensor"
             )
-        if renamed is not None and _has_vocabulary(decoder, name) and _read_rows(value, files[found], found):
-            continue
-        wanted[found] = value
     with warnings.catch_warnings(), reading(f"{folder}: its weights cannot be read"):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+
+
+def _is_drawn(decoder: Decoder, name: str) -> bool:
+    """Whether a tensor is not read: `draw_lora`, `MtpLayers.draw` and `HiddenMatch.draw` initialise it."""
+    is_new_mtp = is_mtp(name) and decoder.mtp is not None and decoder.mtp.is_new
+    return is_lora(name) or is_new_mtp or name.startswith(PROJECTORS)
 
 
 def _has_vocabulary(decoder: Decoder, name: str) -> bool:
@@ -134,14 +159,37 @@ def _read_rows(value: Tensor, path: str, name: str) -> bool:
     """
     with safe_open(path, framework="pt") as file:
         stored = file.get_slice(name)
-        rows = stored.get_shape()[0]
-        if rows == value.shape[0]:
+        stored_rows = stored.get_shape()[0]
+        if stored_rows == value.shape[0]:
             return False
-        part = own_slices(value) or tuple(slice(0, size) for size in value.shape)
-        own, stop = local(value).zero_(), min(part[0].stop, rows)
-        if part[0].start < stop:
-            own[: stop - part[0].start] = stored[(slice(part[0].start, stop), *part[1:])]
+        rows, *columns = shard_slices(value)
+        shard, stop = local(value).zero_(), min(rows.stop, stored_rows)
+        if rows.start < stop:
+            shard[: stop - rows.start] = stored[(slice(rows.start, stop), *columns)]
     return True
+
+
+@torch.no_grad()
+def _read_stack(value_XRC: Tensor, parts: Sequence[str], files: Mapping[str, str]) -> None:
+    """Read this process's part of a stack of X experts, R rows and C columns each, from files into `value_XRC`.
+
+    files: by tensor name, the file that holds the tensor. Raises ValueError for an expert that is in no file.
+    """
+    experts, shard_rows, _ = shard_slices(value_XRC)
+    first, end = shard_rows.start, shard_rows.stop
+    for number, expert_RC in enumerate(local(value_XRC), start=experts.start):
+        above = 0  # number of rows of the previous parts
+        for part in parts:
+            name = part.replace("*", str(number))
+            if name not in files:
+                raise ValueError(f"there is no tensor '{name}' among the model's files: expected all of its experts")
+            with safe_open(files[name], framework="pt") as file:
+                stored = file.get_slice(name)
+                rows = stored.get_shape()[0]
+                start, stop = max(first, above), min(end, above + rows)
+                if start < stop:
+                    expert_RC[start - first : stop - first] = stored[start - above : stop - above]
+            above += rows
 
 
 def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -> None:
@@ -156,31 +204,11 @@ def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -
 
 def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
     """Return, by tensor name, the file of a folder that holds the tensor."""
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for path in Path(folder).glob("*.safetensors"):
         with reading(f"{path} is not a readable safetensors file"), safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), str(path))
-    return found
-
-
-def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
-    """Return the names that a tensor may have in transformers' files: a tied head may be saved as the embedding."""
-    model, name = decoder.pretrained, base_name(name)
-    inner = f"{model.base_model_prefix}."
-    if decoder.mtp is not None and _is_mtp(name):
-        return [decoder.mtp.checkpoint_name(model, name.removeprefix("mtp."))]
-    if name.startswith("backbone."):
-        return [inner + name.removeprefix("backbone.")]
-    own = next(each for each, module in model.named_modules() if module is model.get_output_embeddings())
-    candidates = [f"{own}.{name.removeprefix('head.linear.')}"]
-    if getattr(model.config, "tie_word_embeddings", False):  # transformers ties by this one, not by the text part's
-        candidates.append(inner + decoder.embedding_name.removeprefix("backbone."))
-    return candidates
-
-
-def _is_mtp(name: str) -> bool:
-    """Whether a tensor with this name is one of a decoder's MTP layers."""
-    return name.startswith("mtp.")
+            files |= dict.fromkeys(file.keys(), str(path))
+    return files
 
 
 @torch.no_grad()
@@ -196,14 +224,15 @@ def make_buffers(decoder: Decoder) -> None:
         buffer = decoder.get_buffer(name)
         buffer.fill_(_uninitialised(buffer))
     unsaved = {id(decoder.get_buffer(name)) for name in names}
-    others: list[Any] = [each for each in (*decoder.parameters(), *decoder.buffers()) if id(each) not in unsaved]
+    tensors = (*decoder.parameters(), *decoder.buffers())
+    others: list[Any] = [tensor for tensor in tensors if id(tensor) not in unsaved]
     for tensor in others:
         tensor._is_hf_initialized = True
+    mtp = [(model, module) for layer in decoder.mtp_layers() for module in layer.modules()]
+    owners = [*_owners(model, model), *mtp]
     with torch.random.fork_rng(devices=[]), reading(f"{describe(model)}: its buffers cannot be computed"):
-        for owner, module in _owners(model, model):
+        for owner, module in owners:
             owner._init_weights(module)
-        for module in (module for layer in decoder.mtp_layers() for module in layer.modules()):
-            model._init_weights(module)
     for tensor in others:
         del tensor._is_hf_initialized
     for name in names:

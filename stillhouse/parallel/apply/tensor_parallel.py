@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import lora_parts
-from stillhouse.models.head import Head
+from stillhouse.models.lm_head import Head
 from stillhouse.objective import VocabShard
 
 #: torch's styles by their names in transformers
@@ -43,7 +43,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Shard a decoder's weights over a 1-D mesh. Raises ValueError for a model that cannot be sharded this way."""
     # a decoder without layers needs no plan: a head is always sharded by rows
     plan = tensor_plan(decoder, mesh.size()) if decoder.layers() else {}
-    frozen = {name for name, each in decoder.named_parameters() if not each.requires_grad}
+    frozen = {name for name, parameter in decoder.named_parameters() if not parameter.requires_grad}
     if plan and not any(generic(name) in plan for name, _ in decoder.backbone.named_modules()):
         raise ValueError(
             f"the tensor-parallel plan of model type '{decoder.config.model_type}' names none of its modules, whose "
@@ -51,10 +51,10 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
         )
     for name, module in [*decoder.backbone.named_modules(), *_mtp_modules(decoder)]:
         if style := plan.get(generic(name)):
-            for each in _matrices(module, style):
-                parallelize_module(each, mesh, STYLES[style]())
+            for matrix in _matrices(module, style):
+                parallelize_module(matrix, mesh, STYLES[style]())
         elif _reads_once(name, module, plan):
-            module.register_forward_pre_hook(_whole_input(mesh), with_kwargs=True)
+            module.register_forward_pre_hook(_replicated_input(mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(name not in frozen)  # SequenceParallel sets requires_grad=True
@@ -91,7 +91,7 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, name, None)
         sizes = size if isinstance(size, list) else [size]  # one for each layer
-        if any(each is not None and each % degree for each in sizes):
+        if any(count is not None and count % degree for count in sizes):
             raise ValueError(
                 f"tensor={degree} does not divide the model's {name}={size} (model type "
                 f"'{config.model_type}'): expected a divisor of it"
@@ -112,7 +112,7 @@ def _require_whole_heads(decoder: Decoder, plan: dict[str, str]) -> None:
     for name, module in decoder.backbone.named_modules():
         if ".self_attn." not in name or isinstance(module, nn.Linear) or generic(name) in plan:
             continue
-        if any(each.dim() == 2 for each in module.parameters(recurse=False)):
+        if any(weight.dim() == 2 for weight in module.parameters(recurse=False)):
             raise ValueError(
                 f"'{name}' has weights for each attention head, and the tensor-parallel plan of model type "
                 f"'{decoder.config.model_type}' does not name it: expected tensor=1"
@@ -123,28 +123,29 @@ def _reads_once(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
     """Return whether a module passes its input to several column-sharded matrices and to nothing else, as far as its
     parameters show.
     """
-    children = [(child, each) for child, each in module.named_children() if next(each.parameters(), None) is not None]
-    styles = [plan.get(generic(f"{name}.{child}"), "") for child, _ in children]
-    whole = [each for _, each in children if lora_parts(each)]  # one of an adapter's two matrices is not sharded
-    return all(styles) and not whole and styles.count("colwise") > 1
+    children = {path: child for path, child in module.named_children() if next(child.parameters(), None) is not None}
+    styles = [plan.get(generic(f"{name}.{path}"), "") for path in children]
+    # one of an adapter's two matrices is not sharded
+    has_adapter = any(lora_parts(child) for child in children.values())
+    return all(styles) and not has_adapter and styles.count("colwise") > 1
 
 
-def _whole_input(mesh: DeviceMesh) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]:
+def _replicated_input(mesh: DeviceMesh) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]:
     """Return a hook that makes a module's hidden states one replicated DTensor for all matrices that read them.
 
     The ranks then all-reduce the gradient of the hidden states once, instead of once per matrix.
     """
 
-    def shared(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+    def hook(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         if "hidden_states" in options:
-            return arguments, options | {"hidden_states": whole(options["hidden_states"])}
+            return arguments, options | {"hidden_states": replicated(options["hidden_states"])}
         first, *rest = arguments
-        return (whole(first), *rest), options
+        return (replicated(first), *rest), options
 
-    def whole(hidden_BSD: Tensor) -> DTensor:
+    def replicated(hidden_BSD: Tensor) -> DTensor:
         return DTensor.from_local(hidden_BSD, mesh, [Replicate()], run_check=False)
 
-    return shared
+    return hook
 
 
 def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stillhouse.models import Decoder, ProofError
-from stillhouse.models.structure import describe
-from stillhouse.parallel.ranks import gathered_tensor
+from stillhouse.models.dtensors import gathered_tensor
+from stillhouse.models.layer_hooks import hooked
+from stillhouse.models.model_checks import describe
 
 #: the largest allowed error of what a layer adds to its input, relative to it. The order of sums differs, and in half
 #: precision also the dtype in which the ranks' parts are added up.
@@ -38,23 +39,20 @@ def layers_compared(
     the processes that share the decoder's layers.
     """
     names = {module: name for name, module in decoder.named_modules()}
-    whole = build().eval()
+    unsharded = build().eval()
     # context parallelism has replaced the attention function, under another name
-    whole.pretrained.set_attn_implementation(decoder.pretrained.config._attn_implementation)
+    unsharded.pretrained.set_attn_implementation(decoder.pretrained.config._attn_implementation)
     errors: dict[str, float] = {}
     shadows: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
     hooks = [
         layer.register_forward_hook(
-            partial(_compare, names[layer], whole.get_submodule(names[layer]), precision, errors, shadows),
+            partial(_compare, names[layer], unsharded.get_submodule(names[layer]), precision, errors, shadows),
             with_kwargs=True,
         )
         for layer in decoder.layers()
     ]
-    try:
+    with hooked(*hooks):
         yield errors
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def require_equal_layers(decoder: Decoder, errors: Mapping[str, float]) -> None:
@@ -71,7 +69,7 @@ def require_equal_layers(decoder: Decoder, errors: Mapping[str, float]) -> None:
 @torch.no_grad()
 def _compare(
     name: str,
-    whole: nn.Module,
+    unsharded: nn.Module,
     precision: torch.dtype | None,
     errors: dict[str, float],
     shadows: dict[int, tuple[dict[Any, Any], dict[Any, Any]]],
@@ -85,23 +83,19 @@ def _compare(
     shadows: by the identity of a dict that the layers of a model share, such as of shared keys and values: the dict,
     which thus keeps its identity, and that of the whole copies.
     """
-    given_BSD = options["hidden_states"] if "hidden_states" in options else arguments[0]
-    tensors = {key: gathered_tensor(value, given_BSD.device) for key, value in _tensors(layer)}
-    own_options = {
+    input_BSD = options["hidden_states"] if "hidden_states" in options else arguments[0]
+    named = (*layer.named_parameters(), *layer.named_buffers())
+    tensors = {key: gathered_tensor(value, input_BSD.device) for key, value in named}
+    shadow_options = {
         key: shadows.setdefault(id(value), (value, dict(value)))[1] if isinstance(value, dict) else value
         for key, value in options.items()
     }
-    expected = functional_call(whole, tensors, arguments, own_options)
-    error_T = _errors(_hidden(output), _hidden(expected), given_BSD, precision or given_BSD.dtype)
+    expected = functional_call(unsharded, tensors, arguments, shadow_options)
+    error_T = _errors(_hidden(output), _hidden(expected), input_BSD, precision or input_BSD.dtype)
     # two experts can be nearly tied for a token; without experts, only few tokens may have large errors by rounding
     has_experts = any("experts" in key for key in tensors)
     error = error_T.quantile(0.5 if has_experts else 0.95)
     errors[name] = float(torch.maximum(error, error.new_tensor(errors.get(name, 0.0))))  # NaN stays NaN
-
-
-def _tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from layer.named_parameters()
-    yield from layer.named_buffers()
 
 
 def _hidden(output: Any) -> Tensor:

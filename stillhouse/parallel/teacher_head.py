@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -49,25 +48,6 @@ class DecoderHead:
                 group.reshard()
 
 
-@dataclass(frozen=True)
-class BufferedHead:
-    """The head of a decoder in host memory, which is copied to the device while it is open.
-
-    name: the teacher's, the same for the same weight.
-    """
-
-    name: str
-    decoder: Decoder
-    buffers: "HeadBuffers"
-
-    @contextmanager
-    def opened(self) -> Iterator[OutputHead]:
-        head = self.decoder.output_head()
-        with self.buffers.holding(self.name, head.weight_VD) as weight_VD:
-            bias = None if head.bias is None else head.bias.to(weight_VD.device)
-            yield replace(head, weight_VD=weight_VD, bias=bias)
-
-
 @dataclass(frozen=True, eq=False)
 class TeacherHidden(Signal):
     """A teacher's hidden states [T, E] after its last norm, and its head on the student's last stage."""
@@ -86,45 +66,3 @@ class TeacherHidden(Signal):
     def opened(self, student: OutputHead) -> Iterator[Signal]:
         with self.head.opened() as head:
             yield FullVocab(self.hidden_TE.detach(), detached(head))
-
-
-class HeadBuffers:
-    """Buffers on a device for weights [V, E] that are in host memory. Weights of one shape and dtype share a buffer,
-    unless they are used at the same time.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._buffers: list[Tensor] = []
-        self._names: list[str | None] = []
-        self._used: set[int] = set()
-
-    @contextmanager
-    def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
-        """Yield a buffer with this weight. name: the same for the same weight, which is then not copied again."""
-        at = self._place(name, weight_VE)
-        self._used.add(at)
-        try:
-            if self._names[at] != name:
-                self._names[at] = None
-                self._buffers[at].copy_(weight_VE.detach(), non_blocking=True)
-                self._names[at] = name
-            yield self._buffers[at]
-        finally:
-            self._used.remove(at)
-
-    def _place(self, name: str, weight_VE: Tensor) -> int:
-        """The buffer that has this weight already, or a free one of its shape, or a new one."""
-        fits = [
-            at
-            for at, buffer in enumerate(self._buffers)
-            if at not in self._used and buffer.shape == weight_VE.shape and buffer.dtype == weight_VE.dtype
-        ]
-        for at in fits:
-            if self._names[at] == name:
-                return at
-        if fits:
-            return fits[0]
-        self._buffers.append(torch.empty_like(weight_VE, device=self._device, requires_grad=False))
-        self._names.append(None)
-        return len(self._buffers) - 1

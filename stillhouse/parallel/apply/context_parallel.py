@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from stillhouse.models import Decoder
 
 if TYPE_CHECKING:  # it needs a later version of transformers than the rest
-    from stillhouse.models.mtp_layers import MtpLayers
+    from stillhouse.models.mtp.mtp_layers import MtpLayers
 
 
 def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 1) -> None:
@@ -81,17 +81,15 @@ class NextTokens:
     group: ProcessGroup | None = None
 
     @torch.no_grad()
-    def __call__(self, own_BS: Tensor) -> Tensor:
-        """own_BS: [B, S, …]. Returns [B, S + count, …] if there is a group. A collective of the group."""
+    def __call__(self, columns_BS: Tensor) -> Tensor:
+        """columns_BS: [B, S, …]. Returns [B, S + count, …] if there is a group. A collective of the group."""
         if self.group is None:
-            return own_BS
-        first_BK = own_BS[:, : self.count].contiguous()
-        parts = [torch.empty_like(first_BK) for _ in range(self.group.size())]
-        dist.all_gather(parts, first_BK, group=self.group)
+            return columns_BS
+        parts = _gathered(columns_BS[:, : self.count], self.group)
         # a rank with less than `count` columns sends all of them, so that the ranks after it follow without a gap
-        padding_BK = own_BS.new_zeros(own_BS.shape[0], self.count, *own_BS.shape[2:])
+        padding_BK = columns_BS.new_zeros(columns_BS.shape[0], self.count, *columns_BS.shape[2:])
         next_BK = torch.cat([*parts[self.group.rank() + 1 :], padding_BK], 1)[:, : self.count]
-        return torch.cat([own_BS, next_BK], 1)
+        return torch.cat([columns_BS, next_BK], 1)
 
 
 class _WholeMask:
@@ -101,7 +99,7 @@ class _WholeMask:
         self.config, self.dtype, self.group = config, dtype, group
 
     def __call__(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        whole_BS = _whole(options["position_ids"], self.group)
+        whole_BS = whole_sequences(options["position_ids"], self.group)
         # transformers reads only the shape, dtype and device of the embeddings
         embeddings = torch.empty((), dtype=self.dtype, device=whole_BS.device).expand(*whole_BS.shape, 1)
         masks = create_masks_for_generate(self.config, embeddings, None, None, position_ids=whole_BS)
@@ -115,18 +113,26 @@ class _WholeMtpMask:
         self.mtp, self.number, self.group = mtp, number, group
 
     def __call__(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        whole_BS = _whole(options["position_ids"], self.group)
+        whole_BS = whole_sequences(options["position_ids"], self.group)
         embeddings = arguments[0].new_empty(()).expand(*whole_BS.shape, 1)
         masks = self.mtp.model.create_masks_for_mtp_layer(self.number, embeddings, None, whole_BS)
         return arguments, options | masks | {"whole_position_ids": whole_BS}
 
 
-def _whole(own_BS: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the position ids of the whole sequences."""
-    own_BS = own_BS.contiguous()
-    parts = [torch.empty_like(own_BS) for _ in range(group.size())]
-    dist.all_gather(parts, own_BS, group=group)
-    return torch.cat(parts, 1)
+def whole_sequences(columns_BS: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return the whole sequences [B, S, …] of which each context rank has some columns, without gradients.
+
+    group: the context ranks; None: this process has whole sequences. A collective of the group.
+    """
+    return columns_BS if group is None else torch.cat(_gathered(columns_BS, group), 1)
+
+
+def _gathered(columns_BS: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """The columns of all context ranks, in their order."""
+    columns_BS = columns_BS.contiguous()
+    parts = [torch.empty_like(columns_BS) for _ in range(group.size())]
+    dist.all_gather(parts, columns_BS, group=group)
+    return parts
 
 
 class _Ulysses:
@@ -144,7 +150,7 @@ class _Ulysses:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        inputs = (_AllToAll.apply(each, 1, 2, self.group) for each in (query_BHSD, key_BHSD, value_BHSD))
+        inputs = (_AllToAll.apply(heads, 1, 2, self.group) for heads in (query_BHSD, key_BHSD, value_BHSD))
         # functions that separate packed documents by their position ids need the ids of the whole sequence
         options["position_ids"] = options.pop("whole_position_ids", None)
         attention = ALL_ATTENTION_FUNCTIONS[self.inner]

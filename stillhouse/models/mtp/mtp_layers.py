@@ -12,7 +12,6 @@ B rows, S tokens per row, D width.
 """
 
 import copy
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,12 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from stillhouse.libraries import require_feature
-from stillhouse.models.head import local, own_slices
-from stillhouse.models.mtp_names import mtp_prefixes
-from stillhouse.models.structure import describe
-
-require_feature("multi-token prediction")
+from stillhouse.models.checkpoint_names import mtp_prefixes
+from stillhouse.models.dtensors import name_seed, set_from_global
+from stillhouse.models.model_checks import describe, prefixed
 
 
 class MtpLayers(nn.Module):
@@ -71,44 +67,44 @@ class MtpLayers(nn.Module):
     def draw(self, main: PreTrainedModel, seed: int) -> None:
         """Initialise new layers on this process by the family's own rule; does nothing for layers with weights.
 
-        Every process draws each whole tensor from the seed and the tensor's name, and copies its own shard. So the
-        values do not depend on the layout. Only one module's tensors are whole in memory at a time.
+        The values depend on the seed and the module's name, and not on the layout (`name_seed`). Only one module's
+        tensors are whole in memory at a time.
         """
         for name, module in () if self.initial is None else self.initial.named_modules():
-            if not _own_tensors(module):
+            if not _direct_tensors(module):
                 continue
-            whole = copy.deepcopy(module).to_empty(device="cpu")
-            for each in _own_tensors(whole).values():
-                each.fill_(float("nan") if each.is_floating_point() else 0)
-            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            unsharded = copy.deepcopy(module).to_empty(device="cpu")
+            for tensor in _direct_tensors(unsharded).values():
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int.from_bytes(digest[:8]))
+                torch.manual_seed(name_seed(seed, name))
                 # MtpModel's own rule would leave routers at zero and experts uninitialised
-                main._init_weights(whole)
-            targets = _own_tensors(self.layers.get_submodule(name))
-            for key, value in _own_tensors(whole).items():
+                main._init_weights(unsharded)
+            targets = _direct_tensors(self.layers.get_submodule(name))
+            for key, value in _direct_tensors(unsharded).items():
                 if not bool(value.isfinite().all()):
                     raise ValueError(
                         f"{describe(main)} has no rule to initialise '{key}' of a {type(module).__name__}: expected "
                         "an MTP layer that its family initialises, or one from a checkpoint"
                     )
-                local(targets[key]).copy_(value[own_slices(targets[key])])
+                set_from_global(targets[key], value)
 
     def checkpoint_tensors(self, main: PreTrainedModel) -> dict[str, Tensor]:
         """Return the layers' tensors by their names in a checkpoint."""
-        return {self.checkpoint_name(main, name): each for name, each in self.state_dict().items()}
+        return {self.checkpoint_name(main, name): tensor for name, tensor in self.state_dict().items()}
 
     def checkpoint_name(self, main: PreTrainedModel, name: str) -> str:
         """Return the name in a checkpoint of a tensor of this module, such as layers.0.eh_proj.weight."""
         _, number, rest = name.split(".", 2)
         if rest.startswith("post_norm."):
             rest = f"shared_head.norm.{rest.removeprefix('post_norm.')}"
-        return checkpoint_prefixes(main)[int(number)] + rest.removeprefix("mtp_block.")
+        return mtp_prefixes(main.config)[int(number)] + rest.removeprefix("mtp_block.")
 
 
-def new_layers(model: PreTrainedModel, depths: int) -> MtpLayers:
+def new_layers(model: PreTrainedModel, depths: int, *, is_new: bool) -> MtpLayers:
     """Return layers without values on the model's device, and write their number into the model's configuration.
 
+    is_new: `draw` will initialise them; otherwise the caller reads them from a checkpoint.
     Raises ValueError for a model that cannot have MTP layers, and for a number of depths that it cannot have.
     """
     config = _require_structure(model)
@@ -117,23 +113,15 @@ def new_layers(model: PreTrainedModel, depths: int) -> MtpLayers:
         expected = "1 or more" if kinds is None else f"{len(kinds)}, as its configuration lists their types"
         raise ValueError(f"{depths} further depths of a {describe(model)}: expected {expected}")
     _declare(config, depths)
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        try:
-            mtp = MtpModel(model, depths)
-        except ValueError as error:
-            raise ValueError(f"{describe(model)}: {error}") from error
+    with torch.device("meta"), torch.random.fork_rng(devices=[]), prefixed(describe(model)):
+        mtp = MtpModel(model, depths)
     if mtp.embed_tokens is not model.get_input_embeddings():
         raise ValueError(f"{describe(model)} has a separate embedding for its further depths: expected a shared one")
     mtp.layers.to(model.dtype)
-    initial = copy.deepcopy(mtp.layers)
+    initial = copy.deepcopy(mtp.layers) if is_new else None
     if model.device.type != "meta":
         mtp.layers.to_empty(device=model.device)
     return MtpLayers(mtp, initial)
-
-
-def declared_depths(model: PreTrainedModel) -> int:
-    """Return the number of MTP layers that belong to a model according to its configuration; 0 if it names none."""
-    return getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None) or 0
 
 
 def find_layers(model: PreTrainedModel) -> None:
@@ -143,13 +131,8 @@ def find_layers(model: PreTrainedModel) -> None:
     finds neither the layers of a model of another size nor a second depth.
     """
     known = model._keys_to_ignore_on_load_unexpected
-    places = {prefix.replace(".", r"\.") for prefix in checkpoint_prefixes(model)}
+    places = {prefix.replace(".", r"\.") for prefix in mtp_prefixes(model.config)}
     model._keys_to_ignore_on_load_unexpected = {*(known or ()), *places}
-
-
-def checkpoint_prefixes(model: PreTrainedModel) -> list[str]:
-    """Return, for each depth, the prefix of its layer's names in a checkpoint."""
-    return mtp_prefixes(model.config)
 
 
 def _require_structure(model: PreTrainedModel) -> Any:
@@ -185,16 +168,16 @@ def _declare(config: Any, depths: int) -> None:
     if _declares(type(config)):
         return
     for kinds, preferred in (("layer_types", "full_attention"), ("mlp_layer_types", None)):
-        given = getattr(config, kinds, None)
-        if given is not None:
-            setattr(config, f"mtp_{kinds}", [preferred if preferred in given else given[-1]] * depths)
+        types = getattr(config, kinds, None)
+        if types is not None:
+            setattr(config, f"mtp_{kinds}", [preferred if preferred in types else types[-1]] * depths)
 
 
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and saved buffers, without those of its children."""
     buffers = {
-        name: each
-        for name, each in module.named_buffers(recurse=False)
+        name: buffer
+        for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
     return dict(module.named_parameters(recurse=False)) | buffers

@@ -18,19 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 
+from stillhouse.models.checkpoint_names import declared_depths, mtp_prefixes
 from stillhouse.models.decoder import Decoder
-from stillhouse.models.head import OutputProcessor
-from stillhouse.models.mtp_layers import (
-    MtpLayers,
-    checkpoint_prefixes,
-    declared_depths,
-    find_layers,
-    new_layers,
-)
-from stillhouse.models.proof import prove_decoder
+from stillhouse.models.decoder_proof import prove_decoder
+from stillhouse.models.lm_head import OutputProcessor
+from stillhouse.models.mtp.mtp_layers import MtpLayers, find_layers, new_layers
 from stillhouse.objective import OutputHead
-
-__all__ = ["MultiTokenDecoder", "add_mtp", "declared_depths", "find_layers", "freeze_main"]
 
 
 class MultiTokenDecoder(nn.Module):
@@ -73,7 +66,7 @@ class MultiTokenDecoder(nn.Module):
         Also raises ValueError for a checkpoint without the layers.
         """
         main = Decoder.from_pretrained(name_or_path, **options, verify=verify)
-        model, depths = main.pretrained, declared_depths(main.pretrained)
+        model, depths = main.pretrained, declared_depths(main.config)
         what, fresh = f"model '{os.fspath(name_or_path)}'", "MultiTokenDecoder.new draws fresh layers"
         if not depths:
             raise ValueError(f"{what} has no further depths according to its configuration (num_mtp_layers); {fresh}")
@@ -81,7 +74,7 @@ class MultiTokenDecoder(nn.Module):
         try:
             mtp = MtpModel.from_pretrained(model, device_map={"": model.device})
         except RuntimeError as error:
-            names = ", ".join(f"{each}*" for each in checkpoint_prefixes(model))
+            names = ", ".join(f"{prefix}*" for prefix in mtp_prefixes(model.config))
             raise ValueError(
                 f"{what} lacks weights of its {depths} further depths: expected {names}; {fresh}"
             ) from error
@@ -105,10 +98,10 @@ class MultiTokenDecoder(nn.Module):
             *, hidden_states: tuple[Tensor, ...], head: OutputHead, context: Any, depth: int = 0
         ) -> tuple[Any, ...]:
             if processor is None:
-                return tuple(head.logits(each) for each in hidden_states)
+                return tuple(head.logits(hidden_BSD) for hidden_BSD in hidden_states)
             return tuple(
-                processor(hidden_states=each, head=head, context=context, depth=number)
-                for number, each in enumerate(hidden_states)
+                processor(hidden_states=hidden_BSD, head=head, context=context, depth=number)
+                for number, hidden_BSD in enumerate(hidden_states)
             )
 
         return self.main(input_ids, position_ids, mtp_input_ids=input_ids, processor=each_depth, context=context)
@@ -139,10 +132,7 @@ def add_mtp(decoder: Decoder, depths: int, *, is_new: bool) -> None:
     is_new: `decoder.mtp.draw` will initialise them; otherwise the caller reads them from a checkpoint.
     Raises ValueError for a model that cannot have them.
     """
-    layers = new_layers(decoder.pretrained, depths)
-    if not is_new:
-        layers = MtpLayers(layers.model)
-    decoder.mtp = layers.train(decoder.training)
+    decoder.mtp = new_layers(decoder.pretrained, depths, is_new=is_new).train(decoder.training)
 
 
 def freeze_main(decoder: Decoder) -> None:

@@ -1,0 +1,70 @@
+"""The names of a decoder's tensors in transformers' files."""
+
+from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+from stillhouse.models.adapter import base_name
+from stillhouse.models.decoder import Decoder
+
+
+def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
+    """Return the names that a tensor may have in transformers' files: a tied head may be saved as the embedding."""
+    model, name = decoder.pretrained, base_name(name)
+    prefix = f"{model.base_model_prefix}."
+    if decoder.mtp is not None and is_mtp(name):
+        return [decoder.mtp.checkpoint_name(model, name.removeprefix("mtp."))]
+    if name.startswith("backbone."):
+        return [prefix + name.removeprefix("backbone.")]
+    head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
+    candidates = [f"{head}.{name.removeprefix('head.linear.')}"]
+    if getattr(model.config, "tie_word_embeddings", False):  # transformers ties by this one, not by the text part's
+        candidates.append(prefix + decoder.embedding_name.removeprefix("backbone."))
+    return candidates
+
+
+def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
+    """Return the names, in files, of the tensors that form the stack `name`, with a * for the expert's number.
+
+    Experts have one tensor each in transformers' files but one stacked tensor in its models; its checkpoint
+    conversions define which tensors form a stack. The list is empty if `name` is not a stack. If it has several names
+    (gate and up projection), each expert of the stack has the rows of the first one, then those of the second one.
+    """
+    for conversion in get_model_conversion_mapping(decoder.pretrained):
+        target = conversion.target_patterns[0]
+        if isinstance(conversion, WeightConverter) and name.endswith(target) and _stacks(conversion):
+            return [name.removesuffix(target) + source for source in conversion.source_patterns]
+    return []
+
+
+def is_mtp(name: str) -> bool:
+    """Whether a tensor with this name in a decoder is one of its MTP layers."""
+    return name.startswith("mtp.")
+
+
+def declared_depths(config: PreTrainedConfig) -> int:
+    """Return the number of MTP layers that belong to a model according to its configuration; 0 if it names none."""
+    return getattr(config.get_text_config(decoder=True), "num_mtp_layers", None) or 0
+
+
+def mtp_prefixes(config: PreTrainedConfig) -> list[str]:
+    """Return, for each depth, the prefix of its layer's names in a checkpoint with this configuration."""
+    text = config.get_text_config(decoder=True)
+    return [f"model.layers.{text.num_hidden_layers + depth}." for depth in range(declared_depths(config))]
+
+
+def without_mtp(config: PreTrainedConfig) -> list[str]:
+    """Take the MTP layers out of a configuration; returns the prefixes of their names in its checkpoint."""
+    prefixes, text = mtp_prefixes(config), config.get_text_config(decoder=True)
+    if prefixes:
+        text.num_mtp_layers = 0
+    for kinds in ("mtp_layer_types", "mtp_mlp_layer_types"):
+        text.__dict__.pop(kinds, None)
+    return prefixes
+
+
+def _stacks(conversion: WeightConverter) -> bool:
+    merge, *rest = conversion.operations
+    if not isinstance(merge, MergeModulelist) or merge.dim != 0:
+        return False
+    return not rest or (len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1)

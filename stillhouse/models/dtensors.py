@@ -1,0 +1,54 @@
+"""Tensors that may be sharded over processes (DTensors): this process's shard of them, and the global tensor.
+
+All functions take plain tensors too, which are whole on every process.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local(tensor: Any) -> Any:
+    """Return this process's shard of a DTensor; any other value as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Return, for each dim of a global tensor, the slice that is on this process."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def set_from_global(tensor: Tensor, values: Tensor) -> None:
+    """Copy this process's shard of `values`, a global tensor of the same shape, into `tensor`."""
+    local(tensor).copy_(values[shard_slices(tensor)])
+
+
+def gathered_tensor(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return the global tensor: a collective of the processes that hold shards of it.
+
+    device: the one on which to gather, because shards in host memory cannot be gathered there; None: the tensor's.
+    """
+    moved: Any = tensor if device is None else tensor.to(device)
+    if not isinstance(moved, DTensor):
+        return moved
+    placements = list(moved.placements)
+    # FSDP's shards of tensor-parallel shards first; torch would warn of another order
+    for axis in sorted(range(len(placements)), key=lambda axis: (type(placements[axis]) is Shard, -axis)):
+        placements[axis] = Replicate()
+        moved = moved.redistribute(placements=placements)
+    return moved.to_local()
+
+
+def name_seed(seed: int, name: str) -> int:
+    """Return the seed of the tensor with this name.
+
+    Every process can thus draw the same global tensor and keep its shard, whatever the layout.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])

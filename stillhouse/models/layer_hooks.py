@@ -1,0 +1,96 @@
+"""What forward hooks share, above all those that add a loss inside a decoder's layers.
+
+Such a hook (`moe.py`, `hidden_match.py`) reads the inputs of its loss for the micro-batch that is running
+(`Running`), also when its layer is recomputed in backward, and puts the loss into the graph (`AddLoss`). So no
+pipeline stage has to pass the loss to the next one.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+Value = TypeVar("Value")
+
+
+class Current(NamedTuple, Generic[Value]):
+    """value: of the running micro-batch; None: the hooks do nothing. recomputing: whether a layer runs again in
+    backward, so that its hooks have recorded their results already.
+    """
+
+    value: Value | None
+    recomputing: bool
+
+
+class Running(Generic[Value]):
+    """The value that the forward hooks of one decoder read.
+
+    It is a plain attribute and not a context variable, because on a GPU backward, which recomputes layers, runs in
+    another thread than forward.
+    """
+
+    def __init__(self) -> None:
+        self.current: Current[Value] = Current(None, recomputing=False)
+
+    def using(self, value: Value) -> AbstractContextManager[None]:
+        """Return a context in which a forward of the decoder has this value."""
+        return _Using([(self, Current(value, recomputing=False))])
+
+
+def checkpoint_contexts(
+    states: Sequence[Running],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts in which a layer's forward runs and is recomputed: torch's `context_fn`.
+
+    torch calls this when the forward of a layer begins. It recomputes the layer in backward, when other micro-batches
+    may have run, and the layer's hooks then need the values that are current now.
+    """
+    return nullcontext(), _Using([(state, Current(state.current.value, recomputing=True)) for state in states])
+
+
+class _Using(AbstractContextManager[None]):
+    """A context that sets the current values of some states.
+
+    It can be entered several times, because torch recomputes a layer for each backward pass through it, and
+    zero-bubble schedules run two.
+    """
+
+    def __init__(self, values: Sequence[tuple[Running, Current]]):
+        self.values = values
+        self.before: list[Current] = []
+
+    def __enter__(self) -> None:
+        self.before = [state.current for state, _ in self.values]
+        for state, value in self.values:
+            state.current = value
+
+    def __exit__(self, *_: object) -> None:
+        for (state, _), before in zip(self.values, self.before, strict=True):
+            state.current = before
+
+
+@contextmanager
+def hooked(*hooks: RemovableHandle) -> Iterator[None]:
+    """Remove these hooks at the end of the block."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class AddLoss(torch.autograd.Function):
+    """Returns a tensor unchanged and gives `loss` a gradient of 1 in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = (loss.shape, loss.dtype, loss.device)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.loss
+        return grad, torch.ones(shape, dtype=dtype, device=device)

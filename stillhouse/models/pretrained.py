@@ -1,0 +1,220 @@
+"""Loading a causal language model from a folder or hub repository that is not trusted.
+
+Code that comes with a model runs only if the caller allows that. Weights are read only from safetensors files in the
+model's own folder, since a pickle file can run any code. transformers reads pickle files if the folder has no other
+weights, or if an index, `transformers_weights` in the configuration or an adapter beside the model names them; all of
+these are refused before transformers reads. A damaged file raises a ValueError that names it.
+"""
+
+import json
+import os
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file
+
+from stillhouse.display import escaped, first_line, name_list
+from stillhouse.libraries import reading
+from stillhouse.models.model_checks import prefixed
+from stillhouse.models.quantized import quantized_loading, require_quantized
+
+#: most layers of a model: with a damaged number, transformers would create layers one by one for hours
+MOST_LAYERS = 10_000
+_ADAPTER = "adapter_config.json"
+_SAFETENSORS, _INDEX = ".safetensors", ".safetensors.index.json"
+_PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_EXPECTED = "expected the name of a safetensors file of the same folder; nothing else is read"
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def load_causal_lm(
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+    quantize: str | None = None,
+    device: str | torch.device | None = None,
+) -> PreTrainedModel:
+    """Call the `from_pretrained` of `auto_class` with the name unchanged; every failure is a ValueError.
+
+    Missing weights also raise ValueError: transformers would initialise them at random and only warn. Weights are
+    read only from safetensors files, even with trust_remote_code.
+
+    quantize: "int8" or "nf4" for linear layers in so many bits (see `quantized.py`). device: None for the CPU.
+    """
+    what = f"model '{escaped(os.fspath(name_or_path))}'"
+    failure = f"{what} cannot be loaded as a causal language model"
+    options: dict[str, Any] = {
+        "dtype": parse_dtype(dtype),
+        "attn_implementation": attention,
+        "trust_remote_code": trust_remote_code,
+    }
+    try:
+        require_safe_files(name_or_path, revision)
+        with reading(failure):
+            config = AutoConfig.from_pretrained(
+                name_or_path, revision=revision or "main", trust_remote_code=trust_remote_code
+            )
+        if quantize is not None:
+            with prefixed(failure):
+                options |= quantized_loading(config, quantize, options["dtype"], device)
+        build = auto_class(config)
+        with reading(failure):
+            model, report = build.from_pretrained(
+                name_or_path,
+                revision=revision or "main",
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+        if quantize is not None:
+            with prefixed(failure):
+                require_quantized(model, quantize, name_or_path, revision)
+    except ValueError as error:
+        if isinstance(error.__cause__, OSError):
+            raise ValueError(_not_found(what, name_or_path, revision, error.__cause__)) from error
+        raise
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        raise ValueError(
+            f"{what} lacks {len(names)} of the weights of a {type(model).__name__}, first '{names[0]}': "
+            "expected the checkpoint of a whole causal language model, head included"
+        )
+    return model if quantize is not None or device is None else model.to(device)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class of transformers that builds a configuration's model.
+
+    It is AutoModelForImageTextToText for a vision-language model that has no class among the causal language models,
+    and AutoModelForCausalLM for everything else. The latter raises a ValueError if it does not know the model either.
+    """
+    # a model's folder may contain its class as code
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if images and not causal else AutoModelForCausalLM
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
+    """Return the dtype of a name such as "bfloat16"; for None or "auto", "auto": the dtype of the saved weights."""
+    if dtype is None or dtype == "auto":
+        return "auto"
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype {dtype!r}: expected auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def _not_found(what: str, name: str | os.PathLike[str], revision: str | None, error: OSError) -> str:
+    if os.path.isdir(name):
+        return f"{what} cannot be read: {first_line(error)}"
+    at = f" at revision '{revision}'" if revision else ""
+    return (
+        f"{what}{at} is not a folder here, and the hub did not give it: {first_line(error)} "
+        "Expected a folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B "
+        "(a private or gated one needs a login)."
+    )
+
+
+def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:
+    """Raise ValueError for a folder or hub id whose loading would read other files than its own safetensors files.
+
+    Also raise it for an adapter's folder, and for a configuration with so many layers that it must be damaged. A name
+    that does not exist passes: loading it raises the error.
+    """
+    folder = escaped(os.fspath(name))
+    if os.path.isdir(name):
+        _require_safetensors(folder, os.listdir(name))
+    config = _json_object(name, CONFIG_NAME, revision)
+    parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
+    values = {prefix + key: value for prefix, part in parts.items() for key, value in part.items()}
+    for key, value in values.items():
+        if key.endswith(("layer", "layers")) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ValueError(f"{folder}/{CONFIG_NAME} has {key} {value}: expected at most {MOST_LAYERS:,}")
+    indexes = [SAFE_WEIGHTS_INDEX_NAME]
+    if (weights := config.get("transformers_weights")) is not None:
+        if not isinstance(weights, str) or not weights.endswith((_SAFETENSORS, _INDEX)):
+            raise ValueError(f"{folder}/{CONFIG_NAME}: transformers_weights is {weights!r:.80}: {_EXPECTED}")
+        indexes += [weights] if weights.endswith(_INDEX) else []
+    for index in indexes:
+        _require_own_files(f"{folder}/{index}", _json_object(name, index, revision))
+
+
+def require_model_folder(name: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a file, and for a folder that cannot be a model's. Any other name may be a hub id."""
+    if not os.path.isdir(name):
+        if os.path.isfile(name):
+            raise ValueError(f"{os.fspath(name)} is a file: expected the folder of a model, or a hub id")
+        return
+    files = os.listdir(name)
+    if _ADAPTER in files:
+        _require_safetensors(escaped(os.fspath(name)), files)
+    if CONFIG_NAME not in files:
+        paths = [os.path.join(name, file) for file in sorted(files)]
+        within = [path for path in paths if os.path.isfile(os.path.join(path, CONFIG_NAME))]
+        hint = f". There is a {CONFIG_NAME} in {name_list(within)}"
+        raise ValueError(
+            f"{escaped(os.fspath(name))} is a folder without {CONFIG_NAME}: expected a model's folder, with "
+            f"{CONFIG_NAME}, safetensors and a tokenizer{hint if within else ''}"
+        )
+
+
+def _require_safetensors(folder: str, files: list[str]) -> None:
+    if _ADAPTER in files:
+        raise ValueError(
+            f"{folder} holds an adapter ({_ADAPTER}): expected a plain model. A run's `model/` contains the base "
+            "with the adapter merged into it; for another adapter, save the result of peft's merge_and_unload()"
+        )
+    pickled = [file for file in files if file.endswith(_PICKLE)]
+    if pickled and not any(file.endswith(_SAFETENSORS) for file in files):
+        raise ValueError(
+            f"{folder} has its weights as pickle ({name_list(pickled)}), which can run any code while it is read, so "
+            "it is not read, even with trust_remote_code: expected safetensors. If you trust the file, "
+            "convert it yourself: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+
+
+def _require_own_files(index: str, content: dict[str, Any]) -> None:
+    """Raise ValueError for an index that names other files than safetensors files in its folder.
+
+    content: the index; empty if there is none.
+    """
+    files = content.get("weight_map", {})
+    if not isinstance(files, dict):
+        raise ValueError(f"{index}: weight_map is not an object that maps tensors to files")
+    for file in files.values():
+        if not isinstance(file, str) or not file.endswith(_SAFETENSORS) or os.path.basename(file) != file:
+            raise ValueError(f"{index} names the file {file!r:.80}: {_EXPECTED}")
+
+
+def _json_object(name: str | os.PathLike[str], file: str, revision: str | None) -> dict[str, Any]:
+    """Return a JSON file of a folder or hub id; empty if there is none. Raise ValueError if it is no JSON object."""
+    what = f"model '{escaped(os.fspath(name))}' cannot be read: its {file}"
+    try:
+        path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):  # the name does not exist or cannot be reached
+        return {}
+    if path is None:
+        return {}
+    with reading(f"{what} is not JSON"), open(path, encoding="utf-8") as text:
+        content = json.load(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} holds a {type(content).__name__}, expected a JSON object")
+    return content

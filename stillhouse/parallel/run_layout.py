@@ -1,0 +1,84 @@
+"""How a run is distributed over processes: its degrees, and the schedule of its pipeline."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from stillhouse.parallel.mesh import Degrees
+from stillhouse.parallel.teacher_prefetch import Schedule1F1BWithPrefetch
+
+ONE = Degrees()
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One of torch's schedules, and how stages are assigned to ranks.
+
+    per_rank: the number of stages on each rank. in_v: the stages are assigned to the ranks in increasing, then in
+    decreasing order, so that rank 0 has the first and the last stage. prefetch: the teacher runs in separate
+    actions, up to one step before the student. splits_backward: a stage computes the gradients of its input and those
+    of its weights at different times.
+    """
+
+    schedule: Callable[..., Any]
+    per_rank: int = 1
+    in_v: bool = False
+    prefetch: bool = False
+    splits_backward: bool = False
+
+    def stages_of(self, rank: int, ranks: int) -> list[int]:
+        """Return the numbers of a rank's stages."""
+        if self.in_v:
+            return [rank, 2 * ranks - 1 - rank]
+        return [rank + turn * ranks for turn in range(self.per_rank)]
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        return 2 * ranks - 1 - stage if self.in_v and stage >= ranks else stage % ranks
+
+
+SCHEMES = {
+    "gpipe": Scheme(ScheduleGPipe),
+    "1f1b": Scheme(Schedule1F1B),
+    "1f1b_ahead": Scheme(Schedule1F1BWithPrefetch, prefetch=True),
+    "interleaved": Scheme(ScheduleInterleaved1F1B, 2),
+    "zero_bubble": Scheme(ScheduleInterleavedZeroBubble, 2, splits_backward=True),
+    "zbv": Scheme(ScheduleZBVZeroBubble, 2, in_v=True, splits_backward=True),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is distributed over processes.
+
+    schedule: the pipeline's schedule, a key of `SCHEMES`. gather_dtype (of the student), offload: see `apply_fsdp`.
+    """
+
+    degrees: Degrees = ONE
+    schedule: str = "1f1b"
+    gather_dtype: torch.dtype | None = None
+    offload: bool = False
+
+    def __str__(self) -> str:
+        schedule = f", {self.schedule}" if self.degrees.pipeline > 1 else ""
+        return f"{self.degrees}{schedule}"
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages, over all ranks."""
+        pipeline = self.degrees.pipeline
+        return pipeline * SCHEMES[self.schedule].per_rank if pipeline > 1 else 1
+
+    @property
+    def last_rank(self) -> int:
+        """The coordinate of the last stage's rank on the pipeline axis."""
+        pipeline = self.degrees.pipeline
+        return SCHEMES[self.schedule].rank_of(self.stages - 1, pipeline) if pipeline > 1 else 0
