@@ -44,8 +44,9 @@ from stillhouse.models.processors import (
     selected_log_probs,
 )
 from stillhouse.models.targets import DistillTargets, PolicyTargets, Targets
-from stillhouse.objective import TEACHER, TopK, chunks
+from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.spec import parse_objective
+from stillhouse.objective.tile import chunks
 
 MODELS = {
     "tied": ("qwen3", True),
