@@ -10,8 +10,8 @@ from stillhouse.generation.sample import (
     Sample,
     Sampling,
 )
+from stillhouse.generation.sample_writer import SampleWriter
 from stillhouse.generation.step_documents import POLICY_VERSION, TargetRules, step_documents
-from stillhouse.generation.turns import SampleWriter
 
 __all__ = [
     "POLICY_VERSION",

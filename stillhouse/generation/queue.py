@@ -19,7 +19,7 @@ from stillhouse.generation.advantages import Deviation, with_advantages
 from stillhouse.generation.queue_state import QueueState, require_groups, require_samples
 from stillhouse.generation.rollout_plan import RolloutPlan
 from stillhouse.generation.sample import Sample
-from stillhouse.generation.turns import SampleWriter
+from stillhouse.generation.sample_writer import SampleWriter
 
 #: seconds between two looks at other things while samples are waited for
 _TICK = 1.0

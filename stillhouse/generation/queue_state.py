@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from stillhouse.generation.rollout_plan import RolloutPlan
 from stillhouse.generation.sample import Sample
-from stillhouse.generation.turns import NOT_WRITTEN, SampleWriter
+from stillhouse.generation.sample_writer import NOT_WRITTEN, SampleWriter
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stillhouse.data.read.arrow import is_saved, read_hub, read_parquet, read_saved, saved_files
 from stillhouse.data.read.csv_files import CSV, read_csv
-from stillhouse.data.read.json_files import read_json
+from stillhouse.data.read.json_records import read_json
 from stillhouse.data.read.opening import COMPRESSED, format_of, kind_of, require_regular
 from stillhouse.data.record import NoSourceError, Record
 
