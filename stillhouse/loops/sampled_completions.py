@@ -11,7 +11,7 @@ from stillhouse.data import Documents
 from stillhouse.generation import GenerationRequest
 from stillhouse.generation.in_process import InProcessEngine
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.json_files import LineFile
+from stillhouse.output.json_lines import LineFile
 from stillhouse.output.records import CHARACTERS, EvalSample
 from stillhouse.parallel import is_first
 from stillhouse.run.session import Session

@@ -116,7 +116,7 @@ def prove_decoder(decoder: Any) -> None:
 
     def forward(ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
         mtp = {} if decoder.mtp is None else {"mtp_input_ids": ids_BS}
-        hidden = decoder(ids_BS, position_ids_BS, processor=hidden_states, **mtp)
+        hidden = decoder(ids_BS, position_ids_BS, processor=_returned, **mtp)
         return hidden if decoder.mtp is not None else (hidden,)
 
     dtype = autocast_dtype(model)
@@ -247,7 +247,7 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
         )
 
 
-def hidden_states(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:
+def _returned(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:
     """An output processor that returns the hidden states, of all depths if there are several."""
     return hidden_states
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.json_files import append
+from stillhouse.output.json_lines import append
 from stillhouse.output.metrics_file import MetricsLine, without_infinity
 from stillhouse.output.progress import Progress
 from stillhouse.output.trackers import open_trackers

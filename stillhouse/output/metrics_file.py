@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
-from stillhouse.output.json_files import read_lines
+from stillhouse.output.json_lines import read_lines
 
 
 @dataclass(frozen=True)

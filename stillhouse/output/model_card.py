@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 import stillhouse
 from stillhouse.config import RunConfig, TeacherConfig
 from stillhouse.libraries import reading
-from stillhouse.output.json_files import read_object
+from stillhouse.output.json_lines import read_object
 from stillhouse.output.metrics_file import parse_metrics
 from stillhouse.output.progress import Progress
 

@@ -2,7 +2,7 @@
 
 timeline.jsonl: Span    samples.jsonl: Sample    eval_samples.jsonl: EvalSample    tokens.json: HeldOutTokens
 
-The keys of a file are the fields in their order. A value is checked where it is read (`json_files.validated`), not
+The keys of a file are the fields in their order. A value is checked where it is read (`json_lines.validated`), not
 where it is made. metrics.jsonl, whose keys differ from run to run, is in `metrics_file.py`.
 """
 

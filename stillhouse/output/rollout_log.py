@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.json_files import LineFile
+from stillhouse.output.json_lines import LineFile
 from stillhouse.output.log import NoLog, RunLog
 from stillhouse.output.progress import Progress
 from stillhouse.output.records import CHARACTERS, WAIT, Lane, Sample, Span

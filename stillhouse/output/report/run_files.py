@@ -14,7 +14,7 @@ from typing import Any
 from stillhouse.config import ConfigError
 from stillhouse.config.yaml_text import read_yaml
 from stillhouse.libraries import reading
-from stillhouse.output.json_files import read_object, read_objects, validated
+from stillhouse.output.json_lines import read_object, read_objects, validated
 from stillhouse.output.metrics_file import MetricsLine, read_metrics
 from stillhouse.output.records import EvalSample, HeldOutTokens, Sample, Span
 
@@ -29,7 +29,7 @@ OPTIONAL_FILES = {
     "samples.jsonl": "some of the completions that the run was trained on",
     "eval_samples.jsonl": "the student's completions of held-out prompts",
 }
-_ON_POLICY = ("timeline.jsonl", "samples.jsonl")
+_ON_POLICY = {"timeline.jsonl", "samples.jsonl"}
 
 SPANS = 4000  # the newest ones, of which the page shows those of the last steps
 STEPS = 200  # at most so many steps whose samples are shown
@@ -101,7 +101,7 @@ def read_run(path: Path) -> Run:
         environment=read_object(path / "environment.json"),
         data=read_object(path / "data.json"),
         held_out=None if held_out is None else validated(HeldOutTokens, held_out, str(path / "tokens.json")),
-        rollouts=_read_rollouts(path, notes) if present & {*_ON_POLICY} else None,
+        rollouts=_read_rollouts(path, notes) if present & _ON_POLICY else None,
         eval_samples=list(deque(eval_samples, maxlen=EVAL_SAMPLES)),
         notes=notes,
     )
@@ -112,8 +112,8 @@ def _expected_files(config: dict[str, Any], present: set[str]) -> set[str]:
     expected = {"config.yaml", "environment.json", "data.json"}
     if _asks_for_held_out_data(config):
         expected.add("tokens.json")
-    if isinstance(config.get("rollout"), dict) or present & {*_ON_POLICY}:
-        expected |= {*_ON_POLICY}
+    if isinstance(config.get("rollout"), dict) or present & _ON_POLICY:
+        expected |= _ON_POLICY
     evaluation = config.get("eval")
     if isinstance(evaluation, dict) and evaluation.get("samples"):
         expected.add("eval_samples.jsonl")
@@ -151,9 +151,8 @@ def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts:
         places.setdefault(sample.step, []).append((where, offset, len(tokens or [])))
         if sample.source == "student":
             staleness[sample.staleness] += 1
-    samples: dict[int, list[Sample]] = {}
-    for step in shown_steps({step: sum(count for *_, count in of_step) for step, of_step in places.items()}):
-        samples[step] = [_sample_at(path, where, offset) for where, offset, _ in places[step]]
+    shown = shown_steps({step: sum(count for *_, count in of_step) for step, of_step in places.items()})
+    samples = {step: [_sample_at(path, where, offset) for where, offset, _ in places[step]] for step in shown}
     return Rollouts(last_spans, samples, len(places), dict(sorted(staleness.items())))
 
 
