@@ -1,0 +1,99 @@
+"""Shows that a version of the source tree computes what another one computes.
+
+    python -m benchmarks.unchanged record --tree ../before --commit 3ee60bb
+    python -m benchmarks.unchanged record --tree . --commit work
+    python -m benchmarks.unchanged compare benchmarks/results/unchanged-{3ee60bb,work}.json
+
+`record` runs the cases of `cases.py` with the command line of a source tree. It writes what they have computed (losses,
+gradient norms, evaluations, weights) and what they have needed (collectives, compilations, memory).
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.unchanged import records
+from benchmarks.unchanged.cases import CASES
+from benchmarks.unchanged.compare import TOLERANCES, compare
+from benchmarks.unchanged.runs import Tree, measure
+
+#: one-process runs at a time
+WORKERS = 2
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    sys.exit(arguments.run(arguments))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    record = commands.add_parser("record", help="run the cases with a source tree")
+    record.add_argument("--tree", type=Path, required=True, help="root of the source tree")
+    record.add_argument("--commit", required=True, help="its name in the result file")
+    record.add_argument("--only", type=names_of(CASES), default=list(CASES), help="names of cases, with commas")
+    record.add_argument("--out", type=Path, help="[default: benchmarks/results/unchanged-<commit>.json]")
+    record.set_defaults(run=record_cases)
+    comparison = commands.add_parser("compare", help="compare two recordings")
+    comparison.add_argument("before", type=Path)
+    comparison.add_argument("after", type=Path)
+    comparison.set_defaults(run=compare_files)
+    return parser.parse_args()
+
+
+def names_of(cases: Any) -> Any:
+    """Return an argument's type: names of cases with commas between them."""
+
+    def names(text: str) -> list[str]:
+        chosen = text.split(",")
+        if unknown := [name for name in chosen if name not in cases]:
+            raise argparse.ArgumentTypeError(f"no case {', '.join(unknown)}; expected some of {', '.join(cases)}")
+        return chosen
+
+    return names
+
+
+def record_cases(arguments: argparse.Namespace) -> int:
+    """Write the file, and return 1 if a case has failed."""
+    path = arguments.out or records.RESULTS / f"unchanged-{arguments.commit}.json"
+    with tempfile.TemporaryDirectory(prefix="unchanged-") as folder:
+        tree = Tree(arguments.tree.resolve(), Path(folder))
+        cases = dict(measured(arguments.only, tree))
+    in_order = {name: cases[name] for name in arguments.only}
+    records.write(path, records.header(theme="unchanged", commit=arguments.commit, cases=in_order))
+    return int(any("error" in case for case in cases.values()))
+
+
+def measured(names: Sequence[str], tree: Tree) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the record of each case. Runs of one process run two at a time, others one after another."""
+
+    def measured_case(name: str) -> tuple[str, dict[str, Any]]:
+        record = measure(CASES[name], tree, tree.work / name)
+        print(f"{name:28}{record['seconds']:6.1f} s  {record.get('error', 'measured')}", flush=True)
+        return name, record
+
+    together = [name for name in names if CASES[name].processes == 1]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        yield from pool.map(measured_case, together)
+    yield from (measured_case(name) for name in names if name not in together)
+
+
+def compare_files(arguments: argparse.Namespace) -> int:
+    """Print the differences, and return 1 if there is one."""
+    before, after = (records.read(path) for path in (arguments.before, arguments.after))
+    print(f"tolerances: {TOLERANCES}")
+    for key in ("cpu", *records.LIBRARIES):
+        if before[key] != after[key]:
+            print(f"note: {key} is {before[key]} in the first file and {after[key]} in the second one")
+    lines = list(compare(before["cases"], after["cases"]))
+    print("\n".join(lines) or f"no difference in {len(before['cases'])} cases")
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    main()
