@@ -3,9 +3,15 @@
     python -m benchmarks.unchanged record --tree ../before --commit 3ee60bb
     python -m benchmarks.unchanged record --tree . --commit work
     python -m benchmarks.unchanged compare benchmarks/results/unchanged-{3ee60bb,work}.json
+    python -m benchmarks.unchanged resume --before ../before --before-commit 748633f --tree . --commit work
+    python -m benchmarks.unchanged speed --before ../before --before-commit 748633f --tree . --commit work
 
-`record` runs the cases of `cases.py` with the command line of a source tree. It writes what they have computed (losses,
-gradient norms, evaluations, weights) and what they have needed (collectives, compilations, memory).
+`record` runs the cases of `cases.py` with the command line of a source tree. It writes what they have computed
+(losses, gradient norms, evaluations, weights) and what they have needed (collectives, compilations, memory).
+`compare` prints the differences between two recordings. `resume` checks that a tree reads what an older one has
+written, and `speed` measures the steps of both; their results are unchanged-resume-<date>.json and
+unchanged-speed-<date>.json. The exit code is 1 if there is a difference. Nothing here imports stillhouse, so every
+version can be measured.
 """
 
 import argparse
@@ -19,7 +25,9 @@ from typing import Any
 from benchmarks.unchanged import records
 from benchmarks.unchanged.cases import CASES
 from benchmarks.unchanged.compare import TOLERANCES, compare
-from benchmarks.unchanged.runs import Tree, measure
+from benchmarks.unchanged.resume import checks
+from benchmarks.unchanged.runs import RunError, Tree, measure
+from benchmarks.unchanged.speed import measure_speed
 
 #: one-process runs at a time
 WORKERS = 2
@@ -43,6 +51,17 @@ def parse_arguments() -> argparse.Namespace:
     comparison.add_argument("before", type=Path)
     comparison.add_argument("after", type=Path)
     comparison.set_defaults(run=compare_files)
+    resume = commands.add_parser("resume", help="check that a tree reads what an older one has written")
+    resume.set_defaults(run=resume_checks)
+    speed = commands.add_parser("speed", help="measure the steps of two trees in turns")
+    speed.add_argument("--rounds", type=int, default=11)
+    speed.add_argument("--threads", type=int, default=2)
+    speed.set_defaults(run=compare_speed)
+    for command in (resume, speed):
+        command.add_argument("--before", type=Path, required=True, help="root of the older source tree")
+        command.add_argument("--before-commit", required=True, help="its name in the result file")
+        command.add_argument("--tree", type=Path, required=True, help="root of the newer source tree")
+        command.add_argument("--commit", required=True, help="its name in the result file")
     return parser.parse_args()
 
 
@@ -93,6 +112,38 @@ def compare_files(arguments: argparse.Namespace) -> int:
     lines = list(compare(before["cases"], after["cases"]))
     print("\n".join(lines) or f"no difference in {len(before['cases'])} cases")
     return int(bool(lines))
+
+
+def resume_checks(arguments: argparse.Namespace) -> int:
+    """Run the checks, print a line for each, and return 1 if one has differences."""
+    results: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory(prefix="unchanged-") as folder:
+        before, after = (Tree(root.resolve(), Path(folder)) for root in (arguments.before, arguments.tree))
+        for number, (name, check) in enumerate(checks(before, after)):
+            try:
+                results[name] = check(Path(folder) / str(number))
+            except RunError as error:
+                results[name] = [str(error).replace(folder, "")]
+            print(f"{name}: {'; '.join(results[name]) or 'the same'}", flush=True)
+    content = records.header(theme="unchanged: resume", **commits(arguments), differences=results)
+    records.write(records.dated("unchanged-resume"), content)
+    return int(any(results.values()))
+
+
+def compare_speed(arguments: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="unchanged-") as folder:
+        work = Path(folder)
+        before, after = (Tree(root.resolve(), work, arguments.threads) for root in (arguments.before, arguments.tree))
+        result = measure_speed(before, after, work / "run", arguments.rounds)
+    for name in ("cpu", "wall"):
+        print(f"{name}: new/old {result[name]['new/old']:.3f}, quartiles {result[name]['quartiles']}")
+    content = records.header(theme="unchanged: speed", **commits(arguments), threads=arguments.threads, **result)
+    records.write(records.dated("unchanged-speed"), content)
+    return 0
+
+
+def commits(arguments: argparse.Namespace) -> dict[str, str]:
+    return {"before": arguments.before_commit, "commit": arguments.commit}
 
 
 if __name__ == "__main__":

@@ -181,7 +181,6 @@ ONE_PROCESS: dict[str, Case] = {
     "teacher_live": Case(
         {"teachers.self": {"student": "live", "prefix": "{answer} "}}, without=NO_TEACHER
     ),
-    "teacher_offload": Case({"teacher.offload": True}),
     "cross_tokenizer_gold": Case(GOLD, models=OTHER_TOKENIZER),
     "cross_tokenizer_uld": Case(ULD, models=OTHER_TOKENIZER),
     "cache_hidden": Case(cache=()),

@@ -1,32 +1,29 @@
-"""Runs one process of `python -m stillhouse`, and reports what it has needed. It runs in place of the module.
+"""One process of the command line: starts `python -m stillhouse` of a source tree and reports what it has needed.
 
-    python process.py --tree ../before --report reports -- distill run.yaml
+Importing torch and transformers takes longer than these small runs. So a fork server imports them once, and each
+process of a run is a fork of it, in which Stillhouse is then imported from the source tree. Nothing of Stillhouse is
+named here but the module that the command line runs as. So every version can be measured, whatever its modules are
+called. The borders of steps are the optimizer's, through a hook of torch.
 
-`--tree` is the source tree that has to be measured; PYTHONPATH names it, too, and a process that would import another
-one stops. The report of rank r is `reports/<r>.json`: the peak of its resident memory, the number of functions that
-torch.compile has compiled and, with `--collectives`, the collectives of each step.
-
-Nothing of Stillhouse is imported here but the module that the command line runs as. So this file measures every
-version, whatever its modules are called. The borders of steps are the optimizer's, through a hook of torch.
+The ranks of a layout have the environment that torchrun gives them.
 """
 
-import argparse
-import atexit
-import contextlib
 import importlib.util
 import json
 import os
+import random
 import runpy
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# This folder is first on the path of a script, where its modules would hide others of the same name.
-sys.path.pop(0)
-
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -34,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+ROOT = Path(__file__).parents[2]
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 #: operations of these namespaces that send nothing
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
@@ -41,40 +39,76 @@ LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 OF_OBJECTS = ("allgather_", "broadcast_", "gather_", "scatter_", "send", "recv_")
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    require_tree(arguments.tree)
-    collectives = Collectives() if arguments.collectives else None
+@dataclass(frozen=True)
+class Probes:
+    """What is measured in a process, or done to it.
+
+    report: the file of the report. collectives: count them; torch compiles nothing then. kill_after_step: end by
+    SIGKILL after this optimizer step; 0: never. gate: see Gate.
+    """
+
+    report: Path | None = None
+    collectives: bool = False
+    kill_after_step: int = 0
+    gate: Connection | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process: `stillhouse <arguments>` of a source tree, in `folder`. log: a file for all that it prints."""
+
+    tree: Path
+    folder: Path
+    arguments: tuple[str, ...]
+    log: Path
+    environment: dict[str, str]
+    threads: int
+    probes: Probes = field(default_factory=Probes)
+
+
+def run_job(job: Job) -> None:
+    """Become the process. The exit code is that of the command."""
+    prepare(job)
+    require_tree(job.tree)
+    probes = job.probes
+    collectives = Collectives() if probes.collectives else None
     if collectives is not None:
         on_step(collectives.end_step)
-    if arguments.kill_after_step:
-        on_step(killer(arguments.kill_after_step))
-    if arguments.gate:
-        on_step(Gate(*arguments.gate))
-    if arguments.report is not None:
-        write_at_exit(arguments.report, collectives)
-    sys.argv = ["stillhouse", *arguments.command]
-    with collectives or contextlib.nullcontext():
-        runpy.run_module("stillhouse", run_name="__main__", alter_sys=True)
+    if probes.kill_after_step:
+        on_step(StepKiller(probes.kill_after_step))
+    if probes.gate is not None:
+        on_step(Gate(probes.gate))
+    sys.argv = ["stillhouse", *job.arguments]
+    try:
+        with collectives or nullcontext():
+            runpy.run_module("stillhouse", run_name="__main__", alter_sys=True)
+    finally:
+        if probes.report is not None:
+            write_report(probes.report, collectives)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--tree", type=Path, required=True, help="root of the source tree")
-    add("--report", type=Path, help="folder of the reports")
-    add("--collectives", action="store_true", help="count collectives; torch compiles nothing then")
-    add("--kill-after-step", type=int, default=0, help="end by SIGKILL after this optimizer step; 0: never")
-    add("--gate", type=int, nargs=2, metavar=("READ", "WRITE"), help="descriptors of pipes; see Gate")
-    add("command", nargs="+", help="arguments of stillhouse")
-    return parser.parse_args()
+def prepare(job: Job) -> None:
+    """Give the fork the state that a new process would have."""
+    os.chdir(job.folder)
+    os.environ |= job.environment | {"PYTHONPATH": str(job.tree)}
+    sys.path[:] = ["", str(job.tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(log, number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    torch.set_num_threads(job.threads)
+    random.seed()
+    np.random.seed()
 
 
 def require_tree(tree: Path) -> None:
     spec = importlib.util.find_spec("stillhouse")
     origin = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
     if origin is None or tree.resolve() not in origin.parents:
-        raise SystemExit(f"this process would import stillhouse from {origin}; expected the tree {tree}")
+        raise RuntimeError(f"this process would import stillhouse from {origin}; expected the tree {tree}")
+
+
+# what happens at the border of a step
 
 
 def on_step(call: Callable[[], None]) -> None:
@@ -84,38 +118,34 @@ def on_step(call: Callable[[], None]) -> None:
     register_optimizer_step_post_hook(hook)
 
 
-# what happens at the border of a step
+class StepKiller:
+    """Ends the process by SIGKILL after an optimizer step."""
 
+    def __init__(self, last_step: int):
+        self.remaining = last_step
 
-def killer(last_step: int) -> Callable[[], None]:
-    steps = 0
-
-    def count() -> None:
-        nonlocal steps
-        steps += 1
-        if steps == last_step:
+    def __call__(self) -> None:
+        self.remaining -= 1
+        if not self.remaining:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    return count
 
 
 class Gate:
-    """Stops the run after each optimizer step until the harness lets it go on.
+    """Stops the run after each optimizer step until the other end of the pipe lets it go on.
 
-    Writes the seconds since it was let go on, those of the clock and those of all the process's threads on the CPU,
-    as one line of JSON, and then waits for one byte.
+    Sends the seconds since it was let go on, of the clock and of all threads on the CPU; after the first step, None.
     """
 
-    def __init__(self, read: int, write: int):
-        self.read, self.write = read, write
+    def __init__(self, connection: Connection):
+        self.connection = connection
         self.started: tuple[float, float] | None = None
 
     def __call__(self) -> None:
-        seconds = (
-            None if self.started is None else [now - start for now, start in zip(clocks(), self.started, strict=True)]
-        )
-        os.write(self.write, json.dumps(seconds).encode() + b"\n")
-        os.read(self.read, 1)
+        if self.started is None:
+            self.connection.send(None)
+        else:
+            self.connection.send(tuple(now - start for now, start in zip(clocks(), self.started, strict=True)))
+        self.connection.recv()
         self.started = clocks()
 
 
@@ -123,11 +153,8 @@ def clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-# collectives
-
-
 class Collectives(TorchDispatchMode):
-    """Counts the collectives of this thread and their bytes, step by step.
+    """Counts the collectives of the main thread and their bytes, step by step.
 
     steps: for each optimizer step, the kinds of collectives with their number and the bytes of their tensors, which
     are those that are sent and those that are received. Pickled objects count as 0 bytes. The first step has the
@@ -161,31 +188,13 @@ class Collectives(TorchDispatchMode):
 # the report
 
 
-def write_at_exit(folder: Path, collectives: Collectives | None) -> None:
-    """Write the report when Python ends, or before os._exit, which ends a process without the functions of atexit."""
-    exit_at_once = os._exit
-    process = os.getpid()
-
-    def write() -> None:
-        if os.getpid() == process:  # not in a child process that was forked
-            write_report(folder, collectives)
-
-    def write_and_exit(code: int) -> None:
-        write()
-        exit_at_once(code)
-
-    atexit.register(write)
-    os._exit = write_and_exit  # type: ignore[assignment]
-
-
-def write_report(folder: Path, collectives: Collectives | None) -> None:
-    counters: dict[str, Any] = torch._dynamo.utils.counters if "torch._dynamo.utils" in sys.modules else {"stats": {}}
+def write_report(path: Path, collectives: Collectives | None) -> None:
+    counters: dict[str, Any] = torch._dynamo.utils.counters if "torch._dynamo.utils" in sys.modules else {}
     report = {
         "peak_bytes": peak_bytes(),
-        "compilations": counters["stats"].get("unique_graphs", 0),
+        "compilations": counters.get("stats", {}).get("unique_graphs", 0),
         "collectives": None if collectives is None else collectives.steps,
     }
-    path = folder / f"{os.environ.get('RANK', '0')}.json"
     path.write_text(json.dumps(report), encoding="utf-8")
 
 
@@ -197,7 +206,3 @@ def peak_bytes() -> int:
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     (kibibytes,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
     return int(kibibytes) << 10
-
-
-if __name__ == "__main__":
-    main()

@@ -26,6 +26,10 @@ def header(**values: Any) -> dict[str, Any]:
     }
 
 
+def dated(name: str) -> Path:
+    return RESULTS / f"{name}-{datetime.now(UTC).date().isoformat()}.json"
+
+
 def cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -6,106 +6,187 @@ What torch knows comes from `process.py`, which runs in place of `python -m stil
 
 import hashlib
 import json
+import multiprocessing
 import os
 import re
-import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from benchmarks.unchanged.cases import Case
+from benchmarks.unchanged.process import Job, Probes, run_job
 
-PROCESS = Path(__file__).with_name("process.py")
 #: the longest time of one command
 LIMIT_SECONDS = 600
+#: how long the other ranks have to end when one has failed
+GRACE_SECONDS = 15.0
+#: how long a server has to end after SIGTERM
+STOP_SECONDS = 60.0
+POLL_SECONDS = 0.05
 #: metrics that depend on the clock or on the machine
 UNSTABLE = ("speed/", "memory/", "seconds", "time")
+#: what the fork server imports: this package's own process, and what is large in Stillhouse's runs
+PRELOAD = [
+    "benchmarks.unchanged.process",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "peft",
+    "pydantic",
+    "ruamel.yaml",
+]
+
+#: held while processes are started or asked for their exit codes, which multiprocessing does not do in two threads
+LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A source tree and a folder for what its processes write beside their runs."""
+    """A source tree, a folder for what its processes write beside their runs, and the threads of each process."""
 
     root: Path
     work: Path
+    threads: int = 1
 
-    def environment(self) -> dict[str, str]:
-        return os.environ | {
-            "PYTHONPATH": str(self.root),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "STILLHOUSE_CACHE": str(self.work / "downloads"),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-        }
+    def start(self, folder: Path, *arguments: str, processes: int = 1, name: str = "log", **probes: Any) -> "Command":
+        """Start `stillhouse <arguments>` in `folder`. name: of its log. probes: see Probes."""
+        return Command(self, folder, arguments, processes, name, probes)
 
-    def command(self, *arguments: str, processes: int = 1, options: Sequence[str] = ()) -> list[str]:
-        """Return the command line of `stillhouse <arguments>`. options: those of process.py."""
-        launcher = [sys.executable]
-        if processes > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        return [*launcher, str(PROCESS), "--tree", str(self.root), *options, "--", *arguments]
-
-    def run(self, folder: Path, *arguments: str, processes: int = 1, options: Sequence[str] = ()) -> str:
-        """Run a command in `folder` to its end and return its output. Raises RunError if it fails."""
-        command = self.command(*arguments, processes=processes, options=options)
-        finished = subprocess.run(
-            command,
-            cwd=folder,
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LIMIT_SECONDS,
-        )
-        if finished.returncode:
-            raise RunError(finished.returncode, error_of(finished.stderr))
-        return finished.stdout
+    def run(self, folder: Path, *arguments: str, processes: int = 1, **probes: Any) -> str:
+        """Run a command in `folder` to its end and return what its first rank has printed. Raises RunError."""
+        return self.start(folder, *arguments, processes=processes, name="-".join(arguments[:1]), **probes).wait()
 
     @contextmanager
     def serve(self, folder: Path, model: str) -> Iterator[str]:
         """Serve a model of `folder` on a free port; the value is the address."""
-        command = self.command("serve", model, "--port", "0", "--device", "cpu")
-        log = folder / "serve.txt"
-        with log.open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(
-                command, cwd=folder, env=self.environment(), stdout=output, stderr=subprocess.STDOUT
-            )
+        command = self.start(folder, "serve", model, "--port", "0", "--device", "cpu", name="serve")
         try:
-            yield wait_for_address(process, log)
+            yield command.wait_for(r"serving on (http://\S+)")
         finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            command.stop()
 
 
 class RunError(Exception):
-    def __init__(self, code: int, error: str):
-        super().__init__(f"exit code {code}: {error}")
+    """A command has failed; the message has its exit code and its error."""
 
 
-def error_of(output: str) -> str:
-    """Return the line of a command's error, or its last line."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if "error: " in line.lower()]
-    return (errors or lines or ["no output"])[-1][:500]
+class Command:
+    """A command of the command line in one or more processes, which are its ranks.
+
+    Each rank prints to `<folder>/<name>-<n>-<rank>.txt`. With the probe `report`, which is then a folder, each
+    writes `<rank>.json` there.
+    """
+
+    def __init__(
+        self, tree: Tree, folder: Path, arguments: Sequence[str], processes: int, name: str, probes: dict[str, Any]
+    ):
+        number = len(list(folder.glob(f"{name}-*-0.txt")))
+        self.logs = [folder / f"{name}-{number}-{rank}.txt" for rank in range(processes)]
+        self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False) if processes > 1 else None
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            log.touch()
+            environment = {"STILLHOUSE_CACHE": str(tree.work / "downloads")}
+            if self.store is not None:
+                environment |= rank_environment(rank, processes, self.store.port)
+            of_rank = probes | ({"report": probes["report"] / f"{rank}.json"} if "report" in probes else {})
+            job = Job(tree.root, folder, tuple(arguments), log, environment, tree.threads, Probes(**of_rank))
+            with LOCK:
+                self.processes.append(fork_server().Process(target=run_job, args=(job,)))
+                self.processes[-1].start()
+
+    def exit_codes(self) -> list[int | None]:
+        with LOCK:
+            return [process.exitcode for process in self.processes]
+
+    def wait(self) -> str:
+        """Wait for the end of all ranks and return what the first one has printed. Raises RunError."""
+        end = time.monotonic() + LIMIT_SECONDS
+        while None in (codes := self.exit_codes()) and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+            if any(codes):
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+        self.kill()
+        if any(codes := self.exit_codes()):
+            raise RunError(f"exit codes {codes}: {self.error()}")
+        return self.logs[0].read_text(encoding="utf-8")
+
+    def wait_for(self, pattern: str) -> str:
+        """Wait until the first rank has printed the pattern, and return its group."""
+        end = time.monotonic() + LIMIT_SECONDS
+        while time.monotonic() < end and None in self.exit_codes():
+            if match := re.search(pattern, self.logs[0].read_text(encoding="utf-8")):
+                return match[1]
+            time.sleep(POLL_SECONDS)
+        raise RunError(f"there is no {pattern} in the output: {self.error()}")
+
+    def stop(self) -> None:
+        """Send SIGTERM to all ranks and wait for their end."""
+        for process in self.processes:
+            process.terminate()
+        end = time.monotonic() + STOP_SECONDS
+        while None in self.exit_codes() and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        for process, code in zip(self.processes, self.exit_codes(), strict=True):
+            if code is None:
+                process.kill()
+        while None in self.exit_codes():
+            time.sleep(POLL_SECONDS)
+
+    def error(self) -> str:
+        """Return the line of the command's error, or its last line."""
+        lines = [line.strip() for log in self.logs for line in log.read_text(encoding="utf-8").splitlines()]
+        errors = [line for line in lines if re.search(r"(?i)error\b.*: ", line)]
+        return (errors or [line for line in lines if line] or ["no output"])[-1][:500]
 
 
-def wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
-    end = time.monotonic() + LIMIT_SECONDS
-    while time.monotonic() < end and process.poll() is None:
-        if match := re.search(r"serving on (http://\S+)", log.read_text(encoding="utf-8")):
-            return match[1]
-        time.sleep(0.05)
-    raise RunError(process.poll() or 0, f"the server does not answer: {error_of(log.read_text(encoding='utf-8'))}")
+HOST = "127.0.0.1"
+
+
+def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun gives a rank; `port` is that of a store in this process."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def fork_server() -> ForkServerContext:
+    """Return the context of the fork server. What its libraries read while they are imported is set before."""
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 # a case
@@ -118,7 +199,7 @@ def measure(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     record: dict[str, Any] = {"processes": case.processes}
     try:
         record |= measure_command(case, tree, folder)
-    except (RunError, subprocess.TimeoutExpired) as error:
+    except RunError as error:
         record["error"] = str(error).replace(str(folder), ".")
     return record | {"seconds": round(time.monotonic() - started, 1)}
 
@@ -151,17 +232,16 @@ def distill(case: Case, tree: Tree, folder: Path, overrides: Sequence[str]) -> d
         tree.run(folder, "distill", "run.yaml", "out=first", *overrides, processes=case.processes)
     reports = folder / "reports"
     reports.mkdir()
-    options = ["--report", str(reports)]
-    if case.processes > 1 and not case.compiled:
-        options.append("--collectives")
-    tree.run(folder, "distill", "run.yaml", *overrides, processes=case.processes, options=options)
+    counted = case.processes > 1 and not case.compiled
+    probes = {"report": reports, "collectives": counted}
+    tree.run(folder, "distill", "run.yaml", *overrides, processes=case.processes, **probes)
     ranks = [json.loads((reports / f"{rank}.json").read_text()) for rank in range(case.processes)]
     return {
         "metrics": read_metrics(folder / "out"),
         **summary_of(load_tensors(folder / "out" / "model")),
         "compilations": [rank["compilations"] for rank in ranks],
         "peak_bytes": [rank["peak_bytes"] for rank in ranks],
-        "collectives": summed_collectives([rank["collectives"] for rank in ranks]) if len(options) > 2 else None,
+        "collectives": summed_collectives([rank["collectives"] for rank in ranks]) if counted else None,
     }
 
 
