@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.unchanged import records
 from benchmarks.unchanged.cases import CASES
-from benchmarks.unchanged.compare import TOLERANCES, compare
+from benchmarks.unchanged.compare import TOLERANCES, compare, equal_bits
 from benchmarks.unchanged.resume import checks
 from benchmarks.unchanged.runs import RunError, Tree, measure
 from benchmarks.unchanged.speed import measure_speed
@@ -44,13 +44,14 @@ def parse_arguments() -> argparse.Namespace:
     record = commands.add_parser("record", help="run the cases with a source tree")
     record.add_argument("--tree", type=Path, required=True, help="root of the source tree")
     record.add_argument("--commit", required=True, help="its name in the result file")
-    record.add_argument("--only", type=names_of(CASES), default=list(CASES), help="names of cases, with commas")
     record.add_argument("--out", type=Path, help="[default: benchmarks/results/unchanged-<commit>.json]")
     record.set_defaults(run=record_cases)
     comparison = commands.add_parser("compare", help="compare two recordings")
     comparison.add_argument("before", type=Path)
     comparison.add_argument("after", type=Path)
     comparison.set_defaults(run=compare_files)
+    for command in (record, comparison):
+        command.add_argument("--only", type=names, default=list(CASES), help="names of cases, with commas")
     resume = commands.add_parser("resume", help="check that a tree reads what an older one has written")
     resume.set_defaults(run=resume_checks)
     speed = commands.add_parser("speed", help="measure the steps of two trees in turns")
@@ -65,16 +66,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def names_of(cases: Any) -> Any:
-    """Return an argument's type: names of cases with commas between them."""
-
-    def names(text: str) -> list[str]:
-        chosen = text.split(",")
-        if unknown := [name for name in chosen if name not in cases]:
-            raise argparse.ArgumentTypeError(f"no case {', '.join(unknown)}; expected some of {', '.join(cases)}")
-        return chosen
-
-    return names
+def names(text: str) -> list[str]:
+    """Return names of cases from a text with commas between them."""
+    chosen = text.split(",")
+    if unknown := [name for name in chosen if name not in CASES]:
+        raise argparse.ArgumentTypeError(f"no case {', '.join(unknown)}; expected some of {', '.join(CASES)}")
+    return chosen
 
 
 def record_cases(arguments: argparse.Namespace) -> int:
@@ -88,7 +85,7 @@ def record_cases(arguments: argparse.Namespace) -> int:
     return int(any("error" in case for case in cases.values()))
 
 
-def measured(names: Sequence[str], tree: Tree) -> Iterator[tuple[str, dict[str, Any]]]:
+def measured(chosen: Sequence[str], tree: Tree) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the record of each case. Runs of one process run two at a time, others one after another."""
 
     def measured_case(name: str) -> tuple[str, dict[str, Any]]:
@@ -96,10 +93,10 @@ def measured(names: Sequence[str], tree: Tree) -> Iterator[tuple[str, dict[str, 
         print(f"{name:28}{record['seconds']:6.1f} s  {record.get('error', 'measured')}", flush=True)
         return name, record
 
-    together = [name for name in names if CASES[name].processes == 1]
+    together = [name for name in chosen if CASES[name].processes == 1]
     with ThreadPoolExecutor(WORKERS) as pool:
         yield from pool.map(measured_case, together)
-    yield from (measured_case(name) for name in names if name not in together)
+    yield from (measured_case(name) for name in chosen if name not in together)
 
 
 def compare_files(arguments: argparse.Namespace) -> int:
@@ -109,8 +106,11 @@ def compare_files(arguments: argparse.Namespace) -> int:
     for key in ("cpu", *records.LIBRARIES):
         if before[key] != after[key]:
             print(f"note: {key} is {before[key]} in the first file and {after[key]} in the second one")
-    lines = list(compare(before["cases"], after["cases"]))
-    print("\n".join(lines) or f"no difference in {len(before['cases'])} cases")
+    one, other = (
+        {name: case for name, case in file["cases"].items() if name in arguments.only} for file in (before, after)
+    )
+    lines = list(compare(one, other))
+    print("\n".join(lines) or f"no difference in {len(one)} cases; {equal_bits(one, other)} of them equal to the bit")
     return int(bool(lines))
 
 

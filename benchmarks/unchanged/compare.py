@@ -44,6 +44,12 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator
             yield f"peak memory of rank {rank}: {one >> 20} MiB became {other >> 20} MiB (tolerance {MEMORY:.0%})"
 
 
+def equal_bits(before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
+    """Return the number of cases, of both recordings, whose metrics and weights are equal to the bit."""
+    keys = ("metrics", "weights_sha256", "cache", "parity")
+    return sum(all(case.get(key) == after[name].get(key) for key in keys) for name, case in before.items())
+
+
 def unequal(path: str, before: Any, after: Any) -> Iterator[str]:
     """Yield the innermost differences of two values."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):

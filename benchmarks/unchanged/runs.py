@@ -70,7 +70,7 @@ class Tree:
 
     def run(self, folder: Path, *arguments: str, processes: int = 1, **probes: Any) -> str:
         """Run a command in `folder` to its end and return what its first rank has printed. Raises RunError."""
-        return self.start(folder, *arguments, processes=processes, name="-".join(arguments[:1]), **probes).wait()
+        return self.start(folder, *arguments, processes=processes, name=arguments[0], **probes).wait()
 
     @contextmanager
     def serve(self, folder: Path, model: str) -> Iterator[str]:
