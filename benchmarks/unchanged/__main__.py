@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.unchanged import records
 from benchmarks.unchanged.cases import CASES
 from benchmarks.unchanged.compare import TOLERANCES, compare, equal_bits
@@ -35,6 +37,7 @@ WORKERS = 2
 
 def main() -> None:
     arguments = parse_arguments()
+    torch.set_num_threads(1)  # the sums in a recording are those of one thread
     sys.exit(arguments.run(arguments))
 
 
@@ -86,7 +89,12 @@ def record_cases(arguments: argparse.Namespace) -> int:
 
 
 def measured(chosen: Sequence[str], tree: Tree) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the record of each case. Runs of one process run two at a time, others one after another."""
+    """Yield the record of each case. Runs of one process run two at a time, others one after another.
+
+    Their inputs are written before: models are drawn from torch's global random state, which threads share.
+    """
+    for name in chosen:
+        CASES[name].write(tree.work / name)
 
     def measured_case(name: str) -> tuple[str, dict[str, Any]]:
         record = measure(CASES[name], tree, tree.work / name)

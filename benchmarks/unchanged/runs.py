@@ -193,9 +193,8 @@ def fork_server() -> ForkServerContext:
 
 
 def measure(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
-    """Run a case in a new folder and return its record."""
+    """Run a case in its folder, which has its inputs, and return its record."""
     started = time.monotonic()
-    case.write(folder)
     record: dict[str, Any] = {"processes": case.processes}
     try:
         record |= measure_command(case, tree, folder)
