@@ -34,8 +34,9 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator
         yield from unequal(key, before.get(key), after.get(key))
     if "error" in before or "error" in after:
         return
-    for key in ("metrics", "weights"):
-        yield from number_differences(key, before.get(key), after.get(key), 0.0 if exact else LAYOUT)
+    tolerance = 0.0 if exact else LAYOUT
+    yield from number_differences("metrics", before.get("metrics"), after.get("metrics"), tolerance)
+    yield from weight_differences(before.get("weights", {}), after.get("weights", {}), tolerance)
     if exact and before.get("weights_sha256") != after.get("weights_sha256"):
         yield "the exported weights have another hash (expected: the same bits)"
     peaks = zip(before.get("peak_bytes", ()), after.get("peak_bytes", ()), strict=True)
@@ -74,6 +75,30 @@ def number_differences(path: str, before: Any, after: Any, tolerance: float) -> 
         at = next(at for at, pair in enumerate(zip(before, after, strict=True)) if distance(*pair) == largest)
         allowed = f"tolerance {tolerance:g}" if tolerance else "expected: equal"
         yield f"{path}[{at}]: {before[at]!r} became {after[at]!r}, relative difference {largest:.1e} ({allowed})"
+
+
+def weight_differences(
+    before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]], tolerance: float
+) -> Iterator[str]:
+    """Yield the tensors that only one side has, and one line for all that differ.
+
+    Each tensor has its norm and its product with a fixed tensor; both are compared relative to the norm.
+    """
+    if names := sorted(before.keys() ^ after.keys()):
+        yield f"weights: only one side has {', '.join(names)}"
+    apart = {
+        name: max(abs(one - other) for one, other in zip(before[name], after[name], strict=True))
+        / max(before[name][0], SMALL)
+        for name in before.keys() & after.keys()
+    }
+    differing = {name: value for name, value in apart.items() if not value <= tolerance}
+    if differing:
+        worst = max(differing, key=lambda name: differing[name])
+        allowed = f"tolerance {tolerance:g}" if tolerance else "expected: equal"
+        yield (
+            f"weights: {len(differing)} of {len(apart)} tensors differ; the largest relative difference is "
+            f"{differing[worst]:.1e}, of {worst} ({allowed})"
+        )
 
 
 def max_difference(before: Sequence[Any], after: Sequence[Any]) -> float:

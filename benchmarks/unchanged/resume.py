@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.unchanged.cases import CASES, Case
-from benchmarks.unchanged.compare import LAYOUT, number_differences
+from benchmarks.unchanged.compare import LAYOUT, number_differences, weight_differences
 from benchmarks.unchanged.runs import FROM_CACHE, RunError, Tree, load_tensors, read_metrics, summary_of
 
 #: cases of runs that are resumed
@@ -84,7 +84,8 @@ def served(case: Case, server: Tree, runner: Tree, folder: Path) -> list[str]:
 def run_differences(expected: Path, actual: Path, tolerance: float) -> list[str]:
     """Return the differences between the metrics and the final weights of two runs."""
     one, other = (contents(out) for out in (expected, actual))
-    lines = list(number_differences("", one, other, tolerance))
+    lines = list(number_differences("metrics", one["metrics"], other["metrics"], tolerance))
+    lines += weight_differences(one["weights"], other["weights"], tolerance)
     if not tolerance and one["sha256"] != other["sha256"]:
         lines.append("the exported weights have another hash")
     return lines
