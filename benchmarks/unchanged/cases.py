@@ -7,6 +7,10 @@ from typing import Any
 
 from benchmarks.unchanged.inputs import REWARDS, Model, write_json, write_prompts, write_texts
 
+#: under a layout, the order of sums is that of gloo's messages
+LAYOUT_TOLERANCE = 1e-6
+#: a server computes together what has arrived by then, and the sums of a larger batch are rounded differently
+SERVED_TOLERANCE = 1e-5
 STEPS = 5
 MAX_TOKENS = 32
 #: settings of every run, by dotted key
@@ -60,6 +64,13 @@ class Case:
                 write_texts(folder / name, records, seed, self.longest)
         (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
         write_json(folder / "run.yaml", sections(self.values()))
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative difference of numbers between two recordings."""
+        if self.served:
+            return SERVED_TOLERANCE
+        return LAYOUT_TOLERANCE if self.processes > 1 else 0.0
 
     def values(self) -> dict[str, Any]:
         values = SETTINGS | dict(self.settings)

@@ -1,21 +1,22 @@
 """Compares two recordings, and returns one line for each difference.
 
-What one process computes has to be equal to the bit. Under a layout, the order of sums is that of gloo's messages, so
-numbers may differ by LAYOUT, relative to themselves or, if they are smaller, to SMALL. Collectives, compilations and
-verdicts of parity have to be equal, and peaks of memory may differ by MEMORY.
+What one process computes has to be equal to the bit. Under a layout and with a served teacher, numbers may differ by
+the case's tolerance, relative to themselves or, if they are smaller, to SMALL. Collectives, compilations and verdicts
+of parity have to be equal, and peaks of memory may differ by MEMORY.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-LAYOUT = 1e-6
+from benchmarks.unchanged.cases import CASES, LAYOUT_TOLERANCE, SERVED_TOLERANCE
+
 SMALL = 1e-2
 MEMORY = 0.05
 EXACT_KEYS = ("error", "cache", "parity", "compilations", "collectives")
 
 TOLERANCES = (
-    f"one process: equal to the bit; layouts: {LAYOUT:g} relative (of at least {SMALL:g}); collectives, "
-    f"compilations and parity: equal; peak memory: {MEMORY:.0%}"
+    f"one process: equal to the bit; layouts: {LAYOUT_TOLERANCE:g} and served teachers: {SERVED_TOLERANCE:g}, relative"
+    f" to numbers of at least {SMALL:g}; collectives, compilations, parity: equal; peak memory: {MEMORY:.0%}"
 )
 
 
@@ -25,19 +26,17 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str
         if name not in after or name not in before:
             yield f"{name}: only in the {'first' if name in before else 'second'} file"
             continue
-        yield from (f"{name}: {line}" for line in differences(before[name], after[name]))
+        yield from (f"{name}: {line}" for line in differences(before[name], after[name], CASES[name].tolerance))
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    exact = before["processes"] == 1
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: float) -> Iterator[str]:
     for key in EXACT_KEYS:
         yield from unequal(key, before.get(key), after.get(key))
     if "error" in before or "error" in after:
         return
-    tolerance = 0.0 if exact else LAYOUT
     yield from number_differences("metrics", before.get("metrics"), after.get("metrics"), tolerance)
     yield from weight_differences(before.get("weights", {}), after.get("weights", {}), tolerance)
-    if exact and before.get("weights_sha256") != after.get("weights_sha256"):
+    if not tolerance and before.get("weights_sha256") != after.get("weights_sha256"):
         yield "the exported weights have another hash (expected: the same bits)"
     peaks = zip(before.get("peak_bytes", ()), after.get("peak_bytes", ()), strict=True)
     for rank, (one, other) in enumerate(peaks):

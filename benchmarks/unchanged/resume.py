@@ -5,7 +5,8 @@
 2. Caches of a teacher's signals by the older version are read by the newer one.
 3. A server of one version is the teacher of a run of the other version.
 
-What one process computes has to be equal to the bit; runs of two processes may differ by the tolerance for layouts.
+What one process computes has to be equal to the bit. Runs of two processes and runs with a server may differ by the
+tolerances of their cases.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.unchanged.cases import CASES, Case
-from benchmarks.unchanged.compare import LAYOUT, number_differences, weight_differences
+from benchmarks.unchanged.compare import number_differences, weight_differences
 from benchmarks.unchanged.runs import FROM_CACHE, RunError, Tree, load_tensors, read_metrics, summary_of
 
 #: cases of runs that are resumed
@@ -61,7 +62,7 @@ def resumed(case: Case, before: Tree, after: Tree, folder: Path) -> list[str]:
         return [f"the killed run has the checkpoints {written}; expected that of step 3 alone"]
     output = after.run(folder, "distill", "run.yaml", processes=case.processes)
     lines = [] if f"resuming from out/checkpoints/{written[0]}" in output else ["the newer version started anew"]
-    return lines + run_differences(folder / "whole", folder / "out", LAYOUT if case.processes > 1 else 0.0)
+    return lines + run_differences(folder / "whole", folder / "out", case.tolerance)
 
 
 def cached(case: Case, before: Tree, after: Tree, folder: Path) -> list[str]:
@@ -69,7 +70,7 @@ def cached(case: Case, before: Tree, after: Tree, folder: Path) -> list[str]:
     before.run(folder, "cache", "run.yaml", "--out", "cache", *(case.cache or ()))
     for tree, out in ((before, "old"), (after, "new")):
         tree.run(folder, "distill", "run.yaml", f"out={out}", *FROM_CACHE)
-    return run_differences(folder / "old", folder / "new", 0.0)
+    return run_differences(folder / "old", folder / "new", case.tolerance)
 
 
 def served(case: Case, server: Tree, runner: Tree, folder: Path) -> list[str]:
@@ -78,7 +79,7 @@ def served(case: Case, server: Tree, runner: Tree, folder: Path) -> list[str]:
     for tree, out in ((runner, "same"), (server, "other")):
         with tree.serve(folder, "teacher") as address:
             runner.run(folder, "distill", "run.yaml", f"out={out}", f"teacher.url={address}", "teacher.model=null")
-    return run_differences(folder / "same", folder / "other", 0.0)
+    return run_differences(folder / "same", folder / "other", case.tolerance)
 
 
 def run_differences(expected: Path, actual: Path, tolerance: float) -> list[str]:
