@@ -15,8 +15,8 @@ MEMORY = 0.05
 EXACT_KEYS = ("error", "cache", "parity", "compilations", "collectives")
 
 TOLERANCES = (
-    f"one process: equal to the bit; layouts: {LAYOUT_TOLERANCE:g} and served teachers: {SERVED_TOLERANCE:g}, relative"
-    f" to numbers of at least {SMALL:g}; collectives, compilations, parity: equal; peak memory: {MEMORY:.0%}"
+    f"one process: equal to the bit; layouts: {LAYOUT_TOLERANCE:g} and served teachers: {SERVED_TOLERANCE:g} of a "
+    f"number or {SMALL:g}; collectives, compilations, parity: equal; peak memory: {MEMORY:.0%}"
 )
 
 
