@@ -59,6 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     resume.set_defaults(run=resume_checks)
     speed = commands.add_parser("speed", help="measure the steps of two trees in turns")
     speed.add_argument("--rounds", type=int, default=11)
+    speed.add_argument("--tokens", type=int, default=2048, help="of a step, at least 512")
     speed.add_argument("--threads", type=int, default=2)
     speed.set_defaults(run=compare_speed)
     for command in (resume, speed):
@@ -142,7 +143,7 @@ def compare_speed(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="unchanged-") as folder:
         work = Path(folder)
         before, after = (Tree(root.resolve(), work, arguments.threads) for root in (arguments.before, arguments.tree))
-        result = measure_speed(before, after, work / "run", arguments.rounds)
+        result = measure_speed(before, after, work / "run", arguments.rounds, arguments.tokens)
     for name in ("cpu", "wall"):
         print(f"{name}: new/old {result[name]['new/old']:.3f}, quartiles {result[name]['quartiles']}")
     content = records.header(theme="unchanged: speed", **commits(arguments), threads=arguments.threads, **result)

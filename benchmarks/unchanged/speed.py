@@ -48,8 +48,8 @@ class SteppedRun:
             raise RunError(self.command.error()) from None
 
 
-def measure_speed(before: Tree, after: Tree, folder: Path, rounds: int) -> dict[str, Any]:
-    case = speed_case(rounds)
+def measure_speed(before: Tree, after: Tree, folder: Path, rounds: int, tokens: int) -> dict[str, Any]:
+    case = speed_case(rounds, tokens)
     case.write(folder)
     seconds: dict[str, list[tuple[float, float]]] = {"old": [], "new": []}
     with SteppedRun(before, folder, "old") as old, SteppedRun(after, folder, "new") as new:
@@ -69,9 +69,13 @@ def measure_speed(before: Tree, after: Tree, folder: Path, rounds: int) -> dict[
     }
 
 
-def speed_case(rounds: int) -> Case:
-    tokens = {"train.tokens_per_step": 2048, "train.steps": WARM_UP + rounds + 2}
-    return replace(MEDIUM, settings={**MEDIUM.settings, **tokens})
+def speed_case(rounds: int, tokens: int) -> Case:
+    steps = {
+        "train.tokens_per_step": tokens,
+        "train.micro_batch_tokens": min(tokens, 1024),
+        "train.steps": WARM_UP + rounds + 2,
+    }
+    return replace(MEDIUM, settings={**MEDIUM.settings, **steps})
 
 
 def ratios(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
