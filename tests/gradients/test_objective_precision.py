@@ -271,12 +271,17 @@ def test_rows_of_logits_without_weight_may_hold_nan() -> None:
 
 
 def test_a_teacher_that_is_missing_on_rows_that_another_term_counts() -> None:
-    terms = [terms_without("own weights")[7], Entropy(0.1)]
-    result = run(linear_objective, make_leaves(), terms, chunk_tokens=10)
-    assert all(gradient.isfinite().all() for gradient in result.gradients.values())
-    assert all(total.isfinite() for total in result.output.metrics.values())
-    assert result.output.per_token["jsd(0.3)"].isfinite().all()
-    assert result.output.metrics["tokens"] == T
+    found, expected = (
+        run(linear_objective, make_leaves(), [*terms_without("own weights", far), Entropy(0.1)], chunk_tokens=10)
+        for far in (-1000.0, -5.0)
+    )
+    for name, gradient in expected.gradients.items():
+        assert gradient.isfinite().all()
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    for name, total in sums(expected.output).items():
+        torch.testing.assert_close(found.output.metrics[name], total, rtol=1e-10, atol=1e-12)
+    assert all(values.isfinite().all() for values in found.output.per_token.values())
+    assert found.output.metrics["tokens"] == T
 
 
 @pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)

@@ -216,6 +216,14 @@ def objective(terms: list[Term] = CE, hidden: Tensor | None = None, **options: A
     linear_objective(leaves.hidden if hidden is None else hidden, head, terms, **options)
 
 
+def meta(*shape: int) -> Tensor:
+    return torch.zeros(shape, device="meta")
+
+
+def unloaded() -> FullVocab:
+    return FullVocab(torch.zeros(T, 24), OutputHead(meta(V, 24)))
+
+
 def of_batch(spec: ObjectiveSpec, missing: str) -> None:
     fused(spec, make_leaves(), without(make_batch(), missing), make_full())
 
@@ -247,47 +255,23 @@ def test_a_shard_that_does_not_fit_is_refused() -> None:
 
 #: the tensor on the meta device, and its name in the message
 ON_META: list[tuple[Callable[[], Any], str]] = [
-    (lambda: objective(hidden=torch.zeros(T, D, device="meta")), "hidden_TD"),
-    (lambda: linear_objective(torch.zeros(T, D), OutputHead(torch.zeros(V, D, device="meta")), CE), "head.weight_VD"),
-    (
-        lambda: linear_objective(torch.zeros(T, D), OutputHead(torch.zeros(V, D), torch.zeros(V, device="meta")), CE),
-        "head.bias",
-    ),
-    (
-        lambda: linear_objective(torch.zeros(T, D, device="meta"), OutputHead(torch.zeros(V, D, device="meta")), CE),
-        "hidden_TD",
-    ),
-    (lambda: logits_objective(torch.zeros(T, V, device="meta"), CE), "logits_TV"),
+    (lambda: objective(hidden=meta(T, D)), "hidden_TD"),
+    (lambda: linear_objective(torch.zeros(T, D), OutputHead(meta(V, D)), CE), "head.weight_VD"),
+    (lambda: linear_objective(torch.zeros(T, D), OutputHead(torch.zeros(V, D), meta(V)), CE), "head.bias"),
+    (lambda: linear_objective(meta(T, D), OutputHead(meta(V, D)), CE), "hidden_TD"),
+    (lambda: logits_objective(meta(T, V), CE), "logits_TV"),
     (lambda: objective([CrossEntropy(make_labels().to("meta"))]), "terms[0].labels_T"),
-    (lambda: objective([*CE, Entropy(1.0, weights_T=torch.ones(T, device="meta"))]), "terms[1].weights_T"),
+    (lambda: objective([*CE, Entropy(1.0, weights_T=meta(T))]), "terms[1].weights_T"),
+    (lambda: objective([Distill(unloaded(), KL)]), "terms[0].signal.head.weight_VD"),
     (
-        lambda: objective(
-            [Distill(FullVocab(torch.zeros(T, 24), OutputHead(torch.zeros(V, 24, device="meta"))), KL)]
-        ),
-        "terms[0].signal.head.weight_VD",
-    ),
-    (
-        lambda: objective(
-            [
-                Distill(
-                    Mixture(
-                        [make_full(), FullVocab(torch.zeros(T, 24), OutputHead(torch.zeros(V, 24, device="meta")))],
-                        [1, 1],
-                    ),
-                    KL,
-                )
-            ]
-        ),
+        lambda: objective([Distill(Mixture([make_full(), unloaded()], [1, 1]), KL)]),
         "terms[0].signal.signals[1].head.weight_VD",
     ),
     (lambda: objective([Distill(TopK(IDS.to("meta"), LOG_PROBS), KL)]), "terms[0].signal.ids_TK"),
-    (lambda: objective(weights_T=torch.ones(T, device="meta")), "weights_T"),
+    (lambda: objective(weights_T=meta(T)), "weights_T"),
     (lambda: objective(valid_index=torch.arange(T, device="meta")), "valid_index"),
-    (lambda: objective(normalizer=torch.ones((), device="meta")), "normalizer"),
-    (
-        lambda: linear_log_probs(torch.zeros(T, D), OutputHead(torch.zeros(V, D, device="meta")), make_labels()),
-        "head.weight_VD",
-    ),
+    (lambda: objective(normalizer=meta()), "normalizer"),
+    (lambda: linear_log_probs(torch.zeros(T, D), OutputHead(meta(V, D)), make_labels()), "head.weight_VD"),
     (
         lambda: linear_log_probs(torch.zeros(T, D), OutputHead(torch.zeros(V, D)), make_labels().to("meta")),
         "labels_T",
