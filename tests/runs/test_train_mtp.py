@@ -25,12 +25,12 @@ from stillhouse.checkpoint.integrity import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import StepMicroBatches
-from stillhouse.engine.depths import mtp_objective
 from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.objective.spec import parse_objective
 from stillhouse.output.progress import Progress
 from stillhouse.run.session import Session, prepare
+from stillhouse.run.setup import RunSetup
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
@@ -50,7 +50,7 @@ def write_cycles(folder: Path, **settings: Any) -> Any:
 
 def plain_loss(session: Session, of_student: bool) -> Tensor:
     """Return the first step's loss from plain logits, in float64."""
-    config, student = session.config.student.mtp, session.student
+    config, student = session.models.student.mtp, session.student
     assert config is not None
     assert student.mtp is not None
     assert session.teacher is not None
@@ -327,7 +327,7 @@ def test_the_configurations_of_the_page_and_the_example_load(tmp_path: Path) -> 
         (tmp_path / "run.yaml").write_text(text)
         config = load_config(tmp_path / "run.yaml", settings={"data": {"train": "x"}, "out": "y"})
         assert config.student.mtp is not None
-        mtp_objective(config, parse_objective(config.objective.loss))
+        assert RunSetup(config).objective.mtp is not None
     given = load_config(ROOT / "examples" / "qwen3_mtp.yaml").student.mtp
     assert given is not None
     assert given.scale == 0.3
