@@ -22,8 +22,8 @@ import click
 from stillhouse import __version__
 from stillhouse.cli.arguments import FLAGS, configured, load, quiet_libraries, takes_configuration
 from stillhouse.cli.cache import cache
+from stillhouse.cli.evaluate import evaluate
 from stillhouse.cli.export import export
-from stillhouse.cli.lm_evaluation import evaluate
 from stillhouse.cli.report import report
 from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task

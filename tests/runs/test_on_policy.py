@@ -18,9 +18,9 @@ from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
 from test_train_resume import signal_at
 
-from stillhouse.config.read_config import dotted_values
 from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config.read_config import dotted_values
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare
 

@@ -15,7 +15,7 @@ from test_train_layouts import distill
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from stillhouse.config import ConfigError, load_config
+from stillhouse.config import ConfigError
 from stillhouse.run.setup import RunSetup
 
 EVERY_2 = {"student.init": {"from": "teacher", "layers": "every 2"}}

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.config import RunConfig
+from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalCache
 from stillhouse.signals.cache.exchange.distillkit import Compression, DistillkitFiles
-from stillhouse.run.setup import RunSetup
 from stillhouse.tools.export_cache import export_distillkit
 from stillhouse.tools.import_cache import import_distillkit, import_speculators
 from stillhouse.tools.write_cache import write_cache
