@@ -182,9 +182,7 @@ def test_a_checkpoint_restores_the_layers(tmp_path: Path, train: str) -> None:
     session = session_of(tmp_path, **settings)
     forward_backward(session)
     session.engine.update(1e-2)
-    path = save_checkpoint(
-        tmp_path / "saved", Progress(1), session.engine, session.tokenizer
-    )
+    path = save_checkpoint(tmp_path / "saved", Progress(1), session.engine, session.tokenizer)
     again = session_of(tmp_path, **settings, seed=5)
     assert session.student.mtp is not None
     assert again.student.mtp is not None
@@ -259,9 +257,7 @@ def test_layers_of_a_checkpoint_are_read_and_written(tmp_path: Path, family: str
     assert not session.student.mtp.is_new
     state = session.student.mtp.state_dict()
     assert all(torch.equal(state[f"layers.{name}"], each) for name, each in given.layers.state_dict().items())
-    path = save_checkpoint(
-        tmp_path / "saved", Progress(), session.engine, session.tokenizer
-    )
+    path = save_checkpoint(tmp_path / "saved", Progress(), session.engine, session.tokenizer)
     (tmp_path / "written").mkdir()
     save_from_checkpoint(tmp_path / "written", session.student, path / "resume")
     expected, found = (
