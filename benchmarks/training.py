@@ -26,7 +26,9 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.record import result_file, write_result
+from stillhouse.checkpoint.identity import RunIdentity
 from stillhouse.config import RunConfig, load_config
+from stillhouse.config.read_config import dotted_values
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
 from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.schedule import make_step_schedule
@@ -37,8 +39,8 @@ from stillhouse.objective import TEACHER, linear_objective
 from stillhouse.objective.spec import parse_objective
 from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.parallel import single_process_runner
-from stillhouse.run.models import ModelSources
 from stillhouse.run.session import Session
+from stillhouse.run.setup import RunSetup
 from stillhouse.signals import InStageTeacher
 
 PARTS = ("teacher_forward", "student_forward", "objective", "student_backward", "optimizer")
@@ -74,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     """Let the run and the parts take turns. The first step of each turn is not counted."""
-    tokens = session.config.train.tokens_per_step
+    tokens = session.train_config.tokens_per_step
     run_seconds: list[float] = []
     part_seconds: list[dict[str, float]] = []
     for turn in range(arguments.turns):
@@ -100,8 +102,8 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def steps_of_a_run(session: Session, turn: int) -> list[float]:
     """Return the seconds between consecutive lines of the run's log."""
-    folder = RunFolder(Path(session.config.out) / str(turn))
-    init_run_dir(folder, session.config)
+    folder = RunFolder(Path(str(session.values["out"])) / str(turn))
+    init_run_dir(folder, "")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         train(session, folder)
     lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
@@ -151,7 +153,7 @@ def micro_batch_by_hand(session: Session, batch: MicroBatch, normalizer: int, se
 
 
 def autocast(session: Session) -> torch.autocast:
-    enabled = session.config.train.precision == "bf16"
+    enabled = session.train_config.precision == "bf16"
     return torch.autocast(session.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
@@ -182,22 +184,22 @@ def make_session(arguments: argparse.Namespace, folder: Path) -> Session:
     runner, spec = single_process_runner(student.train(), teacher), parse_objective(config.objective.loss)
     settings = OptimizerSettings(learning_rate=1e-5, betas=(0.9, 0.95), clip=1.0)
     return Session(
-        config=config,
         spec=spec,
-        device=device,
         tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>"))),
-        tokenizer_hash="",
         train=packed,
         evaluation=None,
         step_schedule=make_step_schedule(config.train, len(packed), arguments.max_tokens),
-        models=ModelSources(config, runner.mesh),
+        models=RunSetup(config).models(runner.mesh),
         engine=TorchEngine(
             runner, spec, optimizer=settings, autocast=torch.bfloat16 if config.train.precision == "bf16" else None
         ),
         source=InStageTeacher(runner),
         stores={},
-        data_hashes={},
-        model_hashes={},
+        identity=RunIdentity("", {}, {}),
+        train_config=config.train,
+        eval_config=config.eval,
+        checkpoint_config=config.checkpoint,
+        values=dotted_values(config),
     )
 
 

@@ -47,8 +47,7 @@ def best_checkpoint(paths: list[Path], metric: str, greater: bool | None = None)
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it no longer counts as a checkpoint but is kept; returns its new path."""
     names = (f"{path.name}{DAMAGED}{number or ''}" for number in itertools.count())
-    free = next(each for each in map(path.with_name, names) if not each.exists())
-    return path.rename(free)
+    return path.rename(next(free for free in map(path.with_name, names) if not free.exists()))
 
 
 def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: bool | None) -> Path | None:
@@ -59,8 +58,8 @@ def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: boo
     if greater is None:
         greater = metric.startswith("eval/exact_match") or metric.endswith("/agreement")
     sign = -1.0 if greater else 1.0
-    values = [(sign * each[metric], path) for path, each in metrics.items() if metric in each]
-    return min(values)[1] if values else None
+    ranked = [(sign * values[metric], path) for path, values in metrics.items() if metric in values]
+    return min(ranked)[1] if ranked else None
 
 
 def _evaluations(paths: list[Path]) -> tuple[dict[Path, dict[str, float]], list[str]]:

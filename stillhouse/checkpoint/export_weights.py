@@ -56,31 +56,32 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     stored = stored_tensors(resume)
     dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
     with torch.device("meta"):
-        whole = Decoder(
+        full = Decoder(
             auto_class(part.config).from_config(part.config, dtype=dtype, trust_remote_code=False), verify=False
         )
-    model = whole.pretrained
+    model = full.pretrained
     model.generation_config = part.pretrained.generation_config
     if any(name.startswith(f"{WEIGHT}mtp.") for name in stored):
         from stillhouse.models.mtp import add_mtp, declared_depths  # needs a later transformers than the rest
 
-        add_mtp(whole, declared_depths(part.config), is_new=False)
-    keys = {checkpoint_names(whole, name)[0]: f"{WEIGHT}{name}" for name in whole.state_dict()}
+        add_mtp(full, declared_depths(part.config), is_new=False)
+    keys = {checkpoint_names(full, name)[0]: f"{WEIGHT}{name}" for name in full.state_dict()}
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
         tensors = _read(resume, [keys[name] for name in names])
         return {name: tensors[keys[name]] for name in names}
 
-    held_as = {name: stored[key] for name, key in keys.items()}
+    tensors_of = {name: stored[key] for name, key in keys.items()}
     shapes = {
-        name: torch.empty(each.size, dtype=each.properties.dtype, device="meta") for name, each in held_as.items()
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+        for name, tensor in tensors_of.items()
     }
-    written = revert_weight_conversion(model, dict(shapes))
-    if any(written.get(name) is not tensor for name, tensor in shapes.items()):
+    converted = revert_weight_conversion(model, dict(shapes))
+    if any(converted.get(name) is not tensor for name, tensor in shapes.items()):
         model.save_pretrained(folder, state_dict=read(keys), max_shard_size=file_bytes)
         return
     model.save_pretrained(folder, state_dict={})  # the configuration alone
-    write_weights(folder, written, read, file_bytes, model.num_parameters())
+    write_weights(folder, converted, read, file_bytes, model.num_parameters())
 
 
 def write_weights(
@@ -102,28 +103,27 @@ def write_weights(
     for name, held in split.filename_to_tensors.items():
         save_file(read(held), folder / (name if split.is_sharded else file), metadata={"format": "pt"})
     if split.is_sharded:
-        total = sum(each.numel() for each in shapes.values()) if parameters is None else parameters
+        total = sum(shape.numel() for shape in shapes.values()) if parameters is None else parameters
         index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def save_merged(folder: Path, base: StudentConfig, adapter: Path, tokenizer: Any) -> None:
-    """Add an adapter to the base weights that it was trained on, in host memory; save a plain Hugging Face model."""
+def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | None = None) -> None:
+    """Add an adapter to the base weights that it was trained on, in host memory; save a plain Hugging Face model.
+
+    dtype: of the computation and of the files; None: that of the run
+    """
     model = load_causal_lm(
-        base.model,
-        revision=base.revision,
-        dtype=base.dtype,
-        trust_remote_code=base.trust_remote_code,
+        base.model, revision=base.revision, dtype=dtype or base.dtype, trust_remote_code=base.trust_remote_code
     )
     merged(model, adapter).save_pretrained(folder)
-    save_tokenizer(tokenizer, folder)
 
 
 def _stored_lora(resume: Path) -> dict[str, Tensor]:
     """An adapter's matrices in a checkpoint, by their names in the decoder."""
     stored = stored_tensors(resume)
     names = [name for name in stored if name.startswith(WEIGHT) and is_lora(name)]
-    return {name.removeprefix(WEIGHT): each for name, each in _read(resume, names).items()}
+    return {name.removeprefix(WEIGHT): matrix for name, matrix in _read(resume, names).items()}
 
 
 def _read(resume: Path, names: Iterable[str]) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """Two configurations are of the same run if all values that change the weights, except by rounding, are equal."""
 
-import hashlib
-import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from stillhouse.config import RunConfig
-from stillhouse.config.read_config import dotted_values
+from stillhouse.hashing import json_hash
 
 #: sections and keys that may change when a run is resumed
 _FREE = {
@@ -46,32 +45,49 @@ _ADDED: dict[str, Any] = {
 }
 
 
-def decisive_values(config: RunConfig) -> dict[str, Any]:
-    """The values that must not change when a run is resumed, by their dotted keys."""
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a resumed run must have in common with the one that it continues.
+
+    configuration: see `configuration_hash`
+    data: a hash of each split's documents
+    models: a hash of the tokenizer and of each model's files
+    """
+
+    configuration: str
+    data: dict[str, str]
+    models: dict[str, str]
+
+
+def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that must not change when a run is resumed, by their dotted keys.
+
+    values: all values of the configuration (`dotted_values`)
+    """
+    several = [key for key in sorted(values) if key.startswith("teachers.") and isinstance(values[key], Mapping)]
+    decisive = {key: value for key, value in values.items() if key not in several}
+    decisive |= {f"{key}.{name}": value for key in several for name, value in values[key].items()}
+    if decisive.get("rollout", ...) is None:
+        del decisive["rollout"]  # so that runs of versions without this section go on
     free = tuple(f"{key}." for key in _FREE)
-    values = dotted_values(config)
-    if config.rollout is None:
-        del values["rollout"]  # so that runs of versions without this section go on
-    for name in config.several:
-        values |= {f"teachers.{name}.{key}": value for key, value in values.pop(f"teachers.{name}").items()}
     return {
         key: value
-        for key, value in values.items()
-        if not _like_teacher(key).startswith(free)
-        and not _is_as_before(_like_teacher(key).removesuffix("."), value)  # so that runs of those versions go on
+        for key, value in decisive.items()
+        if not f"{_as_single(key)}.".startswith(free) and not _is_as_before(_as_single(key), value)
     }
 
 
 def _is_as_before(key: str, value: Any) -> bool:
+    """Whether the value of a key means what versions without the key did, so that runs of those versions go on."""
     return key in _ADDED and _ADDED[key] == value
 
 
-def _like_teacher(key: str) -> str:
-    """The key with a dot at its end; a key of one of several teachers as that of the section teacher."""
+def _as_single(key: str) -> str:
+    """A key of one of several teachers as that of the section teacher."""
     section, _, rest = key.partition(".")
-    return f"teacher.{rest.partition('.')[2]}." if section == "teachers" and "." in rest else f"{key}."
+    return f"teacher.{rest.partition('.')[2]}" if section == "teachers" and "." in rest else key
 
 
-def configuration_hash(config: RunConfig) -> str:
+def configuration_hash(values: Mapping[str, Any]) -> str:
     """A sha256 over `decisive_values`."""
-    return hashlib.sha256(json.dumps(decisive_values(config), sort_keys=True).encode()).hexdigest()
+    return json_hash(decisive_values(values))

@@ -3,6 +3,7 @@
 Without this, a lost or stale file of one rank would leave that rank's shards of all matrices at their initial values.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +14,8 @@ from typing import TypeVar
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from stillhouse.engine.state import stored_tensors
-from stillhouse.output.disk import (
-    file_names,
-    hashes,
-)
-from stillhouse.output.progress import (
-    STATE,
-    DamagedCheckpointError,
-    State,
-    read_state,
-)
+from stillhouse.output.disk import file_names, hashes
+from stillhouse.output.progress import STATE, DamagedCheckpointError, Progress, State, read_state
 from stillhouse.parallel import ONE_PROCESS, Ranks, local_processes, local_rank
 
 #: the subfolder of a checkpoint that contains the weights and the optimizer's state
@@ -32,7 +25,7 @@ ROLLOUTS = "rollouts.safetensors"
 _READ_TO_RESUME = (f"{RESUME}/", ROLLOUTS)
 _NAMED = 3
 
-Found = TypeVar("Found")
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ def verified(path: Path, ranks: Ranks = ONE_PROCESS, *, shared: bool = True, who
     return IntactCheckpoint(path, state)
 
 
-def _on_all_ranks(read: Callable[[], Found], ranks: Ranks) -> Found:
+def _on_all_ranks(read: Callable[[], Content], ranks: Ranks) -> Content:
     """Call `read` on all ranks; returns its result on this rank. If it raises on one rank, all ranks raise its error.
 
     Raises DamagedCheckpointError for damage, ValueError if a rank cannot read the files, which may be intact.
@@ -84,10 +77,10 @@ def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixe
     foreign = (name for name in there - expected.keys() if name.endswith(".safetensors"))
     damage += [f"{name} does not belong to it" for name in foreign]
     names = sorted(expected)
-    own = ranks.share(names) if shared else names[local_rank() :: local_processes()]
-    found = hashes(path, [name for name in own if name in there])
+    share = ranks.share(names) if shared else names[local_rank() :: local_processes()]
+    actual = hashes(path, [name for name in share if name in there])
     damage += [
-        f"{name} is not what was written (its hash differs)" for name in found if found[name] != expected[name]
+        f"{name} is not what was written (its hash differs)" for name in actual if actual[name] != expected[name]
     ]
     if not expected:
         damage.append(f"it has no files in {RESUME}")
@@ -96,14 +89,23 @@ def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixe
         raise DamagedCheckpointError(f"{path} is damaged: {', '.join(sorted(damage)[:_NAMED])}{more}")
 
 
+def has_saved_log(metrics: Path, progress: Progress) -> bool:
+    """Whether a log begins with exactly what it contained when the checkpoint with this progress was written."""
+    beginning = b""
+    if metrics.is_file():
+        with metrics.open("rb") as file:
+            beginning = file.read(progress.log_bytes)
+    return hashlib.sha256(beginning).hexdigest() == progress.log_sha256
+
+
 def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> None:
     """Raise DamagedCheckpointError for a tensor whose chunks overlap or do not cover all of it."""
-    for name, each in stored.items():
-        volume, overlap = sum(math.prod(chunk.sizes) for chunk in each.chunks), _overlap(each.chunks)
-        if volume != math.prod(each.size) or overlap:
+    for name, tensor in stored.items():
+        volume, overlap = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), _overlap(tensor.chunks)
+        if volume != math.prod(tensor.size) or overlap:
             raise DamagedCheckpointError(
-                f"{path} is damaged: the {len(each.chunks)} chunks of '{name}' hold {volume:,} of "
-                f"{math.prod(each.size):,} elements{', and overlap' if overlap else ''}"
+                f"{path} is damaged: the {len(tensor.chunks)} chunks of '{name}' hold {volume:,} of "
+                f"{math.prod(tensor.size):,} elements{', and overlap' if overlap else ''}"
             )
 
 
@@ -118,7 +120,7 @@ def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
         return True  # two scalars
     active: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
-        active = [each for each in active if each.offsets[along] + each.sizes[along] > chunk.offsets[along]]
+        active = [other for other in active if other.offsets[along] + other.sizes[along] > chunk.offsets[along]]
         if any(all(_overlap_along(one, chunk, dim) for dim in dims) for one in active):
             return True
         active.append(chunk)

@@ -37,18 +37,18 @@ _FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
 
 def write_queue(folder: Path, state: QueueState) -> None:
     samples = state.samples
-    completions = [each.completion for each in samples]
+    completions = [sample.completion for sample in samples]
     values = {
-        "number_R": [np.array([each.number for each in samples])],
-        "prompt_R": [np.array([each.prompt for each in samples])],
-        "tokens_R": [np.array([len(each.ids_N) for each in completions])],
-        "finish_R": [np.array([_FINISHES.index(each.finish) for each in completions])],
-        "has_reward_R": [np.array([each.reward is not None for each in samples])],
-        "reward_R": [np.array([each.reward or 0.0 for each in samples])],
-        "ids_N": [each.ids_N for each in completions],
-        "log_probs_N": [each.log_probs_N for each in completions],
-        "versions_N": [each.versions_N for each in completions],
-        "is_written_N": [each.is_written_N for each in samples],
+        "number_R": [np.array([sample.number for sample in samples])],
+        "prompt_R": [np.array([sample.prompt for sample in samples])],
+        "tokens_R": [np.array([len(completion.ids_N) for completion in completions])],
+        "finish_R": [np.array([_FINISHES.index(completion.finish) for completion in completions])],
+        "has_reward_R": [np.array([sample.reward is not None for sample in samples])],
+        "reward_R": [np.array([sample.reward or 0.0 for sample in samples])],
+        "ids_N": [completion.ids_N for completion in completions],
+        "log_probs_N": [completion.log_probs_N for completion in completions],
+        "versions_N": [completion.versions_N for completion in completions],
+        "is_written_N": [sample.is_written_N for sample in samples],
     }
     arrays = {name: _joined(parts, _DTYPES[name]) for name, parts in values.items()}
     groups = {"asked_at": list(state.asked_at.items()), "trained": state.trained}
@@ -68,10 +68,10 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
         trained = groups["trained"]
         if len(asked_at) != len(groups["asked_at"]):
             raise ValueError("a group that was asked for more than once")
-        if not all(type(each) is int for each in [*asked_at, *asked_at.values(), *trained]):
+        if not all(type(number) is int for number in [*asked_at, *asked_at.values(), *trained]):
             raise ValueError("groups and steps that are no integers")
         ends = pairwise(offsets_of(arrays["tokens_R"]).tolist())
-        samples = [_sample(arrays, number, slice(*each)) for number, each in enumerate(ends)]
+        samples = [_sample(arrays, number, slice(*tokens)) for number, tokens in enumerate(ends)]
         return QueueState(samples, asked_at, trained)
 
 
@@ -79,14 +79,14 @@ def _require_form(arrays: Mapping[str, np.ndarray]) -> None:
     """Raise ValueError unless these are the arrays that `write_queue` writes, with as many values as one another."""
     if arrays.keys() != _DTYPES.keys():
         raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_DTYPES)}")
-    for name, each in arrays.items():
-        if each.dtype != _DTYPES[name] or each.ndim != 1:
-            raise ValueError(f"{name} of {each.dtype} with {each.ndim} dimensions: expected {_DTYPES[name]} with 1")
+    for name, array in arrays.items():
+        if array.dtype != _DTYPES[name] or array.ndim != 1:
+            raise ValueError(f"{name} of {array.dtype} with {array.ndim} dimensions: expected {_DTYPES[name]} with 1")
     samples, tokens = len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
-    for name, each in arrays.items():
+    for name, array in arrays.items():
         expected = samples if name.endswith("_R") else tokens
-        if len(each) != expected:
-            raise ValueError(f"{name} has {len(each)} values: expected {expected}, for {samples} samples")
+        if len(array) != expected:
+            raise ValueError(f"{name} has {len(array)} values: expected {expected}, for {samples} samples")
     if samples and arrays["tokens_R"].min() < 1:
         raise ValueError("a sample without tokens")
     for name, most in (("finish_R", len(_FINISHES) - 1), ("has_reward_R", 1), ("is_written_N", 1)):

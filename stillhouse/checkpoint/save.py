@@ -82,10 +82,10 @@ def _require_complete(final: Path, resume: Path, elements: int, ranks: Ranks) ->
     elements: the number of elements that all ranks have written.
     """
     stored = stored_tensors(resume) if ranks.is_first else {}
-    chunks = [chunk for name, each in stored.items() if not name.startswith(RANDOM) for chunk in each.chunks]
-    found = ranks.from_first(sum(math.prod(chunk.sizes) for chunk in chunks))
-    if found != elements:
-        raise ValueError(f"{_scattered(final)} (it contained {found:,} of {elements:,} elements)")
+    chunks = [chunk for name, tensor in stored.items() if not name.startswith(RANDOM) for chunk in tensor.chunks]
+    present = ranks.from_first(sum(math.prod(chunk.sizes) for chunk in chunks))
+    if present != elements:
+        raise ValueError(f"{_scattered(final)} (it contained {present:,} of {elements:,} elements)")
 
 
 def _scattered(final: Path) -> str:

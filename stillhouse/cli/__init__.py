@@ -140,7 +140,6 @@ def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
     stillhouse distill run.yaml train.learning_rate=2e-5 train.steps=200
     """
     config = load(arguments, flags)
-    quiet_libraries()
     from stillhouse.output.report import write_report
     from stillhouse.parallel import is_first
     from stillhouse.run.run import distill
@@ -162,7 +161,6 @@ def check(arguments: tuple[str, ...], **flags: str | None) -> None:
     stillhouse check run.yaml train.micro_batch_tokens=16384
     """
     config = load(arguments, flags)
-    quiet_libraries()
     from stillhouse.tools.check import check
 
     check(config)
@@ -180,7 +178,6 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
     """
     config = load(arguments, flags)
-    quiet_libraries()
     from stillhouse.parallel import destroy_process_group, is_first
     from stillhouse.tools.parity import HEADER, line, parity
 
@@ -257,7 +254,7 @@ def _unknown_option(error: click.NoSuchOption) -> str:
 
 def _is_lost_contact(error: RuntimeError) -> bool:
     """Whether torch.distributed raised this error because of another process. gloo's errors have no own type."""
-    kinds = {each.__name__ for each in type(error).__mro__}
+    kinds = {kind.__name__ for kind in type(error).__mro__}
     return "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error))
 
 

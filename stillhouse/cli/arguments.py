@@ -47,17 +47,17 @@ def configured(command: Command) -> Command:
 
 def takes_configuration(command: click.Command) -> bool:
     """Whether a command is a `configured` one."""
-    return any(each.name == "arguments" and each.metavar for each in command.params)
+    return any(parameter.name == "arguments" and parameter.metavar for parameter in command.params)
 
 
 def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
     """The configuration from a command's file, options and overrides."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    if not arguments and not given:
+    options = {name: value for name, value in flags.items() if value is not None}
+    if not arguments and not options:
         name = click.get_current_context().info_name
         raise misused(f"a configuration file or options are needed, for example\n  stillhouse {name} {EXAMPLE}")
     files = [argument for argument in arguments if not is_override(argument)]
-    if any(each.startswith("=") for each in arguments):
+    if any(argument.startswith("=") for argument in arguments):
         raise misused("an override has no spaces: train.learning_rate=2e-5")
     if len(files) > 1:
         raise misused(f"got {len(files)} configuration files, expected one: {', '.join(files)}")
@@ -68,9 +68,10 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
     from stillhouse.config import load_config
 
     overrides = [argument for argument in arguments if is_override(argument)]
-    config = load_config(files[0] if files else None, overrides, settings=settings_layer(given))
-    teachers = [each.model for each in config.teacher_sections.values()]
+    config = load_config(files[0] if files else None, overrides, settings=settings_layer(options))
+    teachers = [teacher.model for teacher in config.teacher_sections.values()]
     settle_offline([config.student.model, config.data.chat_template, *teachers])
+    quiet_libraries()
     return config
 
 
@@ -84,15 +85,15 @@ def is_override(argument: str) -> bool:
     return is_meant and "/" not in key and os.sep not in key
 
 
-def settings_layer(given: dict[str, str]) -> dict[str, Any]:
+def settings_layer(options: dict[str, str]) -> dict[str, Any]:
     """The options as a layer of the configuration. Values are text; only `--eval` may be a number, a share."""
     settings: dict[str, Any] = {}
     for key, flag in FLAGS.items():
         name = flag.removeprefix("--")
-        if name in given:
+        if name in options:
             section, _, field = key.rpartition(".")
             target = settings.setdefault(section, {}) if section else settings
-            target[field] = _number_or_text(given[name]) if name == "eval" else given[name]
+            target[field] = _number_or_text(options[name]) if name == "eval" else options[name]
     return settings
 
 

@@ -62,24 +62,20 @@ def write(
     if flags["out"] is None:
         raise misused("--out is missing: expected the folder of the cache")
     out = Path(flags["out"])
-    arguments, given = _with_student(arguments, flags)
-    config = load(arguments, given)
-    quiet_libraries()
+    arguments, flags = _with_student(arguments, flags)
+    config = load(arguments, flags)
     from stillhouse.parallel import destroy_process_group, is_first
-    from stillhouse.tools.cache_served import write_served_cache
     from stillhouse.tools.write_cache import write_cache
 
     if config.teacher is not None and config.teacher.url is not None:
         asked = {"signal": signal, "top_k": top_k, "dtype": dtype}
         asking = [f"teacher.{name}={value}" for name, value in asked.items() if value is not None]
-        config = load((*arguments, *asking), given)
+        config = load((*arguments, *asking), flags)
         if with_label or (dtype is not None and config.teacher is not None and config.teacher.signal != "hidden"):
             raise misused("a served teacher sends no labels, and log-probabilities only in float32")
-        manifest = write_served_cache(config, out, packed=packed)
-    else:
-        kind = SIGNALS[signal or "hidden"]
-        top_k = top_k or (50 if kind == "sampled" else 64)
-        manifest = write_cache(config, out, kind, top_k=top_k, dtype=dtype, with_label=with_label, packed=packed)
+    kind = SIGNALS[signal or "hidden"]
+    top_k = top_k or (50 if kind == "sampled" else 64)
+    manifest = write_cache(config, out, kind, top_k=top_k, dtype=dtype, with_label=with_label, packed=packed)
     if is_first():
         click.echo(manifest.summary(out))
     destroy_process_group()
@@ -95,7 +91,7 @@ def _with_student(
     if flags["student"] is not None or not all(map(is_override, arguments)):
         return arguments, flags
     keys = ("teacher.model=", "teacher.revision=", "teacher.trust_remote_code=")
-    same = (each.replace("teacher", "student", 1) for each in arguments if each.startswith(keys))
+    same = (text.replace("teacher", "student", 1) for text in arguments if text.startswith(keys))
     return (*same, *arguments), {**flags, "student": flags["teacher"]}
 
 
@@ -150,10 +146,10 @@ def export(folder: Path, config: str, to: str, out: Path) -> None:
     stillhouse cache export caches/a run.yaml --to distillkit --out exported
     """
     run = load([config], {})
-    quiet_libraries()
+    from stillhouse.run.inputs import load_run_data
     from stillhouse.tools.export_cache import export_distillkit
 
-    compression = export_distillkit(folder, run, out)
+    compression = export_distillkit(folder, lambda: load_run_data(run, {}), out)
     click.echo(f"{out}: {compression.k} of {compression.d} ids per token in {compression.exact_dtype}")
 
 

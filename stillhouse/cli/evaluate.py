@@ -59,7 +59,7 @@ def evaluate(
     manager = TaskManager(include_path=None if task_folder is None else str(task_folder))
     if unknown := sorted(set(names) - set(manager.all_tasks)):
         raise ValueError(f"lm-evaluation-harness has no task {', '.join(unknown)}; see `lm_eval ls tasks`")
-    found = simple_evaluate(
+    results = simple_evaluate(
         model="hf",
         model_args={"pretrained": str(model), "dtype": dtype},
         tasks=names,
@@ -69,8 +69,7 @@ def evaluate(
         limit=limit,
         log_samples=False,
         task_manager=manager,
-    )
-    results = found["results"]
+    )["results"]
     if out is not None:
         from stillhouse.output.disk import replace_text
 

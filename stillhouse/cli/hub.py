@@ -31,9 +31,9 @@ def settle_offline(names: Iterable[str | None]) -> None:
         host, port = _address()
         socket.create_connection((host, port), timeout=SECONDS).close()
     except ValueError as error:  # also of a name that cannot be the name of a machine
-        given = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)  # a proxy's may be secret
+        variables = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)  # a proxy's may be secret
         raise ValueError(
-            f"{given}: the hub's address is not readable ({error}); expected a URL such as https://huggingface.co"
+            f"{variables}: the hub's address is not readable ({error}); expected a URL such as https://huggingface.co"
         ) from error
     except OSError as error:
         os.environ["HF_HUB_OFFLINE"] = "1"

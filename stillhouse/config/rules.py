@@ -172,6 +172,15 @@ RULES: tuple[Rule, ...] = (
         for key in ("gather_dtype", "offload")
     ),
     excludes("teacher.tail", "teacher.cross_tokenizer=uld", because="it has no effect there"),
+    *(
+        Rule(
+            (f"teacher.{key}", "student", "teacher"),
+            lambda value, student, teacher: bool(value) and teacher is not None and teacher.is_base_of(student),
+            yaml_value(_default(f"teacher.{key}")),
+            f"the teacher is the student without its adapter, {why}",
+        )
+        for key, why in (("cross_tokenizer", "and has its tokenizer"), ("offload", "and stays with it"))
+    ),
     # several teachers
     excludes("teachers", "teacher", expected="null with teacher, or all teachers under teachers, each by a name"),
     Rule(

@@ -54,6 +54,7 @@ class PackedSequences:
                 f"got {len(widths_D)} of at most {widths_D.max(initial=0)}"
             )
         self.documents, self.gaps, self.widths_D = documents, tuple(gaps), widths_D
+        self.together = together
         self.max_tokens, self.seed, self.shuffle, self.weights = max_tokens, seed, shuffle, weights
         # Permutation 0 orders documents of equal length for packing, once; number e + 1 is the order of epoch e.
         order_D = permutation(len(widths_D), seed, 0) if shuffle else np.arange(len(widths_D))

@@ -11,7 +11,6 @@ An entry is written in a folder of another name and renamed when it is complete,
 lock file lets one process write it while the others wait.
 """
 
-import hashlib
 import inspect
 import json
 import os
@@ -31,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.documents import Documents
 from stillhouse.data.prefixes import Prefixes
+from stillhouse.hashing import file_hash, json_hash
 from stillhouse.libraries import reading
 
 MANIFEST, SOURCES = "manifest.json", "sources.arrow"
@@ -65,12 +65,12 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
     """The hash that names an entry. It reads all files. The tokenizer is a fast one."""
     decisive = {
         # another version may read the same records as other documents, or write other files
-        "code": [_sha256(path) for path in sorted(Path(__file__).parent.rglob("*.py"))],
+        "code": [file_hash(path) for path in sorted(Path(__file__).parent.rglob("*.py"))],
         "libraries": [transformers.__version__, tokenizers.__version__],
-        "files": [[str(path), _sha256(path)] for path in files],
+        "files": [[str(path), file_hash(path)] for path in files],
         "tokenizer": [
             type(tokenizer).__name__,
-            _sha256(Path(inspect.getfile(type(tokenizer)))),  # it may be the model's own code
+            file_hash(Path(inspect.getfile(type(tokenizer)))),  # it may be the model's own code
             tokenizer.backend_tokenizer.to_str(),
             tokenizer.split_special_tokens,  # not a part of that text
             tokenizer.chat_template,
@@ -78,7 +78,7 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
         ],
         "options": options,
     }
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+    return json_hash(decisive)
 
 
 def cached_documents(
@@ -135,9 +135,9 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
             "report": documents.report.as_dict(),
             "columns": dict(documents.columns),
             "prefixes": list(documents.prefixes),
-            "sha256": {file.name: _sha256(file) for file in sorted(partial.iterdir())},
+            "sha256": {file.name: file_hash(file) for file in sorted(partial.iterdir())},
         }
-        (partial / MANIFEST).write_text(json.dumps(manifest | {_PROOF: _proof(manifest)}), encoding="utf-8")
+        (partial / MANIFEST).write_text(json.dumps(manifest | {_PROOF: json_hash(manifest)}), encoding="utf-8")
         for path_of_file in partial.iterdir():
             with path_of_file.open("rb") as file:
                 os.fsync(file.fileno())
@@ -152,10 +152,10 @@ def _read(path: Path, name: str) -> Documents:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["key"] != name:
             raise ValueError(f"they belong to the entry {manifest['key']!r}")
-        if manifest.pop(_PROOF) != _proof(manifest):
+        if manifest.pop(_PROOF) != json_hash(manifest):
             raise ValueError(f"{MANIFEST} has other bytes than when it was written")
         for file, digest in manifest["sha256"].items():
-            if _sha256(path / file) != digest:
+            if file_hash(path / file) != digest:
                 raise ValueError(f"{file} has other bytes than when it was written")
 
         def array(kind: str, number: int | None = None) -> np.ndarray:
@@ -199,19 +199,10 @@ def _write_strings(path: Path, strings: Sequence[str]) -> None:
             writer.write_batch(pyarrow.record_batch([part], schema=schema))
 
 
-def _proof(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
 def _states(files: Sequence[Path]) -> dict[str, tuple[int, int, int]]:
     """By the names of the files, what a change of a file changes: its number, size and time."""
     states = ((path, path.stat()) for path in files)
     return {str(path): (state.st_ino, state.st_size, state.st_mtime_ns) for path, state in states}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def user_folder() -> Path:

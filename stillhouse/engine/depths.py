@@ -7,20 +7,22 @@ eval/mtp_1/acceptance                    the share of held-out tokens at which a
 from collections.abc import Mapping
 from dataclasses import replace
 
-from stillhouse.config import ConfigError, MtpConfig, RunConfig
+from stillhouse.config import ConfigError, MtpConfig, ObjectiveConfig
 from stillhouse.engine.parts.mtp import PREFIX, FurtherTokens
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 
-def mtp_objective(config: RunConfig, spec: ObjectiveSpec) -> FurtherTokens | None:
-    """The objective of the student's MTP layers; None if it has none. spec: the run's objective.
+def mtp_objective(
+    mtp: MtpConfig, objective: ObjectiveConfig, spec: ObjectiveSpec, *, has_teacher: bool
+) -> FurtherTokens:
+    """The objective of the student's MTP layers.
+
+    objective, spec: the run's objective, as it is configured and parsed
+    has_teacher: whether the run has a teacher
 
     Raises ConfigError if it cannot be parsed, or needs a teacher and has none.
     """
-    mtp, objective = config.student.mtp, config.objective
-    if mtp is None:
-        return None
     if mtp.objective is not None:
         try:
             parsed = parse_objective(mtp.objective, objective.temperature, objective.scale_by_temperature_squared)
@@ -36,7 +38,7 @@ def mtp_objective(config: RunConfig, spec: ObjectiveSpec) -> FurtherTokens | Non
         if spec.divergence is None:
             raise ConfigError("student.mtp.signal", f"got student, but '{spec.in_words()}' has no divergence")
         return FurtherTokens(replace(spec, teachers={}, is_mixture=False), mtp.depths, mtp.scale, of_student=True)
-    if spec.needs_teacher and not config.teacher_sections:
+    if spec.needs_teacher and not has_teacher:
         raise ConfigError(
             "student.mtp.objective",
             f"got '{mtp.objective}', which needs a teacher: set teacher.model, or student.mtp.signal=student",
@@ -44,9 +46,8 @@ def mtp_objective(config: RunConfig, spec: ObjectiveSpec) -> FurtherTokens | Non
     return FurtherTokens(spec, mtp.depths, mtp.scale)
 
 
-def depths_in_words(config: RunConfig) -> str:
+def depths_in_words(mtp: MtpConfig | None) -> str:
     """The part of the objective in words that the depths add; empty without them."""
-    mtp = config.student.mtp
     if mtp is None:
         return ""
     what = "the same" if mtp.objective is None else mtp.objective

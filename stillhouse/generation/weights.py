@@ -10,7 +10,6 @@ with an adapter, the adapter alone is written, as peft writes it. A version is w
 a reader finds a whole version or none.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -30,6 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.data import save_tokenizer
 from stillhouse.generation.published import MANIFEST, VERSION_PREFIX, Manifest
+from stillhouse.hashing import file_hash
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, save_lora
 from stillhouse.models.checkpoint_names import checkpoint_names
@@ -238,7 +238,7 @@ def _write_manifest(partial: Path, version: int, run: str, kind: Literal["model"
             for name in file.keys():  # noqa: SIM118 it is no dict
                 tensors[name] = path.name
                 dtypes.add(file.get_slice(name).get_dtype())
-    files = {path.name: _hash(path) for path in sorted(partial.iterdir())}
+    files = {path.name: file_hash(path) for path in sorted(partial.iterdir())}
     manifest = Manifest(
         version=version, run=run, kind=kind, dtypes=sorted(dtypes), tensors=tensors, files=files, complete=True
     )
@@ -254,11 +254,6 @@ def _remove_others(folder: Path, version: int) -> None:
 
 def _versions(folder: Path) -> Iterator[Path]:
     return (path for path in folder.glob(f"{VERSION_PREFIX}*") if path.name.removeprefix(VERSION_PREFIX).isdecimal())
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

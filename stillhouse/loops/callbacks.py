@@ -18,8 +18,8 @@ from stillhouse.data.render.templates import CompletionTemplate
 from stillhouse.generation import GenerationRequest
 from stillhouse.generation.hooks import finite_number, shown
 from stillhouse.generation.in_process import InProcessEngine
+from stillhouse.parallel import Ranks
 from stillhouse.preemption import OverdueError
-from stillhouse.run.session import Session
 from stillhouse.run.user_functions import CALLBACKS, function_of
 from stillhouse.signals import SignalsLostError
 
@@ -39,10 +39,23 @@ class EvaluationContext:
 
 
 class Callbacks:
-    """The functions of eval.callbacks, which rank 0 calls. engine: greedy, with the student's present weights."""
+    """The functions of eval.callbacks, which rank 0 calls.
 
-    def __init__(self, session: Session, folder: Path, engine: InProcessEngine):
-        self._session, self._folder, self._engine = session, folder, engine
+    paths: that name the functions
+    folder: of the run
+    engine: greedy, with the student's present weights
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        engine: InProcessEngine,
+        ranks: Ranks,
+    ):
+        self._paths, self._folder, self._tokenizer = paths, folder, tokenizer
+        self._engine, self._ranks = engine, ranks
 
     def evaluate(self, step: int, known: Mapping[str, float]) -> dict[str, float]:
         """The callbacks' metrics, named `eval/<name>`; the same on all ranks. A collective of all processes.
@@ -52,20 +65,20 @@ class Callbacks:
         does not return after a signal.
         """
         try:
-            return self._session.ranks.on_first(lambda: self._metrics(step, known), ValueError, OverdueError)
+            return self._ranks.on_first(lambda: self._metrics(step, known), ValueError, OverdueError)
         except OverdueError as error:
             raise SignalsLostError(str(error)) from error
 
     def _metrics(self, step: int, known: Mapping[str, float]) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        context = EvaluationContext(step, self._folder, self._session.tokenizer, self._generate)
-        for path in self._session.config.eval.callbacks:
+        context = EvaluationContext(step, self._folder, self._tokenizer, self._generate)
+        for path in self._paths:
             function = function_of(CALLBACKS, path)
             metrics |= checked_metrics(function, function(context), {*known, *metrics})
         return metrics
 
     def _generate(self, texts: Sequence[str]) -> list[str]:
-        tokenizer = self._session.tokenizer
+        tokenizer = self._tokenizer
         prompts = CompletionTemplate(tokenizer, "completion").encode_prompts(list(texts))
         requests = [
             GenerationRequest(number, np.asarray(ids, np.int32), number) for number, ids in enumerate(prompts)

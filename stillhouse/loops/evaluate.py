@@ -12,7 +12,6 @@ from stillhouse.objective.keys import CHUNK_TOKENS, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import watchdog
 from stillhouse.run.session import Session
-from stillhouse.signals import NoTeacher
 
 #: metric keys of an evaluation, by the names that the objective gives the metrics
 KEYS = {
@@ -43,7 +42,7 @@ def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
         return {}
     watchdog.enter("an evaluation")
     names, sequences = list(session.evaluation.documents.reports), session.evaluation
-    of_teacher = of_teacher and has_exact_teacher(session)
+    of_teacher = of_teacher and session.has_exact_teacher
     if not names:
         parts = _parts(session, np.arange(len(sequences)))
         return _metrics(session, session.engine.evaluate(parts, of_teacher=of_teacher))
@@ -61,19 +60,13 @@ def _metrics(session: Session, sums: Mapping[str, float]) -> dict[str, float]:
     temperatures = {store.signal.temperature or 1.0 for store in session.stores.values()}
     metrics = dict[str, float]()
     known = means(by_depth(sums)[0], session.spec, mixes_temperatures=len(temperatures) > 1)
-    for of_teacher in ("", *(f"/{name}" for name in session.config.several)):
+    for of_teacher in ("", *(f"/{name}" for name in session.spec.teachers)):
         if f"continuation{of_teacher}" in known:  # the forward KL of spans at the rows of their later tokens
             known[f"forward_kl{of_teacher}"] += known[f"continuation{of_teacher}"]
         metrics |= {
             f"{key}{of_teacher}": known[name + of_teacher] for name, key in KEYS.items() if name + of_teacher in known
         }
     return metrics | acceptance(sums) | {"eval/tokens": sums["tokens"]}
-
-
-def has_exact_teacher(session: Session) -> bool:
-    """Whether there is one teacher whose signals are exact: the label may be missing among the ids of another one."""
-    is_exact = all(store.signal.is_exact for store in session.stores.values())
-    return session.config.teacher is not None and is_exact and not isinstance(session.source, NoTeacher)
 
 
 def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperatures: bool) -> dict[str, float]:
@@ -111,8 +104,8 @@ def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[Mic
     assert sequences is not None
     layout = session.engine.layout
     together = layout.degrees.data * layout.stages
-    budget = session.config.eval.micro_batch_tokens or session.config.train.micro_batch_tokens
-    rows = max(1, budget // session.config.data.max_tokens)
+    budget = session.eval_config.micro_batch_tokens or session.train_config.micro_batch_tokens
+    rows = max(1, budget // sequences.max_tokens)
     micro_batches = [numbers[start : start + rows] for start in range(0, len(numbers), rows)]
     for start in range(0, len(micro_batches), together):
         part = session.shard(sequences.micro_batches(micro_batches[start : start + together]), training=False)

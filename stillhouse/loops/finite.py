@@ -13,7 +13,6 @@ import numpy as np
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.engine.engine import StepOutput
 from stillhouse.objective import ObjectiveOutput
-from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.run.session import Session
 
@@ -21,17 +20,26 @@ from stillhouse.run.session import Session
 _NAMED = 5
 
 
-def require_finite_loss(session: Session, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
+def require_finite_loss(
+    session: Session, checkpoints: Path, step: int, micro_batches: ShardedMicroBatches, output: StepOutput
+) -> None:
     """Raise ValueError if the step's loss is NaN or infinite. The weights are unchanged.
 
-    step: the step's number, counted from 1. output: of these micro-batches, whose gradient the student has.
+    checkpoints: the folder of the run's checkpoints
+    step: the step's number, counted from 1
+    output: of these micro-batches, whose gradient the student has
     """
     if not math.isfinite(output.sums["loss"]):
-        raise explained(session, step, micro_batches, output, session.engine.gradient_norm())
+        raise explained(session, checkpoints, step, micro_batches, output, session.engine.gradient_norm())
 
 
 def explained(
-    session: Session, step: int, micro_batches: ShardedMicroBatches, output: StepOutput, norm: float
+    session: Session,
+    checkpoints: Path,
+    step: int,
+    micro_batches: ShardedMicroBatches,
+    output: StepOutput,
+    norm: float,
 ) -> ValueError:
     """The error that names the cause of a loss or gradient norm that is NaN or infinite."""
     loss, packed = output.sums["loss"], micro_batches.whole
@@ -44,14 +52,13 @@ def explained(
         return ValueError(f"step {step}: the {what} is not finite; rank 0 prints the cause")
     return ValueError(
         f"step {step}: the {what} is not finite (loss {loss:g}, gradient norm {norm:g}): {where}. "
-        f"No weight was changed by this step. {_advice(session)}"
+        f"No weight was changed by this step. {_advice(session, checkpoints)}"
     )
 
 
-def _advice(session: Session) -> str:
+def _advice(session: Session, checkpoints: Path) -> str:
     """What the user can do: what can still be changed, and where to start again."""
     precision = ", train.precision=fp32" if session.engine.autocast else ""
-    checkpoints = RunFolder(Path(session.config.out)).checkpoints
     last = max(checkpoints.glob("step-*"), default=None)
     start = "there is no checkpoint yet: start again with such a change"
     if last is not None:

@@ -62,7 +62,7 @@ def held_out_tokens(session: Session, step: int) -> HeldOutTokens | None:
     processes, with the same result on each.
     """
     sequences = session.evaluation
-    if sequences is None or not session.has_dense_teacher:
+    if sequences is None or not session.has_exact_teacher:
         return None
     chosen = _choose(sequences.documents)
     micro_batches = session.shard(sequences.micro_batches(_sequences_with(sequences, chosen)), training=False)

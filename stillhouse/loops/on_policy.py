@@ -26,7 +26,10 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
 
     Raises what `off_policy.train` raises, and SignalsLostError, after a checkpoint, if no server writes completions.
     """
-    engine, metrics = session.engine, RolloutMetrics(session)
+    engine, plan, rollout = session.engine, session.plan, session.rollout_config
+    assert plan is not None
+    assert rollout is not None
+    metrics = RolloutMetrics(plan, session.ranks, by_student=rollout.writer == "student")
     source = session.source_for(engine)
     with (
         closing(Rollouts(session, folder)) as rollouts,

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from stillhouse.engine.engine import StepOutput
-from stillhouse.generation import POLICY_VERSION, Sample, staleness
+from stillhouse.generation import POLICY_VERSION, RolloutPlan, Sample, staleness
 from stillhouse.generation.advantages import mean_and_deviation
 from stillhouse.output.rollout_log import Timeline
-from stillhouse.parallel import ShardedMicroBatches, log_rank0
-from stillhouse.run.session import Session
+from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
 
 #: mean difference of log-probabilities in nats, above which the engine's and the trainer's computations disagree: of
 #: tokens that were written by the present weights, and of those by earlier ones, which training has changed since
@@ -23,10 +22,13 @@ MORE_CUT = 0.3
 
 
 class RolloutMetrics:
-    """Of the steps since the run was started or resumed."""
+    """Of the steps since the run was started or resumed.
 
-    def __init__(self, session: Session):
-        self.session = session
+    by_student: whether the student writes the completions
+    """
+
+    def __init__(self, plan: RolloutPlan, ranks: Ranks, *, by_student: bool):
+        self._plan, self._ranks, self._by_student = plan, ranks, by_student
         self._first: list[tuple[float, float]] = []  # mean length, and share of cut completions
         self._warned: set[str] = set()
 
@@ -52,10 +54,8 @@ class RolloutMetrics:
         rewards = [sample.reward for sample in samples if sample.reward is not None]
         if rewards:
             metrics["rollout/reward"], metrics["rollout/reward_std"] = mean_and_deviation(rewards)
-        assert self.session.plan is not None
-        metrics["rollout/share"] = len(samples) / (len(samples) + len(self.session.plan.from_dataset(step)))
-        assert self.session.config.rollout is not None
-        if self.session.config.rollout.writer == "student":
+        metrics["rollout/share"] = len(samples) / (len(samples) + len(self._plan.from_dataset(step)))
+        if self._by_student:
             metrics |= self._policy(step, samples, micro_batches, output)
         self._watch(metrics)
         return metrics
@@ -86,7 +86,7 @@ class RolloutMetrics:
             is_fresh_T = (micro_batch.per_token[POLICY_VERSION] == step) & (micro_batch.weights_T > 0)
             largest = float(np.max([largest, *ratio_T.tolist()]))
             total, count = total + float(ratio_T[is_fresh_T].sum()), count + int(is_fresh_T.sum())
-        statistics_R3 = np.array(self.session.ranks.gather([largest, total, count]))
+        statistics_R3 = np.array(self._ranks.gather([largest, total, count]))
         metrics = {
             "rollout/log_ratio": output.sums["log_ratio"] / (output.sums["sampled"] or 1.0),
             "rollout/log_ratio_max": float(statistics_R3[:, 0].max()),  # a NaN stays one, unlike with max()

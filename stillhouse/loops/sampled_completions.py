@@ -6,8 +6,10 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data import Documents
+from stillhouse.config import EvalConfig
+from stillhouse.data import Documents, PackedSequences
 from stillhouse.generation import GenerationRequest
 from stillhouse.generation.in_process import InProcessEngine
 from stillhouse.output.folder import RunFolder
@@ -29,20 +31,27 @@ class HeldOutPrompt:
 
 
 class EvalSamples:
-    """Completes the same prompts at each evaluation. engine: greedy, with the student's present weights.
+    """Completes the same prompts at each evaluation.
 
-    file: None on all ranks except rank 0.
+    sequences: the held-out data
+    engine: greedy, with the student's present weights
+    file: None on all ranks except rank 0
     """
 
-    def __init__(self, session: Session, engine: InProcessEngine, file: LineFile | None):
-        assert session.evaluation is not None
-        settings, most = session.config.eval, session.config.data.max_tokens
-        self._tokenizer, self._engine, self._file = session.tokenizer, engine, file
-        self._prompts = choose_prompts(session.evaluation.documents, settings.samples)
-        self._requests = [
-            GenerationRequest(number, prompt.prompt_N, number, min(settings.task_tokens, most - len(prompt.prompt_N)))
-            for number, prompt in enumerate(self._prompts)
-        ]
+    def __init__(
+        self,
+        settings: EvalConfig,
+        sequences: PackedSequences,
+        tokenizer: PreTrainedTokenizerBase,
+        engine: InProcessEngine,
+        file: LineFile | None,
+    ):
+        self._tokenizer, self._engine, self._file = tokenizer, engine, file
+        self._prompts = choose_prompts(sequences.documents, settings.samples)
+        self._requests = []
+        for number, prompt in enumerate(self._prompts):
+            tokens = min(settings.task_tokens, sequences.max_tokens - len(prompt.prompt_N))
+            self._requests.append(GenerationRequest(number, prompt.prompt_N, number, tokens))
 
     def write(self, step: int) -> None:
         """Complete the prompts and append the lines. A collective of all processes."""
@@ -75,12 +84,13 @@ def eval_samples(
 
     kept: the last step whose lines are kept; those of later steps are removed, because they are written again.
     """
-    if not session.config.eval.samples:
+    if not session.eval_config.samples:
         yield None
         return
     assert engine is not None
+    assert session.evaluation is not None
     with closing(LineFile(folder.eval_samples, kept)) if is_first() else nullcontext() as file:
-        yield EvalSamples(session, engine, file)
+        yield EvalSamples(session.eval_config, session.evaluation, session.tokenizer, engine, file)
 
 
 def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:

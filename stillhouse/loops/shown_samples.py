@@ -55,10 +55,10 @@ def _divergences(
 def _shown(
     session: Session, step: int, sample: GeneratedSample, divergences: dict[tuple[int, int], float], number: int
 ) -> Sample:
-    assert session.config.rollout is not None
+    assert session.rollout_config is not None
     completion, tokenizer = sample.completion, session.tokenizer
     prompt_ids = session.train.documents.tokens(sample.prompt)
-    by_student = session.config.rollout.writer == "student"
+    by_student = session.rollout_config.writer == "student"
     generated = zip(
         completion.ids_N.tolist(), completion.versions_N.tolist(), sample.is_written_N.tolist(), strict=True
     )

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,8 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.checkpoint.served_writer import require_same_writer
-from stillhouse.config import RolloutConfig, RunConfig
+from stillhouse.config import RolloutConfig
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
 from stillhouse.generation import (
     RolloutEngine,
@@ -37,7 +37,8 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.parallel import ShardedMicroBatches, is_first, watchdog
 from stillhouse.preemption import OverdueError, requested
-from stillhouse.run.rollout_engine import open_engine
+from stillhouse.run.completion_engine import open_engine
+from stillhouse.run.served_models import require_same_writer
 from stillhouse.run.session import Session
 from stillhouse.run.user_functions import ENVIRONMENT, REWARD, function_of
 from stillhouse.serving.client import ServedEngine, ServerError
@@ -60,9 +61,10 @@ class Rollouts:
     """
 
     def __init__(self, session: Session, folder: RunFolder):
-        assert session.config.rollout is not None
+        assert session.rollout_config is not None
         assert session.plan is not None
-        self.session, self.config = session, session.config.rollout
+        self.session, self.config, self.plan = session, session.rollout_config, session.plan
+        self._packer = StepPacker(session.train, session.train_config.micro_batch_tokens, session.single_row)
         self.queue: RolloutQueue | None = None
         self.engine: RolloutEngine | None = None
         #: the run's name in what it publishes, and where; runs that share rollout.weights have folders of their own
@@ -74,7 +76,7 @@ class Rollouts:
         steps, prompts = session.step_schedule.steps, session.train.documents
         if is_first():
             assert self.engine is not None
-            self.queue = make_queue(self.config, self.engine, prompts, session.plan, session.tokenizer, steps)
+            self.queue = make_queue(self.config, self.engine, prompts, self.plan, session.tokenizer, steps)
 
     def require_same_writer(self, folder: RunFolder) -> None:
         """Raise ValueError on all ranks if servers that keep their weights have others than when the run began."""
@@ -128,15 +130,13 @@ class Rollouts:
 
     def micro_batches(self, step: int, samples: Sequence[Sample]) -> ShardedMicroBatches:
         """This process's part of a step on these samples, and on the dataset's completions of the step."""
-        session, plan = self.session, self.session.plan
-        assert plan is not None
-        numbers = plan.from_dataset(step)
-        return self._sharded(partial(pack_step, samples=samples, dataset=session.dataset, from_dataset=numbers))
+        numbers, prompts = self.plan.from_dataset(step), self.session.train.documents
+        rules = target_rules(self.config)
+        return self._sharded(step_documents(prompts, samples, rules, self.session.dataset, numbers))
 
-    def _sharded(self, pack: Callable[..., PackedMicroBatches]) -> ShardedMicroBatches:
-        session, layout = self.session, self.session.engine.layout
-        parts = layout.degrees.data * (layout.stages if layout.stages > 1 else 1)
-        return session.shard(pack(session.config, session.train, parts=parts))
+    def _sharded(self, documents: Documents) -> ShardedMicroBatches:
+        layout = self.session.engine.layout
+        return self.session.shard(self._packer.micro_batches(documents, layout.degrees.data * layout.stages))
 
     def close(self) -> None:
         if self.engine is not None:
@@ -180,7 +180,7 @@ class Rollouts:
             return
         samples = [Sample.from_json(values) for values in content]
         documents = step_documents(self.session.train.documents, samples, TargetRules())
-        micro_batches = self._sharded(partial(pack_documents, documents=documents))
+        micro_batches = self._sharded(documents)
         gaps = gaps_of_servers(self.session, micro_batches, len(urls), len(prompts))
         most = rounding(self.session, self.config)
         require_weights_in_use(step, dict(zip(urls, gaps, strict=True)), most)
@@ -202,9 +202,9 @@ class Rollouts:
             raise SignalsLostError(str(error)) from error
 
 
-def first_rollouts(session: Session) -> ShardedMicroBatches:
+def first_rollouts(session: Session, folder: RunFolder) -> ShardedMicroBatches:
     """The micro-batches of the first step of a run whose completions are written in this job; nothing is saved."""
-    rollouts, timeline = Rollouts(session, RunFolder(Path(session.config.out))), Timeline(time.monotonic)
+    rollouts, timeline = Rollouts(session, folder), Timeline(time.monotonic)
     rollouts.ask(0, timeline)
     return rollouts.micro_batches(0, rollouts.take(0, timeline))
 
@@ -251,45 +251,40 @@ def make_queue(
     )
 
 
-def pack_step(
-    config: RunConfig,
-    prompts: PackedSequences,
-    samples: Sequence[Sample],
-    dataset: Documents | None = None,
-    from_dataset: Sequence[int] = (),
-    parts: int = 1,
-) -> PackedMicroBatches:
-    """The micro-batches of a step. from_dataset: see `step_documents`. parts: see `pack_documents`."""
-    rollout = config.rollout
-    assert rollout is not None
-    rules = TargetRules(
+def target_rules(rollout: RolloutConfig) -> TargetRules:
+    """Which tokens of completions are targets, and with which weights."""
+    return TargetRules(
         mask_truncated=rollout.truncated == "mask",
         position_decay=rollout.position_decay,
         by_student=rollout.writer == "student",
     )
-    documents = step_documents(prompts.documents, samples, rules, dataset, from_dataset)
-    return pack_documents(config, prompts, documents, parts)
 
 
-def pack_documents(
-    config: RunConfig, prompts: PackedSequences, documents: Documents, parts: int = 1
-) -> PackedMicroBatches:
-    """The micro-batches of documents that begin with prompts.
+@dataclass(frozen=True)
+class StepPacker:
+    """Packs documents that begin with prompts.
 
-    parts: the least number of micro-batches, if there are as many documents. Completions are often far shorter than
-    `data.max_tokens`, so that sequences of this length would leave processes without a micro-batch.
+    prompts: the packed prompts, whose longest sequence is the longest one here, too
+    micro_batch_tokens: the most tokens of a micro-batch
+    single_row: whether a micro-batch has to be one row
     """
-    widths_D = documents.lengths_D + documents.gaps_D(prompts.gaps)
-    capacity = min(prompts.max_tokens, max(int(widths_D.max()), math.ceil(widths_D.sum() / parts)))
-    packed = PackedSequences(
-        documents,
-        max_tokens=capacity,
-        seed=0,
-        shuffle=False,
-        gaps=prompts.gaps,
-        together=None if config.teachers is None else config.teachers.route,
-    )
-    most = 1 if config.flash_attentions else config.train.micro_batch_tokens // capacity
-    rows = max(1, min(most, len(packed) // parts))
-    numbers = np.arange(len(packed))
-    return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])
+
+    prompts: PackedSequences
+    micro_batch_tokens: int
+    single_row: bool
+
+    def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
+        """The micro-batches of some documents.
+
+        parts: the least number of micro-batches, if there are as many documents. Completions are often far shorter
+            than `data.max_tokens`, so that sequences of this length would leave processes without a micro-batch.
+        """
+        gaps = self.prompts.gaps
+        widths_D = documents.lengths_D + documents.gaps_D(gaps)
+        capacity = min(self.prompts.max_tokens, max(int(widths_D.max()), math.ceil(widths_D.sum() / parts)))
+        together = self.prompts.together
+        packed = PackedSequences(documents, max_tokens=capacity, seed=0, shuffle=False, gaps=gaps, together=together)
+        most = 1 if self.single_row else self.micro_batch_tokens // capacity
+        rows = max(1, min(most, len(packed) // parts))
+        numbers = np.arange(len(packed))
+        return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])

@@ -11,28 +11,10 @@ from stillhouse.data.render.templates import CompletionTemplate
 from stillhouse.generation import Completion, GenerationRequest, Sampling
 from stillhouse.generation.in_process import InProcessEngine
 from stillhouse.models import eos_ids
-from stillhouse.run.rollout_engine import in_process_engine
+from stillhouse.run.completion_engine import in_process_engine
 from stillhouse.run.session import Session
 
 EXACT_MATCH, TRUNCATED = "eval/exact_match", "eval/tasks_truncated"
-
-
-class TaskEvaluation:
-    """The tasks of a run. engine: see `greedy_engine`; it has the student's present weights."""
-
-    def __init__(self, session: Session, engine: InProcessEngine):
-        self._session, self._engine = session, engine
-
-    def evaluate(self) -> dict[str, float]:
-        """The metrics of `evaluate_tasks`, with the same result on all ranks."""
-        settings = self._session.config.eval
-        return evaluate_tasks(
-            lambda requests: [future.result() for future in self._engine.generate(requests)],
-            self._session.tokenizer,
-            settings.tasks,
-            settings.task_count,
-            self._session.config.seed,
-        )
 
 
 def greedy_engine(session: Session) -> InProcessEngine | None:
@@ -40,7 +22,7 @@ def greedy_engine(session: Session) -> InProcessEngine | None:
 
     In a job of several processes, each of them gets a copy of the student; its `update_weights` is then a collective.
     """
-    settings = session.config.eval
+    settings = session.eval_config
     if not (settings.tasks or settings.callbacks or settings.samples):
         return None
     eos = eos_ids(session.tokenizer, session.student)

@@ -19,12 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from stillhouse.checkpoint.checkpoint_folder import prune
-from stillhouse.checkpoint.identity import configuration_hash
 from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.checkpoint.queue_file import read_queue
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
-from stillhouse.config import ConfigError, RunConfig
-from stillhouse.config.read_config import dotted_values
+from stillhouse.config import CheckpointConfig, ConfigError, EvalConfig
 from stillhouse.engine.depths import by_depth, depth_key
 from stillhouse.engine.engine import NotFiniteError, StepOutput
 from stillhouse.engine.parts import ROUTER_LOSS
@@ -34,7 +32,7 @@ from stillhouse.loops.callbacks import Callbacks
 from stillhouse.loops.evaluate import evaluate, means
 from stillhouse.loops.finite import explained, require_finite_loss
 from stillhouse.loops.sampled_completions import EvalSamples, eval_samples
-from stillhouse.loops.task_evaluation import TaskEvaluation, greedy_engine
+from stillhouse.loops.task_evaluation import evaluate_tasks, greedy_engine
 from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
@@ -102,12 +100,13 @@ class Training:
 
     def update(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
         """Make the optimizer step. Raises ValueError, before it, for a loss or gradient that is not finite."""
-        require_finite_loss(self.session, step + 1, micro_batches, output)
-        self._rate = learning_rate(self.session.config.train, self.last_step, step)
+        checkpoints = self.folder.checkpoints
+        require_finite_loss(self.session, checkpoints, step + 1, micro_batches, output)
+        self._rate = learning_rate(self.session.train_config, self.last_step, step)
         try:
             self._norm = self.session.engine.update(self._rate)
         except NotFiniteError as error:
-            raise explained(self.session, step + 1, micro_batches, output, error.norm) from None
+            raise explained(self.session, checkpoints, step + 1, micro_batches, output, error.norm) from None
 
     def end(
         self,
@@ -117,7 +116,7 @@ class Training:
         more_metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Log the step, and evaluate, save or stop where it is due. Raises Preempted after a rank got a signal."""
-        session, config, progress = self.session, self.session.config, self.progress
+        session, progress = self.session, self.progress
         progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
         speed = micro_batches.whole.tokens / self.seconds
         metrics = _train_metrics(output.sums, session.spec, self._rate, self._norm, speed)
@@ -125,10 +124,10 @@ class Training:
         if progress.step == 1 and self._norm == 0.0:
             self.log.print_line(_NO_GRADIENT)
         last = progress.step == self.last_step
-        saving = _due(progress.step, config.checkpoint.every) or last
+        saving = _due(progress.step, session.checkpoint_config.every) or last
         progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
-        compared = saving and _is_compared(config)
-        if self.evaluates and (_due(progress.step, config.eval.every) or compared or last):
+        compared = saving and _is_compared(session.eval_config, session.checkpoint_config)
+        if self.evaluates and (_due(progress.step, session.eval_config.every) or compared or last):
             self.evaluate()
         ranks = session.ranks
         stopped_by = 0 if last else ranks.largest(requested())
@@ -146,20 +145,27 @@ class Training:
         return self.session.evaluation is not None or self.greedy is not None
 
     def evaluate(self) -> None:
-        metrics = evaluate(self.session, of_teacher=self._of_teacher is None)
+        session, settings, greedy = self.session, self.session.eval_config, self.greedy
+        metrics = evaluate(session, of_teacher=self._of_teacher is None)
         if self._of_teacher is None:  # it does not change during a run
             self._of_teacher = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
         metrics |= self._of_teacher
-        if self.greedy is not None:
+        if greedy is not None:
             watchdog.enter("the evaluation of tasks")
-            self.greedy.update_weights(self.progress.step, None)
-            metrics |= TaskEvaluation(self.session, self.greedy).evaluate()
+            greedy.update_weights(self.progress.step, None)
+            metrics |= evaluate_tasks(
+                lambda requests: [pending.result() for pending in greedy.generate(requests)],
+                session.tokenizer,
+                settings.tasks,
+                settings.task_count,
+                session.seed,
+            )
             if self.samples is not None:
                 self.samples.write(self.progress.step)
             watchdog.enter("eval.callbacks", timed=False)  # they may take any time
-            callbacks = Callbacks(self.session, self.folder.path, self.greedy)
+            callbacks = Callbacks(settings.callbacks, self.folder.path, session.tokenizer, greedy, session.ranks)
             metrics |= callbacks.evaluate(self.progress.step, metrics)
-            checkpoint = self.session.config.checkpoint
+            checkpoint = session.checkpoint_config
             if checkpoint.best_of_callback and checkpoint.best not in metrics:
                 raise ConfigError(
                     "checkpoint.best",
@@ -182,7 +188,7 @@ class Training:
             None if self.queue is None else self.queue.state(),
         )
         if is_first():
-            settings = session.config.checkpoint
+            settings = session.checkpoint_config
             for damage in prune(folder.checkpoints, settings.keep, settings.best, settings.greater_is_better):
                 self.log.print_line(f"warning: {damage}")
         return saved
@@ -202,9 +208,8 @@ def training(
     """
     progress = _progress(session, folder, checkpoint, queue)
     with ExitStack() as stack:
-        steps, track = session.step_schedule.steps, session.config.track
-        values = dotted_values(session.config)
-        log = stack.enter_context(open_log(folder, progress, steps, track, values, session.ranks))
+        steps, track = session.step_schedule.steps, session.track
+        log = stack.enter_context(open_log(folder, progress, steps, track, session.values, session.ranks))
         run = Training(session, folder, progress, log, queue)
         is_due = _lacks_evaluation(session, progress)
         run.samples = stack.enter_context(eval_samples(session, folder, run.greedy, progress.step - is_due))
@@ -223,7 +228,7 @@ def _progress(
     progress, steps = Progress(), session.step_schedule.steps
     if checkpoint is not None:
         progress = load_checkpoint(checkpoint, session.engine)
-        if session.config.rollout is not None and folder.owns(checkpoint.path):
+        if session.rollout_config is not None and folder.owns(checkpoint.path):
             _restore_queue(session, checkpoint, progress.step, queue)
         if progress.step > steps:
             raise ValueError(
@@ -233,9 +238,9 @@ def _progress(
             progress = replace(progress, started_from=str(checkpoint.path.resolve()), log_bytes=0)
     return replace(
         progress,
-        data=session.data_hashes,
-        models=session.model_hashes,
-        configuration=configuration_hash(session.config),
+        data=session.identity.data,
+        models=session.identity.models,
+        configuration=session.identity.configuration,
     )
 
 
@@ -276,16 +281,16 @@ def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
         raise SignalsLostError(f"{error}; the run has stopped after a checkpoint: {saved}") from error
 
 
-def _is_compared(config: RunConfig) -> bool:
+def _is_compared(evaluation: EvalConfig, checkpoint: CheckpointConfig) -> bool:
     """Whether a checkpoint needs an evaluation, by which the best one is chosen."""
-    return config.eval.every > 0 and config.checkpoint.best is not None
+    return evaluation.every > 0 and checkpoint.best is not None
 
 
 def _lacks_evaluation(session: Session, progress: Progress) -> bool:
     """Whether the evaluation of the present step is still to be made: the first one, or one that was interrupted."""
-    step, config = progress.step, session.config
-    compared = _is_compared(config) and _due(step, config.checkpoint.every)
-    is_due = step == 0 or _due(step, config.eval.every) or compared or step == session.step_schedule.steps
+    step, evaluation, checkpoint = progress.step, session.eval_config, session.checkpoint_config
+    compared = _is_compared(evaluation, checkpoint) and _due(step, checkpoint.every)
+    is_due = step == 0 or _due(step, evaluation.every) or compared or step == session.step_schedule.steps
     return is_due and not progress.metrics
 
 

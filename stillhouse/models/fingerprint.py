@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from stillhouse.hashing import file_hash
+
 #: weights up to this size are hashed whole
 WHOLE_BYTES = 2**30
 #: for larger weights, the number of samples of each tensor and their size in bytes: start, end and places between
@@ -30,10 +32,10 @@ def model_fingerprint(folder: str | os.PathLike[str]) -> str:
     whole = sum(path.stat().st_size for path in paths) <= WHOLE_BYTES
     for path in paths:
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with path.open("rb") as file:
-            if whole or path.suffix != ".safetensors":
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-            else:
+        if whole or path.suffix != ".safetensors":
+            digest.update(bytes.fromhex(file_hash(path)))
+        else:
+            with path.open("rb") as file:
                 _add_samples(digest, path, file)
     return digest.hexdigest()
 

@@ -1,7 +1,6 @@
 """Writes files and folders completely or not at all, and explains errors of the disk."""
 
 import errno
-import hashlib
 import os
 import shutil
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
+from stillhouse.hashing import file_hash
 from stillhouse.parallel import Ranks
 
 UNFINISHED = ".partial"
@@ -110,19 +110,12 @@ def require_space(path: Path, needed_bytes: int, ranks: Ranks) -> None:
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The sha256 of each of these files in a folder; "" for a file that does not exist."""
-    return {name: _hash(folder / name) for name in names}
+    return {name: file_hash(folder / name) if (folder / name).is_file() else "" for name in names}
 
 
 def file_names(folder: Path) -> list[str]:
     """The relative paths of all files below a folder, with forward slashes, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def _hash(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _explained(path: Path, error: Exception, needed_bytes: int | None) -> Exception:

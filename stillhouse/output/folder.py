@@ -23,7 +23,6 @@ import transformers
 from filelock import FileLock, Timeout
 
 import stillhouse
-from stillhouse.config import RunConfig, dump_config
 from stillhouse.display import escaped
 from stillhouse.output.disk import UNFINISHED, hashes, remove_unfinished, replace_text
 
@@ -103,12 +102,12 @@ class RunFolder:
         replace_text(self.path / name, content)
 
 
-def init_run_dir(folder: RunFolder, config: RunConfig) -> None:
+def init_run_dir(folder: RunFolder, config_yaml: str) -> None:
     """Prepare the folder for this run, after `candidates` has found that the run may use it."""
     folder.path.mkdir(parents=True, exist_ok=True)
     for path in (folder.path, folder.checkpoints):
         remove_unfinished(path)  # before anything is written, since these files may fill the disk
-    folder.write_text("config.yaml", dump_config(config))  # from now on the folder belongs to this run
+    folder.write_text("config.yaml", config_yaml)  # from now on the folder belongs to this run
     folder.checkpoints.mkdir(exist_ok=True)
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import cached_file
 
 import stillhouse
-from stillhouse.config import RunConfig, TeacherConfig
+from stillhouse.config import ParallelConfig, RunConfig, StudentConfig, TeacherConfig, TrainConfig
 from stillhouse.libraries import reading
 from stillhouse.output.json_lines import read_object
 from stillhouse.output.metrics_file import parse_metrics
@@ -45,19 +45,20 @@ class Exported:
 
 def model_card(run: Path, config: RunConfig, progress: Progress, exported: Exported) -> str:
     """The text of README.md. Raises ValueError if a file of the run that it quotes is not the checkpoint's."""
+    student = config.student
     sections = [
-        f"# {_short_name(config.student.model)}, distilled",
-        _summary(config, exported),
+        f"# {_short_name(student.model)}, distilled",
+        _summary(student, config.data.chat_template, exported),
         "## Sources",
-        _sources(run, config, progress),
+        _sources(run, student, config.teacher_sections, progress),
         "## Training",
-        _training(config, progress, exported.processes),
+        _training(config.train, config.parallel, config.seed, progress, exported.processes),
         "## Results",
         _results(run, progress),
         "## How it was made",
         f"Exported with stillhouse {stillhouse.__version__}:\n\n    {exported.command}",
     ]
-    return f"---\n{_front_matter(config, exported)}\n---\n\n" + "\n\n".join(sections) + "\n"
+    return f"---\n{_front_matter(student, exported)}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
 def quoted_file(path: Path) -> dict[str, Any]:
@@ -69,21 +70,20 @@ def quoted_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _front_matter(config: RunConfig, exported: Exported) -> str:
-    name = config.student.model
+def _front_matter(student: StudentConfig, exported: Exported) -> str:
+    name = student.model
     data = ModelCardData(
         base_model=name if _is_hub_id(name) else None,
         library_name="peft" if exported.adapter == "alone" else "transformers",
         pipeline_tag="text-generation",
         tags=["stillhouse", "distillation"] + (["lora"] if exported.adapter else []),
-        **_license(config),
+        **_license(student),
     )
     return data.to_yaml().strip()
 
 
-def _license(config: RunConfig) -> dict[str, Any]:
+def _license(student: StudentConfig) -> dict[str, Any]:
     """The license in the front matter of the student's base, if its folder or repository has a card with one."""
-    student = config.student
     path = cached_file(
         student.model,
         "README.md",
@@ -99,15 +99,16 @@ def _license(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in values.items() if isinstance(value, str)}
 
 
-def _summary(config: RunConfig, exported: Exported) -> str:
-    objective = exported.objective.partition(f": {config.student.model}")[0]
+def _summary(student: StudentConfig, chat_template: str | None, exported: Exported) -> str:
+    objective = exported.objective.partition(f": {student.model}")[0]
     kinds = {
         "": "All weights were trained.",
         "merged": "A LoRA was trained and is merged into the weights of its base.",
         "alone": "These files are a LoRA, which peft loads on top of its base.",
     }
-    path = config.data.chat_template
-    template = "the student's own" if path is None else f"of {Path(path).name}, as in training"
+    template = "the student's own"
+    if chat_template is not None:
+        template = f"of {Path(chat_template).name}, as in training"
     if not exported.has_template:
         template = "none, because the student has none"
     return (
@@ -116,9 +117,9 @@ def _summary(config: RunConfig, exported: Exported) -> str:
     )
 
 
-def _sources(run: Path, config: RunConfig, progress: Progress) -> str:
-    rows = [("student before training", _short_name(config.student.model), progress.models.get("student"))]
-    for section, teacher in config.teacher_sections.items():
+def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherConfig], progress: Progress) -> str:
+    rows = [("student before training", _short_name(student.model), progress.models.get("student"))]
+    for section, teacher in teachers.items():
         rows.append((section.replace("teachers.", "teacher "), _teacher_name(teacher), progress.models.get(section)))
     counts = quoted_file(run / "data.json")
     with reading(_UNREADABLE.format(run / "data.json")):
@@ -128,15 +129,14 @@ def _sources(run: Path, config: RunConfig, progress: Progress) -> str:
     return "\n".join(head + lines) + "\n\nA fingerprint is the beginning of a sha256 of the files or documents."
 
 
-def _training(config: RunConfig, progress: Progress, processes: int) -> str:
-    train = config.train
-    degrees = {key: value for key, value in config.parallel.model_dump().items() if isinstance(value, int)}
+def _training(train: TrainConfig, parallel: ParallelConfig, seed: int, progress: Progress, processes: int) -> str:
+    degrees = {key: value for key, value in parallel.model_dump().items() if isinstance(value, int)}
     used = ", ".join(f"{key} {value}" for key, value in degrees.items() if value > 1)
     layout = f"{processes} process{'es' if processes > 1 else ''}" + (f" ({used})" if used else "")
     return (
         f"{progress.step:,} optimizer steps of {train.tokens_per_step:,} tokens; {progress.tokens:,} target tokens "
         f"in all. Optimizer {train.optimizer}, peak learning rate {train.learning_rate:g}, schedule "
-        f"{train.schedule}, precision {train.precision}, seed {config.seed}. Layout: {layout}."
+        f"{train.schedule}, precision {train.precision}, seed {seed}. Layout: {layout}."
     )
 
 

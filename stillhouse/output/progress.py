@@ -4,15 +4,15 @@ state.json is written last of all files of a checkpoint. It contains a hash of e
 content. So a file that is lost, stale, damaged or from another run is detected.
 """
 
-import hashlib
 import json
 import math
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, TypeAdapter, ValidationError
+
+from stillhouse.hashing import json_hash
 
 STATE = "state.json"
 PREFIX = "step-"
@@ -71,7 +71,7 @@ def write_state(folder: Path, state: State) -> None:
     # JSON has no NaN, and a checkpoint with a NaN must not become the best one
     finite = {key: value for key, value in state.progress.metrics.items() if math.isfinite(value)}
     content = asdict(replace(state, progress=replace(state.progress, metrics=finite)))
-    content[_OWN_HASH] = _hash(content)
+    content[_OWN_HASH] = json_hash(content)
     (folder / STATE).write_text(json.dumps(content, indent=1, allow_nan=False))
 
 
@@ -90,7 +90,7 @@ def read_state(path: Path) -> State:
             f"{path} is damaged: its {STATE} has no key '{_OWN_HASH}'; it may have been written by a "
             "version of stillhouse that did not hash its files yet"
         )
-    if content.pop(_OWN_HASH) != _hash(content):
+    if content.pop(_OWN_HASH) != json_hash(content):
         raise DamagedCheckpointError(f"{path} is damaged: its {STATE} is not what was written (its hash differs)")
     try:
         state = _STATE.validate_json(json.dumps(content))
@@ -109,10 +109,6 @@ def read_state(path: Path) -> State:
 def folder_name(step: int) -> str:
     """The folder name of a step's checkpoint."""
     return f"{PREFIX}{step:08d}"
-
-
-def _hash(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 _STATE = TypeAdapter(State)

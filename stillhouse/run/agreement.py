@@ -17,8 +17,7 @@ import torch
 import transformers
 
 import stillhouse
-from stillhouse.config import ConfigError, RunConfig
-from stillhouse.config.read_config import dotted_values
+from stillhouse.config import ConfigError
 from stillhouse.output.disk import UNFINISHED, explained_write_errors
 from stillhouse.parallel import Ranks
 
@@ -26,14 +25,14 @@ from stillhouse.parallel import Ranks
 _SECONDS_TO_SEE = 30.0
 
 
-def require_same_configuration(config: RunConfig, ranks: Ranks) -> list[str]:
+def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[str]:
     """Raise ConfigError on all ranks, naming the first key that differs, if their configurations are not the same.
 
-    Returns a warning for each rank and library if the rank does not have rank 0's version of the library.
+    values: the configuration by dotted keys. Returns a warning for each rank and library if the rank does not have
+    rank 0's version of the library.
     """
-    values = dotted_values(config)
-    values.pop("device")  # each rank may name its own GPU
-    if different := _difference(values, ranks):
+    compared = {key: value for key, value in values.items() if key != "device"}  # a rank may name its own GPU
+    if different := _difference(compared, ranks):
         key, rank, first, other = different
         raise ConfigError(
             key,
@@ -43,10 +42,10 @@ def require_same_configuration(config: RunConfig, ranks: Ranks) -> list[str]:
     versions = library_versions()
     first, *others = ranks.gather(versions)
     return [
-        f"rank {rank} runs {name} {each[name]} and rank 0 runs {name} {first[name]}: their results may differ"
-        for rank, each in enumerate(others, start=1)
+        f"rank {rank} runs {name} {other[name]} and rank 0 runs {name} {first[name]}: their results may differ"
+        for rank, other in enumerate(others, start=1)
         for name in versions
-        if each[name] != first[name]
+        if other[name] != first[name]
     ]
 
 
@@ -76,8 +75,8 @@ def require_shared_folder(folder: Path, ranks: Ranks) -> None:
         return
     rank, token = ranks.rank, ranks.from_first(uuid.uuid4().hex)
 
-    def probe(of: int) -> Path:
-        return folder / f".{token}-{of}{UNFINISHED}"
+    def probe(rank: int) -> Path:
+        return folder / f".{token}-{rank}{UNFINISHED}"
 
     created = not folder.exists()
     with explained_write_errors(folder):
@@ -87,7 +86,7 @@ def require_shared_folder(folder: Path, ranks: Ranks) -> None:
     unseen = set(range(len(hosts)))
     end = time.monotonic() + _SECONDS_TO_SEE
     while unseen and time.monotonic() < end:
-        unseen = {of for of in unseen if not probe(of).exists()}
+        unseen = {other for other in unseen if not probe(other).exists()}
         if unseen:
             time.sleep(0.1)
     findings = ranks.gather(sorted(unseen))
@@ -96,7 +95,7 @@ def require_shared_folder(folder: Path, ranks: Ranks) -> None:
         return
     if created and not any(folder.iterdir()):
         folder.rmdir()
-    viewer, missing = next((viewer, each[0]) for viewer, each in enumerate(findings) if each)
+    viewer, missing = next((rank, not_seen[0]) for rank, not_seen in enumerate(findings) if not_seen)
     raise ValueError(
         f"out: {folder} is not one folder for all ranks: rank {viewer} on {hosts[viewer]} does not see what rank "
         f"{missing} on {hosts[missing]} wrote into it; expected a folder on a file system that all machines share"

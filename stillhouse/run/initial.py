@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config import ConfigError, StudentConfig, TeacherConfig
+from stillhouse.config.sections.student_section import StudentInitConfig
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.decoder import HEAD_WEIGHT, PROJECTORS
@@ -31,20 +32,19 @@ _MAY_DIFFER = {
 }
 
 
-def initial_weights(config: RunConfig, folder: str) -> Callable[[Decoder], None]:
-    """The function that fills a student, which has memory and may have been cut and sharded.
+def initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed: int) -> Callable[[Decoder], None]:
+    """The function that gives weights to a student, which has memory and may have been cut and sharded.
 
-    folder: of the student's configuration. Raises ConfigError for a student that the teacher's layers do not fit.
+    seed: of random weights. Raises ConfigError for a student that the teacher's layers do not fit.
     """
-    init, teacher = config.student.init, config.teacher
+    init, config = student.init, configuration(local_folder(student.model, student.revision))
     assert init is not None
-    student = configuration(folder)
     if init.source == "random":
-        return partial(_fill_at_random, config=student, dtype=parse_dtype(config.student.dtype), seed=config.seed)
+        return partial(_initialize_randomly, config=config, dtype=parse_dtype(student.dtype), seed=seed)
     assert teacher is not None
     assert teacher.model is not None
     teacher_folder = local_folder(teacher.model, teacher.revision)
-    layers = _fitting_layers(config, student.get_text_config(), configuration(teacher_folder).get_text_config())
+    layers = _fitting_layers(init, config.get_text_config(), configuration(teacher_folder).get_text_config())
     return partial(_read_layers, folder=teacher_folder, layers=layers)
 
 
@@ -54,33 +54,31 @@ def configuration(folder: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
-def _fitting_layers(config: RunConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:
+def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:
     """The numbers of the teacher's layers. Raises ConfigError if they, or the two configurations, do not fit."""
-    init = config.student.init
-    assert init is not None
-    own, others = student.to_dict(), teacher.to_dict()
-    different = [key for key in own | others if key not in _MAY_DIFFER and own.get(key) != others.get(key)]
+    ours, theirs = student.to_dict(), teacher.to_dict()
+    different = [key for key in ours | theirs if key not in _MAY_DIFFER and ours.get(key) != theirs.get(key)]
     if different:
-        found = ", ".join(f"{key} {own.get(key)!r} and {others.get(key)!r}" for key in different[:4])
+        values = ", ".join(f"{key} {ours.get(key)!r} and {theirs.get(key)!r}" for key in different[:4])
         raise ConfigError(
             _KEY,
-            f"the student's and the teacher's configuration have {found}: expected the teacher's config.json, with "
+            f"the student's and the teacher's configuration have {values}: expected the teacher's config.json, with "
             "another number of layers and of padding rows of the vocabulary at most",
         )
     count, needed = teacher.num_hidden_layers, student.num_hidden_layers
     layers = init.chosen(count)
-    if len(layers) != needed or not all(0 <= each < count for each in layers):
+    if len(layers) != needed or not all(0 <= layer < count for layer in layers):
         raise ConfigError(
             f"{_KEY}.layers",
             f"got {init.layers}, which is {layers} of the teacher's {count} layers: expected {needed} of them, as "
             "many as the student has",
         )
     kinds, wanted = getattr(teacher, "layer_types", None), getattr(student, "layer_types", None)
-    if kinds is not None and wanted is not None and [kinds[each] for each in layers] != list(wanted):
+    if kinds is not None and wanted is not None and [kinds[layer] for layer in layers] != list(wanted):
         raise ConfigError(
             f"{_KEY}.layers",
             f"the layer_types of the student are {list(wanted)}, and those of the teacher's layers {layers} are "
-            f"{[kinds[each] for each in layers]}: expected the same",
+            f"{[kinds[layer] for layer in layers]}: expected the same",
         )
     return layers
 
@@ -98,22 +96,22 @@ def _name_in_teacher(of_layer: re.Pattern[str], layers: list[int], name: str) ->
     """A tensor's name with the teacher's number of the layer. Layers of other parts, such as a vision tower, keep
     theirs.
     """
-    return of_layer.sub(lambda found: str(layers[int(found[0])]), name)
+    return of_layer.sub(lambda match: str(layers[int(match[0])]), name)
 
 
 @torch.no_grad()
-def _fill_at_random(decoder: Decoder, config: PreTrainedConfig, dtype: Any, seed: int) -> None:
+def _initialize_randomly(decoder: Decoder, config: PreTrainedConfig, dtype: Any, seed: int) -> None:
     """Draw the whole model in host memory, as its family does, and copy this process's part of it. The projectors of
     hidden states, which are not of the model, are left out.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
-    of_model = Decoder(model, verify=False)
-    whole = of_model.state_dict()
-    for name, value in decoder.state_dict().items():
+    full = Decoder(model, verify=False)
+    values = full.state_dict()
+    for name, parameter in decoder.state_dict().items():
         if name.startswith(PROJECTORS):
             continue
         # the last stage of a pipeline has a head of its own, although it is tied to the embedding
-        source = whole[of_model.embedding_name if of_model.tied and name == HEAD_WEIGHT else name]
-        set_from_global(value, source)
+        source = values[full.embedding_name if full.tied and name == HEAD_WEIGHT else name]
+        set_from_global(parameter, source)

@@ -1,11 +1,8 @@
 """The models of a run: their files, how they are loaded, and how a student is prepared for training."""
 
-import hashlib
-import importlib.util
-import json
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,15 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig
 
-from stillhouse.config import ConfigError, MtpConfig, RunConfig, StudentConfig, TeacherConfig
+from stillhouse.config import (
+    ConfigError,
+    MtpConfig,
+    NamedTeacherConfig,
+    ObjectiveConfig,
+    StudentConfig,
+    TeacherConfig,
+)
+from stillhouse.hashing import json_hash
 from stillhouse.libraries import reading, require_feature
 from stillhouse.models import (
     Decoder,
@@ -27,59 +32,82 @@ from stillhouse.models import (
     model_fingerprint,
     quantized_identity,
 )
-from stillhouse.parallel import Layout, Mesh, ModelSource, empty_decoder, load_weights, local_folder, process_count
+from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
 from stillhouse.run.initial import initial_weights
-from stillhouse.run.layouts import layout_of
 from stillhouse.signals import SignalStore
 
 
+@dataclass(frozen=True)
 class ModelSources:
-    """Where the models of a run come from: whole in one process, and each process's own part under a layout."""
+    """Where the models of a run come from: whole in one process, and each process's own part under a layout.
 
-    def __init__(self, config: RunConfig, mesh: Mesh):
-        self.config, self.mesh, self._device = config, mesh, mesh.device
-        self._is_whole = mesh.ranks.size == 1
+    student: its section
+    teachers: all teachers, by the keys of their sections
+    objective: its losses inside layers, for which the student is prepared
+    mesh: the processes that share each model
+    seed: of new weights
+    offload: whether the weights of models that are shared are in host memory between uses (`parallel.offload`)
+    recompute: whether the student's activations are computed again in the backward pass
+    """
 
-    def student(self) -> ModelSource:
+    student: StudentConfig
+    teachers: Mapping[str, TeacherConfig]
+    objective: ObjectiveConfig
+    mesh: Mesh
+    seed: int
+    offload: bool
+    recompute: bool
+
+    @property
+    def teacher_is_base(self) -> bool:
+        """Whether the teacher is the student without its adapter."""
+        return "teacher" in self.teachers and self.teachers["teacher"].is_base_of(self.student)
+
+    @property
+    def self_teachers(self) -> list[str]:
+        """The names of the teachers that are the student itself, whose prefixes it reads."""
+        return [
+            section.partition(".")[2]
+            for section, teacher in self.teachers.items()
+            if isinstance(teacher, NamedTeacherConfig) and teacher.student is not None
+        ]
+
+    def student_source(self) -> ModelSource:
         """The student, prepared for training."""
-        source = self._whole_student() if self._is_whole else self._sharded_student()
-        return replace(
-            source,
-            build=lambda: prepared_for_training(source.build(), self.config),
-            teacher_is_base=teacher_is_base(self.config),
-        )
+        source = self._whole_student() if self.mesh.ranks.size == 1 else self._sharded_student()
+        return replace(source, build=lambda: self._prepared(source.build()), teacher_is_base=self.teacher_is_base)
 
     def student_copy(self) -> Decoder:
         """The whole student without values, prepared for training like the one that is trained."""
-        return prepared_for_training(self._sharded_student().build(), self.config)
+        return self._prepared(self._sharded_student().build())
 
     def teacher(self, section: str, device: torch.device | None = None, *, offload: bool = False) -> ModelSource:
-        """A teacher of which each process reads a part. section: the key of its section.
+        """A teacher of which each process reads a part.
 
-        device: of its weights; None: that of the run. offload: keep its weights in host memory between uses.
+        section: the key of its section
+        device: of its weights; None: that of the run
+        offload: whether its weights are in host memory between uses
         """
-        teacher = self.config.teacher_sections[section]
-        return self._source(section, str(teacher.model), teacher, device or self._device, offload)
+        return self._source(section, str(self.teachers[section].model), self.teachers[section], device, offload)
 
     def whole_teacher(self, section: str) -> ModelSource:
         """A teacher that this process loads as transformers does."""
-        teacher = self.config.teacher_sections[section]
-        load = partial(load_model, section, str(teacher.model), teacher, self._device)
+        teacher = self.teachers[section]
+        load = partial(load_model, section, str(teacher.model), teacher, self.mesh.device)
         return ModelSource(load, name=section, is_proven=True)
 
     def head_of_store(self, section: str, store: SignalStore, device: torch.device | None = None) -> ModelSource:
         """The teacher of a store with hidden states, of which only the output head can be built."""
-        teacher, offload = self.config.teacher_sections[section], self.config.parallel.offload
         assert store.teacher_folder is not None
-        return self._source(section, str(store.teacher_folder), teacher, device or self._device, offload)
+        return self._source(section, str(store.teacher_folder), self.teachers[section], device, self.offload)
 
     def _whole_student(self) -> ModelSource:
-        student, seed = self.config.student, self.config.seed
+        student = self.student
 
         def build() -> Decoder:
             if student.init is None:
-                return load_model("student", student.model, student, self._device)
+                return load_model("student", student.model, student, self.mesh.device)
             source = self._sharded_student()
             empty = source.build()
             assert source.load_weights is not None
@@ -87,14 +115,10 @@ class ModelSources:
             return Decoder(empty.pretrained)  # which verifies it
 
         def add_weights(decoder: Decoder) -> None:
-            draw_lora(decoder, seed)
-            if decoder.hidden_match is not None:
-                decoder.hidden_match.draw(seed)
+            self._draw(decoder)
             if decoder.mtp is None:
                 return
-            if decoder.mtp.is_new:
-                decoder.mtp.draw(decoder.pretrained, seed)
-            else:
+            if not decoder.mtp.is_new:
                 read_weights(decoder, local_folder(student.model, student.revision), "mtp.")
             check_finite_weights(decoder, "student")
 
@@ -102,110 +126,96 @@ class ModelSources:
 
     def _sharded_student(self) -> ModelSource:
         """The student with the weights of its files, or with those of `student.init`."""
-        student, offload = self.config.student, self.config.parallel.offload
-        source = self._source("student", student.model, student, self._device, offload)
+        student = self.student
+        source = self._source("student", student.model, student, None, self.offload)
         if student.init is None:
             return source
-        read = initial_weights(self.config, local_folder(student.model, student.revision))
+        read = initial_weights(student, self.teachers.get("teacher"), self.seed)
 
         def weights(decoder: Decoder) -> None:
-            allocate(decoder, self._device, offload=offload)
+            allocate(decoder, self.mesh.device, offload=self.offload)
             read(decoder)
-            if decoder.hidden_match is not None:
-                decoder.hidden_match.draw(self.config.seed)
+            self._draw(decoder)
             check_finite_weights(decoder, "student")
 
         return replace(source, load_weights=weights)
 
     def _source(
-        self, which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool
+        self,
+        section: str,
+        name: str,
+        model: StudentConfig | TeacherConfig,
+        device: torch.device | None,
+        offload: bool,
     ) -> ModelSource:
-        """which: the key of the model's section. name: its hub id or folder."""
+        """section: the key of the model's section. name: its hub id or folder."""
         if model.trust_remote_code:
             raise ConfigError(
-                f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
+                f"{section}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
             )
-        folder, seed = local_folder(name, model.revision), self.config.seed
+        folder = local_folder(name, model.revision)
 
         def weights(decoder: Decoder) -> None:
-            load_weights(decoder, folder, device, offload=offload)
-            draw_lora(decoder, seed)
-            if decoder.hidden_match is not None:
-                decoder.hidden_match.draw(seed)
-            if decoder.mtp is not None:
-                decoder.mtp.draw(decoder.pretrained, seed)
-            check_finite_weights(decoder, which)
+            load_weights(decoder, folder, device or self.mesh.device, offload=offload)
+            self._draw(decoder)
+            check_finite_weights(decoder, section)
 
         build = partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention)
-        return ModelSource(build, weights, offload=offload, name=which)
+        return ModelSource(build, weights, offload=offload, name=section)
+
+    def _draw(self, decoder: Decoder) -> None:
+        """Give first values to the weights that no file has."""
+        draw_lora(decoder, self.seed)
+        if decoder.hidden_match is not None:
+            decoder.hidden_match.draw(self.seed)
+        if decoder.mtp is not None:
+            decoder.mtp.draw(decoder.pretrained, self.seed)
+
+    def _prepared(self, student: Decoder) -> Decoder:
+        """The student with adapter, MTP layers, losses inside layers and activation checkpointing, in train mode."""
+        adapter, objective = self.student.adapter, self.objective
+        if adapter is not None:
+            options = adapter.model_dump(exclude={"type"})
+            try:
+                add_lora(student, **options, base=self.student.model, revision=self.student.revision)
+            except ValueError as error:
+                raise ConfigError("student.adapter.targets", str(error)) from error
+        if self.student.mtp is not None:
+            _add_mtp(student, self.student.mtp)
+        if objective.router_aux_loss:
+            try:
+                balance_routers(student)
+            except ValueError as error:
+                raise ConfigError("objective.router_aux_loss", str(error)) from error
+        if objective.hidden:
+            pairs = [HiddenPair(pair.student, pair.teacher, pair.loss, pair.scale) for pair in objective.hidden]
+            _match_hidden(student, pairs, self.teachers["teacher"])
+        if self.recompute:
+            student.gradient_checkpointing_enable()
+        return student.train()
 
 
-def model_fingerprints(config: RunConfig, stores: Mapping[str, SignalStore]) -> dict[str, str]:
+def model_fingerprints(
+    student: StudentConfig, teachers: Mapping[str, TeacherConfig], seed: int, stores: Mapping[str, SignalStore]
+) -> dict[str, str]:
     """For the student and each teacher, a hash of the model's files; for a model of the hub, the commit; for a store,
     its identity. A student that is its own teacher has one hash.
+
+    teachers, stores: by the keys of the teachers' sections
+    seed: of the student's first weights
     """
-    hashes = {"student": source_fingerprint(config.student.model, config.student.revision)}
-    if config.student.init is not None:
-        hashes["student"] = initial_fingerprint(config, hashes["student"])
-    for section, teacher in config.teacher_sections.items():
+    fingerprints = {"student": _student_fingerprint(student, teachers.get("teacher"), seed)}
+    for section, teacher in teachers.items():
         if section in stores:
-            hashes[section] = stores[section].identity
+            fingerprints[section] = stores[section].identity
         elif teacher.model is not None:
-            of_files = source_fingerprint(teacher.model, teacher.revision)
-            hashes[section] = quantized_identity(of_files, teacher.quantize)
-    return hashes
+            fingerprints[section] = teacher_fingerprint(teacher)
+    return fingerprints
 
 
-def require_adapters(student: StudentConfig) -> None:
-    """Raise ConfigError if the student has an adapter and peft is not installed."""
-    if student.adapter is not None and importlib.util.find_spec("peft") is None:
-        raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
-
-
-def require_teachers_fit(config: RunConfig, layout: Layout, device: torch.device) -> None:
-    """Raise ConfigError for a teacher that cannot be quantized, or be in host memory between uses, in this run."""
-    for section, teacher in config.teacher_sections.items():
-        if teacher.quantize is not None and layout.degrees.processes > 1:
-            raise ConfigError(
-                f"{section}.quantize",
-                f"got {teacher.quantize} under {layout}, which divides plain weights: expected null, or teacher.url "
-                "with `stillhouse serve --quantize`",
-            )
-        if teacher.offload:
-            _require_offload(config, section, layout, device)
-
-
-def _require_offload(config: RunConfig, section: str, layout: Layout, device: torch.device) -> None:
-    key = f"{section}.offload"
-    if device.type == "cpu":
-        raise ConfigError(
-            key, "got true on a CPU, where everything is in host memory already: expected false, or a GPU"
-        )
-    if section == "teacher" and teacher_is_base(config):
-        raise ConfigError(key, "got true for a teacher that is the student without its adapter: expected false")
-    degrees = (teacher_layout(config, section) or layout).degrees
-    if degrees.processes > 1 and degrees.replicate * degrees.shard == 1:
-        raise ConfigError(
-            key, f"got true under {degrees}, which does not use FSDP: expected fsdp, replicate or context above 1"
-        )
-
-
-def teacher_is_base(config: RunConfig) -> bool:
-    """Whether the teacher is the student without its adapter, so that one model in memory serves as both."""
-    student, teacher = config.student, config.teacher
-    if student.adapter is None or teacher is None or teacher.url is not None:
-        return False
-    same = all(getattr(student, key) == getattr(teacher, key) for key in ("model", "revision", "attention"))
-    return same and teacher.quantize is None and teacher.dtype in ("auto", student.dtype) and teacher.parallel is None
-
-
-def teacher_layout(config: RunConfig, section: str = "teacher") -> Layout | None:
-    """A teacher's own layout, if its section has the key `parallel`; else None."""
-    teacher = config.teacher_sections.get(section)
-    if teacher is None or teacher.parallel is None:
-        return None
-    layout = layout_of(teacher.parallel, process_count(), f"{section}.parallel")
-    return replace(layout, offload=config.parallel.offload or teacher.offload)
+def teacher_fingerprint(teacher: TeacherConfig) -> str:
+    """A hash of a teacher's files, or its commit on the hub, and of how it is quantized."""
+    return quantized_identity(source_fingerprint(str(teacher.model), teacher.revision), teacher.quantize)
 
 
 def source_fingerprint(name: str, revision: str | None) -> str:
@@ -215,55 +225,26 @@ def source_fingerprint(name: str, revision: str | None) -> str:
     return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
 
 
-def initial_fingerprint(config: RunConfig, of_files: str) -> str:
-    """A hash of all that the student's first weights depend on. of_files: the hash of the student's own files."""
-    init, teacher = config.student.init, config.teacher
-    assert init is not None
-    values: list[Any] = [of_files, init.source, init.layers, config.seed]
+def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, seed: int) -> str:
+    """A hash of all that the student's first weights depend on."""
+    of_files, init = source_fingerprint(student.model, student.revision), student.init
+    if init is None:
+        return of_files
+    values: list[Any] = [of_files, init.source, init.layers, seed]
     if init.source == "teacher":
         assert teacher is not None
         values[3] = source_fingerprint(str(teacher.model), teacher.revision)
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    return json_hash(values)
 
 
-def prepared_for_training(student: Decoder, config: RunConfig) -> Decoder:
-    """Prepare the student for training: adapter, MTP layers, router losses, activation checkpointing, train mode."""
-    adapter = config.student.adapter
-    if adapter is not None:
-        options = adapter.model_dump(exclude={"type"})
-        try:
-            add_lora(student, **options, base=config.student.model, revision=config.student.revision)
-        except ValueError as error:
-            raise ConfigError("student.adapter.targets", str(error)) from error
-    if config.student.mtp is not None:
-        _add_mtp(student, config.student.mtp)
-    if config.objective.router_aux_loss:
-        try:
-            balance_routers(student)
-        except ValueError as error:
-            raise ConfigError("objective.router_aux_loss", str(error)) from error
-    if config.objective.hidden:
-        _match_hidden(student, config)
-    if config.train.activation_checkpointing:
-        student.gradient_checkpointing_enable()
-    return student.train()
-
-
-def hidden_pairs(config: RunConfig) -> list[HiddenPair]:
-    return [HiddenPair(each.student, each.teacher, each.loss, each.scale) for each in config.objective.hidden]
-
-
-def _match_hidden(student: Decoder, config: RunConfig) -> None:
+def _match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher: TeacherConfig) -> None:
     """Add the projectors of the hidden-state loss, without values, and its hooks."""
-    assert config.teacher is not None
-    with reading(f"the configuration of {config.teacher.model!r} cannot be read"):
-        teacher = AutoConfig.from_pretrained(
-            str(config.teacher.model),
-            revision=config.teacher.revision,
-            trust_remote_code=config.teacher.trust_remote_code,
+    with reading(f"the configuration of {teacher.model!r} cannot be read"):
+        config = AutoConfig.from_pretrained(
+            str(teacher.model), revision=teacher.revision, trust_remote_code=teacher.trust_remote_code
         ).get_text_config()
     try:
-        match_hidden(student, hidden_pairs(config), teacher.num_hidden_layers, teacher.hidden_size)
+        match_hidden(student, pairs, config.num_hidden_layers, config.hidden_size)
     except ValueError as error:
         raise ConfigError("objective.hidden", str(error)) from error
 

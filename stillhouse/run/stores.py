@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,22 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, NamedTeacherConfig, RunConfig, TeacherConfig
-from stillhouse.data import Documents
+from stillhouse.config import (
+    ConfigError,
+    NamedTeacherConfig,
+    ObjectiveConfig,
+    StudentConfig,
+    TeacherConfig,
+    TeachersConfig,
+)
+from stillhouse.data import Documents, load_tokenizer
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.objective import forward_kl
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Ranks, is_first, log_rank0
-from stillhouse.run.cross_tokenizer_rules import open_cross_tokenizer
 from stillhouse.run.inputs import RunData
+from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.serving.client import (
     NeedsModelError,
     RemoteSignals,
@@ -29,6 +37,9 @@ from stillhouse.serving.client import (
     prove,
 )
 from stillhouse.signals import SignalCache, SignalStore
+from stillhouse.signals.cross_tokenizer import CrossTokenizerStore
+from stillhouse.signals.in_job import TeacherInJob
+from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.teacher_folder import files_of_head, head_of
 
 TOKEN = "STILLHOUSE_TOKEN"
@@ -37,19 +48,53 @@ SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 SMALL = 2**30
 
 
-def open_stores(config: RunConfig) -> dict[str, SignalStore]:
+def open_stores(
+    student: StudentConfig, teachers: Mapping[str, TeacherConfig], temperature: float, batch_tokens: int
+) -> dict[str, SignalStore]:
     """The stores of teachers' signals that the configuration names, by the keys of the teachers' sections.
 
-    Raises ConfigError for one that cannot be used.
+    teachers: all teachers, by the keys of their sections
+    temperature: of the objective
+    batch_tokens: how many tokens run at a time through a teacher with another tokenizer
+
+    Raises ConfigError for a store that cannot be used.
     """
     stores: dict[str, SignalStore] = {}
-    for section, teacher in config.teacher_sections.items():
-        temperature = _temperature(config, teacher)
+    for section, teacher in teachers.items():
+        own_temperature = _temperature(teacher, temperature)
         if teacher.cross_tokenizer is not None:
-            stores[section] = open_cross_tokenizer(config, section, temperature)
+            stores[section] = _open_cross_tokenizer(section, student, teacher, own_temperature, batch_tokens)
         elif teacher.cache is not None or teacher.url is not None:
-            stores[section] = _open(section, teacher, temperature)
+            stores[section] = _open(section, teacher, own_temperature)
     return stores
+
+
+def _open_cross_tokenizer(
+    section: str, student: StudentConfig, teacher: TeacherConfig, temperature: float, batch_tokens: int
+) -> CrossTokenizerStore:
+    """The store of a teacher with another tokenizer. The teacher itself is loaded later, where it is needed.
+
+    Raises ConfigError for tokenizers that cannot be aligned.
+    """
+    assert teacher.model is not None
+    assert teacher.cross_tokenizer is not None
+    ours = load_tokenizer(student.model, student.revision, student.trust_remote_code)
+    theirs = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
+    if teacher.top_k > len(theirs):
+        raise ConfigError(
+            f"{section}.top_k", f"got {teacher.top_k}, expected at most {len(theirs)}, the tokens of the teacher"
+        )
+    in_job = TeacherInJob(
+        teacher.model,
+        teacher_fingerprint(teacher),
+        SignalSpec("top_k", "float32", teacher.top_k, temperature, with_label=True),
+        partial(load_model, section, teacher.model, teacher),
+        batch_tokens,
+    )
+    try:
+        return CrossTokenizerStore(in_job, ours, theirs, teacher.cross_tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"{section}.cross_tokenizer", str(error)) from error
 
 
 def _open(section: str, teacher: TeacherConfig, temperature: float) -> SignalStore:
@@ -78,26 +123,38 @@ def _as_config_error(section: str, teacher: TeacherConfig) -> Iterator[None]:
         raise ConfigError(_key(section, teacher), str(error)) from error
 
 
-def require_signals(config: RunConfig, data: RunData, stores: Mapping[str, SignalStore], ranks: Ranks) -> None:
+def require_signals(
+    stores: Mapping[str, SignalStore],
+    teachers: Mapping[str, TeacherConfig],
+    several: TeachersConfig | None,
+    objective: ObjectiveConfig,
+    data: RunData,
+    new_tokens: int,
+    ranks: Ranks,
+) -> None:
     """Raise ConfigError if a store of a teacher's signals does not fit the data or the objective.
+
+    teachers: all teachers, by the keys of their sections; several: the section `teachers`
+    new_tokens: the longest completion that the run writes; 0 without rollouts
 
     A server is also asked for the signals of some documents, to prove that they are those of the teacher.
     """
+    route = None if several is None else several.route
     for section, store in stores.items():
-        teacher = config.teacher_sections[section]
-        _require_objective(config, section, store)
+        teacher = teachers[section]
+        _require_objective(section, store, teacher, several, objective)
         with ranks.all_raise(ConfigError), _as_config_error(section, teacher):
-            own = _documents_of(config, section, data.train.documents)
-            store.require(own, "data.train")
-            if config.rollout is not None:
-                longest = _with_completion(own, config.rollout.max_new_tokens)
+            train = _documents_of(section, route, data.train.documents)
+            store.require(train, "data.train")
+            if new_tokens:
+                longest = _with_completion(train, new_tokens)
                 store.require(longest, "the longest prompt of data.train with rollout.max_new_tokens")
             if data.dataset is not None:
-                store.require(_documents_of(config, section, data.dataset), "data.train")
+                store.require(_documents_of(section, route, data.dataset), "data.train")
             if data.evaluation is not None:
-                store.require(_documents_of(config, section, data.evaluation.documents), "data.eval")
+                store.require(_documents_of(section, route, data.evaluation.documents), "data.eval")
             if isinstance(store, RemoteSignals):
-                _prove(section, teacher, own, data.tokenizer, store, ranks.device)
+                _prove(section, teacher, train, data.tokenizer, store, ranks.device)
 
 
 def _with_completion(documents: Documents, tokens: int) -> Documents:
@@ -108,35 +165,42 @@ def _with_completion(documents: Documents, tokens: int) -> Documents:
     return replace(longest, tokens_N=tokens_N, targets_N=targets_N, offsets=np.array([0, len(tokens_N)]))
 
 
-def _require_objective(config: RunConfig, section: str, store: SignalStore) -> None:
+def _require_objective(
+    section: str,
+    store: SignalStore,
+    teacher: TeacherConfig,
+    several: TeachersConfig | None,
+    objective: ObjectiveConfig,
+) -> None:
     """Raise ConfigError if the objective cannot be computed from the store's signals."""
-    signal, wanted = store.signal, _temperature(config, config.teacher_sections[section])
-    if signal.temperature not in (None, wanted):
-        own = f"{section}.temperature"
+    signal, temperature = store.signal, _temperature(teacher, objective.temperature)
+    if signal.temperature not in (None, temperature):
         raise ConfigError(
-            "objective.temperature" if section == "teacher" else own,
-            f"got {wanted:g}, but {store.name} holds {signal}: expected the same "
+            "objective.temperature" if section == "teacher" else f"{section}.temperature",
+            f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
             "temperature, or hidden states, which give every temperature",
         )
-    if signal.kind == "sampled" and parse_objective(config.objective.loss).divergence not in (None, forward_kl()):
-        raise ConfigError("objective.loss", f"got {config.objective.loss!r}: draws can only estimate forward_kl")
-    if config.teachers is not None and config.teachers.sum == "distributions" and not signal.is_exact:
+    if signal.kind == "sampled" and parse_objective(objective.loss).divergence not in (None, forward_kl()):
+        raise ConfigError("objective.loss", f"got {objective.loss!r}: draws can only estimate forward_kl")
+    if several is not None and several.sum == "distributions" and not signal.is_exact:
         raise ConfigError(
             f"{section}.cache", f"holds {signal}: expected hidden states, from which distributions can be summed"
         )
 
 
-def _temperature(config: RunConfig, teacher: TeacherConfig) -> float:
+def _temperature(teacher: TeacherConfig, of_objective: float) -> float:
     """The temperature of a teacher's divergence."""
-    own = teacher.temperature if isinstance(teacher, NamedTeacherConfig) else None
-    return config.objective.temperature if own is None else own
+    if isinstance(teacher, NamedTeacherConfig) and teacher.temperature is not None:
+        return teacher.temperature
+    return of_objective
 
 
-def _documents_of(config: RunConfig, section: str, documents: Documents) -> Documents:
-    """The documents that a teacher judges, with its prefixes."""
-    name, route = section.partition(".")[2], None if config.teachers is None else config.teachers.route
+def _documents_of(section: str, route: str | None, documents: Documents) -> Documents:
+    """The documents that a teacher scores, with its prefixes. route: the column that names a document's teacher."""
+    name = section.partition(".")[2]
     if route is not None:
-        documents = documents.select([at for at, value in enumerate(documents.columns[route]) if value == name])
+        numbers = [number for number, value in enumerate(documents.columns[route]) if value == name]
+        documents = documents.select(numbers)
     return documents.as_read_by(name)
 
 

@@ -1,8 +1,6 @@
 """The functions of the user's own that a configuration names."""
 
-from collections.abc import Iterator
-
-from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config import ConfigError, EvalConfig, RolloutConfig
 from stillhouse.generation.hooks import OF_COMPLETIONS, UserFunction, load_function
 
 CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
@@ -16,11 +14,11 @@ def function_of(key: str, path: str) -> UserFunction:
         raise ConfigError(key, str(error)) from error
 
 
-def all_functions(config: RunConfig) -> Iterator[UserFunction]:
-    """Every function that the configuration names. Raises ConfigError as `function_of` does."""
-    named: list[tuple[str, str | None]] = [(CALLBACKS, path) for path in config.eval.callbacks]
-    if config.rollout is not None:
-        named += [(REWARD, config.rollout.reward), (ENVIRONMENT, config.rollout.environment)]
-    for key, path in named:
+def require_functions(evaluation: EvalConfig, rollout: RolloutConfig | None) -> None:
+    """Raise ConfigError, as `function_of` does, unless every function that the sections name can be used."""
+    paths: list[tuple[str, str | None]] = [(CALLBACKS, path) for path in evaluation.callbacks]
+    if rollout is not None:
+        paths += [(REWARD, rollout.reward), (ENVIRONMENT, rollout.environment)]
+    for key, path in paths:
         if path is not None:
-            yield function_of(key, path)
+            function_of(key, path)

@@ -6,7 +6,7 @@ index is written last: a folder without it is no cache for a reader.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data import tokenizer_fingerprint
 from stillhouse.output.disk import (
     UNFINISHED,
     explained_write_errors,
@@ -27,7 +29,7 @@ from stillhouse.output.disk import (
 )
 from stillhouse.output.folder import folder_lock, is_leftover
 from stillhouse.parallel import ONE_PROCESS, Ranks, is_first, process_count, process_rank, wait_for_all
-from stillhouse.run.agreement import require_shared_folder
+from stillhouse.run.agreement import library_versions, require_shared_folder
 from stillhouse.signals.cache.files import (
     CACHE_KEY,
     INDEX,
@@ -41,6 +43,7 @@ from stillhouse.signals.cache.files import (
     shard_name,
     shard_tensors,
 )
+from stillhouse.signals.signal_spec import SignalSpec
 
 #: the size of a shard before packing, unless a single document needs more
 SHARD_BYTES = 128 * 2**20
@@ -84,9 +87,9 @@ class CacheFolder:
 
     def _write_shards(self, compute: Callable[[int], dict[str, Tensor]]) -> None:
         """Compute this process's shards that are not complete yet."""
-        every = range(process_rank(), self.manifest.shards, process_count())
-        own = [number for number in every if not self._is_complete(number)]
-        for number in tqdm(own, desc="shards", unit="shard", disable=not is_first() or not own):
+        share = range(process_rank(), self.manifest.shards, process_count())
+        missing = [number for number in share if not self._is_complete(number)]
+        for number in tqdm(missing, desc="shards", unit="shard", disable=not is_first() or not missing):
             tensors = compute(number)
             path = self.path / shard_name(number)
             partial = path.with_name(path.name + UNFINISHED)
@@ -99,17 +102,17 @@ class CacheFolder:
 
     def _finish(self) -> None:
         """Write the index, after all processes have written their shards."""
-        written = {name: digest for number in range(self.manifest.shards) for name, digest in self._record(number)}
+        shards = {shard_name(number): self._recorded_hash(number) for number in range(self.manifest.shards)}
         small = [name for name in file_names(self.path) if not name.startswith((SHARDS, INDEX, "."))]
-        replace_text(self.path / INDEX, json.dumps({"sha256": {**hashes(self.path, small), **written}}, indent=1))
+        replace_text(self.path / INDEX, json.dumps({"sha256": {**hashes(self.path, small), **shards}}, indent=1))
 
     def _require_own_folder(self) -> None:
         path = self.path / MANIFEST
         if path.is_file():
-            found = Manifest.from_json(path.read_text(encoding="utf-8"), path)
+            existing = Manifest.from_json(path.read_text(encoding="utf-8"), path)
             different = [
                 f"{name} {theirs!r} there and {ours!r} here"
-                for name, theirs, ours in found.differences(self.manifest)
+                for name, theirs, ours in existing.differences(self.manifest)
             ]
             if different:
                 raise ValueError(f"{self.path} has another cache: {'; '.join(different)}; expected another folder")
@@ -117,23 +120,87 @@ class CacheFolder:
             raise ValueError(f"{self.path} is not empty and has no cache: expected a new folder")
 
     def _missing_bytes(self) -> int:
-        held = sum(path.stat().st_size for path in (self.path / SHARDS).glob("*.safetensors"))
-        return max(0, self.manifest.rows * self.manifest.layout.bytes_per_token - held)
+        complete = sum(path.stat().st_size for path in (self.path / SHARDS).glob("*.safetensors"))
+        return max(0, self.manifest.rows * self.manifest.layout.bytes_per_token - complete)
 
     def _is_complete(self, number: int) -> bool:
         """Whether a shard has the hash of its record, which is written after the shard."""
         if not (self.path / record_name(number)).is_file():
             return False
-        return dict(self._record(number)) == hashes(self.path, [shard_name(number)])
+        return hashes(self.path, [shard_name(number)])[shard_name(number)] == self._recorded_hash(number)
 
-    def _record(self, number: int) -> Iterator[tuple[str, str]]:
+    def _recorded_hash(self, number: int) -> str:
         path = self.path / record_name(number)
         try:
-            yield shard_name(number), str(json.loads(path.read_text(encoding="utf-8"))["sha256"])
+            return str(json.loads(path.read_text(encoding="utf-8"))["sha256"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is missing or damaged ({error}): delete it, and start the command again"
             ) from error
+
+
+def describe(
+    signal: SignalSpec,
+    teacher: str,
+    teacher_hash: str,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: int,
+    width: int,
+    *,
+    packed: bool = False,
+) -> Manifest:
+    """The description of a cache (see `Manifest`), without its documents, which `write_documents` adds."""
+    return Manifest(
+        signal,
+        teacher,
+        teacher_hash,
+        tokenizer_fingerprint(tokenizer),
+        vocabulary,
+        width,
+        documents=0,
+        rows=0,
+        documents_hash="",
+        shards=0,
+        versions=library_versions(),
+        packed=packed,
+    )
+
+
+def write_documents(
+    out: Path,
+    description: Manifest,
+    documents: Sequence[tuple[bytes, range]],
+    read: Callable[[Sequence[int]], dict[str, Tensor]],
+    save_teacher: Callable[[Path], None],
+    ranks: Ranks = ONE_PROCESS,
+    shard_bytes: int | None = None,
+) -> Manifest:
+    """Write a cache, or the part of it that is missing, one shard in memory at a time. A collective of all processes.
+
+    description: without documents, rows and shards
+    documents: the id and the rows of each
+    read: the signals of the rows of several documents, by their places in `documents`
+    shard_bytes: the size of a shard before packing, which is what is in memory; None: `SHARD_BYTES`
+    """
+    lengths = [len(rows) for _, rows in documents]
+    if not lengths:
+        raise ValueError(f"{out}: there are no documents with two tokens or more; nothing is written")
+    per_token = description.signal.bytes_per_token(description.width)
+    shards = divide(lengths, max(1, (shard_bytes or SHARD_BYTES) // per_token))
+    manifest = replace(
+        description,
+        documents=len(documents),
+        rows=sum(lengths),
+        documents_hash=documents_hash(documents),
+        shards=len(shards),
+    )
+
+    def compute(number: int) -> dict[str, Tensor]:
+        of_shard = [documents[document] for document in shards[number]]
+        return shard_tensors(manifest.layout, of_shard, read(shards[number]))
+
+    CacheFolder(out, manifest).write(save_teacher, compute, ranks)
+    return manifest
 
 
 def divide(lengths: Sequence[int], rows: int) -> list[range]:
@@ -147,40 +214,9 @@ def divide(lengths: Sequence[int], rows: int) -> list[range]:
             borders.append(number)
             held = 0
         held += length
-    return [range(*each) for each in zip(borders, [*borders[1:], len(lengths)], strict=True)]
+    return [range(*shard) for shard in zip(borders, [*borders[1:], len(lengths)], strict=True)]
 
 
-def write_documents(
-    out: Path,
-    about: Manifest,
-    documents: Sequence[tuple[bytes, range]],
-    read: Callable[[Sequence[int]], list[dict[str, Tensor]]],
-    save_teacher: Callable[[Path], None],
-    shard_bytes: int | None = None,
-) -> Manifest:
-    """Write a cache of signals that exist already, one shard in memory at a time.
-
-    about: the description of the cache; its numbers of documents, rows and shards are filled in here. documents: the
-    id and the rows of each. read: the signals of several documents' rows, by their places in `documents`.
-    """
-    lengths = [len(rows) for _, rows in documents]
-    if not lengths:
-        raise ValueError(f"{out}: there are no documents with two tokens or more; nothing is written")
-    per_token = about.signal.bytes_per_token(about.width)
-    shards = divide(lengths, max(1, (shard_bytes or SHARD_BYTES) // per_token))
-    manifest = replace(
-        about,
-        documents=len(documents),
-        rows=sum(lengths),
-        documents_hash=documents_hash(documents),
-        shards=len(shards),
-    )
-
-    def compute(number: int) -> dict[str, Tensor]:
-        parts = read(shards[number])
-        tensors = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
-        own = [documents[document] for document in shards[number]]
-        return shard_tensors(manifest.layout, own, tensors)
-
-    CacheFolder(out, manifest).write(save_teacher, compute, ONE_PROCESS)
-    return manifest
+def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The signals of several documents, one after the other."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -30,12 +30,7 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
 from stillhouse.parallel import ShardedMicroBatches, is_first
-from stillhouse.run.session import (
-    Session,
-    adapter_in_words,
-    data_reports,
-    prepare,
-)
+from stillhouse.run.session import Session, data_reports, prepare
 
 #: how many characters of the sample document are shown
 _SAMPLE = 600
@@ -46,33 +41,33 @@ Result = TypeVar("Result")
 
 def check(config: RunConfig) -> None:
     """Print the findings. Raises the errors that the run itself would raise; an error about its folder comes last."""
+    folder = RunFolder(Path(config.out))
     with closing(prepare(config, announce=is_first())) as session:
         occupied: ValueError | None = None
         try:
-            state = _state(session)
+            state = _state(session, folder)
         except ValueError as error:
             state, occupied = "cannot be used, see the error below", error
-        for line in _lines(session, state):
+        for line in _lines(session, folder, state):
             if is_first():
                 print(line, flush=True)
         if occupied is not None:
             raise occupied
 
 
-def _state(session: Session) -> str:
+def _state(session: Session, folder: RunFolder) -> str:
     """Describe what the run would find in its folder. Raises ValueError if the run may not use the folder."""
-    folder = RunFolder(Path(session.config.out))
-    newest = next(iter(candidates(session.config)), None)
+    newest = next(iter(candidates(folder, session.checkpoint_config.resume, session.values)), None)
     if newest is not None and folder.owns(newest):
-        require_unchanged_sources(newest, read_state(newest).progress, session)
+        require_unchanged_sources(newest, read_state(newest).progress, session.identity)
     if folder.complete:
         return "contains this run, which is complete"
     return f"resumes from {newest.name}" if newest else "a new run"
 
 
-def _lines(session: Session, state: str) -> Iterator[str]:
+def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
     """The printed lines. state: a description of the run folder."""
-    config, step_schedule = session.config, session.step_schedule
+    student, step_schedule = session.models.student, session.step_schedule
     yield _row("student", _model_line(session.student))
     for section, teacher in session.teachers.items():
         yield _row(section.removeprefix("teachers."), _model_line(teacher))
@@ -80,14 +75,16 @@ def _lines(session: Session, state: str) -> Iterator[str]:
         name = "signals" if section == "teacher" else section.removeprefix("teachers.")
         yield _row(name, f"{store.signal}, from {store.name}")
     for part in session.engine.parts:
-        if config.student.mtp is not None and isinstance(part, FurtherTokens):
-            yield _row("mtp", mtp_in_words(config.student.mtp, session.student, part))
-    if session.student.lora is not None:
-        yield _row("adapter", adapter_in_words(session))
-    is_shared = all(each.cross_tokenizer is None for each in session.config.teacher_sections.values())
-    same = ", the same for both" if session.config.teacher is not None and is_shared else ""
-    same = ", the same for all" if session.config.teachers is not None and is_shared else same
-    yield _row("tokenizer", f"{len(session.tokenizer):,} tokens, hash {session.tokenizer_hash[:12]}{same}")
+        if student.mtp is not None and isinstance(part, FurtherTokens):
+            yield _row("mtp", mtp_in_words(student.mtp, session.student, part))
+    if session.adapter_in_words is not None:
+        yield _row("adapter", session.adapter_in_words)
+    teachers = session.models.teachers
+    same = ""
+    if teachers and all(teacher.cross_tokenizer is None for teacher in teachers.values()):
+        same = f", the same for {'both' if 'teacher' in teachers else 'all'}"
+    tokenizer_hash = session.identity.models["tokenizer"]
+    yield _row("tokenizer", f"{len(session.tokenizer):,} tokens, hash {tokenizer_hash[:12]}{same}")
     yield from (_row("warning", warning) for warning in session.warnings)
     for which, report in data_reports(session).items():
         yield _row(f"data {which}", report.summary())
@@ -97,29 +94,29 @@ def _lines(session: Session, state: str) -> Iterator[str]:
         yield _row("packing", f"{len(session.train):,} sequences, {session.train.filled_share:.0%} full")
         yield _row(
             "steps",
-            f"{step_schedule.steps:,} of {step_schedule.sequences_per_step} sequences "
-            f"(at most {config.data.max_tokens:,} tokens each), {step_schedule.rows_per_micro_batch} per micro-batch",
+            f"{step_schedule.steps:,} of {step_schedule.sequences_per_step} sequences (at most "
+            f"{session.train.max_tokens:,} tokens each), {step_schedule.rows_per_micro_batch} per micro-batch",
         )
     else:
-        plan = session.plan
+        plan, rollout = session.plan, session.rollout_config
         yield _row(
             "steps",
             f"{step_schedule.steps:,} of {plan.prompts_per_step * plan.samples_per_prompt} completions, "
             f"{plan.samples_per_prompt} of each prompt; {plan.share:.0%} of them written by the "
-            f"{config.rollout.writer if config.rollout else 'student'}",
+            f"{rollout.writer if rollout else 'student'}",
         )
         if plan.dataset:
-            written = sum(len(plan.from_dataset(step)) for step in range(step_schedule.steps))
-            of_it = f"the dataset's, which has {plan.dataset:,}: {written / plan.dataset:.2f} passes over it"
-            yield _row("dataset", f"{written:,} of the completions are {of_it}")
-    yield _row("device", f"{session.device}, {config.train.precision}")
-    yield _row("run folder", f"{config.out}: {state}")
+            completions = sum(len(plan.from_dataset(step)) for step in range(step_schedule.steps))
+            of_it = f"the dataset's, which has {plan.dataset:,}: {completions / plan.dataset:.2f} passes over it"
+            yield _row("dataset", f"{completions:,} of the completions are {of_it}")
+    yield _row("device", f"{session.device}, {session.train_config.precision}")
+    yield _row("run folder", f"{folder.path}: {state}")
     if session.plan is None:
         yield _row("sample", f"{session.train.documents.sources[0]}, the tokens to predict are in ⟦ ⟧:")
     else:
         yield _row("prompt", f"{session.train.documents.sources[0]}, the completion follows it:")
     yield _sample(session, session.train.documents)
-    yield from _step_lines(session)
+    yield from _step_lines(session, folder)
 
 
 def _model_line(decoder: Decoder) -> str:
@@ -152,29 +149,29 @@ def _runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
             start = position
 
 
-def _step_lines(session: Session) -> Iterator[str]:
+def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term alone.
 
     No server is asked for completions, because that would give it this student's weights.
     """
-    config, engine = session.config, session.engine
-    if config.rollout is not None and config.rollout.urls:
+    engine = session.engine
+    if session.rollout_config is not None and session.rollout_config.urls:
         yield _row("one step", "left out, because servers write the completions")
         return
     yield f"running one step twice{_size(session)}; functions are compiled the first time …"
-    parameters = [each for each in session.student.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in session.student.parameters() if parameter.requires_grad]
     with PeakMemory(session.device) as memory:
         if session.plan is None:
             micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
         else:
-            micro_batches = first_rollouts(session)
+            micro_batches = first_rollouts(session, folder)
         first, output = _timed(lambda: _forward_backward(session, engine, micro_batches))
         norm = engine.gradient_norm()
-    require_finite_loss(session, 1, micro_batches, output)
+    require_finite_loss(session, folder.checkpoints, 1, micro_batches, output)
     if not math.isfinite(norm):
-        raise explained(session, 1, micro_batches, output, norm)
-    optimizer_bytes = 2 * sum(local(each).numel() * each.element_size() for each in parameters)
-    tokens = sum(each.input_ids_BS.numel() for each in micro_batches)
+        raise explained(session, folder.checkpoints, 1, micro_batches, output, norm)
+    optimizer_bytes = 2 * sum(local(weight).numel() * weight.element_size() for weight in parameters)
+    tokens = sum(micro_batch.input_ids_BS.numel() for micro_batch in micro_batches)
     loss = output.sums["loss"]
     engine.zero_grad()
     seconds, _ = _timed(lambda: _forward_backward(session, engine, micro_batches).sums)
@@ -184,9 +181,9 @@ def _step_lines(session: Session) -> Iterator[str]:
     terms = [(name, engine.with_losses(spec)) for name, spec in _single_terms(session.spec)]
     losses = [*terms, *engine.single_parts()]
     yield f"running the same step with each of {len(losses)} losses alone …"
-    for name, alone in losses:
+    for name, of_one_loss in losses:
         engine.zero_grad()
-        _forward_backward(session, alone, micro_batches)
+        _forward_backward(session, of_one_loss, micro_batches)
         yield _row(f"  {name} ", f"gradient norm {engine.gradient_norm():.4g}")
     engine.zero_grad()
 
@@ -222,14 +219,10 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
     if spec.divergence is not None:
         for scale, part in weighted_parts(spec.divergence):
             yield str(part), replace(none, divergence=part, divergence_scale=scale * spec.divergence_scale)
-    if spec.sampled_kl is not None:
-        yield f"sampled_kl({spec.estimator})", replace(none, sampled_kl=spec.sampled_kl)
-    if spec.policy_gradient is not None:
-        yield "policy_gradient", replace(none, policy_gradient=spec.policy_gradient)
-    if spec.uld is not None:
-        yield "uld", replace(none, uld=spec.uld)
-    if spec.entropy is not None:
-        yield "entropy", replace(none, entropy=spec.entropy)
+    labels = {"sampled_kl": f"sampled_kl({spec.estimator})"}
+    for name in ("sampled_kl", "policy_gradient", "uld", "entropy"):
+        if (scale := getattr(spec, name)) is not None:
+            yield labels.get(name, name), replace(none, **{name: scale})
 
 
 class PeakMemory:

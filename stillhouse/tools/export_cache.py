@@ -1,24 +1,26 @@
 """Writes a cache in the form of another project: the command `stillhouse cache export`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from stillhouse.config import RunConfig, yaml_text
+from stillhouse.config import yaml_text
 from stillhouse.output.disk import atomic_folder
-from stillhouse.run.inputs import load_run_data
+from stillhouse.run.inputs import RunData
 from stillhouse.signals import SignalCache
 from stillhouse.signals.cache.exchange.distillkit import CONFIGURATION, Compression, write_parquet
 from stillhouse.signals.cache.files import document_id
+from stillhouse.tools.write_cache import data_splits
 
 
-def export_distillkit(folder: Path, config: RunConfig, out: Path) -> Compression:
+def export_distillkit(folder: Path, load_data: Callable[[], RunData], out: Path) -> Compression:
     """Write DistillKit's Parquet file and its compression configuration to a new folder, or to none at all.
 
-    config: of the run whose data are in the cache, which has the hash of a document's tokens but not the tokens. The
-    log-probabilities are written as they are stored; the mass outside of the ids has no place in that form.
+    load_data: returns the data that are in the cache, which has the hash of a document's tokens but not the tokens
+
+    The log-probabilities are written as they are stored; the mass outside of the ids has no place in that form.
 
     Raises ValueError for other signals than top-k ids, for documents that the cache lacks, and for rows that are
     missing, since DistillKit reads all of a document.
@@ -31,21 +33,22 @@ def export_distillkit(folder: Path, config: RunConfig, out: Path) -> Compression
         raise ValueError(f"{out} exists: expected a new folder")
     assert spec.top_k is not None
     compression = Compression(cache.manifest.vocabulary, spec.top_k, spec.dtype, delta_encoding=False)
-    data, stored = load_run_data(config, {}), dict(cache.documents())
+    data, stored = load_data(), dict(cache.documents())
 
     def documents() -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        for each in (each.documents for each in (data.train, data.evaluation) if each is not None):
-            for number in range(len(each)):
-                tokens = each.tokens(number)
+        for split in data_splits(data):
+            for number in range(len(split)):
+                tokens = split.tokens(number)
                 rows = stored.pop(document_id(tokens), None)
-                if rows is not None and rows != range(len(tokens) - 1):
+                if rows is None:
+                    continue
+                if rows != range(len(tokens) - 1):
                     raise ValueError(
                         f"{folder} has rows {rows.start} to {rows.stop - 1} of the {len(tokens)} tokens of "
-                        f"{each.sources[number]}: expected all but the last; write the cache with "
+                        f"{split.sources[number]}: expected all but the last; write the cache with "
                         "objective.tokens=all"
                     )
-                if rows is not None:
-                    yield tokens, cache.read_document(document_id(tokens), rows)
+                yield tokens, cache.read_document(document_id(tokens), rows)
 
     with atomic_folder(out, exclusive=True) as partial:
         write_parquet(partial / "data_0.parquet", compression, documents())

@@ -20,22 +20,20 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from stillhouse.checkpoint.checkpoint_folder import best_checkpoint, checkpoints
-from stillhouse.checkpoint.export_weights import write_weights
+from stillhouse.checkpoint.export_weights import save_merged, write_weights
 from stillhouse.checkpoint.identity import configuration_hash
 from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint, stored_tensors, verified
-from stillhouse.config import RunConfig, load_config
+from stillhouse.config import RunConfig, StudentConfig, load_config
 from stillhouse.engine.state import RANDOM
 from stillhouse.libraries import reading
-from stillhouse.models.adapter import merged
 from stillhouse.models.checkpoint_names import without_mtp
-from stillhouse.models.pretrained import auto_class, load_causal_lm, parse_dtype
+from stillhouse.models.pretrained import auto_class, parse_dtype
 from stillhouse.output.disk import atomic_folder, file_names
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.model_card import Exported, model_card, quoted_file
 from stillhouse.output.progress import STATE, folder_name
-from stillhouse.run.in_words import in_words, loss_in_words
 from stillhouse.run.models import source_fingerprint
-from stillhouse.run.session import objective_spec
+from stillhouse.run.setup import RunSetup
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _STUDENT = ".safetensors", "student/"
@@ -77,12 +75,13 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
     with atomic_folder(out, exclusive=True) as folder, _still_there(checkpoint):
         if has_adapter:
             assert config is not None
-            _require_same_base(config, checkpoint)
+            _require_same_base(config.student, checkpoint)
         files = [name.removeprefix(_STUDENT) for name in checkpoint.state.files if name.startswith(_STUDENT)]
         if merges:
             assert config is not None
             merged_folder = folder / "merged"
-            _save_merged(merged_folder, config, student)
+            precise = "float64" if config.student.dtype == "float64" else "float32"
+            save_merged(merged_folder, config.student, student, precise)
             dtype = settings.dtype or config.student.dtype
             _copy(merged_folder, file_names(merged_folder), folder, dtype, settings)
             shutil.rmtree(merged_folder)
@@ -92,9 +91,10 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
         if settings.card:
             assert config is not None
             adapter = "merged" if merges else "alone" if has_adapter else ""
-            _require_same_configuration(run, config, checkpoint)
+            setup = RunSetup(config)
+            _require_same_configuration(run, setup, checkpoint)
             exported = Exported(
-                _objective(run, config),
+                _objective(run, setup),
                 _processes(checkpoint, config.parallel.tensor),
                 _command(run, checkpoint, settings),
                 _dtype_of(folder),
@@ -143,7 +143,7 @@ def _chosen(path: Path, step: str | None) -> Path:
         if best is None:
             raise ValueError(f"--step: no checkpoint in {path} has the metric of checkpoint.best: name a step")
         return best
-    names = {each.name: each for each in every}
+    names = {checkpoint.name: checkpoint for checkpoint in every}
     if not str(step).isdecimal() or folder_name(int(str(step))) not in names:
         raise ValueError(
             f"--step: got {step}, expected best, last or one of the steps that {path} has: "
@@ -162,26 +162,13 @@ def _configuration(run: Path, checkpoint: IntactCheckpoint) -> RunConfig:
     return load_config(path)
 
 
-def _require_same_base(config: RunConfig, checkpoint: IntactCheckpoint) -> None:
+def _require_same_base(base: StudentConfig, checkpoint: IntactCheckpoint) -> None:
     """Raise ValueError unless the base model's files are those that the adapter was trained on."""
-    base = config.student
     if source_fingerprint(base.model, base.revision) != checkpoint.state.progress.models.get("student"):
         raise ValueError(
             f"student: the files of {base.model} are not those that the adapter in {checkpoint.path} was trained on: "
             "restore them"
         )
-
-
-def _save_merged(folder: Path, config: RunConfig, adapter: Path) -> None:
-    """Write W + scale · B A, computed in float32, or in float64 if the run had that."""
-    base = config.student
-    model = load_causal_lm(
-        base.model,
-        revision=base.revision,
-        dtype="float64" if base.dtype == "float64" else "float32",
-        trust_remote_code=base.trust_remote_code,
-    )
-    merged(model, adapter).save_pretrained(folder)
 
 
 def _mtp_prefixes(source: Path) -> tuple[str, ...]:
@@ -202,9 +189,9 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
     kept = _kept_in_float32(source) if wanted in (torch.bfloat16, torch.float16) else []
 
     def to(name: str) -> torch.dtype:
-        own: torch.dtype = stored[name].properties.dtype
+        trained: torch.dtype = stored[name].properties.dtype
         is_kept = any(part in name.split(".") for part in kept)
-        return wanted if own.is_floating_point and isinstance(wanted, torch.dtype) and not is_kept else own
+        return wanted if trained.is_floating_point and isinstance(wanted, torch.dtype) and not is_kept else trained
 
     def read(names: Any) -> dict[str, Tensor]:
         return {name: _rounded(name, files[name], to(name)) for name in names}
@@ -258,14 +245,14 @@ def _kept_in_float32(source: Path) -> list[str]:
 
 def _with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
     """A model's configuration, and those of its parts, with another dtype of the weights."""
-    nested = {key: _with_dtype(each, dtype) if isinstance(each, dict) else each for key, each in content.items()}
+    nested = {key: _with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in content.items()}
     return {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in nested.items()}
 
 
 def _dtype_of(folder: Path) -> str:
     sizes: dict[torch.dtype, int] = {}
-    for each in stored_tensors(folder).values():
-        sizes[each.properties.dtype] = sizes.get(each.properties.dtype, 0) + each.size.numel()
+    for tensor in stored_tensors(folder).values():
+        sizes[tensor.properties.dtype] = sizes.get(tensor.properties.dtype, 0) + tensor.size.numel()
     return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
 
 
@@ -274,20 +261,20 @@ def _has_template(folder: Path) -> bool:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).chat_template is not None
 
 
-def _require_same_configuration(run: Path, config: RunConfig, checkpoint: IntactCheckpoint) -> None:
-    if checkpoint.state.progress.configuration != configuration_hash(config):
+def _require_same_configuration(run: Path, setup: RunSetup, checkpoint: IntactCheckpoint) -> None:
+    if checkpoint.state.progress.configuration != configuration_hash(setup.values):
         raise ValueError(
             f"{run / 'config.yaml'} is not the configuration that {checkpoint.path.name} was trained with, or is of "
             "another version of stillhouse: restore it, or export without a model card (--no-card)"
         )
 
 
-def _objective(run: Path, config: RunConfig) -> str:
+def _objective(run: Path, setup: RunSetup) -> str:
     """The objective in words. What a cache or a server gives is known from the run's own file alone."""
-    spec = objective_spec(config)
-    if all(teacher.cache is None and teacher.url is None for teacher in config.teacher_sections.values()):
-        return in_words(config, spec, {})
-    path, expected = run / "environment.json", loss_in_words(config, spec)
+    expected = setup.objective.loss_in_words()
+    if all(teacher.cache is None and teacher.url is None for teacher in setup.teachers.values()):
+        return setup.objective.in_words({})
+    path = run / "environment.json"
     words = quoted_file(path).get("objective")
     if not isinstance(words, str) or not words.startswith(f"{expected}, "):
         raise ValueError(

@@ -6,7 +6,8 @@ itself computes some of the documents, and files that disagree with it are refus
 N tokens of a document, K ids per row, V vocabulary, E the teacher's width.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data import load_tokenizer, tokenizer_fingerprint
+from stillhouse.data import load_tokenizer
 from stillhouse.models import Decoder, check_finite_weights, evaluating, model_fingerprint
 from stillhouse.parallel.sharded_loading import local_folder
-from stillhouse.run.agreement import library_versions
 from stillhouse.signals.cache.exchange.distillkit import Compression, DistillkitFiles
 from stillhouse.signals.cache.exchange.speculators import SpeculatorsFiles
 from stillhouse.signals.cache.files import Manifest, document_id
 from stillhouse.signals.signal_spec import DTYPES, SignalSpec
 from stillhouse.signals.teacher_folder import save_teacher
-from stillhouse.tools.cache_folder import write_documents
+from stillhouse.tools.cache_folder import describe, joined, write_documents
 
 #: how many documents the teacher computes, spread over all of them
 PROBES = 5
@@ -52,35 +52,29 @@ def import_distillkit(
     Raises ValueError, naming file and row, for rows that no teacher gives, and for files of another teacher.
     """
     files = DistillkitFiles(source, compression)
-    decoder, tokenizer, fingerprint = _load(teacher, dtype, device)
-    vocabulary = decoder.vocabulary_rows
-    if compression.d < vocabulary and compression.d < len(tokenizer):
-        raise ValueError(f"d = {compression.d}, but the teacher has {len(tokenizer)} tokens: expected its vocabulary")
+    model = _Teacher.load(teacher, dtype, device)
+    vocabulary = model.decoder.vocabulary_rows
+    if compression.d < vocabulary and compression.d < len(model.tokenizer):
+        raise ValueError(
+            f"d = {compression.d}, but the teacher has {len(model.tokenizer)} tokens: expected its vocabulary"
+        )
     spec = SignalSpec("top_k", compression.exact_dtype, compression.k, temperature)
     numbers, documents = _documents(files.tokens(), files.where, vocabulary)
 
-    def read_one(at: int) -> dict[str, Tensor]:
-        return files.signal(numbers[at], len(documents[at][1]), vocabulary)
+    def read_one(place: int) -> dict[str, Tensor]:
+        return files.signal(numbers[place], len(documents[place][1]), vocabulary)
 
-    chosen = _spread(len(documents))
-    for at, tokens in zip(chosen, _tokens_of(files.tokens(), [numbers[at] for at in chosen]), strict=True):
-        found = read_one(at)
-        error = _nats(decoder, tokens, found, temperature)
+    places = _spread(len(documents))
+    probes = _tokens_of(files.tokens(), [numbers[place] for place in places])
+    for place, tokens in zip(places, probes, strict=True):
+        error = _nats(model.decoder, tokens, read_one(place), temperature)
         if not error <= NATS:
             raise ValueError(
-                f"{files.where(numbers[at])}: its log-probabilities differ from the teacher's by {error:.2g} nats on "
-                f"average, expected at most {NATS:g}: is {teacher} the model that wrote them, at temperature "
+                f"{files.where(numbers[place])}: its log-probabilities differ from the teacher's by {error:.2g} nats "
+                f"on average, expected at most {NATS:g}: is {teacher} the model that wrote them, at temperature "
                 f"{temperature:g}?"
             )
-    about = _about(spec, teacher, fingerprint, tokenizer, decoder, packed=packed)
-    return write_documents(
-        out,
-        about,
-        documents,
-        lambda places: [read_one(at) for at in places],
-        lambda folder: save_teacher(folder, decoder, tokenizer, with_head=False),
-        shard_bytes,
-    )
+    return model.write(out, spec, documents, read_one, packed=packed, shard_bytes=shard_bytes)
 
 
 def import_speculators(
@@ -99,75 +93,76 @@ def import_speculators(
     Raises ValueError, naming the file, for states that are not those of this teacher's last layer.
     """
     files = SpeculatorsFiles(source)
-    stored_dtype = next((name for name, each in DTYPES.items() if each == files.dtype()), None)
+    stored_dtype = next((name for name, dtype in DTYPES.items() if dtype == files.dtype()), None)
     if stored_dtype is None:
         raise ValueError(f"{files.where(0)}: hidden_states of {files.dtype()}: expected {', '.join(DTYPES)}")
-    decoder, tokenizer, fingerprint = _load(teacher, dtype, device)
-    about = _about(SignalSpec("hidden", stored_dtype), teacher, fingerprint, tokenizer, decoder)
+    model = _Teacher.load(teacher, dtype, device)
+    decoder, width = model.decoder, model.width
     numbers, documents = _documents(files.tokens(), files.where, decoder.vocabulary_rows)
-    chosen = _spread(len(documents))
-    probes = [numbers[at] for at in chosen]
+    probes = [numbers[place] for place in _spread(len(documents))]
     norm: nn.Module | None = None
     for place, (number, tokens) in enumerate(zip(probes, _tokens_of(files.tokens(), probes), strict=True)):
-        found = files.last_layer(number, len(tokens), about.width)
-        needed = _needed_norm(decoder, tokens, found, files.where(number))
+        stored_NE = files.last_layer(number, len(tokens), width)
+        needed = _needed_norm(decoder, tokens, stored_NE, files.where(number))
         if place and needed is not norm:
             raise ValueError(f"{files.where(number)} is normed otherwise than {files.where(probes[0])}")
         norm = needed
 
     @torch.no_grad()
-    def read_one(at: int) -> dict[str, Tensor]:
-        rows = documents[at][1]
-        hidden_NE = files.last_layer(numbers[at], len(rows) + 1, about.width)[: len(rows)]
+    def read_one(place: int) -> dict[str, Tensor]:
+        rows = documents[place][1]
+        hidden_NE = files.last_layer(numbers[place], len(rows) + 1, width)[: len(rows)]
         if hidden_NE.dtype != DTYPES[stored_dtype]:
             raise ValueError(
-                f"{files.where(numbers[at])}: {hidden_NE.dtype}, expected {stored_dtype} as in the first"
+                f"{files.where(numbers[place])}: {hidden_NE.dtype}, expected {stored_dtype} as in the first"
             )
         return {"hidden": (hidden_NE if norm is None else _normed(norm, hidden_NE)).to(DTYPES[stored_dtype])}
 
-    return write_documents(
-        out,
-        about,
-        documents,
-        lambda places: [read_one(at) for at in places],
-        lambda folder: save_teacher(folder, decoder, tokenizer, with_head=True),
-        shard_bytes,
-    )
+    return model.write(out, SignalSpec("hidden", stored_dtype), documents, read_one, shard_bytes=shard_bytes)
 
 
-def _load(teacher: str, dtype: str, device: torch.device | str) -> tuple[Decoder, PreTrainedTokenizerBase, str]:
-    """The teacher, its tokenizer, and a hash of its files (of a model of the hub, its commit)."""
-    tokenizer = load_tokenizer(teacher)
-    decoder = Decoder.from_pretrained(teacher, dtype=dtype, device=device).eval()
-    check_finite_weights(decoder, "teacher")
-    folder = Path(local_folder(teacher))
-    return decoder, tokenizer, model_fingerprint(folder) if Path(teacher).is_dir() else folder.name
+@dataclass(frozen=True)
+class _Teacher:
+    """The model that has written the files, as the user says. fingerprint: a hash of its files, or its commit."""
 
+    name: str
+    decoder: Decoder
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str
 
-def _about(
-    spec: SignalSpec,
-    teacher: str,
-    fingerprint: str,
-    tokenizer: PreTrainedTokenizerBase,
-    decoder: Decoder,
-    *,
-    packed: bool = False,
-) -> Manifest:
-    """The description of the cache, without its numbers of documents, rows and shards."""
-    return Manifest(
-        spec,
-        teacher,
-        fingerprint,
-        tokenizer_fingerprint(tokenizer),
-        decoder.vocabulary_rows,
-        decoder.config.get_text_config().hidden_size,
-        documents=0,
-        rows=0,
-        documents_hash="",
-        shards=0,
-        versions=library_versions(),
-        packed=packed,
-    )
+    @classmethod
+    def load(cls, name: str, dtype: str, device: torch.device | str) -> "_Teacher":
+        tokenizer = load_tokenizer(name)
+        decoder = Decoder.from_pretrained(name, dtype=dtype, device=device).eval()
+        check_finite_weights(decoder, "teacher")
+        folder = Path(local_folder(name))
+        fingerprint = model_fingerprint(folder) if Path(name).is_dir() else folder.name
+        return cls(name, decoder, tokenizer, fingerprint)
+
+    @property
+    def width(self) -> int:
+        return int(self.decoder.config.get_text_config().hidden_size)
+
+    def write(
+        self,
+        out: Path,
+        signal: SignalSpec,
+        documents: Sequence[tuple[bytes, range]],
+        read_one: Callable[[int], dict[str, Tensor]],
+        *,
+        packed: bool = False,
+        shard_bytes: int | None = None,
+    ) -> Manifest:
+        """Write a cache. read_one: the signals of a document, by its place in `documents`."""
+        vocabulary = self.decoder.vocabulary_rows
+        return write_documents(
+            out,
+            describe(signal, self.name, self.fingerprint, self.tokenizer, vocabulary, self.width, packed=packed),
+            documents,
+            lambda places: joined([read_one(place) for place in places]),
+            lambda folder: save_teacher(folder, self.decoder, self.tokenizer, with_head=signal.is_exact),
+            shard_bytes=shard_bytes,
+        )
 
 
 def _documents(
@@ -175,41 +170,41 @@ def _documents(
 ) -> tuple[list[int], list[tuple[bytes, range]]]:
     """The number in the source, and the id and rows, of every different document of two tokens or more."""
     numbers, documents, seen = list[int](), list[tuple[bytes, range]](), set[bytes]()
-    for number, each in enumerate(tokens):
-        if len(each) and (each.min() < 0 or each.max() >= vocabulary):
-            raise ValueError(f"{where(number)}: token ids from {each.min()} to {each.max()} of {vocabulary}")
-        document = document_id(each)
-        if len(each) > 1 and document not in seen:
+    for number, ids in enumerate(tokens):
+        if len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
+            raise ValueError(f"{where(number)}: token ids from {ids.min()} to {ids.max()} of {vocabulary}")
+        document = document_id(ids)
+        if len(ids) > 1 and document not in seen:
             seen.add(document)
             numbers.append(number)
-            documents.append((document, range(len(each) - 1)))
+            documents.append((document, range(len(ids) - 1)))
     return numbers, documents
 
 
 def _spread(count: int) -> list[int]:
-    return sorted({round(at) for at in np.linspace(0, count - 1, min(PROBES, count))})
+    return sorted({round(place) for place in np.linspace(0, count - 1, min(PROBES, count))})
 
 
 def _tokens_of(tokens: Iterable[np.ndarray], numbers: list[int]) -> list[np.ndarray]:
     wanted = set(numbers)
-    return [each for number, each in enumerate(tokens) if number in wanted]
+    return [ids for number, ids in enumerate(tokens) if number in wanted]
 
 
 @torch.no_grad()
-def _nats(decoder: Decoder, tokens: np.ndarray, found: dict[str, Tensor], temperature: float) -> float:
+def _nats(decoder: Decoder, tokens: np.ndarray, stored: dict[str, Tensor], temperature: float) -> float:
     """Mean over rows of Σ p·|log p − the teacher's log p| over the ids of the row."""
     device = decoder.output_weight.device
     with evaluating(decoder):
         logits_NV = decoder(torch.from_numpy(tokens)[None].to(device))[0, :-1].float() / temperature
-    log_p_NK = logits_NV.log_softmax(1).cpu().gather(1, found["ids"].long())
-    stored_NK = found["log_probs"].float()
+    log_p_NK = logits_NV.log_softmax(1).cpu().gather(1, stored["ids"].long())
+    stored_NK = stored["log_probs"].float()
     return float((stored_NK.exp() * (stored_NK - log_p_NK).abs()).sum(1).mean())
 
 
-def _needed_norm(decoder: Decoder, tokens: np.ndarray, found_NE: Tensor, where: str) -> nn.Module | None:
+def _needed_norm(decoder: Decoder, tokens: np.ndarray, stored_NE: Tensor, where: str) -> nn.Module | None:
     """The module that turns the stored states into the teacher's hidden states; None if they are those already."""
     before_NE, after_NE, norm = _around_last_norm(decoder, tokens)
-    errors = [float((found_NE.float() - each).norm() / each.norm()) for each in (before_NE, after_NE)]
+    errors = [float((stored_NE.float() - hidden_NE).norm() / hidden_NE.norm()) for hidden_NE in (before_NE, after_NE)]
     fits = [error <= HIDDEN_ERROR for error in errors]
     if fits == [True, False]:
         return norm
@@ -232,7 +227,7 @@ def _around_last_norm(decoder: Decoder, tokens: np.ndarray) -> tuple[Tensor, Ten
             calls.append((module, arguments[0], output))
 
     handles = [
-        each.register_forward_hook(note) for each in decoder.backbone.modules() if each is not decoder.backbone
+        module.register_forward_hook(note) for module in decoder.backbone.modules() if module is not decoder.backbone
     ]
     try:
         with evaluating(decoder):

@@ -10,7 +10,7 @@ from stillhouse.output.disk import flush
 from stillhouse.signals import SignalCache
 from stillhouse.signals.cache.files import TEACHER, Manifest
 from stillhouse.signals.compare import row_differences
-from stillhouse.tools.cache_folder import write_documents
+from stillhouse.tools.cache_folder import joined, write_documents
 
 #: what has to be the same in all of them
 SAME = ("signal", "teacher_hash", "tokenizer_hash", "vocabulary", "width", "packed")
@@ -31,20 +31,26 @@ def merge_caches(folders: Sequence[Path], out: Path, *, shard_bytes: int | None 
     for other in caches[1:]:
         _require_same(first, other)
     owners: dict[bytes, SignalCache] = {}
-    held: dict[bytes, range] = {}
+    rows_of: dict[bytes, range] = {}
     for cache in caches:
         for document, rows in cache.documents().items():
-            owner, own_rows = owners.setdefault(document, cache), held.setdefault(document, rows)
+            owner = owners.setdefault(document, cache)
             if owner is not cache:
-                _require_equal(document, own_rows, rows, owner, cache)
-    documents = list(held.items())
+                _require_equal(document, rows_of[document], rows, owner, cache)
+            rows_of.setdefault(document, rows)
+    documents = list(rows_of.items())
 
-    def read(numbers: Sequence[int]) -> list[dict[str, Tensor]]:
-        wanted = [documents[at] for at in numbers]
-        return [owners[document].read_document(document, rows) for document, rows in wanted]
+    def read(numbers: Sequence[int]) -> dict[str, Tensor]:
+        chosen = (documents[number] for number in numbers)
+        return joined([owners[document].read_document(document, rows) for document, rows in chosen])
 
     return write_documents(
-        out, first.manifest, documents, read, lambda folder: _copy(first.teacher_folder, folder), shard_bytes
+        out,
+        first.manifest,
+        documents,
+        read,
+        lambda folder: _copy(first.teacher_folder, folder),
+        shard_bytes=shard_bytes,
     )
 
 
@@ -54,7 +60,7 @@ def _require_same(first: SignalCache, other: SignalCache) -> None:
         for name in SAME
         if getattr(first.manifest, name) != getattr(other.manifest, name)
     ]
-    heads = [each.hashes.get(f"{TEACHER}/model.safetensors") for each in (first, other)]
+    heads = [cache.hashes.get(f"{TEACHER}/model.safetensors") for cache in (first, other)]
     if not different and heads[0] != heads[1]:
         different = ["the output heads differ (was the teacher loaded in another dtype?)"]
     if different:
@@ -64,12 +70,12 @@ def _require_same(first: SignalCache, other: SignalCache) -> None:
         )
 
 
-def _require_equal(document: bytes, own_rows: range, rows: range, owner: SignalCache, other: SignalCache) -> None:
+def _require_equal(document: bytes, first_rows: range, rows: range, owner: SignalCache, other: SignalCache) -> None:
     where = f"document {document.hex()} is in {owner.folder} and in {other.folder}"
-    if rows != own_rows:
+    if rows != first_rows:
         raise ValueError(
-            f"{where} with other rows, {own_rows.start} to {own_rows.stop - 1} and {rows.start} to {rows.stop - 1}: "
-            "expected caches that were written with the same objective.tokens"
+            f"{where} with other rows, {first_rows.start} to {first_rows.stop - 1} and {rows.start} to "
+            f"{rows.stop - 1}: expected caches that were written with the same objective.tokens"
         )
     ours, theirs = (cache.read_document(document, rows) for cache in (owner, other))
     if not _are_close(ours, theirs):

@@ -18,9 +18,9 @@ from torch import Tensor
 from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.generation import RolloutPlan
+from stillhouse.generation import RolloutPlan, step_documents
 from stillhouse.generation.in_process import InProcessEngine
-from stillhouse.loops.step_samples import make_queue, pack_step
+from stillhouse.loops.step_samples import StepPacker, make_queue, target_rules
 from stillhouse.models import draw_lora, eos_ids
 from stillhouse.parallel import (
     SCHEMES,
@@ -31,12 +31,10 @@ from stillhouse.parallel import (
     start,
 )
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
-from stillhouse.run.build import build_engine
-from stillhouse.run.inputs import RunData, load_run_data
-from stillhouse.run.models import ModelSources, require_adapters
-from stillhouse.run.rollout_engine import make_generator, sampling_of
-from stillhouse.run.session import device_of, objective_spec
-from stillhouse.run.stores import open_stores
+from stillhouse.run.completion_engine import generation_tokens, make_generator, sampling_of
+from stillhouse.run.inputs import RunData
+from stillhouse.run.preflight import require_adapters
+from stillhouse.run.setup import RunSetup
 from stillhouse.signals import NoTeacher, SignalSource
 
 #: two float32 gradients count as the same up to this relative difference
@@ -74,14 +72,14 @@ def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
     experts: whether a model has experts, so that expert parallelism is included.
     """
     axes = ("fsdp", "replicate", "tensor", "context", "pipeline")
-    found = [Degrees(**{axis: processes}) for axis in axes]
+    choices = [Degrees(**{axis: processes}) for axis in axes]
     if experts:
-        found.append(Degrees(fsdp=processes, expert=processes))
+        choices.append(Degrees(fsdp=processes, expert=processes))
     if processes >= 4 and processes % 2 == 0:
         rest = processes // 2
-        found += [Degrees(**{one: 2, other: rest}) for at, one in enumerate(axes) for other in axes[at + 1 :]]
+        choices += [Degrees(**{one: 2, other: rest}) for at, one in enumerate(axes) for other in axes[at + 1 :]]
     result: list[Layout] = []
-    for degrees in found:
+    for degrees in choices:
         names = SCHEMES if degrees.pipeline == processes else ("1f1b",)
         result += [Layout(degrees, name) for name in names] if degrees.pipeline > 1 else [Layout(degrees)]
     return result
@@ -97,57 +95,68 @@ def parity(config: RunConfig) -> Iterator[Row]:
         }
     )
     if config.teachers is not None:
-        exact = {name: each.model_copy(update={"dtype": "float32"}) for name, each in config.several.items()}
+        exact = {name: teacher.model_copy(update={"dtype": "float32"}) for name, teacher in config.several.items()}
         config = config.model_copy(update={"teachers": config.teachers.model_copy(update=exact)})
-    spec, stores = objective_spec(config), open_stores(config)
+    setup = RunSetup(config)
+    _ = setup.spec, setup.stores  # whose mistakes are reported first
     require_adapters(config.student)
-    device, processes = device_of(config), process_count()
-    data = load_run_data(config, stores)
+    device, processes = setup.device, process_count()
+    data = setup.load_data()
     start(device, config.train.timeout)
     one_process = Mesh(Degrees(), device, of_one_process=True)
-    reference, source = build_engine(ModelSources(config, one_process), spec, Layout(), stores)
+    reference, source = setup.engine(setup.models(one_process), Layout())
     if config.rollout is None:
         numbers = data.train.order(0)[: MICRO_BATCHES * processes]
         step: StepMicroBatches = data.train.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
     else:
-        step = _written(config, config.rollout, data, reference, MICRO_BATCHES * processes)
-    expected = _gradient(config, reference, source, step)
+        count, micro_batch_tokens = MICRO_BATCHES * processes, config.train.micro_batch_tokens
+        packer = StepPacker(data.train, micro_batch_tokens, bool(config.flash_attentions))
+        step = _generated(config.rollout, packer, data, reference, count, config.seed)
+    expected = _gradient(reference, source, step, config.seed)
     gradients = {name: gradient.cpu() for name, gradient in reference.gradients() if gradient is not None}
-    total = float(torch.stack([each.norm() for each in gradients.values()]).norm())
+    total = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     models = (*reference.students, reference.teacher)
-    has_experts = any(dispatched_experts(each) for each in models if each)
+    has_experts = any(dispatched_experts(model) for model in models if model)
     del reference, source, models
     for layout in layouts(processes, experts=has_experts):
         try:
             mesh = Mesh(layout.degrees, device)
-            engine, source = build_engine(ModelSources(config, mesh), spec, layout, stores)
-            found = _gradient(config, engine, source, step)
+            engine, source = setup.engine(setup.models(mesh), layout)
+            loss = _gradient(engine, source, step, config.seed)
         except ValueError as error:
             yield Row(str(layout), refused=str(error))
             continue
-        own = worst(differences(engine, gradients, 1e-3 * total))
-        parameter, gradient = worst(mesh.ranks.gather(own))
-        yield Row(str(layout), abs(found / expected - 1), gradient, parameter)
+        of_this_rank = worst(differences(engine, gradients, 1e-3 * total))
+        parameter, gradient = worst(mesh.ranks.gather(of_this_rank))
+        yield Row(str(layout), abs(loss / expected - 1), gradient, parameter)
 
 
-def _written(
-    config: RunConfig, rollout: RolloutConfig, data: RunData, engine: TorchEngine, sequences: int
+def _generated(
+    rollout: RolloutConfig, packer: StepPacker, data: RunData, engine: TorchEngine, sequences: int, seed: int
 ) -> StepMicroBatches:
     """A step on completions that the student writes in this process, the same ones on every process."""
     (student,), prompts = engine.students, data.train.documents
-    sampling = sampling_of(rollout, eos_ids(data.tokenizer, student))
-    generator = make_generator(config, sampling, student, data.tokenizer, engine.device, engine.autocast)
-    plan = RolloutPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, config.seed)
+    generator = make_generator(
+        sampling_of(rollout, eos_ids(data.tokenizer, student)),
+        student,
+        data.tokenizer,
+        engine.device,
+        engine.autocast,
+        generation_tokens(packer.micro_batch_tokens, data.train.max_tokens),
+        key="rollout.engine",
+    )
+    plan = RolloutPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, seed)
     queue = make_queue(rollout, InProcessEngine(generator), prompts, plan, data.tokenizer, steps=1)
     queue.ask(0)
-    return pack_step(config, data.train, queue.take(0), parts=sequences)
+    documents = step_documents(prompts, queue.take(0), target_rules(rollout))
+    return packer.micro_batches(documents, parts=sequences)
 
 
-def _gradient(config: RunConfig, engine: TorchEngine, source: SignalSource, step: StepMicroBatches) -> float:
-    """Run one step and return its loss. Afterwards the student has the step's gradient."""
+def _gradient(engine: TorchEngine, source: SignalSource, step: StepMicroBatches, seed: int) -> float:
+    """Run one step and return its loss. Afterwards the student has the step's gradient. seed: of an adapter."""
     for student in engine.students:
         student.eval()  # dropout would draw different numbers under each layout
-        draw_lora(student, config.seed, fresh=False)  # B is not zero then: a fresh adapter's A has a zero gradient
+        draw_lora(student, seed, fresh=False)  # B is not zero then: a fresh adapter's A has a zero gradient
     micro_batches = engine.shard(step)
     source = source if engine.needs_teacher else NoTeacher()
     output = engine.forward_backward(micro_batches, source.request(micro_batches).result(), step.normalizer)
@@ -171,7 +180,7 @@ def differences(engine: TorchEngine, gradients: dict[str, Tensor], least: float)
 
 def worst(errors: Iterable[tuple[Name, float]]) -> tuple[Name, float]:
     """The largest of some errors with its name. A NaN counts as larger than any number, at every position."""
-    return max(errors, key=lambda each: (math.isnan(each[1]), each[1]))
+    return max(errors, key=lambda error: (math.isnan(error[1]), error[1]))
 
 
 def relative_difference(value: Tensor, reference: Tensor, least: float = 0.0) -> float:

@@ -4,14 +4,13 @@ It checks every checkpoint by its hashes and by the coverage of its tensors; the
 checkpoint, and that each step occurs once; and the final model by its hashes.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from stillhouse.checkpoint.checkpoint_folder import DAMAGED, checkpoints
-from stillhouse.checkpoint.integrity import verified
+from stillhouse.checkpoint.integrity import has_saved_log, verified
 from stillhouse.config import load_config
 from stillhouse.output.disk import UNFINISHED
 from stillhouse.output.folder import RunFolder, require_intact_model
@@ -84,14 +83,9 @@ def _metrics(path: Path, newest: Progress | None) -> Finding:
         return Finding(path.name, problem=f"more than once: {', '.join(twice[:5])}")
     if trained and len(trained) != trained[-1] - trained[0] + 1:
         return Finding(path.name, problem=f"{len(trained)} steps from {trained[0]:g} to {trained[-1]:g}")
-    if newest is not None:
-        with path.open("rb") as file:
-            beginning = file.read(newest.log_bytes)
-        if hashlib.sha256(beginning).hexdigest() != newest.log_sha256:
-            return Finding(
-                path.name,
-                problem=f"does not begin with the lines that it had when step {newest.step} was saved",
-            )
+    if newest is not None and not has_saved_log(path, newest):
+        problem = f"does not begin with the lines that it had when step {newest.step} was saved"
+        return Finding(path.name, problem=problem)
     steps = f"steps {trained[0]:g} to {trained[-1]:g}, each once" if trained else "no step yet"
     return Finding(path.name, "; ".join([f"{steps}; {len(evaluated)} evaluations", *notes]))
 

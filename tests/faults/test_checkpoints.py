@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from stillhouse import cli
 from stillhouse.checkpoint import integrity
 from stillhouse.checkpoint.integrity import require_covered, stored_tensors
+from stillhouse.hashing import json_hash
 from stillhouse.output.progress import (
     DamagedCheckpointError,
     State,
-    _hash,
     write_state,
 )
 
@@ -186,7 +186,7 @@ def test_a_wrong_type_with_a_right_hash(whole: Path, tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     del content["sha256"]
     content["progress"]["step"] = "4"
-    path.write_text(json.dumps(content | {"sha256": _hash(content)}))
+    path.write_text(json.dumps(content | {"sha256": json_hash(content)}))
     refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
     assert "is of another version: state.json: progress.step: Input should be a valid integer" in refused.err
 

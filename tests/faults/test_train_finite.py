@@ -26,7 +26,7 @@ def odd_session(folder: Path, **settings: Any) -> Session:
 
 def odd_step(session: Session) -> int:
     """Return the first step, counted from 1, that trains on the odd line."""
-    document = session.train.documents.sources.index(f"{session.config.data.train}:{LINE}")
+    document = session.train.documents.sources.index(f"{session.values['data.train']}:{LINE}")
     for step in range(session.step_schedule.steps):
         for rows in session.step_schedule.micro_batches(session.train, step).rows:
             if any(document in session.train.members(row) for row in rows):
@@ -39,8 +39,8 @@ def weights(session: Session) -> dict[str, Tensor]:
 
 
 def train_in(session: Session, **others: Any) -> None:
-    folder = RunFolder(Path(session.config.out))
-    init_run_dir(folder, session.config)
+    folder = RunFolder(Path(str(session.values["out"])))
+    init_run_dir(folder, "")
     train(session, folder, **others)
 
 

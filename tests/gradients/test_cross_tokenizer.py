@@ -24,7 +24,6 @@ from torch import Tensor
 from stillhouse.data import DataError, Documents
 from stillhouse.models import Decoder
 from stillhouse.objective import SortedTopK, SpanSignal, TopK
-from stillhouse.run.session import objective_spec
 from stillhouse.signals import CrossTokenizerStore, TeacherInJob
 from stillhouse.signals.cross_tokenizer import Method
 from stillhouse.signals.labelled import labelled_log_probs
@@ -342,16 +341,16 @@ def test_what_a_run_is_of(folder: Path, tmp_path: Path) -> None:
     for seed, name in ((2, "large"), (3, "large")):
         write_model(tmp_path / f"{seed}", name, family="qwen3", seed=seed)
         session = session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / f"{seed}")})
-        hashes.add(session.model_hashes["teacher"])
+        hashes.add(session.identity.models["teacher"])
         session.close()
     changed = json.loads((tmp_path / "3" / "tokenizer.json").read_text())
     changed["model"]["merges"].pop()
     (tmp_path / "3" / "tokenizer.json").write_text(json.dumps(changed))
     session = session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / "3")})
-    hashes.add(session.model_hashes["teacher"])
+    hashes.add(session.identity.models["teacher"])
     session.close()
     assert len(hashes) == 3
-    assert objective_spec(session.config).needs_teacher
+    assert session.spec.needs_teacher
     with pytest.raises(DataError, match="token"):
         session.stores["teacher"].require(bad_documents(session.train.documents), "data")
 

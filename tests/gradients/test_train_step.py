@@ -119,7 +119,7 @@ def test_the_whole_loss_curve_does_not_depend_on_the_micro_batch(tmp_path: Path)
         changed = {"train.tokens_per_step": 512, "train.micro_batch_tokens": micro, "train.steps": 5}
         session = prompted(tmp_path, **changed, out=str(tmp_path / f"out{micro}"))
         folder = RunFolder(tmp_path / f"out{micro}")
-        init_run_dir(folder, session.config)
+        init_run_dir(folder, "")
         train(session, folder)
         keys = ("loss/total_nats_per_token", "loss/cross_entropy_nats_per_token", "loss/jsd(0.5)_nats_per_token")
         figures = (*keys, "train/gradient_norm", "train/student_entropy_nats", "train/agreement", "tokens")
@@ -186,7 +186,7 @@ def test_no_gradient_reaches_the_teacher_and_a_run_leaves_it_as_it_was(tmp_path:
     session = session_of(tmp_path, **{"train.steps": 3, "train.weight_decay": 0.1})
     assert session.teacher is not None
     before = {name: each.clone() for name, each in session.teacher.state_dict().items()}
-    init_run_dir(RunFolder(tmp_path / "out"), session.config)
+    init_run_dir(RunFolder(tmp_path / "out"), "")
     student = {name: each.clone() for name, each in session.student.state_dict().items()}
     train(session, RunFolder(tmp_path / "out"))
     assert all(torch.equal(each, before[name]) for name, each in session.teacher.state_dict().items())

@@ -37,9 +37,7 @@ from stillhouse.models import Decoder, check_document_length, check_finite_weigh
 from stillhouse.models.model_checks import check_saving
 from stillhouse.parallel import single_process_runner
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
-from stillhouse.run.in_words import in_words
-from stillhouse.run.layouts import layout_of
-from stillhouse.run.session import device_of, objective_spec
+from stillhouse.run.setup import RunSetup
 from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 
 Load = Callable[[random.Random], None]
@@ -69,9 +67,9 @@ def configurations(folder: Path) -> Load:
         config = load_config(path, [f"{draw.choice(keys)}={text}" for text in odd])
         load_config(None, settings={"student": {}} | json.loads(config.model_dump_json()))
         dump_config(config)
-        in_words(config, objective_spec(config), {})
-        layout_of(config.parallel, 1)
-        device_of(config)
+        setup = RunSetup(config)
+        setup.objective.in_words({})
+        _ = setup.layout, setup.device
 
     return load
 

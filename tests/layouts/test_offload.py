@@ -35,7 +35,7 @@ from stillhouse.parallel import (
 )
 from stillhouse.parallel.apply.fsdp import apply_fsdp
 from stillhouse.parallel.ranks import BACKENDS
-from stillhouse.run.layouts import require_sharing
+from stillhouse.run.setup import require_sharing
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(

@@ -25,7 +25,8 @@ def test_completions_are_the_greedy_ones_of_the_saved_students(tmp_path: Path) -
     write_run(tmp_path, **SETTINGS)
     run("distill", tmp_path / "run.yaml")
     shown = samples(tmp_path / "out")
-    assert [(sample.step, sample.number) for sample in shown] == [(step, n) for step in (0, 2, 4, 6) for n in range(3)]
+    expected = [(step, number) for step in (0, 2, 4, 6) for number in range(3)]
+    assert [(sample.step, sample.number) for sample in shown] == expected
     session = session_of(tmp_path, **SETTINGS)
     assert session.evaluation is not None
     chosen = choose_prompts(session.evaluation.documents, 3)

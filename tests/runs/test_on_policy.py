@@ -20,6 +20,7 @@ from test_train_resume import signal_at
 
 from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config.read_config import dotted_values
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare
 
@@ -305,10 +306,10 @@ def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
 
 def test_runs_of_versions_without_a_key_go_on(tmp_path: Path) -> None:
     config = write(tmp_path)
-    assert "rollout.deviation" not in decisive_values(config)
+    assert "rollout.deviation" not in decisive_values(dotted_values(config))
     assert config.rollout is not None
     other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"deviation": "sample"})})
-    assert decisive_values(other)["rollout.deviation"] == "sample"
+    assert decisive_values(dotted_values(other))["rollout.deviation"] == "sample"
 
 
 HUGE = """

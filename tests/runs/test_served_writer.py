@@ -13,10 +13,10 @@ from kit.writer_cases import requests_of, results
 from test_on_policy import losses, weights, write
 from transformers import AutoTokenizer
 
-from stillhouse.checkpoint.served_writer import FILE, require_same_writer
 from stillhouse.generation.sample import Sampling
 from stillhouse.output.folder import RunFolder
 from stillhouse.run.run import distill
+from stillhouse.run.served_models import WRITER, require_same_writer
 from stillhouse.serving.client import ServerError
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.engines.sglang import SglangApi
@@ -92,10 +92,10 @@ def test_a_run_goes_on_with_the_same_weights_alone(tmp_path: Path, teacher: Serv
     require_same_writer(engine_of(teacher), run)
     with pytest.raises(ValueError, match="the servers have other weights than when this run began"):
         require_same_writer(other, run)
-    (tmp_path / FILE).write_text((tmp_path / FILE).read_text()[:-9])
-    with pytest.raises(ValueError, match=f"{FILE} is damaged"):
+    (tmp_path / WRITER).write_text((tmp_path / WRITER).read_text()[:-9])
+    with pytest.raises(ValueError, match=f"{WRITER} is damaged"):
         require_same_writer(first, run)
-    (tmp_path / FILE).unlink()
+    (tmp_path / WRITER).unlink()
     (run.checkpoints / "step-00000002").mkdir(parents=True)
     with pytest.raises(ValueError, match="is missing: whether the servers have the same weights"):
         require_same_writer(first, run)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from stillhouse.config import ConfigError
-from stillhouse.run.models import model_fingerprints
+from stillhouse.run.setup import RunSetup
 
 EVERY_2 = {"student.init": {"from": "teacher", "layers": "every 2"}}
 
@@ -148,7 +148,7 @@ def test_the_fingerprint_covers_what_the_student_begins_with(tmp_path: Path) -> 
     prepare_folder(tmp_path)
 
     def fingerprint(**settings: Any) -> str:
-        return model_fingerprints(write_run(tmp_path, **settings), {})["student"]
+        return RunSetup(write_run(tmp_path, **settings)).model_hashes()["student"]
 
     first = {"student.init": {"from": "teacher", "layers": "first 2"}}
     found = [fingerprint(), fingerprint(**EVERY_2), fingerprint(**first), fingerprint(**EVERY_2)]

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.config import RunConfig
+from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalCache
 from stillhouse.signals.cache.exchange.distillkit import Compression, DistillkitFiles
 from stillhouse.tools.export_cache import export_distillkit
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for dtype in ("float32", "bfloat16", "float16"):
         write_cache(config, folder / dtype, "top_k", top_k=K, dtype=dtype)
     write_cache(config, folder / "hidden", "hidden")
-    export_distillkit(folder / "float32", config, folder / "exported")
+    export_distillkit(folder / "float32", RunSetup(config).load_data, folder / "exported")
     write_speculators(folder, folder / "states")
     return folder
 
@@ -78,7 +79,7 @@ def assert_same_rows(first: SignalCache, second: SignalCache, names: tuple[str, 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_an_export_is_imported_to_the_bit(folder: Path, tmp_path: Path, dtype: str, packed: bool) -> None:
     config = write_run(folder, **FORWARD_KL)
-    compression = export_distillkit(folder / dtype, config, tmp_path / "exported")
+    compression = export_distillkit(folder / dtype, RunSetup(config).load_data, tmp_path / "exported")
     assert compression == Compression(VOCABULARY, K, dtype, delta_encoding=False)
     import_distillkit(tmp_path / "exported", compression, str(folder / "teacher"), tmp_path / "back", packed=packed)
     first, second = SignalCache(folder / dtype), SignalCache(tmp_path / "back")
@@ -252,14 +253,14 @@ def test_files_that_are_no_parquet_are_refused(folder: Path, tmp_path: Path) -> 
 def test_an_export_needs_the_data_and_all_rows_of_it(folder: Path, tmp_path: Path) -> None:
     config = write_run(folder, **FORWARD_KL)
     with pytest.raises(ValueError, match="has hidden states in float32: DistillKit reads top-k"):
-        export_distillkit(folder / "hidden", config, tmp_path / "x")
+        export_distillkit(folder / "hidden", RunSetup(config).load_data, tmp_path / "x")
     other = write_run(folder, **FORWARD_KL, **{"data.train": str(folder / "eval.jsonl")})
     with pytest.raises(ValueError, match="has 40 documents that are not in the data"):
-        export_distillkit(folder / "float32", other, tmp_path / "x")
+        export_distillkit(folder / "float32", RunSetup(other).load_data, tmp_path / "x")
     assert not list(tmp_path.iterdir())
     (tmp_path / "x.partial").mkdir()
     with pytest.raises(ValueError, match=r"x\.partial exists: another process is writing there"):
-        export_distillkit(folder / "float32", config, tmp_path / "x")
+        export_distillkit(folder / "float32", RunSetup(config).load_data, tmp_path / "x")
     assert (tmp_path / "x.partial").is_dir()
 
 

@@ -26,7 +26,7 @@ from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.quantized import is_quantized, weight_bytes
 from stillhouse.parallel import Degrees, Layout, WaitingWeights
 from stillhouse.run import models
-from stillhouse.run.models import require_teachers_fit
+from stillhouse.run.preflight import require_teachers_fit
 from stillhouse.run.session import Session, prepare
 from stillhouse.signals import SignalCache
 from stillhouse.tools.write_cache import write_cache
@@ -226,4 +226,4 @@ def test_what_a_layout_does_not_allow(
 ) -> None:
     config = write_run(folder, **{f"teacher.{key}": value for key, value in settings.items()})
     with pytest.raises(ConfigError, match=message):
-        require_teachers_fit(config, Layout(degrees), torch.device(device))
+        require_teachers_fit(config.teacher_sections, {}, Layout(degrees), torch.device(device))

@@ -21,6 +21,7 @@ from stillhouse.config import load_config
 from stillhouse.data import Documents, StepMicroBatches
 from stillhouse.loops.evaluate import evaluate
 from stillhouse.loops.step_samples import first_rollouts
+from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.run.session import Session, prepare
 
@@ -119,7 +120,7 @@ class Reference:
 def first_step(session: Session) -> tuple[ShardedMicroBatches, Documents, list[int]]:
     """The micro-batches of the first step, and its documents."""
     if session.plan is not None:
-        own = first_rollouts(session)
+        own = first_rollouts(session, RunFolder(Path(str(session.values["out"]))))
     else:
         own = session.shard(session.step_schedule.micro_batches(session.train, 0))
     whole: Any = own.whole
@@ -185,7 +186,7 @@ def test_two_processes_train_as_whole_logits_say(case: Case) -> None:
     ranks = Ranks(2, "distill", path, "parallel.fsdp=2", f"out={out}")
     assert ranks.wait(180) == [0, 0], ranks.texts
     run("distill", path)
-    for each in (out, Path(session.config.out)):
+    for each in (out, Path(str(session.values["out"]))):
         lines = metrics(each)
         trained = next(line for line in lines if "train/gradient_norm" in line)
         assert trained["loss/total_nats_per_token"] == pytest.approx(loss, rel=1e-5)

@@ -121,7 +121,7 @@ def test_there_is_no_pickle_in_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_the_student_of_a_checkpoint_is_a_plain_model(tmp_path: Path, tied: bool) -> None:
     session = session_of(tmp_path, tied=tied, **{"train.steps": 2})
-    init_run_dir(RunFolder(tmp_path / "out"), session.config)
+    init_run_dir(RunFolder(tmp_path / "out"), "")
     train(session, RunFolder(tmp_path / "out"))
     folder = tmp_path / "out" / "checkpoints" / "step-00000002" / "student"
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

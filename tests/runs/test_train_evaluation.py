@@ -93,7 +93,7 @@ def test_evaluation_has_no_dropout_draws_nothing_and_puts_the_mode_back(tmp_path
 
 def trained(folder: Path, **settings: Any) -> tuple[Session, list[dict[str, Any]]]:
     session = session_of(folder, **settings)
-    init_run_dir(RunFolder(folder / "out"), session.config)
+    init_run_dir(RunFolder(folder / "out"), "")
     train(session, RunFolder(folder / "out"))
     return session, [line for line in metrics(folder / "out") if "eval/tokens" in line]
 
@@ -157,7 +157,7 @@ def test_a_figure_that_is_not_finite_is_null_in_the_log_and_no_best(tmp_path: Pa
     token = int(session.evaluation.documents.tokens(0)[1])
     with torch.no_grad():
         session.student.pretrained.get_input_embeddings().weight[token] = 3e38  # layer norms overflow on this value
-    init_run_dir(RunFolder(tmp_path / "out"), session.config)
+    init_run_dir(RunFolder(tmp_path / "out"), "")
     train(session, RunFolder(tmp_path / "out"))
 
     def refuse(text: str) -> None:

@@ -25,12 +25,12 @@ from stillhouse.checkpoint.integrity import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import StepMicroBatches
-from stillhouse.engine.depths import mtp_objective
 from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.objective.spec import parse_objective
 from stillhouse.output.progress import Progress
 from stillhouse.run.session import Session, prepare
+from stillhouse.run.setup import RunSetup
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
@@ -50,7 +50,7 @@ def write_cycles(folder: Path, **settings: Any) -> Any:
 
 def plain_loss(session: Session, of_student: bool) -> Tensor:
     """Return the first step's loss from plain logits, in float64."""
-    config, student = session.config.student.mtp, session.student
+    config, student = session.models.student.mtp, session.student
     assert config is not None
     assert student.mtp is not None
     assert session.teacher is not None
@@ -182,9 +182,7 @@ def test_a_checkpoint_restores_the_layers(tmp_path: Path, train: str) -> None:
     session = session_of(tmp_path, **settings)
     forward_backward(session)
     session.engine.update(1e-2)
-    path = save_checkpoint(
-        tmp_path / "saved", Progress(1), session.engine, session.tokenizer
-    )
+    path = save_checkpoint(tmp_path / "saved", Progress(1), session.engine, session.tokenizer)
     again = session_of(tmp_path, **settings, seed=5)
     assert session.student.mtp is not None
     assert again.student.mtp is not None
@@ -259,9 +257,7 @@ def test_layers_of_a_checkpoint_are_read_and_written(tmp_path: Path, family: str
     assert not session.student.mtp.is_new
     state = session.student.mtp.state_dict()
     assert all(torch.equal(state[f"layers.{name}"], each) for name, each in given.layers.state_dict().items())
-    path = save_checkpoint(
-        tmp_path / "saved", Progress(), session.engine, session.tokenizer
-    )
+    path = save_checkpoint(tmp_path / "saved", Progress(), session.engine, session.tokenizer)
     (tmp_path / "written").mkdir()
     save_from_checkpoint(tmp_path / "written", session.student, path / "resume")
     expected, found = (
@@ -327,7 +323,7 @@ def test_the_configurations_of_the_page_and_the_example_load(tmp_path: Path) -> 
         (tmp_path / "run.yaml").write_text(text)
         config = load_config(tmp_path / "run.yaml", settings={"data": {"train": "x"}, "out": "y"})
         assert config.student.mtp is not None
-        mtp_objective(config, parse_objective(config.objective.loss))
+        assert RunSetup(config).objective.mtp is not None
     given = load_config(ROOT / "examples" / "qwen3_mtp.yaml").student.mtp
     assert given is not None
     assert given.scale == 0.3

@@ -8,6 +8,7 @@ from kit.runs import contents, run, session_of, write_records, write_run
 from transformers import AutoTokenizer
 
 from stillhouse.checkpoint.identity import configuration_hash
+from stillhouse.config.read_config import dotted_values
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] }}"
@@ -59,7 +60,7 @@ def test_targets_are_the_assistants_words(folder: Path) -> None:
 
 def test_a_run_with_it_is_another_run(folder: Path) -> None:
     plain, given = (write_run(folder, **{"data.chat_template": each}) for each in (None, str(folder / "chat.jinja")))
-    assert configuration_hash(plain) != configuration_hash(given)
+    assert configuration_hash(dotted_values(plain)) != configuration_hash(dotted_values(given))
     failed = run("check", folder / "run.yaml", "data.chat_template=null", code=1)
     assert "has no chat template; give 'text'" in failed.err
     assert "or set data.chat_template" in failed.err

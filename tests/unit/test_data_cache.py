@@ -21,6 +21,7 @@ from kit.runs import ROOT, metrics, run, session_of, write_run, write_texts
 from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.checkpoint.identity import configuration_hash
+from stillhouse.config.read_config import dotted_values
 from stillhouse.data import Documents, load_documents
 from stillhouse.data.read.data_source import local_files, read_records
 from stillhouse.data.token_cache import cached_documents, entry_key, user_folder
@@ -266,10 +267,10 @@ def test_processes_that_start_together_write_one_entry(tmp_path: Path) -> None:
 
 def test_a_run_is_the_same_with_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = {"data.cache": str(tmp_path / "cache"), "data.eval": 0.2}
-    hashes = [session_of(tmp_path, **more).data_hashes for more in ({"data.eval": 0.2}, cached, cached)]
+    hashes = [session_of(tmp_path, **more).identity.data for more in ({"data.eval": 0.2}, cached, cached)]
     assert hashes[0] == hashes[1] == hashes[2]
     configs = [write_run(tmp_path, **more) for more in ({"data.eval": 0.2}, cached)]
-    assert configuration_hash(configs[0]) == configuration_hash(configs[1])
+    assert configuration_hash(dotted_values(configs[0])) == configuration_hash(dotted_values(configs[1]))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     assert user_folder() == tmp_path / "user" / "stillhouse" / "data"
     monkeypatch.setenv("XDG_CACHE_HOME", "")

@@ -16,7 +16,7 @@ from stillhouse.config import ConfigError
 from stillhouse.data import Documents, PackedSequences, load_documents
 from stillhouse.loops.evaluate import evaluate
 from stillhouse.output.progress import folder_name
-from stillhouse.run.session import Session, data_reports
+from stillhouse.run.session import Session, data_reports, prepare
 from stillhouse.tools.write_cache import write_cache
 
 #: of three sources, and their records
@@ -90,13 +90,14 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_each_set_has_the_metrics_of_an_evaluation_of_its_own(tmp_path: Path) -> None:
-    session = session_of(tmp_path, **settings(tmp_path))
+    config = write_run(tmp_path, **settings(tmp_path))
+    session = prepare(config, announce=False)
     found, documents = evaluate(session), session.evaluation
     assert documents is not None
     for name in ("cross_entropy", "forward_kl", "agreement"):
         mean = sum(found[f"eval/{each}/{name}"] * found[f"eval/{each}/tokens"] for each in ("math", "chat"))
         assert found[f"eval/{name}"] == pytest.approx(mean / found["eval/tokens"], rel=1e-12)
-    for name, source in session.config.data.eval_sets.items():
+    for name, source in config.data.eval_sets.items():
         alone = evaluate(session_of(tmp_path, **{"data.eval": source}))
         for key, value in alone.items():
             assert found[f"eval/{name}/{key.removeprefix('eval/')}"] == pytest.approx(value, rel=1e-6)

@@ -8,7 +8,8 @@ from kit.runs import write_run
 
 from stillhouse.config import ConfigError
 from stillhouse.parallel import best_precision, choose_device
-from stillhouse.run.session import prepare, with_precision
+from stillhouse.run.session import prepare
+from stillhouse.run.setup import with_precision
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_precision_auto_is_bf16_where_a_gpu_has_units_for_it(monkeypatch: pytest
 
 def test_the_settled_precision_is_the_runs(tmp_path: Path) -> None:
     session = prepare(write_run(tmp_path, **{"train.precision": "auto"}), announce=False)
-    assert session.config.train.precision == "fp32"
+    assert session.train_config.precision == "fp32"
     assert session.engine.autocast is None
     with pytest.raises(ConfigError, match=r"parallel\.gather_dtype: got bfloat16 with train\.precision=fp32"):
         with_precision(write_run(tmp_path, **{"train.precision": "auto", "parallel.gather_dtype": "bfloat16"}))

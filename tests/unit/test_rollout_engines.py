@@ -31,7 +31,7 @@ from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import single_process_runner
-from stillhouse.run.rollout_engine import open_engine
+from stillhouse.run.completion_engine import open_engine
 from stillhouse.run.session import prepare
 from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.vllm import VllmApi
@@ -191,14 +191,14 @@ def test_a_run_with_a_tied_student_is_refused_before_its_first_step(tmp_path: Pa
     with writing(VllmWriter, tmp_path / "student", processed=True) as server:
         settings["rollout.url"] = server.url
         with closing(prepare(write(tmp_path, **settings), announce=False)) as session:
-            assert session.config.rollout is not None
+            assert session.rollout_config is not None
             with pytest.raises(ConfigError, match="is a vLLM on a CPU") as raised:
-                open_engine(session, session.config.rollout)
+                open_engine(session, session.rollout_config)
         assert raised.value.key == "rollout.url"
         settings["student.adapter"] = {"r": 4}
         with closing(prepare(write(tmp_path, **settings), announce=False)) as session:
-            assert session.config.rollout is not None
-            engine = open_engine(session, session.config.rollout)
+            assert session.rollout_config is not None
+            engine = open_engine(session, session.rollout_config)
             assert engine is not None
             engine.close()
 

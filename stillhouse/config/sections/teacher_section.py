@@ -1,7 +1,7 @@
 """The models that are imitated, and where their signals come from: one teacher, or several with names."""
 
 import re
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -9,6 +9,7 @@ from stillhouse.config.mistakes import ConfigError, MissingKeyError
 from stillhouse.config.section import PathText, Section, Text, Urls, url_list
 from stillhouse.config.sections.model_section import ModelConfig
 from stillhouse.config.sections.parallel_section import ParallelConfig
+from stillhouse.config.sections.student_section import StudentConfig
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
@@ -116,6 +117,13 @@ class TeacherConfig(ModelConfig):
     def urls(self) -> list[str]:
         return url_list(self.url)
 
+    def is_base_of(self, student: StudentConfig) -> bool:
+        """Whether the teacher is the student without its adapter, so that one model in memory serves as both."""
+        if student.adapter is None or self.url is not None:
+            return False
+        same = all(getattr(student, key) == getattr(self, key) for key in ("model", "revision", "attention"))
+        return same and self.quantize is None and self.dtype in ("auto", student.dtype) and self.parallel is None
+
     @model_validator(mode="before")
     @classmethod
     def _has_a_source(cls, content: Any) -> Any:
@@ -196,3 +204,12 @@ class TeachersConfig(Section):
             if not (isinstance(name, str) and _NAME.fullmatch(name)):
                 raise ConfigError(name, "expected a name of letters, digits, - and _, such as math")
         return content
+
+    @model_validator(mode="after")
+    def _has_one_average(self) -> Self:
+        averaged = [name for name, teacher in self.named.items() if teacher.student == "ema"]
+        if len(averaged) > 1:
+            raise ConfigError(
+                f"{averaged[1]}.student", "got ema a second time; expected one teacher with student: ema"
+            )
+        return self

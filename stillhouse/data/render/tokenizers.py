@@ -7,7 +7,6 @@ end or pad a sequence may differ (as between a base student and an instruct teac
 the student's are used. A head may have more rows than there are tokens (padding).
 """
 
-import hashlib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from stillhouse.hashing import json_hash
 from stillhouse.libraries import reading, writing
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -97,7 +97,7 @@ def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTo
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A sha256 over what `check_same_tokenizer` compares: two tokenizers with equal hashes pass that check."""
-    return hashlib.sha256(json.dumps(asdict(_identity(tokenizer)), sort_keys=True).encode()).hexdigest()
+    return json_hash(asdict(_identity(tokenizer)))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) -> list[str]:

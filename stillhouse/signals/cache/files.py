@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stillhouse.hashing import json_hash
 from stillhouse.signals.cache.shard_layout import ShardLayout, layout_of
 from stillhouse.signals.signal_spec import SignalSpec
 
@@ -76,7 +77,7 @@ class Manifest:
     def identity(self) -> str:
         """A hash of everything but the versions. Each shard holds it, so that one of another cache is refused."""
         decisive = {key: value for key, value in asdict(self).items() if key != "versions"}
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+        return json_hash(decisive)
 
     def summary(self, folder: Path) -> str:
         """A complete cache in two lines, for a terminal. Its size is that of its shards on disk."""

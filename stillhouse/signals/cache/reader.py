@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from stillhouse.data import Documents
+from stillhouse.hashing import file_hash
 from stillhouse.libraries import reading
 from stillhouse.signals.cache.content import problem_in
 from stillhouse.signals.cache.files import (
@@ -209,9 +210,7 @@ class SignalCache:
             if number in self._verified:
                 return
             path = self.folder / shard_name(number)
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != self.hashes.get(shard_name(number)):
+            if file_hash(path) != self.hashes.get(shard_name(number)):
                 raise ValueError(f"{path} was changed after the cache was written: write the cache again")
             self._verified.add(number)
 

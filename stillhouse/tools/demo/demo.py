@@ -19,7 +19,7 @@ from stillhouse.loops.evaluate import evaluate
 from stillhouse.output.report import write_report
 from stillhouse.parallel import single_process_runner
 from stillhouse.run.run import distill
-from stillhouse.run.session import prepare
+from stillhouse.run.session import Session, prepare
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.demo.corpus import collect_split, write_jsonl
 from stillhouse.tools.demo.student import TEACHER, save_new_student
@@ -44,7 +44,7 @@ def demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float =
     for config in configs.values():
         print()
         distill(config)
-    rows = [_teacher_row(configs["distilled"])]
+    rows = [_teacher_row(prepare(configs["distilled"], announce=False))]
     rows += [_student_row(name, Path(config.out)) for name, config in configs.items()]
     print("\n" + table(rows))
     distilled, text_only = (Path(configs[name].out) for name in ("distilled", "cross_entropy"))
@@ -101,8 +101,7 @@ def table(rows: list[Row]) -> str:
     )
 
 
-def _teacher_row(config: RunConfig) -> Row:
-    session = prepare(config, announce=False)
+def _teacher_row(session: Session) -> Row:
     assert session.teacher is not None
     runner = single_process_runner(session.teacher, session.teacher)
     engine = TorchEngine(runner, session.spec, autocast=session.engine.autocast)

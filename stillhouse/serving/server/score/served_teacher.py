@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import check_vocabulary, load_tokenizer
+from stillhouse.hashing import file_hash
 from stillhouse.models import Decoder, check_finite_weights, model_fingerprint, quantized_identity
 from stillhouse.parallel import (
     Degrees,
@@ -127,7 +128,7 @@ def load_teacher(
             "teacher": identity,
             "width": int(decoder.config.get_text_config().hidden_size),
             "chat_template": _template_hash(tokenizer),
-            "files": {path.name: _file_hash(path) for path in sorted(folder.iterdir()) if path.is_file()},
+            "files": {path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.is_file()},
             "quantize": options.quantize,
             "signals": list(limits.signals),
             "max_tokens": limits.max_tokens,
@@ -157,8 +158,3 @@ def _template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
     template = tokenizer.chat_template
     text = template if isinstance(template, str) or template is None else repr(sorted(template.items()))
     return None if text is None else hashlib.sha256(text.encode()).hexdigest()
-
-
-def _file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

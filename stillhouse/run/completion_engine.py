@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, RolloutConfig, RunConfig
+from stillhouse.config import ConfigError, EvalConfig, RolloutConfig
 from stillhouse.generation import RolloutEngine, Sampling
 from stillhouse.generation.distributed import DistributedEngine
 from stillhouse.generation.generate import Generator, check_generation
@@ -36,14 +36,13 @@ def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> Roll
 
     Raises ConfigError for a model that cannot generate, and for a teacher that cannot write.
     """
-    if rollout.writer == "teacher" and not rollout.urls:
-        teacher = _writing_teacher(session)
-        return InProcessEngine(
-            _generator(session, sampling_of(rollout, eos_ids(session.tokenizer, teacher)), teacher)
-        )
     if rollout.urls:
         return _served(session, rollout, run)
-    return in_process_engine(session, sampling_of(rollout, eos_ids(session.tokenizer, session.student)))
+    if rollout.writer == "student":
+        return in_process_engine(session, sampling_of(rollout, eos_ids(session.tokenizer, session.student)))
+    teacher = _writing_teacher(session)
+    sampling = sampling_of(rollout, eos_ids(session.tokenizer, teacher))
+    return InProcessEngine(_generator(session, sampling, teacher))
 
 
 def in_process_engine(session: Session, sampling: Sampling) -> InProcessEngine:
@@ -71,7 +70,6 @@ def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine
 
 def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: int) -> ServedEngine:
     prompts = session.train.documents
-    probes = [prompts.tokens(number).tolist() for number in probe_prompts(prompts)]
     try:
         engine = ServedEngine(
             rollout.urls,
@@ -82,7 +80,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
             token=os.environ.get(TOKEN),
             warn=lambda line: log_rank0(f"warning: {line}"),
             own_weights=rollout.writer == "teacher",
-            probes=probes,
+            probes=[prompts.tokens(number).tolist() for number in probe_prompts(prompts)],
             run=run,
         )
         if rollout.writer == "teacher":
@@ -114,14 +112,22 @@ def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:
 
 def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Generator:
     return make_generator(
-        session.config,
         sampling,
         decoder,
         session.tokenizer,
         session.device,
         session.engine.autocast,
-        counted_rows(session),
+        generation_tokens(session.train_config.micro_batch_tokens, session.train.max_tokens),
+        key=_asking_key(session.rollout_config, session.eval_config),
+        counted_rows=counted_rows(session),
     )
+
+
+def _asking_key(rollout: RolloutConfig | None, evaluation: EvalConfig) -> str:
+    """The key of the configuration that asks for completions."""
+    if rollout is not None:
+        return "rollout.engine"
+    return "eval.tasks" if evaluation.tasks else "eval.samples" if evaluation.samples else "eval.callbacks"
 
 
 def counted_rows(session: Session) -> int:
@@ -130,40 +136,40 @@ def counted_rows(session: Session) -> int:
     """
     rows = [session.student.vocabulary_rows]
     if session.spec.divergence is not None:
-        rows += [each.vocabulary_rows for each in session.teachers.values()]
-        for section, store in session.stores.items():
-            is_same_tokenizer = session.config.teacher_sections[section].cross_tokenizer is None
-            if store.signal.is_exact and is_same_tokenizer and store.teacher_folder is not None:
+        rows += [teacher.vocabulary_rows for teacher in session.teachers.values()]
+        for store in session.stores.values():
+            if store.signal.is_exact and store.teacher_folder is not None:
                 rows.append(configuration(str(store.teacher_folder)).get_text_config().vocab_size)
     return min(rows)
 
 
+def generation_tokens(micro_batch_tokens: int, max_tokens: int) -> int:
+    """The tokens of a batch of completions."""
+    return max(_BATCHES * micro_batch_tokens, max_tokens)
+
+
 def make_generator(
-    config: RunConfig,
     sampling: Sampling,
     decoder: Decoder,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     autocast: torch.dtype | None,
+    batch_tokens: int,
+    *,
+    key: str,
     counted_rows: int | None = None,
 ) -> Generator:
-    """counted_rows: see `Generator`. Raises ConfigError for a decoder that cannot generate."""
+    """Raises ConfigError with this key for a decoder that cannot generate. counted_rows: see `Generator`."""
     try:
         check_generation(decoder, device)
     except ValueError as error:
-        asked = {
-            "rollout.engine": config.rollout is not None,
-            "eval.tasks": bool(config.eval.tasks),
-            "eval.samples": bool(config.eval.samples),
-        }
-        key = next((key for key, is_asked in asked.items() if is_asked), "eval.callbacks")
         raise ConfigError(key, str(error)) from error
     return Generator(
         decoder,
         sampling,
         device,
         autocast,
-        max(_BATCHES * config.train.micro_batch_tokens, config.data.max_tokens),
+        batch_tokens,
         vocabulary=known_ids(tokenizer),
         counted_rows=counted_rows,
         tokenizer=tokenizer,

@@ -1,0 +1,17 @@
+"""Hashes of files and of values, as hexadecimal text."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+
+def file_hash(path: Path) -> str:
+    """The sha256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_hash(content: Any) -> str:
+    """The sha256 of what JSON can hold. The order of an object's keys does not matter."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,177 @@
+"""The objective of a run: `objective.loss`, parsed and checked against the other sections, and as a sentence."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from stillhouse.config import (
+    ConfigError,
+    ObjectiveConfig,
+    RolloutConfig,
+    StudentConfig,
+    TeacherConfig,
+    TeachersConfig,
+)
+from stillhouse.engine.depths import depths_in_words, mtp_objective
+from stillhouse.engine.parts import FurtherTokens
+from stillhouse.objective.correction import Correction
+from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
+from stillhouse.signals import SignalStore
+
+
+@dataclass(frozen=True)
+class RunObjective:
+    """The sections that decide what a run minimises."""
+
+    objective: ObjectiveConfig
+    student: StudentConfig
+    teacher: TeacherConfig | None
+    teachers: TeachersConfig | None
+    rollout: RolloutConfig | None
+
+    @cached_property
+    def spec(self) -> ObjectiveSpec:
+        """The parsed objective. Raises ConfigError if it, or that of MTP layers, is impossible."""
+        objective = self.objective
+        try:
+            spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
+        except ValueError as error:
+            raise ConfigError("objective.loss", str(error)) from error
+        self._require_uld(spec)
+        spec = self._on_rollouts(spec)
+        self._mtp(spec)  # raises ConfigError
+        if self.teachers is not None:
+            spec = replace(spec, teachers=_shares(self.teachers), is_mixture=self.teachers.sum == "distributions")
+        elif self.teacher is None and spec.needs_teacher:
+            raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
+        return spec
+
+    @property
+    def mtp(self) -> FurtherTokens | None:
+        """The objective of the student's MTP layers; None if it has none."""
+        return self._mtp(self.spec)
+
+    def in_words(self, stores: Mapping[str, SignalStore]) -> str:
+        """The resolved objective as a sentence: the first line that a run prints.
+
+        stores: of the teachers whose signals are in one, by the keys of the teachers' sections
+        """
+        teachers, over = "", ""
+        if self.teacher is not None and (self.spec.needs_teacher or self.objective.hidden):
+            store = stores.get("teacher")
+            teachers, over = f" ← {_teacher_in_words(self.teacher, store)}", f"{_over(self.teacher, store)}, "
+        elif self.teachers is not None and self.spec.needs_teacher:
+            teachers = f" ← {_several_in_words(self.teachers, self.spec, stores)}"
+        return (
+            f"{self.loss_in_words()}, {over}temperature {self.spec.temperature:g}, "
+            f"mean over the target tokens of each step{self._targets_in_words()}: {self.student.model}{teachers}"
+        )
+
+    def loss_in_words(self) -> str:
+        """The beginning of the sentence, which the configuration alone decides."""
+        hidden = "".join(
+            f" + {pair.scale:g}*{pair.loss} of layers {pair.student} and {pair.teacher}"
+            for pair in self.objective.hidden
+        )
+        return f"minimise {self.spec.in_words()}{depths_in_words(self.student.mtp)}{hidden}"
+
+    def _targets_in_words(self) -> str:
+        """Which tokens are targets. Plain texts have no prompts, and all their tokens are."""
+        rollout = self.rollout
+        if rollout is None:
+            return " (prompts and all else)" if self.objective.tokens == "all" else " (texts, completions)"
+        share = "" if rollout.is_on_student_alone else f" ({rollout.share:.0%}; the others are the dataset's)"
+        return f" (completions), written by the {rollout.writer}{share}, schedule {rollout.schedule}"
+
+    def _mtp(self, spec: ObjectiveSpec) -> FurtherTokens | None:
+        if self.student.mtp is None:
+            return None
+        has_teacher = self.teacher is not None or self.teachers is not None
+        return mtp_objective(self.student.mtp, self.objective, spec, has_teacher=has_teacher)
+
+    def _require_uld(self, spec: ObjectiveSpec) -> None:
+        """Raise ConfigError if `uld` is without `teacher.cross_tokenizer`, or another divergence is with it."""
+        key, loss = "teacher.cross_tokenizer", self.objective.loss
+        method = None if self.teacher is None else self.teacher.cross_tokenizer
+        if spec.uld is not None and method != "uld":
+            raise ConfigError("objective.loss", f"got {loss!r}: uld needs {key}=uld")
+        if method == "uld" and spec.divergence is not None:
+            raise ConfigError(
+                "objective.loss",
+                f"got {loss!r} with {key}=uld, which gives no divergence: expected uld, such as "
+                f"0.5*cross_entropy + 0.5*uld, or {key}=gold",
+            )
+
+    def _on_rollouts(self, spec: ObjectiveSpec) -> ObjectiveSpec:
+        """The objective with what the section rollout says of it. Raises ConfigError if the two do not fit."""
+        rollout, loss = self.rollout, self.objective.loss
+        by_student = rollout is not None and rollout.writer == "student"
+        if spec.needs_rollouts and not by_student:
+            raise ConfigError(
+                "objective.loss", f"got '{loss}', which needs the student's own completions: set rollout"
+            )
+        if rollout is None:
+            return spec
+        if spec.needs_rewards and rollout.reward is None:
+            raise ConfigError("rollout.reward", f"expected a function, because objective.loss is '{loss}'")
+        if rollout.reward is not None and spec.policy_gradient is None:
+            raise ConfigError(
+                "rollout.reward", f"has no effect with objective.loss '{loss}': expected policy_gradient in it"
+            )
+        if spec.cross_entropy is not None and rollout.is_on_student_alone and by_student:
+            raise ConfigError(
+                "objective.loss",
+                f"got '{loss}' with rollout.share=1: cross_entropy counts on the dataset's completions, and there are"
+                " none; lower rollout.share, or leave cross_entropy out",
+            )
+        if rollout.discount and not (spec.policy_gradient and spec.teacher_kl):
+            raise ConfigError(
+                "rollout.discount", "has an effect only with policy_gradient(teacher_kl=…) in objective.loss"
+            )
+        return replace(
+            spec,
+            correction=Correction(rollout.correction, rollout.limit),
+            discount=rollout.discount,
+            sampling_temperature=rollout.temperature,
+        )
+
+
+def _shares(teachers: TeachersConfig) -> dict[str, TeacherShare]:
+    """Each teacher's part in the objective: without a route, their weights sum to 1."""
+    total = sum(teacher.weight for teacher in teachers.named.values()) if teachers.route is None else 1.0
+    return {
+        name: TeacherShare(teacher.weight / total, teacher.temperature) for name, teacher in teachers.named.items()
+    }
+
+
+def _teacher_in_words(teacher: TeacherConfig, store: SignalStore | None) -> str:
+    return str(teacher.model) if store is None else store.name
+
+
+def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
+    """What a teacher's divergence is taken over."""
+    if store is None or store.signal.is_exact:
+        return "over the full vocabulary"
+    has_no_tail = store.signal.kind == "sampled" or teacher.cross_tokenizer == "uld"
+    tail = "" if has_no_tail else f" (tail: {teacher.tail})"
+    return f"over {store.signal} of the teacher{tail}"
+
+
+def _several_in_words(teachers: TeachersConfig, spec: ObjectiveSpec, stores: Mapping[str, SignalStore]) -> str:
+    parts = []
+    for name, teacher in teachers.named.items():
+        share, store = spec.teachers[name], stores.get(f"teachers.{name}")
+        what = _teacher_in_words(teacher, store)
+        if teacher.student is not None:
+            what = (
+                "the student" if teacher.student == "live" else f"the student's average (decay {teacher.ema_decay:g})"
+            )
+        details = [_over(teacher, store)]
+        if teacher.prefix is not None:
+            details.append("behind a prefix")
+        if share.temperature is not None:
+            details.append(f"temperature {share.temperature:g}")
+        factor = "" if share.weight == 1 else f"{share.weight:.3g} × "
+        parts.append(f"{factor}{name}: {what} ({', '.join(details)})")
+    how = f"one by column '{teachers.route}'" if teachers.route else f"sum of {teachers.sum}"
+    return f"{how} of {'; '.join(parts)}"

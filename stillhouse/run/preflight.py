@@ -1,0 +1,129 @@
+"""The checks of a run that need more than its configuration, in the order in which mistakes are cheapest to find.
+
+`prepare` calls them once each: `check_before_loading`, then `check_data` and `check_models` as soon as there are any.
+So a misspelt divergence is reported within a second, and a teacher with another tokenizer before any weight is read.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from stillhouse.config import ConfigError, StudentConfig, TeacherConfig
+from stillhouse.data import check_vocabulary
+from stillhouse.engine.optimizer import require_optimizer
+from stillhouse.models import check_document_length, check_saving, warn_of_positions
+from stillhouse.output.trackers import require_trackers
+from stillhouse.parallel import Layout, watchdog
+from stillhouse.run.agreement import require_same_sources
+from stillhouse.run.inputs import RunData
+from stillhouse.run.setup import RunSetup
+from stillhouse.run.user_functions import require_functions
+
+if TYPE_CHECKING:
+    from stillhouse.run.session import Session
+
+#: runs of fewer steps are warned of, unless train.steps asks for them
+FEW_STEPS = 10
+#: shares of the peak learning rate up to this are warned of, since other tools have the learning rate itself there
+SMALL_FLOOR = 1e-4
+
+
+def check_before_loading(setup: RunSetup) -> None:
+    """Check everything that needs neither data nor models. Raises ConfigError. A collective of all processes."""
+    config = setup.config
+    require_trackers(config.track)
+    require_adapters(config.student)
+    require_functions(config.eval, config.rollout)  # on all ranks, although only rank 0 calls them
+    require_optimizer(config.train, setup.layout)
+    device = setup.ranks.device
+    require_teachers_fit(setup.teachers, setup.own_layouts, setup.layout, device)
+
+
+def check_data(setup: RunSetup, data: RunData, model_hashes: Mapping[str, str]) -> None:
+    """Check that all ranks read the same data and model files. Raises ValueError. A collective of all processes."""
+    watchdog.enter("comparing data and models")
+    data_hashes = {f"data.{split}": documents_hash for split, documents_hash in data.hashes.items()}
+    require_same_sources(data_hashes | dict(model_hashes), setup.ranks)
+
+
+def check_models(session: "Session") -> list[str]:
+    """Check that the models fit the data and can be saved; returns warnings. Raises ValueError if they do not."""
+    held_out = None if session.evaluation is None else session.evaluation.documents
+    splits = [split for split in (session.train.documents, held_out, session.dataset) if split is not None]
+    warnings = list[str]()
+    for section, decoder in {"student": session.student, **session.teachers}.items():
+        warnings += check_vocabulary(session.tokenizer, decoder.vocabulary_rows, section)
+        try:
+            check_document_length(decoder.pretrained, session.train.max_tokens, section)
+        except ValueError as error:
+            raise ConfigError("data.max_tokens", str(error)) from error
+        longest = max(int(documents.lengths_D.max()) for documents in splits)
+        warnings += warn_of_positions(decoder.pretrained, longest, section)
+        readers = session.models.self_teachers if section == "student" else [section.partition(".")[2]]
+        for documents in splits:
+            documents.check_ids(decoder.vocabulary_rows, section, readers)
+    check_saving(session.student.pretrained)
+    return warnings
+
+
+def require_adapters(student: StudentConfig) -> None:
+    """Raise ConfigError if the student has an adapter and peft is not installed."""
+    if student.adapter is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
+
+
+def require_teachers_fit(
+    teachers: Mapping[str, TeacherConfig], own_layouts: Mapping[str, Layout], layout: Layout, device: torch.device
+) -> None:
+    """Raise ConfigError for a teacher that cannot be quantized, or be in host memory between uses, in this run.
+
+    teachers: by the keys of their sections
+    own_layouts: of the teachers that do not have the student's `layout`
+    """
+    for section, teacher in teachers.items():
+        if teacher.quantize is not None and layout.degrees.processes > 1:
+            raise ConfigError(
+                f"{section}.quantize",
+                f"got {teacher.quantize} under {layout}, which divides plain weights: expected null, or teacher.url "
+                "with `stillhouse serve --quantize`",
+            )
+        if teacher.offload:
+            _require_offload(f"{section}.offload", own_layouts.get(section, layout), device)
+
+
+def _require_offload(key: str, layout: Layout, device: torch.device) -> None:
+    if device.type == "cpu":
+        raise ConfigError(
+            key, "got true on a CPU, where everything is in host memory already: expected false, or a GPU"
+        )
+    degrees = layout.degrees
+    if degrees.processes > 1 and degrees.replicate * degrees.shard == 1:
+        raise ConfigError(
+            key, f"got true under {degrees}, which does not use FSDP: expected fsdp, replicate or context above 1"
+        )
+
+
+def schedule_warnings(session: "Session") -> Iterator[str]:
+    """Warnings of epochs that are too few steps, a warm-up that does not end, and a share of the peak that may be
+    meant as a learning rate.
+    """
+    train, steps = session.train_config, session.step_schedule.steps
+    tokens = len(session.train.documents.tokens_N)
+    if train.steps is None and session.plan is None and steps < FEW_STEPS:
+        yield (
+            f"the run has only {steps} optimizer step{'s' * (steps > 1)}, because train.tokens_per_step is "
+            f"{train.tokens_per_step:,} and the data have {tokens:,} tokens; lower train.tokens_per_step, or raise "
+            "train.epochs"
+        )
+    if train.warmup >= max(steps, 2):
+        yield (
+            f"train.warmup={train.warmup:g} is not shorter than the run ({steps} steps), so that the learning rate "
+            "only rises; below 1, it is a share of all steps"
+        )
+    if 0 < train.min_learning_rate <= SMALL_FLOOR:
+        yield (
+            f"train.min_learning_rate={train.min_learning_rate:g} is a share of the peak, so that the learning rate "
+            f"ends at {train.min_learning_rate * train.learning_rate:g}"
+        )

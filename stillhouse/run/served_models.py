@@ -1,0 +1,69 @@
+"""Proves that the servers of a run that goes on have the models that they had when it began."""
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from stillhouse.output.disk import UNFINISHED, explained_write_errors, flush
+from stillhouse.output.folder import RunFolder
+from stillhouse.parallel import Ranks
+from stillhouse.serving.client import Proof, RemoteSignals, ServedEngine
+from stillhouse.serving.client.engine_proof import same_weights
+from stillhouse.signals import SignalStore
+
+#: the beginning of the names of files in a run's folder: what the servers of a teacher answered when the run began
+SERVED_TEACHER = "served_teacher"
+#: the same of servers that write completions with weights of their own
+WRITER = "writer.json"
+
+
+class _Writer(BaseModel):
+    """likeliest: the tokens after a few prompts, with their log-probabilities (see `engine_proof.py`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    likeliest: list[tuple[int, float]]
+
+
+def require_same_writer(engine: ServedEngine, folder: RunFolder) -> None:
+    """Keep what the servers' weights are known by. Raises ValueError if a run that goes on has others."""
+    path, now = folder.path / WRITER, _Writer(likeliest=engine.weights.top_tokens)
+    if not path.exists():
+        if any(folder.checkpoints.glob("step-*")):
+            raise ValueError(f"{path} is missing: whether the servers have the same weights cannot be checked")
+        folder.write_json(WRITER, now.model_dump())
+        return
+    try:
+        before = _Writer.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path} is damaged: restore it, or choose another folder as out") from error
+    if not same_weights(before.likeliest, now.likeliest):
+        raise ValueError(
+            "rollout.url: the servers have other weights than when this run began: expected the same model, or "
+            "another folder as out"
+        )
+
+
+def require_same_teachers(stores: Mapping[str, SignalStore], folder: RunFolder, ranks: Ranks) -> None:
+    """Raise ValueError on all ranks if a served teacher answers otherwise than when the run began."""
+    for section, store in stores.items():
+        if isinstance(store, RemoteSignals) and store.proof is not None:
+            with ranks.all_raise(ValueError):
+                if ranks.is_first:
+                    _, dot, name = section.partition(".")
+                    _require_same(folder, store.proof, f"{SERVED_TEACHER}{dot}{name}.safetensors")
+
+
+def _require_same(folder: RunFolder, proof: Proof, name: str) -> None:
+    """Compare a served teacher with what it answered when the run began; a new run's folder gets its answers."""
+    path = folder.path / name
+    if path.exists():
+        proof.compare(path)
+    elif any(folder.checkpoints.glob("step-*")):
+        raise ValueError(f"{path} is missing: whether the teacher is still the same cannot be checked")
+    else:
+        partial = path.with_name(path.name + UNFINISHED)
+        with explained_write_errors(path):
+            proof.save(partial)
+            flush(partial)
+            partial.rename(path)

@@ -1,0 +1,256 @@
+"""What a configuration means on this machine: the objects that a run, a check or a cache needs.
+
+`RunSetup` owns the whole configuration. What it makes gets the sections that it needs, or plain values.
+"""
+
+import math
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from stillhouse.config import ConfigError, ParallelConfig, RunConfig
+from stillhouse.config.read_config import dotted_values
+from stillhouse.config.rules import check_rules
+from stillhouse.engine.optimizer import optimizer_settings
+from stillhouse.engine.parts import HiddenStates, LossPart, RouterBalancing
+from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.parallel import (
+    Degrees,
+    Layout,
+    Mesh,
+    Ranks,
+    Runner,
+    best_precision,
+    build_runner,
+    choose_device,
+    process_count,
+    require_own_teacher,
+    start,
+)
+from stillhouse.run.agreement import require_same_configuration
+from stillhouse.run.inputs import RunData, load_run_data
+from stillhouse.run.models import ModelSources, model_fingerprints
+from stillhouse.run.objective import RunObjective
+from stillhouse.run.stores import open_stores, require_signals
+from stillhouse.run.teacher_sources import TeacherSources, as_config_error, teacher_of_stages
+from stillhouse.signals import SignalSource, SignalStore, WeightAverage
+
+
+class RunSetup:
+    """The objects that a configuration describes; each is made when it is first needed, and once.
+
+    warnings: for each library whose version differs between ranks, after `ranks` was used
+    """
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self.teachers = config.teacher_sections
+        self.values = dotted_values(config)
+        self.warnings: list[str] = []
+        self.objective = RunObjective(
+            config.objective, config.student, config.teacher, config.teachers, config.rollout
+        )
+
+    @property
+    def spec(self) -> ObjectiveSpec:
+        """The parsed objective. Raises ConfigError if it is impossible."""
+        return self.objective.spec
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of this process. Raises ConfigError for one that this machine does not have."""
+        return device_of(self.config.device)
+
+    @cached_property
+    def stores(self) -> dict[str, SignalStore]:
+        """The stores of teachers' signals, by the keys of the teachers' sections; see `open_stores`."""
+        config = self.config
+        return open_stores(
+            config.student, self.teachers, config.objective.temperature, config.train.micro_batch_tokens
+        )
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of the student. Raises ConfigError for one that is impossible with these processes."""
+        return layout_of(self.config.parallel, process_count())
+
+    @cached_property
+    def own_layouts(self) -> dict[str, Layout]:
+        """The layouts of the teachers that have one of their own, by the keys of their sections."""
+        layouts: dict[str, Layout] = {}
+        for section, teacher in self.teachers.items():
+            if teacher.parallel is not None:
+                layout = layout_of(teacher.parallel, process_count(), f"{section}.parallel")
+                layouts[section] = replace(layout, offload=self.config.parallel.offload or teacher.offload)
+        return layouts
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """All processes of the job, connected. A collective of them.
+
+        Raises ConfigError for an impossible layout, and if the ranks were started with different configurations.
+        """
+        own_layouts, device = self.own_layouts.values(), self.device
+        for layout in (self.layout, *own_layouts):
+            require_sharing(layout, device)
+        if process_count() > 1:
+            start(device, self.config.train.timeout)
+        ranks = Ranks.of_job(device)
+        self.warnings = require_same_configuration(self.values, ranks)
+        return ranks
+
+    def load_data(self) -> RunData:
+        """The tokenizers and the data; see `load_run_data`."""
+        return load_run_data(self.config, self.stores)
+
+    def require_signals(self, data: RunData) -> None:
+        """Raise ConfigError if a store of signals does not fit the data or the objective; see `require_signals`."""
+        config = self.config
+        new_tokens = 0 if config.rollout is None else config.rollout.max_new_tokens
+        require_signals(self.stores, self.teachers, config.teachers, config.objective, data, new_tokens, self.ranks)
+
+    def model_hashes(self) -> dict[str, str]:
+        """A hash of the files of the student and of each teacher; see `model_fingerprints`."""
+        return model_fingerprints(self.config.student, self.teachers, self.config.seed, self.stores)
+
+    def models(self, mesh: Mesh) -> ModelSources:
+        """Where the models come from, for the processes of a mesh."""
+        config = self.config
+        return ModelSources(
+            config.student,
+            self.teachers,
+            config.objective,
+            mesh,
+            config.seed,
+            config.parallel.offload,
+            config.train.activation_checkpointing,
+        )
+
+    def engine(self, models: ModelSources, layout: Layout) -> tuple[TorchEngine, SignalSource]:
+        """The engine and the source of the teachers' signals. Each rank reads its own part of the weights.
+
+        Raises ConfigError for a model that the layout does not fit.
+        """
+        config, mesh = self.config, models.mesh
+        separate = self._separate_layout(mesh)
+        head_only = separate is not None or bool(self.stores) or config.teachers is not None
+        with as_config_error("parallel" if mesh.ranks.size > 1 else None):
+            student = models.student_source()
+            if separate is not None:
+                require_own_teacher(layout, student, teacher_head_only=True)
+            store = self.stores.get("teacher")
+            teacher = teacher_of_stages(models, config.teacher, layout, store, head_only=head_only)
+            runner = build_runner(layout, mesh, student, teacher, teacher_head_only=head_only)
+        decays = [teacher.ema_decay for teacher in config.several.values() if teacher.student == "ema"]
+        average = WeightAverage(runner, decays[0]) if decays else None
+        engine = TorchEngine(
+            runner,
+            self.spec,
+            optimizer=optimizer_settings(config.train),
+            autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
+            chunk_tokens=config.objective.chunk_tokens,
+            parts=self._loss_parts(runner),
+            average=average,
+        )
+        sources = TeacherSources(
+            models,
+            runner,
+            engine.autocast,
+            average,
+            self.stores,
+            config.teacher,
+            config.teachers,
+            {} if mesh.ranks.size == 1 else self.own_layouts,
+        )
+        source = sources.source(separate)
+        if mesh.ranks.size > 1:
+            # ranks with different tokens draw different dropout; tensor ranks, which share tokens, draw the same
+            torch.manual_seed(config.seed + mesh.ranks.rank - mesh.coordinate("tensor"))
+        return engine, source
+
+    def _separate_layout(self, mesh: Mesh) -> Layout | None:
+        """The layout of a single teacher that does not run in the student's stages; None if there is none."""
+        if mesh.ranks.size > 1:
+            return self.own_layouts.get("teacher")
+        teacher = self.config.teacher
+        return Layout(offload=True) if teacher is not None and teacher.offload else None
+
+    def _loss_parts(self, runner: Runner) -> list[LossPart]:
+        """The losses inside the student that the configuration asks for."""
+        parts: list[LossPart] = []
+        if (mtp := self.objective.mtp) is not None:
+            parts.append(replace(mtp, group=runner.context_group))
+        if coefficient := self.config.objective.router_aux_loss:
+            parts.append(RouterBalancing(coefficient, runner.context_group))
+        if (match := runner.students()[0].hidden_match) is not None:
+            parts.append(HiddenStates(match.all_pairs))
+        return parts
+
+
+def with_precision(config: RunConfig) -> RunConfig:
+    """The configuration with the precision that `train.precision: auto` means on this process's device.
+
+    It is resolved before ranks are compared and checkpoints are written: a mixture of precisions is no run.
+    """
+    if config.train.precision != "auto":
+        return config
+    precision = best_precision(device_of(config.device))
+    resolved = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
+    check_rules(resolved)
+    return resolved
+
+
+def device_of(name: str) -> torch.device:
+    """The device that the key `device` names. Raises ConfigError for one that this machine does not have."""
+    try:
+        return choose_device(name)
+    except ValueError as error:
+        raise ConfigError("device", str(error)) from error
+
+
+def layout_of(parallel: ParallelConfig, processes: int, key: str = "parallel") -> Layout:
+    """The layout for a number of processes. key: of the section, for errors.
+
+    Raises ConfigError if the product of the degrees is not that number, or if the expert degree does not fit the
+    other degrees.
+    """
+    others = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "replicate")}
+    product = math.prod(others.values())
+    fsdp = parallel.fsdp if parallel.fsdp is not None else max(1, processes // product)
+    degrees = Degrees(fsdp=fsdp, expert=parallel.expert, **others)
+    if degrees.processes != processes:
+        started = f"torchrun started {processes}" if processes > 1 else "there is one, without torchrun"
+        raise ConfigError(
+            key,
+            f"{degrees} needs {degrees.processes} processes, but {started}: expected "
+            f"torchrun --nproc-per-node {degrees.processes}, or degrees whose product is {processes}",
+        )
+    sharing = degrees.shard * degrees.tensor
+    if degrees.experts % degrees.tensor or sharing % degrees.experts:
+        raise ConfigError(
+            f"{key}.expert",
+            f"got {parallel.expert}, with fsdp × context × tensor = {sharing} and tensor = {degrees.tensor}: "
+            "expected a divisor of the first and a multiple of the second",
+        )
+    gather_dtype = None if parallel.gather_dtype is None else torch.bfloat16
+    return Layout(degrees, parallel.schedule, gather_dtype, parallel.offload)
+
+
+def require_sharing(layout: Layout, device: torch.device) -> None:
+    """Raise ConfigError for an offload on a CPU, and for an option of FSDP under a layout without FSDP."""
+    if layout.offload and device.type == "cpu":
+        raise ConfigError(
+            "parallel.offload",
+            "got true on a CPU, where everything is in host memory already: expected false, or a GPU",
+        )
+    if layout.degrees.replicate * layout.degrees.shard > 1:
+        return
+    for key in ("offload", "gather_dtype"):
+        if getattr(layout, key):
+            raise ConfigError(
+                f"parallel.{key}",
+                f"has no effect under {layout}, which does not use FSDP: expected parallel.fsdp, replicate or "
+                "context above 1",
+            )
