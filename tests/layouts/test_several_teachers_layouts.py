@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.layout_runs import assert_same_weights
 from kit.ranks import Ranks
-from kit.run_weights import assert_same_weights
 from kit.runs import metrics, run, save_model, write_records, write_run
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
