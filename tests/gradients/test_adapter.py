@@ -10,11 +10,13 @@ from kit.families import FAMILIES, build
 from kit.shard_ranks import Rank, shared_pool
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stillhouse.engine.optimizer import OptimizerSettings, make_optimizer
 from stillhouse.models import Decoder, add_lora, draw_lora, without_lora
 from stillhouse.models.adapter import base_name, is_lora
+from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.objective import CrossEntropy, Distill, OutputHead, linear_objective, reverse_kl
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
 from stillhouse.parallel.stages import Stage, require_training
@@ -46,38 +48,38 @@ def test_gradients_are_those_of_peft_and_plain_logits(family: str) -> None:
         return linear_objective(hidden_states.flatten(0, 1), head, terms).loss
 
     decoder(IDS, processor=processor).backward()
-    theirs = peft_model(build(family, dtype=torch.float64), decoder)
-    with torch.no_grad(), theirs.disable_adapter():
-        log_p = torch.log_softmax(theirs(IDS, use_cache=False).logits[0], -1)
-    log_q = torch.log_softmax(theirs(IDS, use_cache=False).logits[0], -1)
+    peft_decoder = peft_model(build(family, dtype=torch.float64), decoder)
+    with torch.no_grad(), peft_decoder.disable_adapter():
+        log_p = torch.log_softmax(peft_decoder(IDS, use_cache=False).logits[0], -1)
+    log_q = torch.log_softmax(peft_decoder(IDS, use_cache=False).logits[0], -1)
     cross_entropy = -log_q.gather(1, LABELS[:, None]).sum()
     (0.3 * cross_entropy + 0.7 * (log_q.exp() * (log_q - log_p)).sum()).backward()
-    expected = {name: each.grad for name, each in theirs.named_parameters() if each.grad is not None}
+    expected = {name: each.grad for name, each in peft_decoder.named_parameters() if each.grad is not None}
     prefix = f"base_model.model.{decoder.pretrained.base_model_prefix}."
-    found = {
+    actual = {
         prefix + name.removeprefix("backbone."): each.grad
         for name, each in decoder.named_parameters()
         if each.grad is not None
     }
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
         assert gradient.abs().max() > 1e-6, name
         assert (gradient - expected[name]).norm() <= 1e-10 * expected[name].norm(), name
 
 
 def peft_model(model: PreTrainedModel, like: Decoder) -> Any:
     """Return peft's model with the same A and B as the decoder."""
-    ours = like.pretrained.peft_config["default"]
-    config = LoraConfig(r=ours.r, lora_alpha=ours.lora_alpha, target_modules=ours.target_modules)
-    theirs = get_peft_model(model, config)
+    peft_config = like.pretrained.peft_config["default"]
+    config = LoraConfig(r=peft_config.r, lora_alpha=peft_config.lora_alpha, target_modules=peft_config.target_modules)
+    peft_decoder = get_peft_model(model, config)
     matrices = {name: each for name, each in like.named_parameters() if is_lora(name)}
     prefix = f"base_model.model.{model.base_model_prefix}."
-    own = {name: each for name, each in theirs.named_parameters() if each.requires_grad}
-    assert own.keys() == {prefix + name.removeprefix("backbone.") for name in matrices}
+    trained = {name: each for name, each in peft_decoder.named_parameters() if each.requires_grad}
+    assert trained.keys() == {prefix + name.removeprefix("backbone.") for name in matrices}
     with torch.no_grad():
         for name, each in matrices.items():
-            own[prefix + name.removeprefix("backbone.")].copy_(each)
-    return theirs
+            trained[prefix + name.removeprefix("backbone.")].copy_(each)
+    return peft_decoder
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -187,20 +189,19 @@ def draw_under_a_layout(rank: Rank, degrees: Degrees) -> dict[str, bool] | None:
     runner = build_runner(
         Layout(degrees), mesh, ModelSource(make, lambda decoder: draw_lora(decoder, 3, fresh=False)), None
     )
-    whole = make()
-    draw_lora(whole, 3, fresh=False)
-    found = {}
+    unsharded = make()
+    draw_lora(unsharded, 3, fresh=False)
+    actual = {}
     for name, parameter in runner.named_parameters():
-        gathered = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        found[name] = torch.equal(gathered, whole.get_parameter(name))
-    return found
+        actual[name] = torch.equal(gathered_tensor(parameter), unsharded.get_parameter(name))
+    return actual
 
 
 @pytest.mark.parametrize("degrees", [Degrees(fsdp=2, tensor=2), Degrees(fsdp=4)], ids=str)
 def test_every_layout_starts_from_the_same_numbers(degrees: Degrees) -> None:
-    for found in shared_pool(4).call(draw_under_a_layout, degrees):
-        assert all(found.values()), found
-        assert any(is_lora(name) for name in found)
+    for actual in shared_pool(4).call(draw_under_a_layout, degrees):
+        assert all(actual.values()), actual
+        assert any(is_lora(name) for name in actual)
 
 
 def drop_under_tensor_parallel(rank: Rank, _: None) -> list[Tensor] | None:
@@ -217,8 +218,11 @@ def drop_under_tensor_parallel(rank: Rank, _: None) -> list[Tensor] | None:
         student(
             IDS, processor=lambda *, hidden_states, head, context, depth=0: hidden_states.square().sum()
         ).backward()
-    whole = [each for name, each in student.named_parameters() if is_lora(name) and not hasattr(each, "full_tensor")]
-    return [each.grad for each in whole if each.grad is not None]
+    return [
+        parameter.grad
+        for name, parameter in student.named_parameters()
+        if is_lora(name) and not isinstance(parameter, DTensor) and parameter.grad is not None
+    ]
 
 
 def test_dropout_drops_the_same_for_what_every_tensor_rank_has() -> None:

@@ -66,10 +66,10 @@ def gradients(module: nn.Module, loss: Tensor) -> dict[int, Tensor]:
     return grads
 
 
-def assert_same_gradients(given: dict[int, Tensor], expected: dict[int, Tensor], tolerance: float) -> None:
-    assert given.keys() == expected.keys()
+def assert_same_gradients(actual: dict[int, Tensor], expected: dict[int, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
     for key, grad in expected.items():
-        assert float((given[key] - grad).norm()) <= tolerance * float(grad.norm())
+        assert float((actual[key] - grad).norm()) <= tolerance * float(grad.norm())
 
 
 @EACH_FAMILY
@@ -78,11 +78,11 @@ def test_logits_are_the_models_own(family: str, tied: bool) -> None:
     model = build(family, tied=tied)
     decoder, ids = Decoder(model), token_ids(2, 17)
     with torch.no_grad():
-        given, expected = decoder(ids), model(ids).logits
+        actual, expected = decoder(ids), model(ids).logits
     if family == "granite":  # it divides by 3.0 and the head multiplies by 1/3, which differ by one rounding
-        torch.testing.assert_close(given, expected, rtol=2.4e-7, atol=0)
+        torch.testing.assert_close(actual, expected, rtol=2.4e-7, atol=0)
     else:
-        assert torch.equal(given, expected)
+        assert torch.equal(actual, expected)
     if family.startswith("gemma"):
         assert expected.abs().max() > 0.9 * SOFTCAP, "no logit is near the softcap"
     assert decoder.tied is tied
@@ -94,10 +94,10 @@ def test_half_precision_is_wrapped_and_equal(family: str, dtype: torch.dtype) ->
     model = build(family, dtype=dtype)
     ids = token_ids(2, 17)
     with torch.no_grad():
-        given, expected = Decoder(model)(ids), model(ids).logits
-    assert given.dtype == dtype
+        actual, expected = Decoder(model)(ids), model(ids).logits
+    assert actual.dtype == dtype
     rounding = torch.finfo(dtype).eps if family == "granite" else 0.0
-    torch.testing.assert_close(given, expected, rtol=rounding, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=rounding, atol=0)
 
 
 @EACH_FAMILY
@@ -105,14 +105,14 @@ def test_half_precision_is_wrapped_and_equal(family: str, dtype: torch.dtype) ->
 def test_loss_and_gradients_are_the_models_own(family: str, tied: bool) -> None:
     model = build(family, tied=tied, dtype=torch.float64)
     decoder, ids = Decoder(model), token_ids(3, 17)
-    own = model(ids, labels=ids, use_cache=False).loss
-    expected = gradients(model, own)
+    model_loss = model(ids, labels=ids, use_cache=False).loss
+    expected = gradients(model, model_loss)
     assert len(expected) == len(list(model.parameters()))
 
     # the model's own loss rounds its logits to float32, so the tolerance is float32's
     for processor in (mean_cross_entropy, engine_cross_entropy):
         loss = decoder(ids, processor=processor, context=ids)
-        assert loss.item() == pytest.approx(own.item(), rel=1e-6)
+        assert loss.item() == pytest.approx(model_loss.item(), rel=1e-6)
         assert_same_gradients(gradients(decoder, loss), expected, tolerance=2e-6)
 
 
@@ -120,8 +120,8 @@ def test_head_with_a_bias() -> None:
     model = build("gpt2", tied=False, dtype=torch.float64)
     model.lm_head.bias = nn.Parameter(torch.linspace(-2, 2, 251, dtype=torch.float64))
     decoder, ids = Decoder(model), token_ids(3, 17)
-    own = model(ids, labels=ids).loss
-    expected = gradients(model, own)
+    model_loss = model(ids, labels=ids).loss
+    expected = gradients(model, model_loss)
     assert id(model.lm_head.bias) in expected
     loss = decoder(ids, processor=engine_cross_entropy, context=ids)
     assert_same_gradients(gradients(decoder, loss), expected, tolerance=2e-6)
@@ -138,18 +138,18 @@ def test_saved_files_give_the_same_model(family: str, tied: bool, tmp_path: Path
     decoder.save_pretrained(tmp_path)
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    ours = Decoder.from_pretrained(tmp_path)
+    wrapped = Decoder.from_pretrained(tmp_path)
     assert type(plain) is type(decoder.pretrained)
-    for loaded in (plain, ours.pretrained):
+    for loaded in (plain, wrapped.pretrained):
         pairs = itertools.zip_longest(loaded.named_parameters(), decoder.pretrained.named_parameters())
-        for (name, given), (expected_name, expected) in pairs:
+        for (name, actual), (expected_name, expected) in pairs:
             assert name == expected_name
-            assert torch.equal(given, expected), name
+            assert torch.equal(actual, expected), name
     with torch.no_grad():
         expected_logits = decoder.eval()(ids)
-        assert torch.equal(ours(ids), expected_logits)
+        assert torch.equal(wrapped(ids), expected_logits)
     assert not list(tmp_path.glob("*.bin"))
-    assert ours.tied is tied
+    assert wrapped.tied is tied
 
 
 @EACH_FAMILY
@@ -220,9 +220,9 @@ def test_gradient_checkpointing_recomputes_layers_but_not_the_head(family: str) 
     for layer in layers:
         layer.register_forward_pre_hook(lambda *_: runs.update(attention=runs["attention"] + 1))
     decoder.gradient_checkpointing_enable()
-    given = gradients(decoder, decoder(ids, processor=counting, context=ids))
+    actual = gradients(decoder, decoder(ids, processor=counting, context=ids))
     assert runs == {"attention": 2 * len(layers), "processor": 1}
-    assert_same_gradients(given, expected, tolerance=0.0)
+    assert_same_gradients(actual, expected, tolerance=0.0)
 
 
 def test_signal_is_exact_and_without_grad_whatever_the_mode() -> None:
@@ -322,8 +322,8 @@ def test_distributed_checkpoints_restore_model_and_optimizer(tied: bool, tmp_pat
     set_state_dict(other, other_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     trained(decoder, 2, optimizer)
     trained(other, 2, other_optimizer)
-    for (name, expected), (_, given) in zip(decoder.named_parameters(), other.named_parameters(), strict=True):
-        assert torch.equal(given, expected), name
+    for (name, expected), (_, actual) in zip(decoder.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(actual, expected), name
     assert other.head.linear.weight is other.pretrained.get_output_embeddings().weight
 
 
@@ -346,8 +346,8 @@ def test_sharding_hooks_fire_around_the_processor(tied: bool) -> None:
         fully_shard(decoder)
         decoder(ids, processor=twice, context=ids).backward()
         pairs = zip(decoder.named_parameters(), plain.named_parameters(), strict=True)
-        for (name, given), (_, expected) in pairs:
-            assert isinstance(given.grad, DTensor), name
-            torch.testing.assert_close(given.grad.full_tensor(), expected.grad, msg=name)
+        for (name, actual), (_, expected) in pairs:
+            assert isinstance(actual.grad, DTensor), name
+            torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, msg=name)
     finally:
         dist.destroy_process_group()

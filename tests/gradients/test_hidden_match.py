@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.layout_runs import distill
 from kit.runs import contents, forward_backward, metrics, run, save_model, session_of, write_run
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_train_layouts import distill
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -157,8 +157,7 @@ def test_projectors_of_two_processes_are_those_of_one(folder: Path, settings: di
     write_run(folder, **{"objective.hidden": PAIRS, "train.steps": 1, "train.learning_rate": 1e-30}, **settings)
     name, found = "-".join(settings), {}
     for processes in (1, 2):
-        ended = distill(folder, f"{name} {processes}", processes, "checkpoint.every=1")
-        assert ended.returncode == 0, ended.stderr
+        distill(folder, f"{name} {processes}", processes, "checkpoint.every=1")
         resume = folder / f"{name} {processes}" / "checkpoints" / "step-00000001" / "resume"
         tensors = [load_file(each) for each in sorted(resume.glob("*.safetensors"))]
         for each in NAMES:

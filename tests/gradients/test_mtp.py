@@ -27,14 +27,14 @@ def separate_document(decoder: MultiTokenDecoder, ids_N: Tensor) -> list[Tensor]
 
     Row t of a depth has the position of the token that it is computed from, as in generation.
     """
-    made = [decoder.main.backbone(ids_N[None], use_cache=False).last_hidden_state]
+    by_depth = [decoder.main.backbone(ids_N[None], use_cache=False).last_hidden_state]
     for depth in range(1, decoder.depths + 1):
-        below, at = made[-1][:, : len(ids_N) - depth], torch.arange(depth, len(ids_N))[None]
+        below, at = by_depth[-1][:, : len(ids_N) - depth], torch.arange(depth, len(ids_N))[None]
         if not at.numel():
-            made.append(below)
+            by_depth.append(below)
             continue
-        made.append(decoder.mtp.forward_layer(depth - 1, below, at, None, input_ids=ids_N[None, depth:]))
-    return [each[0] for each in made]
+        by_depth.append(decoder.mtp.forward_layer(depth - 1, below, at, None, input_ids=ids_N[None, depth:]))
+    return [each[0] for each in by_depth]
 
 
 TEMPERATURE, K = 1.3, 5
@@ -126,11 +126,11 @@ def test_loss_and_gradients_are_those_of_plain_logits(family: str, depths: int, 
     labels = [sum(max(length - 1 - max(depth, 2), 0) for row in LENGTHS for length in row) for depth in (0, 1, 2)]
     assert [int(each.metrics["tokens"]) for each in outputs] == labels[: depths + 1]
 
-    given, wanted = gradients(decoder, [each.loss for each in outputs]), gradients(decoder, expected)
+    actual, expected_gradients = gradients(decoder, [each.loss for each in outputs]), gradients(decoder, expected)
     names = {name for name, each in decoder.named_parameters() if each.requires_grad}
-    assert given.keys() == wanted.keys() == names
-    for name, gradient in wanted.items():
-        assert float((given[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
+    assert actual.keys() == expected_gradients.keys() == names
+    for name, gradient in expected_gradients.items():
+        assert float((actual[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
 
 
 @EACH
@@ -140,10 +140,10 @@ def test_packed_rows_are_the_documents_at_every_depth(family: str, depths: int) 
         together = decoder(packed(documents()), positions(), processor=hidden_states)
         separate = [separate_document(decoder, each) for each in documents()]
     for depth, rows_BSD in enumerate(together):
-        given = [each for row, lengths in zip(rows_BSD, LENGTHS, strict=True) for each in row.split(lengths)]
-        for document, made in zip(given, separate, strict=True):
-            assert len(made[depth]) == len(document) - depth
-            torch.testing.assert_close(document[: len(made[depth])], made[depth], rtol=0, atol=1e-6)
+        actual = [each for row, lengths in zip(rows_BSD, LENGTHS, strict=True) for each in row.split(lengths)]
+        for document, by_depth in zip(actual, separate, strict=True):
+            assert len(by_depth[depth]) == len(document) - depth
+            torch.testing.assert_close(document[: len(by_depth[depth])], by_depth[depth], rtol=0, atol=1e-6)
 
 
 def shifted_by_hand(each_BS: list[list[Any]], at: list[list[int]], depth: int, absent: Any) -> list[Any]:
@@ -185,9 +185,9 @@ def test_shift_for_mtp_moves_labels_weights_and_signal_together_and_stops_at_doc
 def test_context_shards_cut_after_the_shift_have_the_rows_of_the_whole() -> None:
     """Of two ranks, one has the first and the last quarter of each row, as in a load-balanced causal layout."""
     decoder, teacher = make(depths=2), Decoder(build("llama", seed=3))
-    whole = targets_of(teacher, "jsd").shift_for_mtp(positions(), 2)
+    whole_context = targets_of(teacher, "jsd").shift_for_mtp(positions(), 2)
     processor = StepLoss(parse_objective(OBJECTIVES["jsd"], TEMPERATURE), NORMALIZER)
-    outputs = decoder(packed(documents()), positions(), processor=processor, context=whole)
+    outputs = decoder(packed(documents()), positions(), processor=processor, context=whole_context)
     hidden = decoder(packed(documents()), positions(), processor=hidden_states)
 
     places_BS = torch.arange(positions().numel()).view(positions().shape)
@@ -197,7 +197,7 @@ def test_context_shards_cut_after_the_shift_have_the_rows_of_the_whole() -> None
         losses = []
         for index_T in ranks:
             rows = hidden[depth].flatten(0, 1)[index_T][None]
-            part = decoder.main.head(rows, processor, whole.rows(index_T), depth)
+            part = decoder.main.head(rows, processor, whole_context.rows(index_T), depth)
             for name, per_token in part.per_token.items():
                 torch.testing.assert_close(per_token, output.per_token[name][index_T])
             losses.append(part.loss)
@@ -228,5 +228,5 @@ def test_logits_are_the_layers_through_transformers_own_projection(family: str, 
         logits = decoder(ids_BS, positions())
         hidden = decoder(ids_BS, positions(), processor=hidden_states)
         assert torch.equal(logits[0], decoder.main(ids_BS, positions()))
-        for given, made in zip(logits[1:], hidden[1:], strict=True):
-            assert torch.equal(given, decoder.mtp._project_to_logits(made))
+        for actual, by_depth in zip(logits[1:], hidden[1:], strict=True):
+            assert torch.equal(actual, decoder.mtp._project_to_logits(by_depth))

@@ -91,9 +91,9 @@ def gradients(model: Decoder) -> dict[str, Tensor]:
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -135,9 +135,9 @@ def test_each_micro_batch_sequence_and_layer_counts_by_itself(order: str, recomp
         else:
             run(results[number].backward, in_a_thread=threads)
     assert_close(gradients(model), gradients(reference))
-    for found, expected in zip(losses, formulas, strict=True):
-        assert found.losses.keys() == {f"backbone.layers.{layer}.mlp.gate" for layer in (0, 2)}
-        torch.testing.assert_close(sum(found.losses.values()), expected.detach().float(), rtol=1e-5, atol=0)
+    for actual, expected in zip(losses, formulas, strict=True):
+        assert actual.losses.keys() == {f"backbone.layers.{layer}.mlp.gate" for layer in (0, 2)}
+        torch.testing.assert_close(sum(actual.losses.values()), expected.detach().float(), rtol=1e-5, atol=0)
 
 
 def run(call: Callable[[], Any], *, in_a_thread: bool) -> None:
@@ -182,7 +182,7 @@ def test_two_backward_passes_recompute_twice() -> None:
 
 def test_router_balance_beside_a_lora() -> None:
     """The adapter's gradient through the frozen routers equals the formula's."""
-    found = []
+    actual = []
     for formula in (True, False):
         model, batch = decoder(THREE_LAYERS), Batch.make(0)
         add_lora(model, targets=["q_proj", "v_proj"])
@@ -193,10 +193,10 @@ def test_router_balance_beside_a_lora() -> None:
             balance_routers(model)
             model.gradient_checkpointing_enable()
             forward(model, batch, batch.loss()).backward()
-        found.append(gradients(model))
-    assert_close(found[1], found[0])
-    assert all("lora" in name for name in found[1])
-    assert max(float(each.norm()) for each in found[1].values()) > 1e-4
+        actual.append(gradients(model))
+    assert_close(actual[1], actual[0])
+    assert all("lora" in name for name in actual[1])
+    assert max(float(each.norm()) for each in actual[1].values()) > 1e-4
 
 
 def test_without_gradients_and_outside_of_the_context_nothing_is_balanced() -> None:

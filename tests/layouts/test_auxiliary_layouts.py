@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from kit.layout_runs import assert_same_weights
 from kit.ranks import Ranks
-from kit.run_weights import assert_same_weights
 from kit.runs import run, write_run
 
 from stillhouse.libraries import is_supported

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.layout_runs import assert_same_weights
 from kit.ranks import Ranks
-from kit.run_weights import assert_same_weights
 from kit.runs import metrics, run, save_model, write_records, write_run
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,9 +55,11 @@ def test_gradients_under_every_layout(folder: Path, how: str) -> None:
         "teachers.math": {"model": str(folder / "math"), "prefix": "{answer}! "},
         "teachers.code": {"model": str(folder / "code"), "weight": 2.0},
     }
-    given = {"teachers.route": "subject"} if how == "route" else {"teachers.sum": how, "teachers.self": LIVE}
-    given |= {"student.model": str(deep_student(folder)), "train.steps": 2}
-    config = write(folder, f"parity {how}", **teachers, **given)
+    settings_of_case = (
+        {"teachers.route": "subject"} if how == "route" else {"teachers.sum": how, "teachers.self": LIVE}
+    )
+    settings_of_case |= {"student.model": str(deep_student(folder)), "train.steps": 2}
+    config = write(folder, f"parity {how}", **teachers, **settings_of_case)
     ranks = Ranks(2, "parity", config)
     assert ranks.wait(LIMIT) == [0, 0], ranks.err
     rows = [line for line in ranks[0].out.splitlines() if line.split(" ")[0] in AXES]
@@ -115,8 +117,8 @@ def test_a_checkpoint_without_the_average_is_refused(folder: Path, averaged: Pat
 def test_the_model_of_one_process_with_an_average(folder: Path, averaged: Path, layout: str, of_teacher: str) -> None:
     """of_teacher: the layout of the other teacher, if it has one of its own."""
     out = folder / f"averaged {layout}"
-    own = [f"teachers.math.parallel.{of_teacher}"] if of_teacher else []
-    ranks = Ranks(2, "distill", folder / "averaged.yaml", f"out={out}", f"parallel.{layout}", *own)
+    teacher_layout = [f"teachers.math.parallel.{of_teacher}"] if of_teacher else []
+    ranks = Ranks(2, "distill", folder / "averaged.yaml", f"out={out}", f"parallel.{layout}", *teacher_layout)
     assert ranks.wait(LIMIT) == [0, 0], ranks.err
     assert_same_weights(out, averaged, 1e-4)
     for one, other in zip(metrics(out), metrics(averaged), strict=True):

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kit.layout_runs import assert_same_weights
 from kit.ranks import Ranks
-from kit.run_weights import assert_same_weights
 from kit.runs import Command, contents, run, write_run
 
 from stillhouse.tools.write_cache import write_cache

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from kit.faulty_proxy import Proxy, proxy_to, reset, slow
+from kit.layout_runs import assert_same_weights
 from kit.ranks import Ranks
-from kit.run_weights import assert_same_weights
 from kit.runs import Command, metrics, run, session_of, wait_for, write_run
 from kit.serving import Server
 

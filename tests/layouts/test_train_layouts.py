@@ -12,19 +12,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from kit.layout_runs import LIMIT, assert_same_weights, distill
 from kit.odd_lines import LINE, vanished, vanishing, with_odd_line
 from kit.ranks import TORCHRUN, Ranks, under_torchrun
-from kit.run_weights import assert_same_weights
-from kit.runs import Command, metrics, save_model, wait_for, write_run
+from kit.runs import metrics, save_model, wait_for, write_run
 
 from stillhouse.cli import USAGE
 from stillhouse.libraries import FEATURES, is_supported
-
-LIMIT = 180
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +31,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder, family="llama", tied=True, **{"checkpoint.every": 1, "checkpoint.keep": 9})
     distill(folder, "one process", 1)
     return folder
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A run that has ended. returncode: the first exit code that is not 0. stdout, stderr: those of all ranks."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def distill(folder: Path, out: str, processes: int, *overrides: str) -> Ended:
-    arguments = ("distill", folder / "run.yaml", f"out={folder / out}", *overrides)
-    if processes == 1:
-        command = Command(*arguments)
-        return Ended(command.wait(LIMIT), command.out, command.err)
-    ranks = Ranks(processes, *arguments)
-    code = next(filter(None, ranks.wait(LIMIT)), 0)
-    return Ended(code, "".join(each.out for each in ranks), "".join(each.err for each in ranks))
 
 
 def lines(folder: Path) -> list[str]:
@@ -95,8 +73,7 @@ def test_checkpoints_move_between_layouts(workspace: Path) -> None:
     ]:
         checkpoint = before / "checkpoints" / f"step-{step:08d}"
         run = distill(workspace, out, processes, f"checkpoint.resume={checkpoint}", *overrides)
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.count("resuming from") == 1
+        assert run.out.count("resuming from") == 1
         assert_same_model(workspace / "one process", workspace / out)
         before = workspace / out
 
@@ -104,8 +81,7 @@ def test_checkpoints_move_between_layouts(workspace: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["context=2", "replicate=2"])
 def test_the_model_of_one_process(workspace: Path, layout: str) -> None:
-    run = distill(workspace, layout, 2, f"parallel.{layout}")
-    assert run.returncode == 0, run.stderr
+    distill(workspace, layout, 2, f"parallel.{layout}")
     assert_same_model(workspace / "one process", workspace / layout)
 
 
@@ -115,8 +91,7 @@ def test_a_teacher_that_runs_ahead(workspace: Path) -> None:
     layout = ["parallel.pipeline=2", "parallel.schedule=1f1b_ahead", "eval.every=1", "checkpoint.every=1"]
     resume = f"checkpoint.resume={workspace / 'one process' / 'checkpoints' / 'step-00000002'}"
     for out, more in (("ahead", []), ("ahead, resumed", [resume])):
-        run = distill(workspace, out, 2, *layout, *more)
-        assert run.returncode == 0, run.stderr
+        distill(workspace, out, 2, *layout, *more)
         assert_same_model(workspace / "one process", workspace / out)
 
 
@@ -128,8 +103,7 @@ def test_steps_of_one_sequence_leave_a_process_without_one(workspace: Path, layo
         (f"one {layout}", 1, short),
         (f"two {layout}", 2, [*short, f"parallel.{layout}"]),
     ):
-        run = distill(workspace, out, processes, *overrides)
-        assert run.returncode == 0, run.stderr
+        distill(workspace, out, processes, *overrides)
     assert_same_model(workspace / f"one {layout}", workspace / f"two {layout}")
 
 
@@ -139,8 +113,7 @@ def test_bfloat16_products_under_a_layout(workspace: Path, layout: str) -> None:
     """The weights are close but not bitwise equal: where a gradient is nearly 0, rounding can change AdamW's step."""
     keys = [f"parallel.{each}" for each in layout.split()]
     for out, processes, overrides in (("bf16", 1, []), (f"bf16 {layout}", 2, keys)):
-        run = distill(workspace, out, processes, "train.precision=bf16", *overrides)
-        assert run.returncode == 0, run.stderr
+        distill(workspace, out, processes, "train.precision=bf16", *overrides)
     assert_same_weights(workspace / f"bf16 {layout}", workspace / "bf16", 2e-2)
 
 
@@ -160,8 +133,7 @@ def test_a_teacher_in_a_layout_of_its_own(workspace: Path, layouts: list[str]) -
         names = [f"{which} {len(overrides)} {' '.join(layouts)}" for which in ("one process", "separate")]
         for out, processes, more in zip(names, (1, 2), ([], layouts), strict=True):
             run = distill(workspace, out, processes, *overrides, *more)
-            assert run.returncode == 0, run.stderr
-        (line,) = (each for each in run.stdout.splitlines() if each.startswith("layout: "))
+        (line,) = (each for each in run.out.splitlines() if each.startswith("layout: "))
         assert re.fullmatch(r"layout: (fsdp|pipeline|tensor) 2.*; teacher: (tensor|context|pipeline) 2.*", line)
         assert_same_model(*(workspace / name for name in names))
         expected, found = (json.loads(last_evaluation(workspace / name)) for name in names)
@@ -174,11 +146,10 @@ def test_experts_in_a_run(tmp_path: Path) -> None:
     """Experts are read one by one from the files, split over the ranks, balanced, and written one by one."""
     write_run(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1, "checkpoint.every": 3})
     layouts = {"expert": ["parallel.fsdp=2", "parallel.expert=2"], "tensor": ["parallel.tensor=2"]}
-    assert distill(tmp_path, "one process", 1).returncode == 0
+    distill(tmp_path, "one process", 1)
     for out, overrides in layouts.items():
         resume = tmp_path / "one process" / "checkpoints" / "step-00000003"
-        run = distill(tmp_path, out, 2, *overrides, f"checkpoint.resume={resume}")
-        assert run.returncode == 0, run.stderr
+        distill(tmp_path, out, 2, *overrides, f"checkpoint.resume={resume}")
         assert_same_model(tmp_path / "one process", tmp_path / out)
         last, expected = (json.loads(lines(tmp_path / each)[-1]) for each in (out, "one process"))
         assert last["loss/router_aux"] == pytest.approx(expected["loss/router_aux"], rel=1e-4)
@@ -214,9 +185,9 @@ def test_an_impossible_layout_ends_with_one_error(workspace: Path, overrides: li
 
 
 def test_usage_is_the_exit_code_of_a_wrong_layout(workspace: Path) -> None:
-    run = distill(workspace, "refused", 1, "parallel.fsdp=2")
-    assert run.returncode == USAGE
-    assert "there is one, without torchrun" in run.stderr
+    run = distill(workspace, "refused", 1, "parallel.fsdp=2", succeeds=False)
+    assert run.code == USAGE
+    assert "there is one, without torchrun" in run.err
 
 
 @pytest.mark.slow
@@ -260,19 +231,17 @@ def failing_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_value_that_is_not_finite_is_found_as_in_one_process(failing_runs: Path, what: str, layout: str) -> None:
     """The error names the same term or parameter, and the same line of the data."""
-    found = []
-    keys = [f"parallel.{each}" for each in layout.split()]
+    errors = []
+    keys = [f"parallel.{key}" for key in layout.split()]
     for processes, out, overrides in ((1, f"{what} one process", []), (2, f"{what} {layout}", keys)):
-        run = distill(failing_runs, out, processes, f"student.model={failing_runs / what}", *overrides)
-        assert run.returncode != 0
-        found += re.findall(rf"step (\d+): the {what} is not finite .*?: (.*?)\. No weight was changed", run.stderr)[
-            :1
-        ]
+        student = f"student.model={failing_runs / what}"
+        error = distill(failing_runs, out, processes, student, *overrides, succeeds=False).err
+        assert error.count("No weight was changed by this step") == 1
+        errors += re.findall(rf"step (\d+): the {what} is not finite .*?: (.*?)\. No weight was changed", error)
         shutil.rmtree(failing_runs / out)
-    assert run.stderr.count("No weight was changed by this step") == 1
-    assert len(found) == 2
-    assert found[0] == found[1]
-    assert f"on {failing_runs}/odd.jsonl:{LINE}" in found[0][1]
+    assert len(errors) == 2
+    assert errors[0] == errors[1]
+    assert f"on {failing_runs}/odd.jsonl:{LINE}" in errors[0][1]
 
 
 @pytest.mark.slow
@@ -326,8 +295,7 @@ def test_a_job_that_torchrun_restarts_continues(workspace: Path, layout: str, ki
     """It resumes from its last checkpoint and ends with the model of an undisturbed job. Rank 0 is the writer."""
     quiet, disturbed = workspace / f"quiet {layout}", workspace / f"disturbed {layout}"
     overrides = [f"parallel.{layout}=2", "train.steps=20", "checkpoint.every=5", "checkpoint.keep=1"]
-    run = distill(workspace, quiet.name, 2, *overrides)
-    assert run.returncode == 0, run.stderr
+    distill(workspace, quiet.name, 2, *overrides)
     job = start(workspace, disturbed.name, *overrides, launcher=["--max-restarts", "1"])
     try:
         ranks = ranks_after_first_checkpoint(job, disturbed)

@@ -43,14 +43,14 @@ def test_saved_layers_are_what_transformers_drafts_with(
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     find_layers(model)
     options = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": sampled, "top_k": 0}
-    made = model.generate(documents()[0][None], use_mtp=True, **options)
+    generated = model.generate(documents()[0][None], use_mtp=True, **options)
     if not sampled:
-        assert torch.equal(made, decoder.main.pretrained.generate(documents()[0][None], **options))
+        assert torch.equal(generated, decoder.main.pretrained.generate(documents()[0][None], **options))
     assert len(drafts) >= 4
     for row, candidates, logits in drafts:
         with torch.no_grad():
-            ours = decoder(candidates)[1:]
-        expected = torch.stack([each[:, row] for each in ours], 1)
+            by_depth = decoder(candidates)[1:]
+        expected = torch.stack([each[:, row] for each in by_depth], 1)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
         if not sampled:
             assert torch.equal(candidates[:, -depths:], expected.argmax(-1))
@@ -64,8 +64,8 @@ def test_transformers_own_forward_drafts_the_same_tokens(family: str, depths: in
     at = torch.arange(1, len(ids_S))[None]
     with torch.no_grad():
         tokens, _, _ = decoder.mtp(ids_S[None, 1:], outputs.hidden_states[-1], None, at, None)
-        given = decoder(torch.cat([ids_S[None], tokens], 1))[1:]
-    assert torch.equal(tokens[0], torch.stack([each[0, len(ids_S) - 2].argmax() for each in given]))
+        actual = decoder(torch.cat([ids_S[None], tokens], 1))[1:]
+    assert torch.equal(tokens[0], torch.stack([each[0, len(ids_S) - 2].argmax() for each in actual]))
 
 
 @EACH
@@ -74,10 +74,10 @@ def test_saved_and_loaded_is_the_same(family: str, depths: int, tmp_path: Path) 
     decoder.save_pretrained(tmp_path)
     again = MultiTokenDecoder.from_pretrained(tmp_path)
     assert again.depths == depths
-    given, expected = again.state_dict(), decoder.state_dict()
-    assert given.keys() == expected.keys()
+    actual, expected = again.state_dict(), decoder.state_dict()
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(given[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
     assert Decoder.from_pretrained(tmp_path).config.num_mtp_layers == depths
 
 
@@ -85,9 +85,9 @@ def test_at_a_released_size_plain_transformers_finds_the_layer(tmp_path: Path) -
     narrow = {"hidden_size": 16, "num_hidden_layers": 46, "n_routed_experts": 2, "moe_intermediate_size": 8}
     decoder = make(depths=1, **narrow)
     decoder.save_pretrained(tmp_path)
-    found = MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path))
+    loaded = MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path))
     for name, tensor in decoder.layers.state_dict().items():
-        assert torch.equal(found.layers.state_dict()[name], tensor), name
+        assert torch.equal(loaded.layers.state_dict()[name], tensor), name
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,12 +64,12 @@ def needed(action: Action, ranks: int) -> set[Action]:
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 5), (4, 4), (4, 10)])
 def test_the_student_follows_torchs_order(ranks: int, micro_batches: int) -> None:
-    for rank, own in enumerate(bubble_schedule(micro_batches, micro_batches, 4.0, (0,) * ranks).ranks):
+    for rank, actions in enumerate(bubble_schedule(micro_batches, micro_batches, 4.0, (0,) * ranks).ranks):
         stage = SimpleNamespace(stage_index=rank, num_stages=ranks, is_first=not rank, submod=nn.Identity())
         stage.is_last = rank + 1 == ranks
-        theirs = Schedule1F1B(stage, micro_batches, loss_fn=nn.Identity()).pipeline_order[rank]
-        expected = [each.computation_type.value for each in theirs if each is not None and each.is_compute_op]
-        student = [each for each in own if each.kind != "T"]
+        torch_actions = Schedule1F1B(stage, micro_batches, loss_fn=nn.Identity()).pipeline_order[rank]
+        expected = [each.computation_type.value for each in torch_actions if each is not None and each.is_compute_op]
+        student = [each for each in actions if each.kind != "T"]
         assert [each.kind for each in student] == expected
         for kind in "FB":
             assert [each.micro_batch for each in student if each.kind == kind] == list(range(micro_batches))
@@ -84,10 +84,10 @@ def test_idle_share_for_a_teacher_of_four_times_the_size(ranks: int, micro_batch
     (p - 1)/(m + p - 1).
     """
     times = [order.time for _, _, order in steps(ranks, [micro_batches] * 2 * STEPS, 4.0)][STEPS - 1 : -1]
-    found = 1 - 7 * micro_batches * len(times) / sum(times)
-    assert found == pytest.approx(idle, abs=1e-3)
+    idle_share = 1 - 7 * micro_batches * len(times) / sum(times)
+    assert idle_share == pytest.approx(idle, abs=1e-3)
     plain = (ranks - 1) / (micro_batches + ranks - 1)
-    assert 1 - (1 - plain) / (1 - found) >= 0.1  # at least 10 % of a step's time is saved
+    assert 1 - (1 - plain) / (1 - idle_share) >= 0.1  # at least 10 % of a step's time is saved
 
 
 def test_a_step_without_a_next_one_is_1f1b() -> None:

@@ -33,8 +33,8 @@ def test_parameters_are_there_once_and_all_train(tied: bool) -> None:
 
 
 def test_a_frozen_main_model_leaves_the_layers_to_train() -> None:
-    made = make()
-    decoder = MultiTokenDecoder(made.main, made.mtp, train_main=False)
+    source = make()
+    decoder = MultiTokenDecoder(source.main, source.mtp, train_main=False)
     context = Targets(packed([labels_of(each) for each in documents()])).shift_for_mtp(positions(), 2)
     outputs = decoder(packed(documents()), positions(), processor=cross_entropy(), context=context)
     assert not outputs[0].loss.requires_grad
