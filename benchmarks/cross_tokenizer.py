@@ -69,15 +69,15 @@ def main() -> None:
     means = {way: statistics.mean(run[way] for run in runs.values()) for way in WAYS}
     gains = {way: [run["alone"] - run[way] for run in runs.values()] for way in WAYS if way != "alone"}
     recovered = {
-        way: [round(gain / same, 3) for gain, same in zip(each, gains["same tokenizer"], strict=True)]
-        for way, each in gains.items()
+        way: [round(gain / same, 3) for gain, same in zip(values, gains["same tokenizer"], strict=True)]
+        for way, values in gains.items()
     }
     result = {
         "teachers_nats_per_byte_of_held_out_text": teachers,
         "tokens": shared,
-        "held_out_cross_entropy": {way: round(each, 4) for way, each in means.items()},
-        "gain_in_nats_per_token": {way: round(statistics.mean(each), 4) for way, each in gains.items()},
-        "share_of_the_gain": {way: round(statistics.mean(each), 3) for way, each in recovered.items()},
+        "held_out_cross_entropy": {way: round(mean, 4) for way, mean in means.items()},
+        "gain_in_nats_per_token": {way: round(statistics.mean(gain), 4) for way, gain in gains.items()},
+        "share_of_the_gain": {way: round(statistics.mean(shares), 3) for way, shares in recovered.items()},
         "share_of_the_gain_by_seed": recovered,
         "runs": runs,
         "steps": arguments.steps,
@@ -154,9 +154,9 @@ def make_other_teacher(folder: Path, steps: int) -> dict[str, float]:
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     state = shipped.state_dict()
-    for name, each in state.items():
-        if each.shape[0] == shipped.config.vocab_size:
-            state[name] = transplanted(each, tokenizer)
+    for name, tensor in state.items():
+        if tensor.shape[0] == shipped.config.vocab_size:
+            state[name] = transplanted(tensor, tokenizer)
     model.load_state_dict(state)
     save(model, tokenizer, folder)
     found = {"other tokenizer, untrained": bytes_entropy(folder)}
@@ -229,8 +229,8 @@ def shared_tokens(folder: Path) -> dict[str, int]:
         "teacher": len(teacher),
         "same bytes": int((aligner.teacher_of >= 0).sum()),
         "student tokens of held-out text": sum(map(len, ids)),
-        "teacher tokens of held-out text": sum(len(each.teacher_tokens) for each in aligned),
-        "spans of held-out text": sum(len(each.spans) for each in aligned),
+        "teacher tokens of held-out text": sum(len(document.teacher_tokens) for document in aligned),
+        "spans of held-out text": sum(len(document.spans) for document in aligned),
     }
 
 

@@ -29,9 +29,9 @@ def main() -> None:
     runs = {seed: rows_at(seed, arguments.steps) for seed in arguments.seeds}
     gains = [gain(rows) for rows in runs.values()]
     summary = {
-        "distilled_minus_text_alone_nats": [-round(each, 4) for each in gains],
+        "distilled_minus_text_alone_nats": [-round(gain, 4) for gain in gains],
         "mean_gain_nats": round(statistics.mean(gains), 4),
-        "distilled_wins_every_seed": all(each > 0 for each in gains),
+        "distilled_wins_every_seed": all(gain > 0 for gain in gains),
     }
     print(json.dumps(summary, indent=1))
     write_result(

@@ -61,7 +61,7 @@ def main() -> None:
         trained(folder, "adapter", **own, **{"student.adapter.r": 4})
         trained(folder, "mtp", **own, **{"student.mtp.depths": 1})
         exported = measure_export(
-            folder, arguments.vllm, {each: folder / each for each in ("weights", "adapter", "mtp")}
+            folder, arguments.vllm, {kind: folder / kind for kind in ("weights", "adapter", "mtp")}
         )
     result = {
         "theme": "engines",
@@ -78,7 +78,7 @@ def main() -> None:
     if not found["hidden_float32"]["largest_loss_difference"] <= SAME:
         problems.append(f"hidden states of vLLM do not give the losses of the teacher in the job to {SAME:g}")
     problems += [
-        f"exported, {name}: other tokens" for name, each in exported.items() if each["same"] < each["tokens"]
+        f"exported, {name}: other tokens" for name, counts in exported.items() if counts["same"] < counts["tokens"]
     ]
     if problems:
         sys.exit("\n".join(problems))
@@ -100,7 +100,7 @@ def write_inputs(folder: Path) -> None:
     )
     Qwen3ForCausalLM(config).save_pretrained(folder / "student")
     tokenizer.save_pretrained(folder / "student")
-    texts = [each.text[:200] for each in collect_split("student")[:400]]
+    texts = [document.text[:200] for document in collect_split("student")[:400]]
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
@@ -143,14 +143,16 @@ def trained(folder: Path, name: str, **settings: Any) -> tuple[list[float], dict
     overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     out = distill(load_config(None, overrides))
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    losses = [each["loss/total_nats_per_token"] for each in records if "loss/total_nats_per_token" in each]
+    losses = [record["loss/total_nats_per_token"] for record in records if "loss/total_nats_per_token" in record]
     return losses, load_file(out / "model/model.safetensors")
 
 
 def difference(
     found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]
 ) -> dict[str, float]:
-    weights = {name: (each - expected[1][name]).norm() / expected[1][name].norm() for name, each in found[1].items()}
+    weights = {
+        name: (weight - expected[1][name]).norm() / expected[1][name].norm() for name, weight in found[1].items()
+    }
     return {
         "largest_loss_difference": max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True)),
         "largest_relative_weight_difference": float(torch.stack(list(weights.values())).max()),

@@ -77,12 +77,15 @@ def _updates(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
             engine.update_weights(version, folder / "weights" / f"version-{version:08d}")
             seconds.append(time.perf_counter() - before)
             requests = _requests(24)
-            found = [each.result() for each in engine.generate(requests)]
-            again = [each.result() for each in engine.generate(requests)]
+            found = [future.result() for future in engine.generate(requests)]
+            again = [future.result() for future in engine.generate(requests)]
             _require(all(_same(a, b) for a, b in zip(found, again, strict=True)), "a seed gives other tokens")
-            _require(all((each.versions_N == version).all() for each in found), "a wrong version")
-            finishes += [each.finish for each in found]
-            _require(all((each.finish == "stop") == (each.ids_N[-1] in eos) for each in found), "a wrong end")
+            _require(all((completion.versions_N == version).all() for completion in found), "a wrong version")
+            finishes += [completion.finish for completion in found]
+            _require(
+                all((completion.finish == "stop") == (completion.ids_N[-1] in eos) for completion in found),
+                "a wrong end",
+            )
             differences += [_difference(r, c, versions) for r, c in zip(requests, found, strict=True)]
         crossing = _crossing(folder, student, long, versions)
     finally:
@@ -93,7 +96,7 @@ def _updates(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
         "completions": len(differences),
         "ended_by_eos": finishes.count("stop"),
         "largest_log_prob_difference": max(differences),
-        "seconds_of_updates": [round(each, 3) for each in seconds],
+        "seconds_of_updates": [round(second, 3) for second in seconds],
         **crossing,
     }
 
@@ -114,9 +117,9 @@ def _crossing(
         futures = engine.generate(requests)
         update = threading.Timer(min(seconds) / 2, engine.update_weights, (version, path))
         update.start()
-        found = [each.result() for each in futures]
+        found = [future.result() for future in futures]
         update.join()
-        if all(set(each.versions_N.tolist()) == {version - 1, version} for each in found):
+        if all(set(completion.versions_N.tolist()) == {version - 1, version} for completion in found):
             break
     else:
         _require(False, "no completion crosses the update")
@@ -124,15 +127,17 @@ def _crossing(
     _require(max(differences) <= SAME, f"after an update under way, log-probabilities differ by {max(differences)}")
     return {
         "crossing_completions": len(found),
-        "crossing_tokens_of_the_old_weights": [int((each.versions_N == version - 1).sum()) for each in found],
+        "crossing_tokens_of_the_old_weights": [
+            int((completion.versions_N == version - 1).sum()) for completion in found
+        ],
         "crossing_largest_log_prob_difference": max(differences),
     }
 
 
 def _seconds(engine: ServedEngine, requests: list[GenerationRequest]) -> float:
     before = time.perf_counter()
-    for each in engine.generate(requests):
-        each.result()
+    for future in engine.generate(requests):
+        future.result()
     return time.perf_counter() - before
 
 
@@ -165,8 +170,11 @@ def _adapters(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
             versions[version] = base.pretrained
             engine.update_weights(version, path)
             requests = _requests(8)
-            found = [each.result() for each in engine.generate(requests)]
-            _require(all((each.versions_N == version).all() for each in found), "a wrong version of the adapter")
+            found = [future.result() for future in engine.generate(requests)]
+            _require(
+                all((completion.versions_N == version).all() for completion in found),
+                "a wrong version of the adapter",
+            )
             pairs = zip(requests, found, strict=True)
             differences += [_difference(r, c, versions, temperature=1.0) for r, c in pairs]
     finally:
@@ -178,8 +186,8 @@ def _adapters(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
 def _proved_temperatures(student: Decoder, processed: str) -> dict[str, Any]:
     """The proof of log-probabilities accepts the right ones, whichever tokens it draws."""
     temperatures = (0.3, 0.5, 0.9, 1.1, 1.5, 2.0)
-    for each in temperatures:
-        _engine(processed, student, Sampling(8, temperature=each)).close()
+    for temperature in temperatures:
+        _engine(processed, student, Sampling(8, temperature=temperature)).close()
     return {"proved_temperatures": temperatures}
 
 
@@ -199,7 +207,7 @@ def _move(student: Decoder, version: int) -> None:
 def _requests(count: int) -> list[GenerationRequest]:
     draws = np.random.default_rng(0)
     prompts = [draws.integers(0, 200, 1 + number % 7).astype(np.int32) for number in range(count)]
-    return [GenerationRequest(number, each, seed=1000 + number) for number, each in enumerate(prompts)]
+    return [GenerationRequest(number, prompt, seed=1000 + number) for number, prompt in enumerate(prompts)]
 
 
 def _same(one: Completion, other: Completion) -> bool:

@@ -60,4 +60,4 @@ def _by_vllm(url: str, model: str, prompts: list[list[int]]) -> list[list[int]]:
         "return_token_ids": True,
     }
     answer = httpx2.post(f"{url}/v1/completions", json=request, timeout=300).raise_for_status().json()
-    return [each["token_ids"] for each in sorted(answer["choices"], key=lambda each: each["index"])]
+    return [choice["token_ids"] for choice in sorted(answer["choices"], key=lambda each: each["index"])]

@@ -198,7 +198,7 @@ def _measure(
         "samples": len(written),
         "samples_trained_once": sum(counts[number] == 1 for number in range(STEPS * PROMPTS * SAMPLES)),
         "tokens": sum(map(len, written)),
-        "samples_of_several_versions": sum(len(set(each.tolist())) > 1 for each in written),
+        "samples_of_several_versions": sum(len(set(versions_N.tolist())) > 1 for versions_N in written),
         "staleness": _staleness(found.steps),
         **_log_probs(found.steps, kept, found.session),
         "largest_relative_loss_difference": float(np.max(differences)),  # unlike max(), it keeps a NaN
@@ -227,13 +227,17 @@ def _log_probs(steps: Sequence[list[Sample]], kept: Path, session: Session) -> d
             difference_N = np.abs(_of_model(model, session, sample) - sample.completion.log_probs_N)
             for version in set(versions_N.tolist()):
                 differences.setdefault((version, number), []).append(difference_N[versions_N == version])
-    largest = {key: float(np.max(np.concatenate(each))) for key, each in differences.items()}
-    either = [np.concatenate(each) for (own, by), each in differences.items() if abs(own - by) == 1]
+    largest = {key: float(np.max(np.concatenate(difference))) for key, difference in differences.items()}
+    either = [np.concatenate(difference) for (own, by), difference in differences.items() if abs(own - by) == 1]
     return {
-        "tokens_that_fit_another_version": int(sum((each <= SAME_LOG_PROB).sum() for each in either)),
+        "tokens_that_fit_another_version": int(
+            sum((differences_N <= SAME_LOG_PROB).sum() for differences_N in either)
+        ),
         "versions": len({version for version, _ in largest}),
-        "largest_log_prob_difference": float(np.max([each for (own, by), each in largest.items() if own == by])),
-        "smallest_difference_of_another_version": float(np.min([each.max() for each in either])),
+        "largest_log_prob_difference": float(
+            np.max([difference for (own, by), difference in largest.items() if own == by])
+        ),
+        "smallest_difference_of_another_version": float(np.min([differences_N.max() for differences_N in either])),
     }
 
 
@@ -254,7 +258,7 @@ def _write_inputs(folder: Path) -> None:
     Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, eos_token_id=0, **SHAPE)).save_pretrained(folder / "student")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TEACHER / name, folder / "student")
-    prompts = [each.text[:60] for each in collect_split("student")[:100]]
+    prompts = [document.text[:60] for document in collect_split("student")[:100]]
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
 
 
@@ -282,4 +286,4 @@ def _losses(folder: Path, name: str, **settings: Any) -> list[float]:
     } | settings
     out = distill(load_config(None, [f"{key}={json.dumps(value)}" for key, value in given.items()]))
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [each["loss/total_nats_per_token"] for each in records if "loss/total_nats_per_token" in each]
+    return [record["loss/total_nats_per_token"] for record in records if "loss/total_nats_per_token" in record]

@@ -87,7 +87,7 @@ def main() -> None:
         if not arguments.rehearse:
             write_result(result_file("gpu"), {"theme": "make gpu", "stages": summary}, device)
             copy_results(arguments.out)
-    if any(each["outcome"] not in ("passed", "no time left") for each in summary):
+    if any(entry["outcome"] not in ("passed", "no time left") for entry in summary):
         sys.exit(1)
 
 
@@ -96,7 +96,7 @@ def run_stage(stage: Stage, seconds: float, *, rehearse: bool) -> str:
     if seconds < 5:
         return "no time left"
     command = [sys.executable, *stage.arguments, *(stage.small if rehearse else [])]
-    path = os.pathsep.join(str(each) for each in (ROOT, ROOT / "tests", ROOT / ".gpu") if each.exists())
+    path = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests", ROOT / ".gpu") if folder.exists())
     environment = os.environ | {"PYTHONPATH": path} | ({"BENCHMARK_RESULTS": ".results"} if rehearse else {})
     try:
         ended = subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds, check=False)

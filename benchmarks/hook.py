@@ -64,7 +64,7 @@ class Subject:
         self.model.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        return [each.grad for each in self.model.parameters() if each.grad is not None]
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def compare(kind: str, case: str, subject: Subject, sizes: Sizes, arguments: arg
         "time": statistics.median(ratios),
         "time_range": [min(ratios), max(ratios)],
         "memory": memory["processor"] / memory["logits"],
-        "seconds": {path: statistics.median(each) for path, each in seconds.items()},
+        "seconds": {path: statistics.median(second) for path, second in seconds.items()},
         "extra_bytes": memory,
         "loss_distance": float((ours - theirs).abs() / theirs.abs()),
         "gradient_distance": worst(enumerate([0.0, *distances]))[1],
@@ -134,7 +134,7 @@ def extra_bytes(kind: str, case: str, path: str, sizes: Sizes, arguments: argpar
     before = torch.cuda.memory_allocated(device)
     run_pass(PATHS[path][case], subject)
     torch.cuda.synchronize(device)
-    held = sum(each.nbytes for each in subject.gradients())
+    held = sum(gradient.nbytes for gradient in subject.gradients())
     return torch.cuda.max_memory_allocated(device) - before - held
 
 
@@ -270,7 +270,7 @@ class _Attention(nn.Module):
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        heads: Iterator[Tensor] = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        heads: Iterator[Tensor] = (projected.permute(1, 2, 0, 3) for projected in (query, key, value))
         made = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         return made.permute(2, 0, 1, 3).flatten(2)
 

@@ -130,7 +130,7 @@ def first_calls(losses: dict[str, Loss], inputs: Inputs) -> dict[str, dict[str, 
         seconds, value = timed(partial(run_pass, loss, inputs), inputs.weight_VD.device)
         values = [value, *inputs.gradients()]
         ours = ours or values
-        distances = [relative_distance(each, own) for each, own in zip(values, ours, strict=True)]
+        distances = [relative_distance(value, own) for value, own in zip(values, ours, strict=True)]
         entries[name] = {
             "first_call_seconds": round(seconds, 4),
             "distance": dict(zip(("loss", "hidden_grad", "weight_grad"), distances, strict=True)),
@@ -270,7 +270,7 @@ def call_twice(cases: list[str], sizes: Sizes, threads: int) -> dict[str, Any]:
 def aims(result: dict[str, Any], on_cpu: bool) -> list[dict[str, Any]]:
     """Return the targets of this benchmark with their measured values."""
     cases = result["cases"]
-    found = [each for case in DIVERGENCES if case in cases for each in speed_aims(case, cases[case], on_cpu)]
+    found = [aim for case in DIVERGENCES if case in cases for aim in speed_aims(case, cases[case], on_cpu)]
     if on_cpu and f"top{TOP_K}" in cases:
         ratio = cases[f"top{TOP_K}"]["stillhouse"]["over_floor"]
         found.append(aim(f"top{TOP_K}: time / floor of the student", ratio, at_most=1.15))
@@ -302,7 +302,9 @@ def memory_aims(cases: dict[str, dict[str, Any]], over_tokens: dict[int, int]) -
 def first_call_aims(first_call: dict[str, Any]) -> Iterator[dict[str, Any]]:
     difference = first_call["largest_difference_of_loss"]
     yield aim("without a compiler: relative difference of losses", difference, at_most=1e-5)
-    own = [each for each in first_call["no_compiler"]["warnings"] if each not in first_call["cold"]["warnings"]]
+    own = [
+        warning for warning in first_call["no_compiler"]["warnings"] if warning not in first_call["cold"]["warnings"]
+    ]
     yield aim("without a compiler: warnings that it brings", len(own), at_least=1, at_most=1)
 
 
@@ -335,10 +337,12 @@ def print_result(result: dict[str, Any]) -> None:
         rows, panel = floor["fastest"]
         print(f"{kind}: fastest with chunks of {rows} and panels of {panel or 'all'} rows")
     same = SAME[result["sizes"]["dtype"]]
-    rows = [row(case, name, entry, same) for case, each in result["cases"].items() for name, entry in each.items()]
+    rows = [
+        row(case, name, entry, same) for case, entries in result["cases"].items() for name, entry in entries.items()
+    ]
     print_table(COLUMNS, rows)
     print()
-    print_table(["aim", "value", "wanted", "met"], [aim_row(each) for each in result["aims"]])
+    print_table(["aim", "value", "wanted", "met"], [aim_row(aim) for aim in result["aims"]])
 
 
 def row(case: str, name: str, entry: dict[str, Any], same: float) -> list[str]:
@@ -364,9 +368,9 @@ def aim_row(entry: dict[str, Any]) -> list[str]:
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-    widths = [max(len(each[column]) for each in [header, *rows]) for column in range(len(header))]
-    for each in [header, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(each, widths, strict=True)).rstrip())
+    widths = [max(len(cells[column]) for cells in [header, *rows]) for column in range(len(header))]
+    for cells in [header, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 def save(result: dict[str, Any], arguments: argparse.Namespace) -> None:

@@ -107,7 +107,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     first_vocabulary = arguments.vocabularies[0]
     over_tokens = sweep([sizes(tokens, first_vocabulary) for tokens in arguments.tokens], arguments)
-    over_vocabulary = sweep([sizes(arguments.tokens[0], each) for each in arguments.vocabularies], arguments)
+    over_vocabulary = sweep(
+        [sizes(arguments.tokens[0], vocabulary) for vocabulary in arguments.vocabularies], arguments
+    )
     rank_sizes = sizes(arguments.rank_tokens, first_vocabulary)
     return {
         "sizes": vars(arguments),
@@ -168,7 +170,7 @@ def seconds_of(names: list[str], sizes: Sizes, arguments: argparse.Namespace) ->
         run_pass(losses[name], few)
     tasks = floors | {name: partial(run_pass, losses[name], inputs) for name in names}
     seconds = take_turns(tasks, 1, CPU)
-    if sum(each for (each,) in seconds.values()) < arguments.limit_seconds:
+    if sum(second for (second,) in seconds.values()) < arguments.limit_seconds:
         seconds = take_turns(tasks, arguments.rounds, CPU)
     return {"floor": min(median(seconds[name]) for name in floors)} | {name: median(seconds[name]) for name in names}
 
@@ -180,14 +182,14 @@ def over_ranks(sizes: Sizes, arguments: argparse.Namespace) -> list[dict[str, An
         threads = max(1, arguments.threads // ranks)
         timings = on_ranks(time_rank, ranks, (sizes, arguments.case, arguments.rounds), threads, {})
         memory = on_ranks(remember_rank, ranks, (sizes, arguments.case), threads, MAP_BLOCKS)
-        seconds = median(map(max, zip(*(each["seconds"] for each in timings), strict=True)))
+        seconds = median(map(max, zip(*(timing["seconds"] for timing in timings), strict=True)))
         entry: dict[str, Any] = {
             "ranks": ranks,
             "threads_per_rank": threads,
             "seconds": seconds,
             "efficiency": entries[0]["seconds"] / seconds if entries else 1.0,
-            "extra_bytes": max(each["extra_bytes"] for each in memory),
-            "distance": worst(pair for each in timings for pair in each["distance"].items())[1],
+            "extra_bytes": max(entry["extra_bytes"] for entry in memory),
+            "distance": worst(pair for timing in timings for pair in timing["distance"].items())[1],
         }
         print(json.dumps(entry), flush=True)
         entries.append(entry)
@@ -222,7 +224,7 @@ def time_rank(sizes: Sizes, case: str, rounds: int) -> dict[str, Any]:
     values = [run_pass(loss, own), *own.gradients()]
     expected = [run_pass(make_stillhouse(CASES[case], CPU), whole), *whole.gradients()]
     expected[2] = expected[2][vocabulary_rows(sizes)]
-    distances = [relative_distance(value, each) for value, each in zip(values, expected, strict=True)]
+    distances = [relative_distance(value, reference) for value, reference in zip(values, expected, strict=True)]
     seconds = []
     for _ in range(rounds):
         dist.barrier()
@@ -316,7 +318,7 @@ def draw_ranks(column: Any, result: dict[str, Any]) -> None:
 def label_axes(axes: Any, result: dict[str, Any]) -> None:
     sizes = result["sizes"]
     tokens, rank_tokens, vocabulary = (
-        in_thousands(each) for each in (sizes["tokens"][0], sizes["rank_tokens"], sizes["vocabularies"][0])
+        in_thousands(size) for size in (sizes["tokens"][0], sizes["rank_tokens"], sizes["vocabularies"][0])
     )
     axes[0, 0].set(title=f"over tokens, V = {vocabulary}", ylabel="time, ns per logit (T × V)", ylim=(0, None))
     axes[0, 1].set(title=f"over vocabulary, T = {tokens}")
@@ -325,7 +327,7 @@ def label_axes(axes: Any, result: dict[str, Any]) -> None:
     axes[1, 1].set(xlabel="vocabulary V")
     axes[1, 2].set(xlabel="ranks (memory is of one)")
     for column, ticks in enumerate((sizes["tokens"], sizes["vocabularies"], sizes["ranks"])):
-        axes[1, column].set_xticks(ticks, [in_thousands(each) for each in ticks])
+        axes[1, column].set_xticks(ticks, [in_thousands(tick) for tick in ticks])
         axes[1, column].minorticks_off()
     axes[1, 0].set_yscale("log", base=2)
     axes[1, 0].yaxis.set_major_formatter(lambda mib, _: f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB")

@@ -81,7 +81,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
                 for name in list(versions) if turn % 2 else list(reversed(versions)):
                     seconds[name].append(ask(versions[name], case, what))
             ratios = [new / old for new, old in zip(seconds["new"], seconds["old"], strict=True)]
-            minima = {name: min(each) for name, each in seconds.items()}
+            minima = {name: min(second) for name, second in seconds.items()}
             rows.append(
                 {
                     "case": case,
@@ -89,7 +89,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
                     "ratio": statistics.median(ratios),
                     "ratio_quartiles": statistics.quantiles(ratios, n=4),
                     "ratio_of_minima": minima["new"] / minima["old"],
-                    "seconds": {name: statistics.median(each) for name, each in seconds.items()},
+                    "seconds": {name: statistics.median(second) for name, second in seconds.items()},
                 }
             )
             print(rows[-1]["case"], what, f"{rows[-1]['ratio']:.3f}", flush=True)

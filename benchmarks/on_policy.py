@@ -120,14 +120,14 @@ def until(points: list[tuple[int, int, float]], target: float) -> dict[str, int]
 
 def by_length(log: Log, tokens: int) -> dict[str, float]:
     """The exact match by length at the last evaluation within so many tokens."""
-    line = [each for each in log if KEY in each and each["tokens"] <= tokens][-1]
+    line = [line for line in log if KEY in line and line["tokens"] <= tokens][-1]
     return {key.rpartition("_")[2]: value for key, value in line.items() if key.startswith(f"{KEY}/length")}
 
 
 def write_problems(path: Path, seed: int) -> Path:
     spec = TaskSpec.parse(TASK)
     records = [problem(spec, seed, number, held_out=False).record(spec.name) for number in range(PROBLEMS)]
-    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
@@ -136,12 +136,12 @@ def write_completions(path: Path, problems: Path, teacher: Path) -> Path:
     decoder, tokenizer = Decoder.from_pretrained(teacher, dtype="float32"), AutoTokenizer.from_pretrained(teacher)
     sampling = Sampling(ANSWER_TOKENS, eos_ids=(tokenizer.eos_token_id,))
     records = [json.loads(line) for line in problems.read_text().splitlines()]
-    ids = tokenizer([each["prompt"] for each in records], return_tensors="np")["input_ids"]
-    requests = [GenerationRequest(number, each.astype("int32"), number) for number, each in enumerate(ids)]
+    ids = tokenizer([record["prompt"] for record in records], return_tensors="np")["input_ids"]
+    requests = [GenerationRequest(number, ids_N.astype("int32"), number) for number, ids_N in enumerate(ids)]
     written = Generator(decoder, sampling, torch.device("cpu"), batch_tokens=32768).generate(requests, 0)
-    for record, each in zip(records, written, strict=True):
-        record["completion"] = tokenizer.decode(each.ids_N, skip_special_tokens=True)
-    path.write_text("".join(json.dumps(each) + "\n" for each in records if each["completion"]))
+    for record, ids_N in zip(records, written, strict=True):
+        record["completion"] = tokenizer.decode(ids_N.ids_N, skip_special_tokens=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records if record["completion"]))
     return path
 
 
@@ -183,7 +183,7 @@ def one_start(folder: Path, right: float, seed: int, most_steps: int) -> dict[st
     }
     reached = [found[name]["until"] for name in ways]
     # all three are compared while they differ: when the first of them has reached the target
-    tokens = min((each["tokens"] for each in reached if each is not None), default=curve(logs["SFT"])[-1][1])
+    tokens = min((point["tokens"] for point in reached if point is not None), default=curve(logs["SFT"])[-1][1])
     for name in ways:
         found[name]["by length"] = by_length(logs[name], tokens)
     return found | {
@@ -215,14 +215,14 @@ def main() -> None:
                 for name, right in STARTS.items()
                 for seed in arguments.seeds
             }
-            for (name, seed), each in waiting.items():
-                found[name][seed] = each.result()
+            for (name, seed), future in waiting.items():
+                found[name][seed] = future.result()
     summary = {name: summary_of(list(seeds.values())) for name, seeds in found.items()}
     for name in STARTS:
         print(f"\n{name}\n\n{table(summary[name])}\n\n{length_table(list(found[name].values()))}")
     draw(found, Path("docs/results/on_policy.png"), TARGET)
     settings = {"task": TASK, "target": TARGET, "completions per step": COMPLETIONS, "settings": COMMON}
-    shares = [each["start"] for seeds in found.values() for each in seeds.values()]
+    shares = [seed["start"] for seeds in found.values() for seed in seeds.values()]
     settings["start"] = [min(shares), statistics.median(shares), max(shares)]
     write_result(result_file("on_policy"), settings | {"summary": summary, "starts": found})
 

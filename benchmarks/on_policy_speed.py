@@ -65,7 +65,9 @@ def write_models(folder: Path, vocabulary: int) -> Path:
         Qwen3ForCausalLM(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     draws = np.random.default_rng(0)
-    texts = [" ".join(f"w{each}" for each in draws.integers(1, vocabulary, PROMPT)) for _ in range(ROWS * STEPS)]
+    texts = [
+        " ".join(f"w{integer}" for integer in draws.integers(1, vocabulary, PROMPT)) for _ in range(ROWS * STEPS)
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return folder
 
@@ -158,7 +160,7 @@ def against_trl(folder: Path, rounds: int) -> dict[str, Any]:
         "seconds of a step": seconds,
         "TRL / ours": {"median": statistics.median(ratios), "rounds": ratios},
         "completion tokens per second, median": {
-            name: per_step / statistics.median(each) for name, each in seconds.items()
+            name: per_step / statistics.median(second) for name, second in seconds.items()
         },
         "parts of a step of ours": parts(folder / f"ours{rounds - 1}"),
     }
@@ -171,12 +173,12 @@ def spans(out: Path) -> list[dict[str, Any]]:
 def parts(out: Path) -> dict[str, float]:
     """Seconds of a step of sync, by what the trainer does: medians."""
     found: dict[str, dict[int, float]] = {}
-    for each in spans(out):
-        if each["lane"] in ("trainer", "weights") and each["step"] > WARM:
-            what = "weights" if each["lane"] == "weights" else each["what"]
+    for span in spans(out):
+        if span["lane"] in ("trainer", "weights") and span["step"] > WARM:
+            what = "weights" if span["lane"] == "weights" else span["what"]
             by_step = found.setdefault(what, {})
-            by_step[each["step"]] = by_step.get(each["step"], 0.0) + each["stop"] - each["start"]
-    return {what: statistics.median(each.values()) for what, each in found.items()}
+            by_step[span["step"]] = by_step.get(span["step"], 0.0) + span["stop"] - span["start"]
+    return {what: statistics.median(by_round.values()) for what, by_round in found.items()}
 
 
 @contextmanager
@@ -227,7 +229,7 @@ def overlap(folder: Path, rounds: int) -> dict[str, Any]:
             divided.append(parts(folder / f"sync{number}"))
             writing, weights = divided[-1]["wait for completions"], divided[-1]["weights"]
             found["predicted"].append(weights + max(writing, found["sync"][-1] - writing - weights))
-            print("round", number + 1, {name: round(each[-1], 3) for name, each in found.items()}, flush=True)
+            print("round", number + 1, {name: round(seconds[-1], 3) for name, seconds in found.items()}, flush=True)
     gains = [one / other for one, other in zip(found["sync"], found["one_step_off"], strict=True)]
     errors = [one / other for one, other in zip(found["one_step_off"], found["predicted"], strict=True)]
     return {

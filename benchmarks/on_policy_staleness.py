@@ -75,14 +75,14 @@ def main() -> None:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(arguments.jobs, mp_context=spawn) as jobs:
             waiting = {seed: jobs.submit(one_seed, Path(temporary) / str(seed), seed) for seed in arguments.seeds}
-            seeds = {seed: each.result() for seed, each in waiting.items()}
+            seeds = {seed: future.result() for seed, future in waiting.items()}
     print("| | " + " | ".join(map(str, STALENESS)) + " |")
     print("| --- " * (len(STALENESS) + 1) + "|")
     for way in WAYS:
         cells = []
         for staleness in STALENESS:
-            shares = [each[way][staleness] for each in seeds.values()]
-            cells.append(f"{statistics.fmean(shares):.2f} ({', '.join(f'{each:.2f}' for each in shares)})")
+            shares = [seed[way][staleness] for seed in seeds.values()]
+            cells.append(f"{statistics.fmean(shares):.2f} ({', '.join(f'{share:.2f}' for share in shares)})")
         print(f"| {way} | " + " | ".join(cells) + " |")
     settings = {"task": TASK, "metric": KEY, "steps": STEPS, "completions per step": PROMPTS, "settings": COMMON}
     write_result(result_file("on_policy_staleness"), settings | {"seeds": seeds})

@@ -17,16 +17,16 @@ def summary_of(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """For each way, steps and tokens until the target of the seeds that reached it, and GRPO's steps in relation."""
     found: dict[str, Any] = {}
     for name in WAYS:
-        reached = [each for each in seeds if each[name]["until"] is not None]
+        reached = [seed for seed in seeds if seed[name]["until"] is not None]
         ratios = [
-            each["GRPO"]["until"]["steps"] / each[name]["until"]["steps"]
-            for each in reached
-            if each["GRPO"]["until"] is not None
+            curves["GRPO"]["until"]["steps"] / curves[name]["until"]["steps"]
+            for curves in reached
+            if curves["GRPO"]["until"] is not None
         ]
         found[name] = {
-            "steps": [each[name]["until"]["steps"] for each in reached],
-            "tokens": [each[name]["until"]["tokens"] for each in reached],
-            "GRPO's steps / these": [round(each, 2) for each in ratios],
+            "steps": [curves[name]["until"]["steps"] for curves in reached],
+            "tokens": [curves[name]["until"]["tokens"] for curves in reached],
+            "GRPO's steps / these": [round(ratio, 2) for ratio in ratios],
             "reached": f"{len(reached)} of {len(seeds)}",
         }
     return found
@@ -41,19 +41,19 @@ def table(summary: Mapping[str, Any]) -> str:
         steps, tokens, ratios = found["steps"], found["tokens"], found["GRPO's steps / these"]
         rows.append(
             f"| {name} | {_median(steps, '.0f')} ({', '.join(map(str, steps))}) | {_median(tokens, ',.0f')} "
-            f"| {_median(ratios, '.1f')} ({', '.join(f'{each:.1f}' for each in ratios)}) | {found['reached']} |"
+            f"| {_median(ratios, '.1f')} ({', '.join(f'{ratio:.1f}' for ratio in ratios)}) | {found['reached']} |"
         )
     return "\n".join(rows)
 
 
 def length_table(seeds: Sequence[Mapping[str, Any]]) -> str:
     """The exact match by length after as many tokens, mean over seeds."""
-    lengths = sorted({int(length) for each in seeds for length in each["on-policy"]["by length"]})
+    lengths = sorted({int(length) for seed in seeds for length in seed["on-policy"]["by length"]})
     head = "| | " + " | ".join(map(str, lengths)) + " |"
     rows = [head, "| --- " * (len(lengths) + 1) + "|"]
     for name in WAYS[:-1]:
-        means = [statistics.fmean(each[name]["by length"][str(length)] for each in seeds) for length in lengths]
-        rows.append(f"| {name} | " + " | ".join(f"{each:.2f}" for each in means) + " |")
+        means = [statistics.fmean(seed[name]["by length"][str(length)] for seed in seeds) for length in lengths]
+        rows.append(f"| {name} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
     return "\n".join(rows)
 
 
@@ -66,8 +66,8 @@ def draw(found: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path, targe
     figure, panels = pyplot.subplots(1, len(found), figsize=(11, 4), sharey=True, squeeze=False)
     for panel, (start, seeds) in zip(panels[0], found.items(), strict=True):
         for number, name in enumerate(WAYS):
-            for at, each in enumerate(seeds.values()):
-                points = [point for point in each[name]["curve"] if point[0] > 0]
+            for at, seed in enumerate(seeds.values()):
+                points = [point for point in seed[name]["curve"] if point[0] > 0]
                 steps, shares = [point[0] for point in points], [point[2] for point in points]
                 panel.plot(steps, shares, color=f"C{number}", linewidth=1.2, label=None if at else name)
         panel.axhline(target, color="grey", linewidth=0.8, linestyle="--")

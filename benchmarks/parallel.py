@@ -40,7 +40,7 @@ def main() -> None:
 def cases() -> list[Case]:
     degrees = [Degrees(), Degrees(fsdp=2), Degrees(fsdp=4), Degrees(replicate=2), Degrees(tensor=2)]
     degrees += [Degrees(context=2), Degrees(pipeline=2), Degrees(pipeline=4), Degrees(pipeline=2, fsdp=2, tensor=2)]
-    found = [Case(Layout(each)) for each in degrees]
+    found = [Case(Layout(degree)) for degree in degrees]
     found += [Case(Layout(), recomputed=True), Case(Layout(Degrees(fsdp=2)), bf16=True)]
     found += [Case(Layout(Degrees(fsdp=2), gather_dtype=torch.bfloat16), bf16=True)]
     found += [Case(Layout(Degrees(pipeline=2, tensor=2)), bf16=True)]
@@ -51,7 +51,7 @@ def measured() -> list[dict[str, Any]]:
     by_rank = on_ranks(run_cases, RANKS, (cases(),), 1, ENVIRONMENT)
     found = []
     for case in cases():
-        row = compared(case, [each[str(case)] for each in by_rank if str(case) in each])
+        row = compared(case, [results[str(case)] for results in by_rank if str(case) in results])
         show(row)
         found.append(row)
     return found
@@ -59,23 +59,23 @@ def measured() -> list[dict[str, Any]]:
 
 def compared(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return [measured, formula] in bytes: sent by the rank that sends most, and held by each pipeline rank."""
-    formulas = [traffic(case.job, each["pipeline_rank"]) for each in ranks]
+    formulas = [traffic(case.job, rank["pipeline_rank"]) for rank in ranks]
     busiest = max(range(len(ranks)), key=lambda rank: sum(ranks[rank]["sent"].values()))
     row: dict[str, Any] = {
         "layout": str(case),
         "micro_batches": case.micro_batches,
         "sent": both(ranks[busiest]["sent"], formulas[busiest]),
         "every_rank_sends_by_formula": all(
-            each["sent"] == formula for each, formula in zip(ranks, formulas, strict=True)
+            rank["sent"] == formula for rank, formula in zip(ranks, formulas, strict=True)
         ),
-        "largest_allocation": max(each["largest_allocation"] for each in ranks),
+        "largest_allocation": max(rank["largest_allocation"] for rank in ranks),
         "logits_of_a_micro_batch": 4 * ROWS * TOKENS * VOCABULARY,
     }
     layout = case.layout
     if layout.degrees.pipeline == len(ranks) > 1:
         orders = trace(layout.schedule, len(ranks), case.micro_batches)
         row["order_is_the_traces"] = all(
-            [Move(*each) for each in rank["order"]] == order for rank, order in zip(ranks, orders, strict=True)
+            [Move(*values) for values in rank["order"]] == order for rank, order in zip(ranks, orders, strict=True)
         )
     if SCHEMES[layout.schedule].per_rank == 1 and not case.bf16:
         row["held"] = [held(case, place, ranks) for place in range(layout.degrees.pipeline)]
@@ -87,9 +87,9 @@ def held(case: Case, place: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     layout, most_in_flight = case.layout, 1.0
     if layout.stages > 1:
         most_in_flight = in_flight(trace(layout.schedule, layout.degrees.pipeline, case.micro_batches)[place])
-    own = [each for each in ranks if each["pipeline_rank"] == place]
+    own = [rank for rank in ranks if rank["pipeline_rank"] == place]
     stays, comes = between_steps(case.job, place), within_step(case.job, place, int(most_in_flight))
-    found = [max(each[name] for each in own) for name in ("between_steps", "within_step")]
+    found = [max(memory[name] for memory in own) for name in ("between_steps", "within_step")]
     return {
         "pipeline_rank": place,
         "in_flight": most_in_flight,
@@ -108,8 +108,8 @@ def both(measured: dict[str, int], formula: dict[str, int]) -> dict[str, list[in
 def show(row: dict[str, Any]) -> None:
     print(row["layout"])
     figures = {f"sent: {name}": pair for name, pair in row["sent"].items()}
-    for each in row.get("held", ()):
-        figures |= {f"{name}, rank {each['pipeline_rank']}": each[name] for name in ("between_steps", "within_step")}
+    for held in row.get("held", ()):
+        figures |= {f"{name}, rank {held['pipeline_rank']}": held[name] for name in ("between_steps", "within_step")}
     for name, (found, formula) in figures.items():
         print(f"    {name:<52}{found:>12,}{formula:>12,}  {found / formula if formula else float('inf'):.3f}")
     print("   ", {name: value for name, value in row.items() if isinstance(value, bool | int)}, flush=True)

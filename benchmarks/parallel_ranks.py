@@ -128,7 +128,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
         if case.recomputed:
             student.gradient_checkpointing_enable()
     forward_backward = partial(runner.forward_backward, inputs(case, mesh))
-    optimizer = make_optimizer((each for _, each in runner.named_parameters()), OptimizerSettings(1e-3))
+    optimizer = make_optimizer((parameter for _, parameter in runner.named_parameters()), OptimizerSettings(1e-3))
 
     def step() -> None:
         forward_backward()
@@ -176,7 +176,7 @@ def inputs(case: Case, mesh: Mesh) -> list[StageInputs]:
     normalizer = case.micro_batches * ROWS * TOKENS * mesh.degrees.data
     loss = StepLoss(parse_objective(LOSS), normalizer, CHUNK)
     autocast = torch.bfloat16 if case.bf16 else None
-    return [StageInputs(each, {ITS_NAME: IN_STAGE}, loss, autocast=autocast) for each in parts]
+    return [StageInputs(part, {ITS_NAME: IN_STAGE}, loss, autocast=autocast) for part in parts]
 
 
 def batch(seed: int) -> MicroBatch:
@@ -288,9 +288,9 @@ class Traffic(TorchDispatchMode):
 
 def group_of(args: Any) -> ProcessGroup:
     """Return the group among a collective's arguments; DTensor's collectives have the group's name."""
-    for each in args:
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-            return ProcessGroup.unbox(each)
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return ProcessGroup.unbox(arg)
     return dist.distributed_c10d._resolve_process_group(args[-1])
 
 
@@ -305,9 +305,9 @@ def live_bytes() -> int:
     """Return the bytes of all tensors that Python can reach; each storage counts once."""
     gc.collect()
     storages: dict[int, int] = {}
-    for each in gc.get_objects():
-        if type(each) in (Tensor, nn.Parameter, DTensor):
-            storage = (each._local_tensor if isinstance(each, DTensor) else each).untyped_storage()
+    for instance in gc.get_objects():
+        if type(instance) in (Tensor, nn.Parameter, DTensor):
+            storage = (instance._local_tensor if isinstance(instance, DTensor) else instance).untyped_storage()
             if storage.device == CPU:
                 storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
@@ -318,8 +318,8 @@ def allocations(runner: Runner, forward_backward: Callable[[], Any]) -> tuple[in
     runner.zero_grad()
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile, WaitAfterCollectives():
         forward_backward()
-    events = [each for each in profile.kineto_results.events() if each.name() == "[memory]"]
-    sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda each: each.start_ns())]
     return max(itertools.accumulate(sizes)), max(sizes)
 
 

@@ -67,19 +67,19 @@ def trace(schedule: str, ranks: int, micro_batches: int) -> list[list[Move]]:
 
 def _moves(actions: Sequence[Any]) -> list[Move]:
     moves = [
-        Move(each.stage_index, each.computation_type.value, each.microbatch_index)
-        for each in actions
-        if each is not None and each.is_compute_op
+        Move(action.stage_index, action.computation_type.value, action.microbatch_index)
+        for action in actions
+        if action is not None and action.is_compute_op
     ]
     # torch 2.13 numbers the forwards of 1F1B's last rank from 1
-    least = min(each.micro_batch for each in moves if each.kind == "F")
-    return [each._replace(micro_batch=each.micro_batch - least * (each.kind == "F")) for each in moves]
+    least = min(move.micro_batch for move in moves if move.kind == "F")
+    return [move._replace(micro_batch=move.micro_batch - least * (move.kind == "F")) for move in moves]
 
 
 def in_flight(moves: Sequence[Move]) -> float:
     """Return the most micro-batches whose activations a rank keeps; with two stages per rank, each counts half."""
-    stages = len({each.stage for each in moves})
-    kept = itertools.accumulate({"F": 1, "I": 0}.get(each.kind, -1) for each in moves)
+    stages = len({move.stage for move in moves})
+    kept = itertools.accumulate({"F": 1, "I": 0}.get(move.kind, -1) for move in moves)
     return max(kept) / stages
 
 
@@ -113,9 +113,9 @@ def measure(schedule: str, ranks: int, micro_batches: int, teacher: int) -> dict
 
 def step_time(place: str, schedule: str, moves: list[list[Move]], teacher: int) -> float:
     """Return the time of one of many steps; the unit is one stage's student forward."""
-    lanes = [_lanes(place, each) for each in moves]
+    lanes = [_lanes(place, move) for move in moves]
     stages = len(moves) * SCHEMES[schedule].per_rank
-    needs = _needs(place, stages, [[Action(0, *move) for move in each] for each in moves])
+    needs = _needs(place, stages, [[Action(0, *move) for move in of_stage] for of_stage in moves])
     costs = {"F": 1 + (teacher if place == "in_stage" else 0), "T": teacher} | BACKWARD
     ends = simulate(lanes, needs, costs)
     last = [0.0] * STEPS
@@ -145,14 +145,14 @@ def _lanes(place: str, moves: Sequence[Move]) -> list[list[Action]]:
     if place == "in_stage":
         return [list(itertools.chain(*student))]
     if place == "first":
-        return [list(itertools.chain(*(each for pair in zip(teacher, student, strict=True) for each in pair)))]
+        return [list(itertools.chain(*(action for pair in zip(teacher, student, strict=True) for action in pair)))]
     return [list(itertools.chain(*student)), list(itertools.chain(*teacher))]
 
 
 def _needs(place: str, stages: int, moves: list[list[Action]]) -> Callable[[Action], list[Action]]:
     """Return a function that gives the actions that must end before an action can start."""
-    in_parts = {(each.stage, each.micro_batch) for each in itertools.chain(*moves) if each.kind == "I"}
-    ends_of_step = [each[-1] for each in moves]
+    in_parts = {(move.stage, move.micro_batch) for move in itertools.chain(*moves) if move.kind == "I"}
+    ends_of_step = [move[-1] for move in moves]
 
     def gradient(step: int, stage: int, micro_batch: int) -> Action:
         return Action(step, stage, "I" if (stage, micro_batch) in in_parts else "B", micro_batch)
@@ -167,10 +167,10 @@ def _needs(place: str, stages: int, moves: list[list[Action]]) -> Callable[[Acti
         before = [action._replace(stage=stage - 1)] if stage else []
         if kind == "T":
             # at most one step ahead: there is memory for the hidden states of two steps
-            return before + [each._replace(step=step - 2) for each in ends_of_step if step > 1]
+            return before + [action._replace(step=step - 2) for action in ends_of_step if step > 1]
         if place != "in_stage" and stage + 1 == stages:
             before.append(action._replace(kind="T"))
-        return before + [each._replace(step=step - 1) for each in ends_of_step if step]
+        return before + [action._replace(step=step - 1) for action in ends_of_step if step]
 
     return needs
 

@@ -30,19 +30,21 @@ LAYOUTS = [
 
 
 def main() -> None:
-    jobs = [job(*each) for each in LAYOUTS]
-    columns = [(each, 0) for each in jobs]
+    jobs = [job(*layout) for layout in LAYOUTS]
+    columns = [(job, 0) for job in jobs]
     columns.insert(3, (jobs[-1], jobs[-1].layout.degrees.pipeline - 1))
-    names = [f"{each.layout.degrees}, m {each.micro_batches}, rank {rank} of the pipeline" for each, rank in columns]
+    names = [
+        f"{column.layout.degrees}, m {column.micro_batches}, rank {rank} of the pipeline" for column, rank in columns
+    ]
     print("\n".join(names))
-    table("held, GB", [held(*each) for each in columns])
-    table("sent in a step, GB", [traffic(*each) for each in columns])
-    gathered = [job(*each, torch.bfloat16) for each in LAYOUTS]
+    table("held, GB", [held(*column) for column in columns])
+    table("sent in a step, GB", [traffic(*column) for column in columns])
+    gathered = [job(*layout, torch.bfloat16) for layout in LAYOUTS]
     both_ways = ("student's weights, forward", "student's weights, backward")
-    for each in gathered:
-        sent = sum(traffic(each, 0)[name] for name in both_ways)
-        taken = held(each, 0)["gathered weights"]
-        print(f"{each.layout.degrees}, gathered in bf16: weights sent {sent / 1e9:.2f} GB, held {taken / 1e9:.2f} GB")
+    for row in gathered:
+        sent = sum(traffic(row, 0)[name] for name in both_ways)
+        taken = held(row, 0)["gathered weights"]
+        print(f"{row.layout.degrees}, gathered in bf16: weights sent {sent / 1e9:.2f} GB, held {taken / 1e9:.2f} GB")
     products = [8 * weights(STUDENT) + 2 * weights(TEACHER), *map(weights, (STUDENT, TEACHER))]
     print("operations of a step on each GPU", f"{products[0] * STEP_TOKENS / 256:.2e}", "weights", products[1:])
     served()
@@ -95,11 +97,13 @@ def weights(shape: Shape) -> int:
 
 def table(title: str, columns: Sequence[Counter[str]]) -> None:
     print(f"\n| {title} |" + " |" * len(columns))
-    for name in dict.fromkeys(name for each in columns for name in each):
+    for name in dict.fromkeys(name for column in columns for name in column):
         print(
-            f"| {name} | " + " | ".join(f"{each[name] / 1e9:.2f}" if name in each else "" for each in columns) + " |"
+            f"| {name} | "
+            + " | ".join(f"{column[name] / 1e9:.2f}" if name in column else "" for column in columns)
+            + " |"
         )
-    print("| together | " + " | ".join(f"{each.total() / 1e9:.1f}" for each in columns) + " |")
+    print("| together | " + " | ".join(f"{column.total() / 1e9:.1f}" for column in columns) + " |")
 
 
 if __name__ == "__main__":

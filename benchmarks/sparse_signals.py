@@ -51,7 +51,7 @@ def main() -> None:
         }
         for signal in caches
     }
-    bytes_per_token = {signal: round(each["bytes_per_token"], 1) for signal, each in caches.items()}
+    bytes_per_token = {signal: round(cache["bytes_per_token"], 1) for signal, cache in caches.items()}
     result = {"bytes_per_token": bytes_per_token, "means": means, "runs": runs, "steps": arguments.steps}
     print(json.dumps(result, indent=1))
     write_result(result_file("sparse_signals"), {"theme": "sparse signals", **result}, "cpu")
@@ -89,8 +89,8 @@ def bytes_per_token(cache: Path) -> float:
 def figures_of(folder: Path, seed: int, steps: int, caches: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     save_new_student(folder / "student", seed)
     found = {}
-    for name, each in caches.items():
-        settings = {"teacher.cache": str(folder / each["cache"]), "teacher.tail": each["tail"], "data.eval": 0.0}
+    for name, cache in caches.items():
+        settings = {"teacher.cache": str(folder / cache["cache"]), "teacher.tail": cache["tail"], "data.eval": 0.0}
         out = distill(configuration(folder, seed, steps, {**settings, "out": str(folder / f"{seed} {name}")}))
         judge = configuration(folder, seed, 1, {"teacher.model": str(TEACHER), "student.model": str(out / "model")})
         session = prepare(judge, announce=False)

@@ -98,7 +98,7 @@ def summarised(runs: list[dict[str, Any]]) -> dict[str, Any]:
         ends = {key: [curve[-1][key] for curve in curves] for key in KEYS}
         summary[start] = {
             "forward_kl_before": round(statistics.mean(curve[0]["eval/forward_kl"] for curve in curves), 4),
-            **{f"{key.removeprefix('eval/')}_mean": round(statistics.mean(each), 4) for key, each in ends.items()},
+            **{f"{key.removeprefix('eval/')}_mean": round(statistics.mean(end), 4) for key, end in ends.items()},
             "forward_kl": ends["eval/forward_kl"],
         }
     return summary

@@ -70,8 +70,8 @@ def new_model(tokenizer: PreTrainedTokenizerFast, width: int, layers: int, seed:
 
 def batch_of(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [B, S], padded on the right, and labels [B, S]: -100 at prompts and padding."""
-    prompts = tokenizer([each.prompt for each in problems])["input_ids"]
-    answers = tokenizer([each.answer + END for each in problems])["input_ids"]
+    prompts = tokenizer([task_problem.prompt for task_problem in problems])["input_ids"]
+    answers = tokenizer([task_problem.answer + END for task_problem in problems])["input_ids"]
     width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
     ids_BS = torch.full((len(problems), width), tokenizer.pad_token_id)
     labels_BS = torch.full_like(ids_BS, -100)
@@ -90,8 +90,8 @@ class Greedy:
     @torch.no_grad()
     def __call__(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         found: dict[int, Completion] = {}
-        for length in sorted({len(each.prompt_ids) for each in requests}):
-            alike = [at for at, each in enumerate(requests) if len(each.prompt_ids) == length]
+        for length in sorted({len(request.prompt_ids) for request in requests}):
+            alike = [at for at, request in enumerate(requests) if len(request.prompt_ids) == length]
             ids_BS = torch.tensor(np.stack([requests[at].prompt_ids for at in alike])).long()
             written_BN = self.model.generate(
                 ids_BS,
@@ -133,7 +133,9 @@ def train(
     spec, tokenizer = TaskSpec.parse(task), character_tokenizer()
     model = new_model(tokenizer, width, layers, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
-    print(f"{task}: {sum(each.numel() for each in model.parameters()):,} parameters, {rows} problems per step")
+    print(
+        f"{task}: {sum(parameter.numel() for parameter in model.parameters()):,} parameters, {rows} problems per step"
+    )
     key, matched, started, measuring = f"eval/exact_match/{spec.name}", 0.0, time.process_time(), 0.0
     for step in range(steps):
         left = (steps - step) / (0.3 * steps)
@@ -142,7 +144,7 @@ def train(
         numbers = range(step * rows, (step + 1) * rows)
         problems = [problem(spec, seed, number % distinct, held_out=False) for number in numbers]
         draw = np.random.default_rng([seed, step])
-        problems = [each if draw.random() < right else _with_error(each, draw) for each in problems]
+        problems = [problem if draw.random() < right else _with_error(problem, draw) for problem in problems]
         ids_BS, labels_BS = batch_of(tokenizer, problems)
         logits = model(input_ids=ids_BS[:, :-1]).logits
         loss = cross_entropy(logits.flatten(0, 1), labels_BS[:, 1:].flatten())

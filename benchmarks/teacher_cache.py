@@ -78,11 +78,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tokens = live.train.tokens_per_step
     return {
         "written": written,
-        "waiting_share": {name: round(median_share(each), 5) for name, each in seconds.items()},
+        "waiting_share": {name: round(median_share(second), 5) for name, second in seconds.items()},
         "tokens_per_second": {
-            name: round(tokens / statistics.median(whole for _, whole in each), 1) for name, each in seconds.items()
+            name: round(tokens / statistics.median(whole for _, whole in second), 1)
+            for name, second in seconds.items()
         },
-        "step_seconds": {name: [round(whole, 4) for _, whole in each] for name, each in seconds.items()},
+        "step_seconds": {name: [round(whole, 4) for _, whole in second] for name, second in seconds.items()},
         "sizes": vars(arguments),
     }
 
@@ -157,7 +158,7 @@ def write_data(path: Path, arguments: argparse.Namespace, words: list[str]) -> N
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
             chosen = draw.integers(1, arguments.vocabulary, size=arguments.max_tokens - 1)
-            file.write(json.dumps({"text": " ".join(words[each] for each in chosen)}) + "\n")
+            file.write(json.dumps({"text": " ".join(words[word] for word in chosen)}) + "\n")
 
 
 if __name__ == "__main__":

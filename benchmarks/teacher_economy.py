@@ -50,18 +50,18 @@ def main() -> None:
     teachers = {way: Decoder.from_pretrained(TEACHER, **settings) for way, settings in WAYS.items()}
     figures = of_teachers(teachers)
     seconds = forward_seconds(teachers)
-    for way, each in figures.items():
-        each["forward_seconds_of_float32s"] = round(seconds[way] / seconds["float32"], 2)
+    for way, figure in figures.items():
+        figure["forward_seconds_of_float32s"] = round(seconds[way] / seconds["float32"], 2)
     del teachers
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_jsonl(collect_split("student"), folder / "train.jsonl")
         write_jsonl(held_out(), folder / "held_out.jsonl")
         runs = {seed: of_students(folder, seed, arguments.steps) for seed in arguments.seeds}
-    for way, each in figures.items():
+    for way, figure in figures.items():
         losses = [run[way] for run in runs.values()]
-        each["students_held_out_cross_entropy"] = round(statistics.mean(losses), 4)
-        each["by_seed"] = [round(loss, 4) for loss in losses]
+        figure["students_held_out_cross_entropy"] = round(statistics.mean(losses), 4)
+        figure["by_seed"] = [round(loss, 4) for loss in losses]
     result = {"theme": "teacher economy", "teachers": figures, "steps": arguments.steps}
     print(json.dumps(result, indent=1))
     write_result(result_file("teacher_economy"), result)
@@ -77,7 +77,9 @@ def rows() -> Tensor:
 def of_teachers(teachers: dict[str, Decoder]) -> dict[str, dict[str, float]]:
     """For each teacher, its memory, and how far its distributions on held-out text are from those in float32."""
     ids_BS = rows()
-    log_p_TV = {way: each(ids_BS)[:, :-1].flatten(0, 1).float().log_softmax(-1) for way, each in teachers.items()}
+    log_p_TV = {
+        way: teacher(ids_BS)[:, :-1].flatten(0, 1).float().log_softmax(-1) for way, teacher in teachers.items()
+    }
     labels_T, exact_TV = ids_BS[:, 1:].flatten(), log_p_TV["float32"]
     return {
         way: {
@@ -101,12 +103,12 @@ def forward_seconds(teachers: dict[str, Decoder]) -> dict[str, float]:
     ids_BS = rows()[:4]
     found: dict[str, list[float]] = {way: [] for way in teachers}
     for number in range(ROUNDS + 1):
-        for way, each in teachers.items():
+        for way, teacher in teachers.items():
             start = time.perf_counter()
-            each(ids_BS, head=False)
+            teacher(ids_BS, head=False)
             if number:
                 found[way].append(time.perf_counter() - start)
-    return {way: statistics.median(each) for way, each in found.items()}
+    return {way: statistics.median(values) for way, values in found.items()}
 
 
 def of_students(folder: Path, seed: int, steps: int) -> dict[str, float]:

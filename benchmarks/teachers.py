@@ -105,22 +105,22 @@ async def measure(arguments: argparse.Namespace, folder: str, server: "subproces
                 if turn:
                     latencies[name] += own
             if turn:  # the first turn is not counted
-                for name, each in taken.items():
-                    seconds[name].append(each)
+                for name, seconds in taken.items():
+                    seconds[name].append(seconds)
         lost = await small_requests(client, arguments, draw)
     return {
         "tokens_per_second": {
-            name: round(arguments.sequences * arguments.tokens / statistics.median(each), 1)
-            for name, each in seconds.items()
+            name: round(arguments.sequences * arguments.tokens / statistics.median(second), 1)
+            for name, second in seconds.items()
         },
         "of_the_forward_pass": {
-            name: round(statistics.median(f / own for f, own in zip(seconds["forward"], each, strict=True)), 3)
-            for name, each in seconds.items()
+            name: round(statistics.median(f / own for f, own in zip(seconds["forward"], second, strict=True)), 3)
+            for name, second in seconds.items()
         },
-        "latency_seconds": {name: percentiles(each) for name, each in latencies.items()},
+        "latency_seconds": {name: percentiles(latency) for name, latency in latencies.items()},
         "server": lost | {"peak_mib": peak_mib(server.pid)},
         "clients_peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
-        "seconds": {name: [round(one, 3) for one in each] for name, each in seconds.items()},
+        "seconds": {name: [round(one, 3) for one in second] for name, second in seconds.items()},
         "sizes": vars(arguments),
     }
 
@@ -131,7 +131,7 @@ def forward(decoder: Decoder, documents: list[DocumentRows], arguments: argparse
     at_a_time = max(1, arguments.batch_tokens // arguments.tokens)
     began = time.perf_counter()
     for first in range(0, len(documents), at_a_time):
-        tokens = np.stack([each.tokens for each in documents[first : first + at_a_time]])
+        tokens = np.stack([document.tokens for document in documents[first : first + at_a_time]])
         decoder(torch.from_numpy(tokens).long().to(arguments.device), head=False)
     if arguments.device != "cpu":
         torch.cuda.synchronize()
@@ -164,7 +164,7 @@ async def together(
             await path(document)
             seconds.append(time.perf_counter() - began)
 
-    await asyncio.gather(*(one(each) for each in documents))
+    await asyncio.gather(*(one(document) for document in documents))
     return seconds
 
 
@@ -212,7 +212,7 @@ def save_model(folder: Path, arguments: argparse.Namespace) -> None:
         max_position_embeddings=max(arguments.tokens, 512),
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    backend = Tokenizer(models.WordLevel({f"w{each}": each for each in range(arguments.vocabulary)}, "w0"))
+    backend = Tokenizer(models.WordLevel({f"w{number}": number for number in range(arguments.vocabulary)}, "w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0", eos_token="w0").save_pretrained(folder)
 

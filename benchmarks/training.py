@@ -82,15 +82,15 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     for turn in range(arguments.turns):
         run_seconds += steps_of_a_run(session, turn)
         part_seconds += itertools.islice(steps_by_hand(session), 1, arguments.steps + 1)
-    parts = {part: statistics.median(each[part] for each in part_seconds) for part in PARTS}
-    by_hand = statistics.median(sum(each.values()) for each in part_seconds)
+    parts = {part: statistics.median(second[part] for second in part_seconds) for part in PARTS}
+    by_hand = statistics.median(sum(second.values()) for second in part_seconds)
     run = statistics.median(run_seconds)
     return {
         "ratio": round(by_hand / run, 4),
         "run_tokens_per_second": round(tokens / run, 1),
         "parts_tokens_per_second": round(tokens / by_hand, 1),
-        "run_step_seconds": [round(each, 4) for each in run_seconds],
-        "parts_step_seconds": [round(sum(each.values()), 4) for each in part_seconds],
+        "run_step_seconds": [round(second, 4) for second in run_seconds],
+        "parts_step_seconds": [round(sum(second.values()), 4) for second in part_seconds],
         "median_part_seconds": {part: round(seconds, 4) for part, seconds in parts.items()},
         "sizes": vars(arguments)
         | {
@@ -115,8 +115,8 @@ def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
     for step in range(session.step_schedule.steps):
         micro_batches = session.shard(session.step_schedule.micro_batches(session.train, step))
         seconds = dict.fromkeys(PARTS, 0.0)
-        for each in micro_batches:
-            micro_batch_by_hand(session, each, micro_batches.whole.normalizer, seconds)
+        for batch in micro_batches:
+            micro_batch_by_hand(session, batch, micro_batches.whole.normalizer, seconds)
 
         def update() -> None:
             session.engine.update(1e-5)
@@ -253,7 +253,7 @@ def teacher_of(session: Session) -> Decoder:
 
 
 def parameters(decoder: Decoder) -> int:
-    return sum(each.numel() for each in decoder.parameters())
+    return sum(parameter.numel() for parameter in decoder.parameters())
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def timed_updates() -> Iterator[dict[str, list[float]]]:
         yield found
     finally:
         hook.remove()
-    found["processor"], found["clock"] = (np.diff(each).tolist() for each in zip(*ends, strict=True))
+    found["processor"], found["clock"] = (np.diff(times).tolist() for times in zip(*ends, strict=True))
 
 
 def ours(task: Task, out: Path) -> Run:
@@ -166,7 +166,7 @@ def random_task(folder: Path, vocabulary: int, steps: int) -> Task:
     """Random models, and documents of random words that fill a packed sequence each."""
     folder = write_models(folder, vocabulary)
     draws = np.random.default_rng(0).integers(1, vocabulary, (ROWS * steps, LENGTH - 1))
-    write_texts(folder / "train.jsonl", (" ".join(f"w{each}" for each in row) for row in draws))
+    write_texts(folder / "train.jsonl", (" ".join(f"w{word}" for word in row) for row in draws))
     return Task(folder, folder / "teacher", steps, 1e-4)
 
 
@@ -176,7 +176,7 @@ def demo_task(folder: Path, steps: int) -> Task:
     save_new_student(folder / "student", seed=0)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_TEACHER, trust_remote_code=False)
     for split, name in (("student", "train"), ("held_out", "held_out")):
-        found = list(pieces([each.text for each in collect_split(split)], tokenizer))
+        found = list(pieces([document.text for document in collect_split(split)], tokenizer))
         write_texts(folder / f"{name}.jsonl", found if name == "train" else found[:HELD_OUT_PIECES])
     return Task(folder, DEMO_TEACHER, steps, 3e-3)
 
@@ -209,12 +209,12 @@ def speed(folder: Path, vocabulary: int, rounds: int) -> dict[str, Any]:
             seconds[name].append(runs[name][-1].step_seconds)
         for name, part in zip(("layers", "products of the heads"), floor_seconds(task, vocabulary), strict=True):
             seconds[name].append(part)
-        print("round", number + 1, {name: round(each[-1], 2) for name, each in seconds.items()}, flush=True)
+        print("round", number + 1, {name: round(second[-1], 2) for name, second in seconds.items()}, flush=True)
     floor = [sum(parts) for parts in zip(seconds["layers"], seconds["products of the heads"], strict=True)]
     return {
         "processor seconds of a step": seconds,
         "clock seconds of a step": {
-            name: [statistics.median(each.clock[WARM - 1 :]) for each in found] for name, found in runs.items()
+            name: [statistics.median(round_.clock[WARM - 1 :]) for round_ in found] for name, found in runs.items()
         },
         "tokens per second, median": {name: ROWS * LENGTH / statistics.median(seconds[name]) for name in SIDES},
         "TRL / ours": ratios(seconds["TRL"], seconds["ours"]),
@@ -261,7 +261,9 @@ def processor_seconds(work: Callable[[], None]) -> float:
 def flops(task: Task, vocabulary: int) -> dict[str, int]:
     """Operations of the matrix products of one token, without attention's scores."""
     layers = {
-        name: sum(each.numel() for layer in Decoder.from_pretrained(path).layers() for each in layer.parameters())
+        name: sum(
+            parameter.numel() for layer in Decoder.from_pretrained(path).layers() for parameter in layer.parameters()
+        )
         for name, path in (("student", task.folder / "student"), ("teacher", task.teacher))
     }
     heads = Sizes(1, STUDENT[0], TEACHER[0], vocabulary).product_flops()
@@ -276,8 +278,8 @@ def memory(folder: Path, vocabulary: int) -> dict[str, Any]:
     }
     student, teacher = (Decoder.from_pretrained(path) for path in (task.folder / "student", task.teacher))
     # weights, gradients and AdamW's two moments; the teacher has weights only
-    state = sum(16 * each.numel() for each in student.parameters()) + sum(
-        4 * each.numel() for each in teacher.parameters()
+    state = sum(16 * parameter.numel() for parameter in student.parameters()) + sum(
+        4 * parameter.numel() for parameter in teacher.parameters()
     )
     return {
         "bytes of the peak": peaks,
@@ -318,7 +320,7 @@ def curves(folder: Path, steps: int) -> dict[str, Any]:
 def rounding(folder: Path, steps: int) -> dict[str, Any]:
     task = demo_task(folder / "rounding", steps)
     tasks = {"chunks of 512 tokens": task, "chunks of 100 tokens": replace(task, chunk_tokens=100)}
-    runs = {name: ours(each, task.folder / name) for name, each in tasks.items()}
+    runs = {name: ours(task_of_run, task.folder / name) for name, task_of_run in tasks.items()}
     return {
         "losses": {name: run.losses for name, run in runs.items()},
         "held out": {name: held_out(task, task.folder / name) for name in runs},
@@ -351,7 +353,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
             places = [place + 0.38 * column for place in range(len(VOCABULARIES))]
             axes.bar(places, [values(str(size))[name] / unit for size in VOCABULARIES], 0.36, label=name)
         axes.set(title=title, xlabel="vocabulary")
-        axes.set_xticks([place + 0.19 for place in range(len(VOCABULARIES))], [f"{each:,}" for each in VOCABULARIES])
+        axes.set_xticks(
+            [place + 0.19 for place in range(len(VOCABULARIES))], [f"{vocabulary:,}" for vocabulary in VOCABULARIES]
+        )
         axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
         rewards.append(answers.rewards_B.mean().item())
         if step % 10 == 0:
             means = {key: metrics[key] / metrics["tokens"] for key in PER_TOKEN if key in metrics}
-            per_token = ", ".join(f"{key} {each:.3f}" for key, each in means.items())
+            per_token = ", ".join(f"{key} {mean:.3f}" for key, mean in means.items())
             print(f"step {step}: reward {sum(rewards[-10:]) / 10:.3f}; per token {per_token}")
 
     after = solved(policy, tokenizer, held_out)
@@ -105,7 +105,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character."""
-    backend = Tokenizer(models.WordLevel({each: id for id, each in enumerate([PAD, END, *"0123456789+="])}))
+    backend = Tokenizer(models.WordLevel({character: id for id, character in enumerate([PAD, END, *"0123456789+="])}))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=END)
@@ -134,7 +134,9 @@ def imitate(
     """Train with cross-entropy on answers of which one third are right; the others are too large by 1 or 2."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3)
     for _ in range(steps):
-        texts = [ask(each) + answer(each, wrong_by=chance.randrange(3)) for each in chance.choices(problems, k=128)]
+        texts = [
+            ask(choice) + answer(choice, wrong_by=chance.randrange(3)) for choice in chance.choices(problems, k=128)
+        ]
         ids_BS = tokenizer(texts, padding=True, return_tensors="pt").input_ids
         labels_BS = labels_of(ids_BS, tokenizer)
         processor = cross_entropy(normalizer=(labels_BS >= 0).sum())
@@ -147,8 +149,8 @@ def sample(
     policy: Decoder, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], group: int, *, greedy: bool = False
 ) -> Answers:
     """Return `group` answers to each problem, in the order of the problems."""
-    problems = [each for each in problems for _ in range(group)]
-    prompts = tokenizer([ask(each) for each in problems], return_tensors="pt")
+    problems = [problem for problem in problems for _ in range(group)]
+    prompts = tokenizer([ask(problem) for problem in problems], return_tensors="pt")
     # the policy gradient needs log-probabilities of exactly the distribution that is sampled from
     options = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     ids_BS = policy.pretrained.generate(
@@ -156,8 +158,8 @@ def sample(
     )
     labels_BS = labels_of(ids_BS, tokenizer)
     right = [
-        text.startswith(ask(each) + answer(each))
-        for text, each in zip(tokenizer.batch_decode(ids_BS), problems, strict=True)
+        text.startswith(ask(problem) + answer(problem))
+        for text, problem in zip(tokenizer.batch_decode(ids_BS), problems, strict=True)
     ]
     return Answers(ids_BS, labels_BS, log_probs(policy, ids_BS, labels_BS), torch.tensor(right).float())
 

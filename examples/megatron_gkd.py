@@ -131,10 +131,10 @@ def train(
     teacher_hook = None if teacher is None else MegatronProcessor(teacher, full_vocab, vocab_size=config.vocabulary)
     for step in range(config.train.steps):
         batches = micro_batches(config, rows, step)
-        signals = [each.signals for each in batches]
+        signals = [batch.signals for batch in batches]
         if teacher is not None and teacher_hook is not None and spec.needs_teacher:
-            signals = [{TEACHER: each} for each in teacher_signals(teacher, teacher_hook, batches)] or signals
-        contexts = [DistillTargets(each.labels_BS, signals=its) for each, its in zip(batches, signals, strict=True)]
+            signals = [{TEACHER: signal} for signal in teacher_signals(teacher, teacher_hook, batches)] or signals
+        contexts = [DistillTargets(batch.labels_BS, signals=its) for batch, its in zip(batches, signals, strict=True)]
         student.zero_grad_buffer()
         optimizer.zero_grad()
         sums = schedule(student, hook, batches, contexts)
@@ -241,7 +241,7 @@ def micro_batches(config: GkdConfig, rows: dict[str, Tensor], step: int) -> list
     batches = []
     for start in range(first, first + train.micro_batches * train.rows, train.rows):
         index_B = torch.arange(start, start + train.rows) % len(rows["input_ids"])
-        batch = {name: each[index_B].to(torch.cuda.current_device()) for name, each in rows.items()}
+        batch = {name: row[index_B].to(torch.cuda.current_device()) for name, row in rows.items()}
         ids_BS = batch.pop("input_ids")
         signals = {TEACHER: top_k_signal(batch)} if batch else {}
         batches.append(MicroBatch(ids_BS[:, :-1], ids_BS[:, 1:], signals))
@@ -316,11 +316,11 @@ def read_rows(config: GkdConfig) -> dict[str, Tensor]:
         )
     if config.teacher.top_k is not None:
         top_k = read_tensors("teacher.top_k", config.teacher.top_k, ("ids", "log_probs", "tail_log_prob"))
-        for name, each in top_k.items():
-            if each.shape[:2] != (count, tokens - 1):
+        for name, tensor in top_k.items():
+            if tensor.shape[:2] != (count, tokens - 1):
                 raise ConfigError(
                     "teacher.top_k",
-                    f"{name} of shape {tuple(each.shape)}: expected {count} rows of {tokens - 1} tokens, as in data",
+                    f"{name} of shape {tuple(tensor.shape)}: expected {count} rows of {tokens - 1}, as in data",
                 )
         rows |= top_k
     return rows

@@ -121,7 +121,7 @@ def main(steps: int, depths: int, prompts: int, new_tokens: int, seed: int) -> d
     tokenizer = AutoTokenizer.from_pretrained(DEMO_TEACHER, trust_remote_code=False)
     documents = collect_documents()
     training_T, held_out_T = (
-        encode(tokenizer, [each for each in documents if split_of(each.name) == split])
+        encode(tokenizer, [document for document in documents if split_of(document.name) == split])
         for split in ("student", "held_out")
     )
     prompts_PS = held_out_T[: len(held_out_T) // PROMPT * PROMPT].view(-1, PROMPT)

@@ -64,14 +64,14 @@ class Mixture(Signal):
         logs = [math.log(weight) for weight in self.weights]
         # in log space, so that neither the sum of the weights nor a quotient leaves the range of a float
         largest = max(logs)
-        total = largest + math.log(math.fsum(math.exp(each - largest) for each in logs))
-        return [each - total for each in logs]
+        total = largest + math.log(math.fsum(math.exp(log - largest) for log in logs))
+        return [log - total for log in logs]
 
     def rows(self, rows: RowIndex) -> "Mixture":
-        return replace(self, signals=[each.rows(rows) for each in self.signals])
+        return replace(self, signals=[signal.rows(rows) for signal in self.signals])
 
     def heads(self) -> list[OutputHead]:
-        return [head for each in self.signals for head in each.heads()]
+        return [head for signal in self.signals for head in signal.heads()]
 
 
 def add_members(

@@ -107,7 +107,7 @@ class ObjectiveSpec:
         Tokens are drawn from depth 0 alone. Raises ValueError if nothing remains.
         """
         rest = replace(self, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
-        if all(each is None for each in (rest.cross_entropy, rest.divergence, rest.uld, rest.entropy)):
+        if all(term is None for term in (rest.cross_entropy, rest.divergence, rest.uld, rest.entropy)):
             raise ValueError(
                 f"{self.in_words()} at further depths of multi-token prediction: expected a divergence or "
                 "cross_entropy beside it, since tokens are drawn from depth 0 alone, or by_depth(…) with another "
@@ -143,8 +143,8 @@ class ObjectiveSpec:
         if self.divergence is not None:
             terms += [
                 term
-                for label, each, share in self._scored(signals, self.temperature)
-                for term in self._of_one_teacher(self.divergence, labels_T, each, share, label)
+                for label, signal, share in self._scored(signals, self.temperature)
+                for term in self._of_one_teacher(self.divergence, labels_T, signal, share, label)
             ]
         if self.uld is not None:
             ((_, signal, _),) = self._scored(signals, self.temperature)
@@ -175,12 +175,12 @@ class ObjectiveSpec:
     def _sampled_kl_terms(self, scale: float, draws: Draws, signals: Signals) -> list[Term]:
         terms: list[Term] = []
         is_corrected = self.correction.kind != "none"
-        for label, each, share in self._scored(signals, self.temperature):
+        for label, signal, share in self._scored(signals, self.temperature):
             temperature = self.temperature if share.temperature is None else share.temperature
             terms.append(
                 SampledKL(
                     draws.labels_T,
-                    draws.log_probs(each, _heads(signals), temperature),
+                    draws.log_probs(signal, _heads(signals), temperature),
                     self.estimator,
                     scale * share.weight,
                     temperature,
@@ -198,8 +198,8 @@ class ObjectiveSpec:
         old_T, is_clipped = draws.known(OLD_LOG_PROBS), not (self.clip_low is None and self.clip_high is None)
         advantages_T = draws.known(ADVANTAGES) if self.needs_rewards or ADVANTAGES in draws.per_token else None
         if self.teacher_kl:
-            for _, each, share in self._scored(signals, self.sampling_temperature):
-                log_p_T = draws.log_probs(each, _heads(signals), self.sampling_temperature)
+            for _, signal, share in self._scored(signals, self.sampling_temperature):
+                log_p_T = draws.log_probs(signal, _heads(signals), self.sampling_temperature)
                 of_teacher_T = self.teacher_kl * share.weight * draws.log_ratio(log_p_T, self.discount)
                 advantages_T = of_teacher_T if advantages_T is None else advantages_T + of_teacher_T
         assert advantages_T is not None
@@ -243,7 +243,7 @@ class ObjectiveSpec:
         if self.z_loss:
             parts.append(_times(self.z_loss, "z-loss"))
         if self.divergence is not None:
-            own = any(each.temperature is not None for each in self.teachers.values())
+            own = any(teacher.temperature is not None for teacher in self.teachers.values())
             value = "" if own else f", τ = {self.temperature:g}"
             factor = f"·τ²{value}" if self.scale_by_temperature_squared else ""
             parts.append(_times(self.divergence_scale, f"{self.divergence}{factor} of teacher and student"))
@@ -271,7 +271,7 @@ class ObjectiveSpec:
             advantage += _times(self.teacher_kl, f"(log p − log q){discounted} of teacher and student")
         if self.clip_low is None and self.clip_high is None:
             return advantage + self._corrected_in_words()
-        low, high = (0.2 if each is None else each for each in (self.clip_low, self.clip_high))
+        low, high = (0.2 if clip is None else clip for clip in (self.clip_low, self.clip_high))
         return f"{advantage}, ratio clipped to {1 - low:g} … {1 + high:g}"
 
 

@@ -168,7 +168,7 @@ def _resharded(rows_VX: Tensor, shard: VocabShard, wanted: list[Range]) -> Tenso
     incoming = [_overlap(border, want) for border in shard.borders]
     sent = torch.cat([rows_VX.detach()[start - held[0] : stop - held[0]] for start, stop in outgoing])
     received = sent.new_empty(want[1] - want[0], *rows_VX.shape[1:])
-    received_rows, sent_rows = ([stop - start for start, stop in each] for each in (incoming, outgoing))
+    received_rows, sent_rows = ([stop - start for start, stop in ranges] for ranges in (incoming, outgoing))
     dist.all_to_all_single(received, sent, received_rows, sent_rows, group=shard.group)
     # parts are in rank order, which need not be the order of the vocabulary
     parts = received.split(received_rows)
