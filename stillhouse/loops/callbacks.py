@@ -38,6 +38,7 @@ class EvaluationContext:
     generate: Callable[[Sequence[str]], list[str]]
 
 
+@dataclass(frozen=True)
 class Callbacks:
     """The functions of eval.callbacks, which rank 0 calls.
 
@@ -46,16 +47,11 @@ class Callbacks:
     engine: greedy, with the student's present weights
     """
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        engine: InProcessEngine,
-        ranks: Ranks,
-    ):
-        self._paths, self._folder, self._tokenizer = paths, folder, tokenizer
-        self._engine, self._ranks = engine, ranks
+    paths: Sequence[str]
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    engine: InProcessEngine
+    ranks: Ranks
 
     def evaluate(self, step: int, known: Mapping[str, float]) -> dict[str, float]:
         """The callbacks' metrics, named `eval/<name>`; the same on all ranks. A collective of all processes.
@@ -65,25 +61,25 @@ class Callbacks:
         does not return after a signal.
         """
         try:
-            return self._ranks.on_first(lambda: self._metrics(step, known), ValueError, OverdueError)
+            return self.ranks.on_first(lambda: self._metrics(step, known), ValueError, OverdueError)
         except OverdueError as error:
             raise SignalsLostError(str(error)) from error
 
     def _metrics(self, step: int, known: Mapping[str, float]) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        context = EvaluationContext(step, self._folder, self._tokenizer, self._generate)
-        for path in self._paths:
+        context = EvaluationContext(step, self.folder, self.tokenizer, self._generate)
+        for path in self.paths:
             function = function_of(CALLBACKS, path)
             metrics |= checked_metrics(function, function(context), {*known, *metrics})
         return metrics
 
     def _generate(self, texts: Sequence[str]) -> list[str]:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         prompts = CompletionTemplate(tokenizer, "completion").encode_prompts(list(texts))
         requests = [
             GenerationRequest(number, np.asarray(ids, np.int32), number) for number, ids in enumerate(prompts)
         ]
-        completions = self._engine.generate_on_this_rank(requests)  # the other ranks wait for this one's metrics
+        completions = self.engine.generate_on_this_rank(requests)  # the other ranks wait for this one's metrics
         return [tokenizer.decode(completion.ids_N.tolist(), skip_special_tokens=True) for completion in completions]
 
 

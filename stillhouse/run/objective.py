@@ -6,6 +6,7 @@ from functools import cached_property
 
 from stillhouse.config import (
     ConfigError,
+    NamedTeacherConfig,
     ObjectiveConfig,
     RolloutConfig,
     StudentConfig,
@@ -50,6 +51,12 @@ class RunObjective:
     def mtp(self) -> FurtherTokens | None:
         """The objective of the student's MTP layers; None if it has none."""
         return self._mtp(self.spec)
+
+    def temperature_of(self, teacher: TeacherConfig) -> float:
+        """The temperature of a teacher's divergence."""
+        if isinstance(teacher, NamedTeacherConfig) and teacher.temperature is not None:
+            return teacher.temperature
+        return self.objective.temperature
 
     def in_words(self, stores: Mapping[str, SignalStore]) -> str:
         """The resolved objective as a sentence: the first line that a run prints.

@@ -5,24 +5,20 @@ So a misspelt divergence is reported within a second, and a teacher with another
 """
 
 import importlib.util
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from stillhouse.config import ConfigError, StudentConfig, TeacherConfig
+from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, TrainConfig
 from stillhouse.data import check_vocabulary
 from stillhouse.engine.optimizer import require_optimizer
-from stillhouse.models import check_document_length, check_saving, warn_of_positions
+from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.output.trackers import require_trackers
 from stillhouse.parallel import Layout, watchdog
 from stillhouse.run.agreement import require_same_sources
 from stillhouse.run.inputs import RunData
 from stillhouse.run.setup import RunSetup
 from stillhouse.run.user_functions import require_functions
-
-if TYPE_CHECKING:
-    from stillhouse.run.session import Session
 
 #: runs of fewer steps are warned of, unless train.steps asks for them
 FEW_STEPS = 10
@@ -48,23 +44,27 @@ def check_data(setup: RunSetup, data: RunData, model_hashes: Mapping[str, str]) 
     require_same_sources(data_hashes | dict(model_hashes), setup.ranks)
 
 
-def check_models(session: "Session") -> list[str]:
-    """Check that the models fit the data and can be saved; returns warnings. Raises ValueError if they do not."""
-    held_out = None if session.evaluation is None else session.evaluation.documents
-    splits = [split for split in (session.train.documents, held_out, session.dataset) if split is not None]
+def check_models(decoders: Mapping[str, Decoder], self_teachers: Sequence[str], data: RunData) -> list[str]:
+    """Check that the models fit the data and can be saved; returns warnings. Raises ValueError if they do not.
+
+    decoders: the student, and the teachers in this job by the keys of their sections
+    self_teachers: the names of the teachers that are the student itself, whose prefixes it reads
+    """
+    held_out = None if data.evaluation is None else data.evaluation.documents
+    splits = [split for split in (data.train.documents, held_out, data.dataset) if split is not None]
     warnings = list[str]()
-    for section, decoder in {"student": session.student, **session.teachers}.items():
-        warnings += check_vocabulary(session.tokenizer, decoder.vocabulary_rows, section)
+    for section, decoder in decoders.items():
+        warnings += check_vocabulary(data.tokenizer, decoder.vocabulary_rows, section)
         try:
-            check_document_length(decoder.pretrained, session.train.max_tokens, section)
+            check_document_length(decoder.pretrained, data.train.max_tokens, section)
         except ValueError as error:
             raise ConfigError("data.max_tokens", str(error)) from error
         longest = max(int(documents.lengths_D.max()) for documents in splits)
         warnings += warn_of_positions(decoder.pretrained, longest, section)
-        readers = session.models.self_teachers if section == "student" else [section.partition(".")[2]]
+        readers = self_teachers if section == "student" else [section.partition(".")[2]]
         for documents in splits:
             documents.check_ids(decoder.vocabulary_rows, section, readers)
-    check_saving(session.student.pretrained)
+    check_saving(decoders["student"].pretrained)
     return warnings
 
 
@@ -105,13 +105,12 @@ def _require_offload(key: str, layout: Layout, device: torch.device) -> None:
         )
 
 
-def schedule_warnings(session: "Session") -> Iterator[str]:
+def schedule_warnings(train: TrainConfig, steps: int, data: RunData, *, on_policy: bool) -> Iterator[str]:
     """Warnings of epochs that are too few steps, a warm-up that does not end, and a share of the peak that may be
-    meant as a learning rate.
+    meant as a learning rate. steps: of the whole run.
     """
-    train, steps = session.train_config, session.step_schedule.steps
-    tokens = len(session.train.documents.tokens_N)
-    if train.steps is None and session.plan is None and steps < FEW_STEPS:
+    tokens = len(data.train.documents.tokens_N)
+    if train.steps is None and not on_policy and steps < FEW_STEPS:
         yield (
             f"the run has only {steps} optimizer step{'s' * (steps > 1)}, because train.tokens_per_step is "
             f"{train.tokens_per_step:,} and the data have {tokens:,} tokens; lower train.tokens_per_step, or raise "

@@ -175,7 +175,12 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         plan=plan,
         dataset=data.dataset,
     )
-    warnings = [*setup.warnings, *data.warnings, *check_models(session), *schedule_warnings(session)]
+    warnings = [
+        *setup.warnings,
+        *data.warnings,
+        *check_models({"student": session.student, **session.teachers}, models.self_teachers, data),
+        *schedule_warnings(config.train, schedule.steps, data, on_policy=plan is not None),
+    ]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
 

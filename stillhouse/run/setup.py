@@ -66,10 +66,7 @@ class RunSetup:
     @cached_property
     def stores(self) -> dict[str, SignalStore]:
         """The stores of teachers' signals, by the keys of the teachers' sections; see `open_stores`."""
-        config = self.config
-        return open_stores(
-            config.student, self.teachers, config.objective.temperature, config.train.micro_batch_tokens
-        )
+        return open_stores(self.teachers, self.objective, self.config.train.micro_batch_tokens)
 
     @cached_property
     def layout(self) -> Layout:
@@ -107,9 +104,7 @@ class RunSetup:
 
     def require_signals(self, data: RunData) -> None:
         """Raise ConfigError if a store of signals does not fit the data or the objective; see `require_signals`."""
-        config = self.config
-        new_tokens = 0 if config.rollout is None else config.rollout.max_new_tokens
-        require_signals(self.stores, self.teachers, config.teachers, config.objective, data, new_tokens, self.ranks)
+        require_signals(self.stores, self.teachers, self.objective, data, self.ranks)
 
     def model_hashes(self) -> dict[str, str]:
         """A hash of the files of the student and of each teacher; see `model_fingerprints`."""

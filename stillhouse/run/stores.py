@@ -13,14 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import (
-    ConfigError,
-    NamedTeacherConfig,
-    ObjectiveConfig,
-    StudentConfig,
-    TeacherConfig,
-    TeachersConfig,
-)
+from stillhouse.config import ConfigError, StudentConfig, TeacherConfig
 from stillhouse.data import Documents, load_tokenizer
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
@@ -29,6 +22,7 @@ from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Ranks, is_first, log_rank0
 from stillhouse.run.inputs import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
+from stillhouse.run.objective import RunObjective
 from stillhouse.serving.client import (
     NeedsModelError,
     RemoteSignals,
@@ -49,23 +43,22 @@ SMALL = 2**30
 
 
 def open_stores(
-    student: StudentConfig, teachers: Mapping[str, TeacherConfig], temperature: float, batch_tokens: int
+    teachers: Mapping[str, TeacherConfig], objective: RunObjective, batch_tokens: int
 ) -> dict[str, SignalStore]:
     """The stores of teachers' signals that the configuration names, by the keys of the teachers' sections.
 
     teachers: all teachers, by the keys of their sections
-    temperature: of the objective
     batch_tokens: how many tokens run at a time through a teacher with another tokenizer
 
     Raises ConfigError for a store that cannot be used.
     """
     stores: dict[str, SignalStore] = {}
     for section, teacher in teachers.items():
-        own_temperature = _temperature(teacher, temperature)
+        temperature = objective.temperature_of(teacher)
         if teacher.cross_tokenizer is not None:
-            stores[section] = _open_cross_tokenizer(section, student, teacher, own_temperature, batch_tokens)
+            stores[section] = _open_cross_tokenizer(section, objective.student, teacher, temperature, batch_tokens)
         elif teacher.cache is not None or teacher.url is not None:
-            stores[section] = _open(section, teacher, own_temperature)
+            stores[section] = _open(section, teacher, temperature)
     return stores
 
 
@@ -126,28 +119,25 @@ def _as_config_error(section: str, teacher: TeacherConfig) -> Iterator[None]:
 def require_signals(
     stores: Mapping[str, SignalStore],
     teachers: Mapping[str, TeacherConfig],
-    several: TeachersConfig | None,
-    objective: ObjectiveConfig,
+    objective: RunObjective,
     data: RunData,
-    new_tokens: int,
     ranks: Ranks,
 ) -> None:
     """Raise ConfigError if a store of a teacher's signals does not fit the data or the objective.
 
-    teachers: all teachers, by the keys of their sections; several: the section `teachers`
-    new_tokens: the longest completion that the run writes; 0 without rollouts
+    teachers: all teachers, by the keys of their sections
 
     A server is also asked for the signals of some documents, to prove that they are those of the teacher.
     """
-    route = None if several is None else several.route
+    route = None if objective.teachers is None else objective.teachers.route
     for section, store in stores.items():
         teacher = teachers[section]
-        _require_objective(section, store, teacher, several, objective)
+        _require_objective(section, store, teacher, objective)
         with ranks.all_raise(ConfigError), _as_config_error(section, teacher):
             train = _documents_of(section, route, data.train.documents)
             store.require(train, "data.train")
-            if new_tokens:
-                longest = _with_completion(train, new_tokens)
+            if objective.rollout is not None:
+                longest = _with_completion(train, objective.rollout.max_new_tokens)
                 store.require(longest, "the longest prompt of data.train with rollout.max_new_tokens")
             if data.dataset is not None:
                 store.require(_documents_of(section, route, data.dataset), "data.train")
@@ -165,34 +155,22 @@ def _with_completion(documents: Documents, tokens: int) -> Documents:
     return replace(longest, tokens_N=tokens_N, targets_N=targets_N, offsets=np.array([0, len(tokens_N)]))
 
 
-def _require_objective(
-    section: str,
-    store: SignalStore,
-    teacher: TeacherConfig,
-    several: TeachersConfig | None,
-    objective: ObjectiveConfig,
-) -> None:
+def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig, objective: RunObjective) -> None:
     """Raise ConfigError if the objective cannot be computed from the store's signals."""
-    signal, temperature = store.signal, _temperature(teacher, objective.temperature)
+    signal, temperature, loss = store.signal, objective.temperature_of(teacher), objective.objective.loss
     if signal.temperature not in (None, temperature):
         raise ConfigError(
             "objective.temperature" if section == "teacher" else f"{section}.temperature",
             f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
             "temperature, or hidden states, which give every temperature",
         )
-    if signal.kind == "sampled" and parse_objective(objective.loss).divergence not in (None, forward_kl()):
-        raise ConfigError("objective.loss", f"got {objective.loss!r}: draws can only estimate forward_kl")
+    if signal.kind == "sampled" and parse_objective(loss).divergence not in (None, forward_kl()):
+        raise ConfigError("objective.loss", f"got {loss!r}: draws can only estimate forward_kl")
+    several = objective.teachers
     if several is not None and several.sum == "distributions" and not signal.is_exact:
         raise ConfigError(
             f"{section}.cache", f"holds {signal}: expected hidden states, from which distributions can be summed"
         )
-
-
-def _temperature(teacher: TeacherConfig, of_objective: float) -> float:
-    """The temperature of a teacher's divergence."""
-    if isinstance(teacher, NamedTeacherConfig) and teacher.temperature is not None:
-        return teacher.temperature
-    return of_objective
 
 
 def _documents_of(section: str, route: str | None, documents: Documents) -> Documents:

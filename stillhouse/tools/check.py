@@ -110,7 +110,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
             of_it = f"the dataset's, which has {plan.dataset:,}: {completions / plan.dataset:.2f} passes over it"
             yield _row("dataset", f"{completions:,} of the completions are {of_it}")
     yield _row("device", f"{session.device}, {session.train_config.precision}")
-    yield _row("run folder", f"{folder.path}: {state}")
+    yield _row("run folder", f"{session.values['out']}: {state}")
     if session.plan is None:
         yield _row("sample", f"{session.train.documents.sources[0]}, the tokens to predict are in ⟦ ⟧:")
     else:

@@ -25,7 +25,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.quantized import is_quantized, weight_bytes
 from stillhouse.parallel import Degrees, Layout, WaitingWeights
-from stillhouse.run import models
+from stillhouse.run import preflight
 from stillhouse.run.preflight import require_teachers_fit
 from stillhouse.run.session import Session, prepare
 from stillhouse.signals import SignalCache
@@ -189,7 +189,7 @@ def test_an_offloaded_teacher_gives_the_same_gradients(
             config = write_run(folder, cached=True, **{"teachers.a": teacher})
         else:
             config = write_run(folder, **{f"teacher.{key}": value for key, value in teacher.items()})
-        monkeypatch.setattr(models, "_require_offload", lambda *_: None)
+        monkeypatch.setattr(preflight, "_require_offload", lambda *_: None)
         return first_step(prepare(config, announce=False))
 
     assert_close(found(offload=True), found(offload=False))
