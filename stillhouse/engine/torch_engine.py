@@ -163,7 +163,8 @@ class TorchEngine:
 
     def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
         """The cross-entropy, and the forward KL if there are signals."""
-        named = next((of_teachers for of_teachers in signals if of_teachers), {})
+        # a micro-batch may lack the signals of a teacher to which none of its documents is routed
+        named = {name: signal for of_teachers in signals for name, signal in of_teachers.items()}
         if not named:
             return ObjectiveSpec(cross_entropy=1.0)
         first, shares = next(iter(named.values())), self.objective.teachers

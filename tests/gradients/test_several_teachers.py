@@ -304,6 +304,27 @@ def test_a_held_out_divergence_of_each_teacher_and_of_all(folder: Path) -> None:
         session.close()
 
 
+def test_held_out_micro_batches_that_lack_a_teachers_documents(folder: Path) -> None:
+    """The sums of a pipeline's micro-batches together are those of the micro-batches one by one."""
+    keys = {"objective.loss": "cross_entropy + forward_kl", "data.eval": 0.3, "teachers.route": "subject"}
+    session = session_of(
+        folder, cached=True, **keys, **named(folder, {}, {}), **{"data.max_tokens": 8, "train.micro_batch_tokens": 8}
+    )
+    assert session.evaluation is not None
+    sequences = session.evaluation
+    micro_batches = session.shard(sequences.micro_batches([[at] for at in range(len(sequences))]), training=False)
+    signals = session.source.request(micro_batches).result()
+    assert any(len(of_teachers) < 2 for of_teachers in signals)
+    together = session.engine.evaluate([(micro_batches, signals)])
+    one_by_one = session.engine.evaluate(
+        [([batch], [of_one]) for batch, of_one in zip(micro_batches, signals, strict=True)]
+    )
+    assert together.keys() == one_by_one.keys()
+    for name, value in together.items():
+        assert value == pytest.approx(one_by_one[name], rel=1e-6), name
+    session.close()
+
+
 def test_heads_of_one_shape_share_a_buffer() -> None:
     """Unless they are used at the same time; the buffer of a weight that was there last is not copied again."""
     one, other, third = (torch.randn(7, 3) for _ in range(3))
