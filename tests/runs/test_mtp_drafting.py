@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
+from stillhouse.engine.loss import StepLoss
 from stillhouse.models import Decoder, mtp, processors, targets
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
+from stillhouse.objective import TEACHER
 from stillhouse.objective.spec import parse_objective
 from stillhouse.tools.demo import corpus
 from stillhouse.tools.demo.corpus import Document, split_of
@@ -96,6 +98,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training, drafting = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     imported = vars(mtp) | vars(processors) | vars(targets)
     imported |= {"parse_objective": parse_objective, "AutoModelForCausalLM": AutoModelForCausalLM}
+    imported |= {"StepLoss": StepLoss, "TEACHER": TEACHER}
     names: dict[str, Any] = {"main": make().main, "teacher": Decoder(build("llama")), "tokens_of_the_step": 20}
     names |= {"ids": packed(documents()), "labels": packed([labels_of(each) for each in documents()])}
     exec(training, imported | names | {"position_ids": positions()})
