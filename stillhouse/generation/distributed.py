@@ -68,11 +68,16 @@ class DistributedEngine(InProcessEngine):
 
     def _write(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         self.generator.check(requests)
-        batches = self.generator.batches(requests, least=self._ranks.size)
-        numbered: list[Any] = []
-        with self._ranks.all_raise(ValueError):
-            for batch in self._ranks.share(batches):
-                completions = self.generator.batch([requests[at] for at in batch], self.version)
-                numbered += [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
-        by_number = dict(pair for of_rank in self._ranks.gather(numbered) for pair in of_rank)
+        batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
+
+        def generate_share() -> list[Any]:
+            return [pair for batch in batches for pair in self._numbered(requests, batch)]
+
+        of_ranks = self._ranks.gather_results(generate_share, ValueError)
+        by_number = dict(pair for of_rank in of_ranks for pair in of_rank)
         return [Completion.from_json(by_number[at]) for at in range(len(requests))]
+
+    def _numbered(self, requests: Sequence[GenerationRequest], batch: Sequence[int]) -> list[Any]:
+        """The numbers of a batch's requests, each with its completion as JSON."""
+        completions = self.generator.batch([requests[at] for at in batch], self.version)
+        return [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]

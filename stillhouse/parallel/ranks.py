@@ -116,13 +116,31 @@ class Ranks:
             yield
         except kinds as error:
             failure = error
-        for rank, encoded in enumerate(self.gather(None if failure is None else _encoded(failure, kinds))):
-            if encoded is None:
-                continue
-            if rank == self.rank:
-                assert failure is not None
-                raise failure
-            raise _decoded(encoded, kinds)
+        self._raise(self.gather(None if failure is None else _encoded(failure, kinds)), failure, kinds)
+
+    def gather_results(self, function: Callable[[], Any], *kinds: type[BaseException]) -> list[Any]:
+        """What a function returns on all processes. Its errors are those of `all_raise`, in the same collective."""
+        failure: BaseException | None = None
+        result = None
+        try:
+            result = function()
+        except kinds as error:
+            failure = error
+        answers = self.gather([None if failure is None else _encoded(failure, kinds), result])
+        self._raise([encoded for encoded, _ in answers], failure, kinds)
+        return [result for _, result in answers]
+
+    def _raise(
+        self, failures: Sequence[Any], local_failure: BaseException | None, kinds: Sequence[type[BaseException]]
+    ) -> None:
+        """Raise the first error of all processes, if there is one."""
+        rank = next((rank for rank, encoded in enumerate(failures) if encoded is not None), None)
+        if rank is None:
+            return
+        if rank == self.rank:
+            assert local_failure is not None
+            raise local_failure
+        raise _decoded(failures[rank], kinds)
 
     def on_first(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
         """The result of a function that the first process alone calls, on all of them.
