@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,30 +22,11 @@ from transformers.pytorch_utils import Conv1D
 
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.dtensors import name_seed, set_from_global
+from stillhouse.models.lora import Lora
 
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # peft's name for the only adapter of a model
 _LINEAR = (nn.Linear, Conv1D)
-
-
-@dataclass(frozen=True)
-class Lora:
-    """The size of an adapter, counted over the whole model.
-
-    layers: modules with a LoRA. trained: parameters that train. parameters: all parameters, adapter included.
-    """
-
-    r: int
-    alpha: float
-    layers: int
-    trained: int
-    parameters: int
-
-    def __str__(self) -> str:
-        return (
-            f"LoRA r {self.r}, alpha {self.alpha:g} on {self.layers} modules, "
-            f"{_short(self.trained)} of {_short(self.parameters)} parameters train"
-        )
 
 
 def add_lora(
@@ -230,10 +210,3 @@ def _is_lora_layer(module: nn.Module) -> bool:
     from peft.tuners.lora import LoraLayer
 
     return isinstance(module, LoraLayer)
-
-
-def _short(count: int) -> str:
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)

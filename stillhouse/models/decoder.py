@@ -27,18 +27,18 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from stillhouse.display import escaped
 from stillhouse.models.decoder_proof import prove_decoder, require_runnable
+from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
 from stillhouse.models.layer_hooks import Running, checkpoint_contexts
 from stillhouse.models.lm_head import Head, LogitRule, NoHead, OutputProcessor
+from stillhouse.models.lora import Lora
 from stillhouse.models.model_checks import layer_list, outermost_lists, require_decoder
 from stillhouse.models.modes import evaluating, packs_one_row
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
+from stillhouse.models.router_aux_loss import RouterAuxLoss, RouterBalance
 from stillhouse.objective import FullVocab, OutputHead
 
-if TYPE_CHECKING:  # these modules import this one
-    from stillhouse.models.adapter import Lora
-    from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
-    from stillhouse.models.moe import RouterAuxLoss, RouterBalance
+if TYPE_CHECKING:  # it needs a later version of transformers than the rest
     from stillhouse.models.mtp.mtp_layers import MtpLayers
 
 HEAD_WEIGHT = "head.linear.weight"
@@ -62,10 +62,10 @@ class Decoder(nn.Module):
     head: Head | NoHead
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
-    lora: "Lora | None" = None  # describes the adapter that `add_lora` has added
+    lora: Lora | None = None  # describes the adapter that `add_lora` has added
     mtp: "MtpLayers | None"  # the layers of multi-token prediction that `add_mtp` has added
-    hidden_match: "HiddenMatch | None"  # the projectors of the hidden-state loss that `match_hidden` has added
-    router_balance: "RouterBalance | None" = None  # the loss of the routers that `balance_routers` has added
+    hidden_match: HiddenMatch | None  # the projectors of the hidden-state loss that `match_hidden` has added
+    router_balance: RouterBalance | None = None  # the loss of the routers that `balance_routers` has added
     running_losses: list[Running]  # what the hooks of the layers read, from `match_hidden` and `balance_routers`
 
     def __init__(self, model: PreTrainedModel, *, verify: bool = True):
@@ -267,7 +267,7 @@ class Decoder(nn.Module):
         embedding = self.pretrained.get_input_embeddings()
         return self.output_weight if embedding is None else embedding.weight
 
-    def balancing(self, loss: "RouterAuxLoss") -> AbstractContextManager[None]:
+    def balancing(self, loss: RouterAuxLoss) -> AbstractContextManager[None]:
         """Return a context in which a forward adds the routers' loss to the minimised loss, and records it in `loss`.
 
         Raises ValueError if `balance_routers` has not been called for this decoder.
@@ -276,7 +276,7 @@ class Decoder(nn.Module):
             raise ValueError("a RouterAuxLoss for routers without hooks: expected balance_routers(decoder) before")
         return self.router_balance.running.using(loss)
 
-    def matching(self, loss: "HiddenMatchLoss") -> AbstractContextManager[None]:
+    def matching(self, loss: HiddenMatchLoss) -> AbstractContextManager[None]:
         """Return a context in which a forward adds the hidden-state loss to the minimised loss, and records it."""
         assert self.hidden_match is not None, "a HiddenMatchLoss for layers without hooks"
         return self.hidden_match.running.using(loss)

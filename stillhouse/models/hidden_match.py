@@ -12,9 +12,8 @@ A pair of layers must be on one stage of a pipeline.
 B rows, S tokens per row, T = B·S, D width of the student, E width of the teacher.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,10 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stillhouse.models.decoder import Decoder
 from stillhouse.models.dtensors import name_seed, set_from_global
-from stillhouse.models.layer_hooks import AddLoss, Running, hooked
-from stillhouse.models.model_checks import layer_list
+from stillhouse.models.layer_hooks import AddLoss, Running
 
 #: the beginning of the names of pairs
 HIDDEN = "hidden_"
@@ -130,78 +127,3 @@ def distance(kind: str, hidden_TE: Tensor, teacher_TE: Tensor) -> Tensor:
     if kind == "mse":
         return (hidden_TE - teacher_TE).square().mean(1)
     return 1 - F.cosine_similarity(hidden_TE, teacher_TE, dim=1)
-
-
-def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: int, teacher_width: int) -> None:
-    """Let layers of a whole student learn the outputs of a teacher's layers, in the context `student.matching`.
-
-    pairs: negative numbers count from the last layer. Raises ValueError for a layer that a model does not have, for
-    a pair that is given twice, and for a student whose layers cannot be found.
-    """
-    layers, width = numbered_layers(student), student.config.get_text_config().hidden_size
-    numbered = tuple(
-        replace(
-            pair,
-            student=_number(pair.student, len(layers), "student"),
-            teacher=_number(pair.teacher, teacher_layers, "teacher"),
-        )
-        for pair in pairs
-    )
-    names = [pair.name for pair in numbered]
-    if twice := next((pair for pair in numbered if names.count(pair.name) > 1), None):
-        raise ValueError(
-            f"layers {twice.student} of the student and {twice.teacher} of the teacher have the loss {twice.kind} "
-            "more than once: expected every pair once, with the sum of the scales"
-        )
-    device = student.pretrained.device
-    # the loss is computed in float32, so that rounding to the student's dtype would gain nothing
-    projectors = {
-        name: nn.Linear(width, teacher_width, bias=False, device=device, dtype=torch.float32)
-        for name in (names if width != teacher_width else ())
-    }
-    match = HiddenMatch(numbered, nn.ModuleDict(projectors))
-    match.attach(layers)
-    student.hidden_match = match
-    student.running_losses.append(match.running)
-
-
-def numbered_layers(decoder: Decoder) -> list[nn.Module]:
-    """Return all layers of a decoder; on a stage of a pipeline, with empty modules in place of absent layers.
-
-    Raises ValueError for a model whose layers are not in one list.
-    """
-    return list(decoder.backbone.get_submodule(layers_name(decoder)))  # type: ignore[call-overload]
-
-
-def layers_name(decoder: Decoder) -> str:
-    """Return the name in the backbone of the list of a decoder's layers.
-
-    Raises ValueError for a model whose layers are not in one list.
-    """
-    layers = layer_list(decoder.pretrained)
-    if layers is None:
-        raise ValueError(
-            f"model type '{decoder.config.model_type}' has not exactly one list of "
-            f"{decoder.config.get_text_config().num_hidden_layers} layers: expected one, so that layers are found by "
-            "their numbers"
-        )
-    return next(name for name, module in decoder.backbone.named_modules() if module is layers)
-
-
-def recorded(decoder: Decoder, numbers: Iterable[int], into: dict[int, Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which a forward of the decoder writes the outputs [B, S, D] of some layers into a dict."""
-    layers = numbered_layers(decoder)
-    return hooked(*(layers[number].register_forward_hook(partial(_record, number, into)) for number in numbers))
-
-
-def _record(number: int, into: dict[int, Tensor], _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-    into[number] = output[0] if isinstance(output, tuple) else output
-
-
-def _number(number: int, layers: int, which: str) -> int:
-    if not -layers <= number < layers:
-        raise ValueError(
-            f"layer {number} of the {which}, which has {layers} layers: expected 0 to {layers - 1}, "
-            f"or -{layers} to -1"
-        )
-    return number % layers

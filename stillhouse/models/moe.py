@@ -1,28 +1,10 @@
-"""The load-balancing loss of a mixture of experts, computed in the routers on whichever stage they are.
+"""The routers of a mixture of experts: which modules they are, and how they get a load-balancing loss."""
 
-For each sequence and layer the loss is X · Σ_x f_x P_x over X experts. f_x is how often expert x is chosen per token;
-it is a constant. P_x is the mean probability of expert x (Fedus et al. 2021, arXiv:2101.03961, eq. 4, with all K
-choices of a token counted in f; per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17). The loss of a balanced
-sequence is K. A micro-batch contains whole sequences, so the loss does not depend on how a step is split into
-micro-batches or over data and pipeline ranks. The choices are summed over context ranks; the loss is linear in P, so
-each context rank adds the contribution of its own tokens' probabilities.
-
-B sequences, S tokens of each (on a context rank: its part of them), X experts, K chosen experts per token.
-"""
-
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import nn
 from transformers.utils.output_capturing import OutputRecorder
 
 from stillhouse.models.decoder import Decoder
-from stillhouse.models.layer_hooks import AddLoss, Running
+from stillhouse.models.router_aux_loss import RouterBalance
 
 
 def balance_routers(decoder: Decoder) -> None:
@@ -52,86 +34,3 @@ def _router_classes(decoder: Decoder) -> tuple[type[nn.Module], ...]:
     if isinstance(recorded, OutputRecorder) and recorded.index == 0:
         return (recorded.target_class,)
     return ()
-
-
-@dataclass
-class RouterAuxLoss:
-    """The inputs and results of load balancing for one micro-batch.
-
-    counts_BS: bool, false for padding. targets_B: the weight of each sequence's loss; under context parallelism, this
-    rank's share of it. scale: the minimised loss contains scale · (sum of the weighted losses). group: the context
-    ranks, which hold the other parts of the sequences. losses: one for each router, weighted and divided by the
-    number of routers of the decoder, still to be divided by the step's targets; the forward pass fills it.
-    """
-
-    counts_BS: Tensor
-    targets_B: Tensor
-    scale: float
-    group: ProcessGroup | None = None
-    losses: dict[str, Tensor] = field(default_factory=dict)
-
-
-class RouterBalance:
-    """Connects the routers of one decoder to the `RouterAuxLoss` of the micro-batch that is running.
-
-    routers: the number of routers of the whole decoder, of which a pipeline stage has a part. Forward hooks of the
-    routers read the current loss.
-    """
-
-    def __init__(self, routers: int):
-        self.routers = routers
-        self.running = Running[RouterAuxLoss]()
-
-    def attach(self, layer: nn.Module, routers: Mapping[str, nn.Module]) -> None:
-        """Register the hooks on a layer and on its routers. routers: by the names that their losses get."""
-        for name, router in routers.items():
-            router.register_forward_hook(partial(self._add_loss, name))
-        layer.register_forward_hook(partial(self._require_losses, list(routers)))
-
-    def _add_loss(self, name: str, router: nn.Module, _: tuple[Any, ...], outputs: Any) -> Any:
-        """Forward hook of a router. outputs: its logits, and the scores and indices of the chosen experts."""
-        loss, recomputing = self.running.current
-        if loss is None or not torch.is_grad_enabled():
-            return outputs
-        if not isinstance(outputs, tuple) or len(outputs) != 3:
-            raise ValueError(
-                f"router '{name}' ({type(router).__name__}) returned a {type(outputs).__name__}: expected a tuple of "
-                "its logits and the scores and indices of the chosen experts"
-            )
-        if not recomputing and name in loss.losses:
-            raise ValueError(
-                f"router '{name}' ran twice with one RouterAuxLoss: expected a model that runs each router once, and "
-                "a new RouterAuxLoss for each forward"
-            )
-        logits, scores, chosen = outputs
-        value = _loss(logits, chosen, loss) / self.routers
-        if not recomputing:
-            loss.losses[name] = value.detach()
-        return logits, AddLoss.apply(scores, loss.scale * value), chosen
-
-    def _require_losses(self, names: list[str], layer: nn.Module, _: tuple[Any, ...], __: Any) -> None:
-        """Forward hook of a layer: raise ValueError if a router in it was not called and has no loss."""
-        loss, recomputing = self.running.current
-        if loss is None or recomputing or not torch.is_grad_enabled():
-            return
-        for name in names:
-            if name not in loss.losses:
-                raise ValueError(
-                    f"{type(layer).__name__} ran without calling its router '{name}' under gradients, so the router "
-                    "has no auxiliary loss: expected a layer that calls its router as a module, and recomputation "
-                    "only by Decoder.gradient_checkpointing_enable"
-                )
-
-
-def _loss(logits_TX: Tensor, chosen_TK: Tensor, inputs: RouterAuxLoss) -> Tensor:
-    """Return the loss summed over sequences, each weighted by its targets."""
-    (rows, tokens), experts = inputs.counts_BS.shape, logits_TX.shape[-1]
-    counts_BS1 = inputs.counts_BS[..., None].float()
-    chosen_TX = torch.zeros_like(logits_TX, dtype=torch.float32).scatter_(1, chosen_TK, 1.0)
-    choices_BX = (chosen_TX.view(rows, tokens, experts) * counts_BS1).sum(1)
-    sums = torch.cat([choices_BX, counts_BS1.sum(1), inputs.targets_B[:, None].float()], 1)
-    if inputs.group is not None:
-        dist.all_reduce(sums, group=inputs.group)
-    choices_BX, length_B1, targets_B1 = sums.split([experts, 1, 1], 1)
-    probability_BX = (logits_TX.float().softmax(-1).view(rows, tokens, experts) * counts_BS1).sum(1)
-    return (targets_B1 / length_B1.clamp_min(1).square() * choices_BX * probability_BX).sum() * experts

@@ -7,12 +7,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from stillhouse.hashing import file_hash
-from stillhouse.parallel import Ranks
+
+if TYPE_CHECKING:  # the report is written without loading the models' libraries
+    from stillhouse.parallel import Ranks
 
 UNFINISHED = ".partial"
 
@@ -64,7 +67,7 @@ def _claim(partial: Path) -> None:
 
 
 @contextmanager
-def written_together(final: Path, ranks: Ranks, needed_bytes: int | None = None) -> Iterator[Path]:
+def written_together(final: Path, ranks: "Ranks", needed_bytes: int | None = None) -> Iterator[Path]:
     """`atomic_folder` for all ranks: rank 0 creates the folder, and renames it after all ranks are done."""
     first = atomic_folder(final, needed_bytes) if ranks.is_first else nullcontext(_partial(final))
     with explained_write_errors(final, needed_bytes), first as partial:
@@ -101,7 +104,7 @@ def explained_write_errors(path: Path, needed_bytes: int | None = None) -> Itera
         raise _explained(path, first, needed_bytes) from first
 
 
-def require_space(path: Path, needed_bytes: int, ranks: Ranks) -> None:
+def require_space(path: Path, needed_bytes: int, ranks: "Ranks") -> None:
     """Raise ValueError on all ranks if the disk of `path` has less than `needed_bytes` free. Writes nothing."""
     free = ranks.from_first(_free_bytes(path) if ranks.is_first else 0)
     if free < needed_bytes:

@@ -18,7 +18,7 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.decoder import HEAD_WEIGHT, PROJECTORS
 from stillhouse.models.dtensors import set_from_global
-from stillhouse.models.hidden_match import layers_name
+from stillhouse.models.layer_numbers import layers_name
 from stillhouse.models.pretrained import auto_class, parse_dtype
 from stillhouse.parallel import local_folder
 from stillhouse.parallel.sharded_loading import read_weights

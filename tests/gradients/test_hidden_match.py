@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stillhouse.config import ConfigError
 from stillhouse.models import Decoder, HiddenPair, match_hidden
-from stillhouse.models.hidden_match import numbered_layers
+from stillhouse.models.layer_numbers import numbered_layers
 from stillhouse.parallel.stages import Stage, require_pairs
 from stillhouse.run.session import Session
 
