@@ -1,4 +1,4 @@
-"""Before any test: enable SIGINT, and give the tests that share processes or folders to one worker.
+"""Before any test: enable SIGINT, and give the tests of a module to one worker.
 
 A shell starts background jobs, such as continuous integration, with SIGINT ignored, and their children inherit this.
 """
@@ -17,33 +17,33 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-#: modules whose tests share processes or folders, by the group that one worker runs
+#: modules that share processes, folders or compiled functions, by the group that one worker runs; every other module
+#: is a group of its own, so that what its tests share is made once
 TOGETHER = {
+    "test_objective_compiled": "compiled",
+    "test_objective_compiling": "compiled",
     "test_parity": "ranks of parity",
     "test_teacher_prefetch": "ranks of parity",
     "test_gathering": "ranks of parity",
     "test_objective_mixture_shards": "ranks of shards",
     "test_objective_shards": "ranks of shards",
     "test_objective_shards_layout": "ranks of shards",
-    "test_train_layouts": "layouts",
     "test_megatron": "ranks of megatron",
     "test_megatron_example": "ranks of megatron",
-    "test_demo_run": "demo",
-    "test_train_adapter": "adapter",
-    "test_parallel_loading": "loading",
     "test_teacher_cache": "cache",
     "test_teacher_cache_layouts": "cache",
     "test_checkpoints": "faults of checkpoints",
     "test_origins": "faults of checkpoints",
     "test_ranks_agree": "faults of checkpoints",
-    "test_signals": "faults of signals",
     "test_teacher_served": "served",
     "test_teacher_served_layouts": "served",
-    "test_hung_rank": "faults of ranks",
 }
 
 #: the modules that take longest, in this order. They begin first, so that two workers end at about the same time
-LONGEST = ("test_demo_run", "test_train_layouts", "test_parity", "test_chaos", "test_hung_rank", "test_signals")
+LONGEST = (
+    *("test_demo_run", "test_train_layouts", "test_parity", "test_chaos", "test_objective_compiled"),
+    *("test_objective_shards", "test_hung_rank", "test_signals", "test_rollout_faults", "test_checkpoints"),
+)
 
 #: modules that cannot be imported with an older transformers
 collect_ignore = (
@@ -74,8 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert isinstance(item, pytest.Function)
         if missing := _missing(item):
             item.add_marker(pytest.mark.skip(reason=missing))
-        if group := TOGETHER.get(item.path.stem):
-            item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(TOGETHER.get(item.path.stem, item.path.stem)))
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 

@@ -55,6 +55,11 @@ def proof_rows(page: str) -> list[Row]:
     return rows
 
 
+def test_files() -> dict[str, Path]:
+    """Return all files of tests by their names, of which no two are the same; rows and results name no folders."""
+    return {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+
+
 def _proofs(line: str) -> Iterable[tuple[str, str]]:
     """Yield the tests of a row: `test_a.py::test_one`, `::test_two` of the same file, or only a file."""
     file = ""
@@ -91,7 +96,7 @@ def unproven(row: Row, outcomes: dict[tuple[str, str], list[str]]) -> Iterable[s
     no case that failed.
     """
     for file, test in row.proofs:
-        found = [each for (path, name), each in outcomes.items() if path == file and test in ("", name)]
+        found = [outcome for (path, name), outcome in outcomes.items() if path == file and test in ("", name)]
         what = f"{file}::{test}" if test else file
         results = [result for each in found for result in each]
         if "failed" in results:

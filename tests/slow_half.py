@@ -26,7 +26,7 @@ class Outcome:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         stats = terminalreporter.stats
-        names = [without_group(each.nodeid) for key in ("failed", "error") for each in stats.get(key, [])]
+        names = [without_group(report.nodeid) for key in ("failed", "error") for report in stats.get(key, [])]
         self.failed = list(dict.fromkeys(names))
         self.counts = {key: len(stats[key]) for key in ("passed", "skipped") if stats.get(key)}
 

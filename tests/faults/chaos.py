@@ -187,9 +187,9 @@ def stop_one(case: Case, out: Path, draw: random.Random) -> str:
     ranks.send(signal.SIGSTOP, rank)
     if case.layout.processes == 1:
         ranks.send(signal.SIGKILL, rank)
-    others, end = [each.process for each in ranks if each is not ranks[rank]], time.monotonic() + LIMIT
-    while time.monotonic() < end and {each.exitcode for each in others} <= {None, 0}:
-        if all(each.exitcode == 0 for each in others):
+    others, end = [process.process for process in ranks if process is not ranks[rank]], time.monotonic() + LIMIT
+    while time.monotonic() < end and {other.exitcode for other in others} <= {None, 0}:
+        if all(other.exitcode == 0 for other in others):
             ranks.send(signal.SIGCONT, rank)
             break
         time.sleep(0.05)
@@ -208,7 +208,7 @@ def terminate_all(case: Case, out: Path, draw: random.Random) -> str:
 
 def full_disk(case: Case, out: Path, draw: random.Random) -> str:
     """Run on a disk that is probably too small; enlarge the disk before the run is started again."""
-    whole = sum(len(each) for each in contents(case.folder / "undisturbed").values())
+    whole = sum(len(content) for content in contents(case.folder / "undisturbed").values())
     size = int(draw.uniform(0.02, 1.1) * whole)
     out.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(out)], check=True)
@@ -353,7 +353,7 @@ def table(trials: list[Trial], by: str) -> dict[str, dict[str, int]]:
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for trial in trials:
         counts[getattr(trial, by)][trial.outcome] += 1
-    return {key: dict(each) for key, each in counts.items()}
+    return {key: dict(count) for key, count in counts.items()}
 
 
 def command(
@@ -373,8 +373,8 @@ def command(
         trials = campaign(arguments.faults, arguments.seed, arguments.names, root, arguments.minutes)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    for fault, each in table(trials, "fault").items():
-        print(f"{fault:<18}" + ", ".join(f"{count} {outcome}" for outcome, count in each.items()))
+    for fault, counts in table(trials, "fault").items():
+        print(f"{fault:<18}" + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     if arguments.out is not None:
         from record import write_result
 

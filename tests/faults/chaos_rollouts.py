@@ -186,12 +186,12 @@ class Case:
         )
 
     def ensure(self) -> None:
-        for each in self.services.values():
-            each.ensure()
+        for service in self.services.values():
+            service.ensure()
 
     def close(self) -> None:
-        for each in self.services.values():
-            each.send(signal.SIGKILL)
+        for service in self.services.values():
+            service.send(signal.SIGKILL)
 
     def outcome(self, out: Path) -> tuple[str, str]:
         """The verdict on a complete run, and what is wrong with it."""
@@ -199,8 +199,8 @@ class Case:
         steps = trained(out.with_suffix(".trained"))
         if problem := wrong_in(steps, STEPS, STEPS * PROMPTS * SAMPLES, bound):
             return "wrong samples", problem
-        if [each["step"] for each in figures(out)] != [each["step"] for each in figures(self.undisturbed)]:
-            return "wrong log", str([each["step"] for each in figures(out)])
+        if [figure["step"] for figure in figures(out)] != [figure["step"] for figure in figures(self.undisturbed)]:
+            return "wrong log", str([figure["step"] for figure in figures(out)])
         verdict = self.setting.verdict
         if verdict == "close" and self.setting.schedule == "one_step_off":
             # what a server had not finished at the checkpoint was asked for again, of newer weights
@@ -279,7 +279,7 @@ def wait_for_moment(case: Case, ranks: Ranks, out: Path, draw: random.Random) ->
     line, more = draw.randrange(STEPS + 1), draw.uniform(0, 0.3)
     delay = draw.uniform(0, 1.2 * case.seconds)
     started = time.monotonic()
-    while time.monotonic() < end and all(each.process.exitcode is None for each in ranks):
+    while time.monotonic() < end and all(rank.process.exitcode is None for rank in ranks):
         if time.monotonic() - started >= delay if kind == "time" else log_lines(out) >= line:
             break
         time.sleep(0.002)
@@ -296,22 +296,22 @@ def signalled(number: signal.Signals, case: Case, out: Path, draw: random.Random
     ranks = case.start(out)
     where = wait_for_moment(case, ranks, out, draw)
     target = draw.choice(["rank", "ranks", "everything", *case.services, *case.services])
-    hit = [each for name, each in case.services.items() if target in (name, "everything")]
+    hit = [service for name, service in case.services.items() if target in (name, "everything")]
     rank = draw.randrange(case.setting.processes) if target == "rank" else None
     if target in ("rank", "ranks", "everything"):
         ranks.send(number, rank)
-    for each in hit:
-        each.send(number)
+    for service in hit:
+        service.send(number)
     away = draw.uniform(0, STOPPED if number == signal.SIGSTOP else AWAY)
     time.sleep(away if hit or number == signal.SIGSTOP else 0)
     if number == signal.SIGSTOP:
         ranks.send(signal.SIGCONT)
-        for each in hit:
-            each.send(signal.SIGCONT)
-    for each in hit:
+        for service in hit:
+            service.send(signal.SIGCONT)
+    for service in hit:
         if number != signal.SIGSTOP:
-            assert each.command is not None
-            each.command.wait(60)
+            assert service.command is not None
+            service.command.wait(60)
     where += f", {target if rank is None else f'rank {rank}'}"
     return ranks, where + (f", away for {away:.1f} s" if hit or number == signal.SIGSTOP else "")
 
@@ -330,7 +330,7 @@ def stop_and_continue(case: Case, out: Path, draw: random.Random) -> tuple[Ranks
 
 def full_disk(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
     """Run on a disk that is probably too small; enlarge the disk before the run is started again."""
-    whole = sum(len(each) for each in contents(case.undisturbed).values())
+    whole = sum(len(content) for content in contents(case.undisturbed).values())
     size = int(draw.uniform(0.02, 1.1) * whole)
     out.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(out)], check=True)
@@ -346,7 +346,7 @@ def misbehaving(kind: str, case: Case, out: Path, draw: random.Random) -> tuple[
     where, path = wait_for_moment(case, ranks, out, draw), out.with_suffix(".fault")
     path.with_suffix(".partial").write_text(kind)
     path.with_suffix(".partial").rename(path)
-    while path.exists() and all(each.process.exitcode is None for each in ranks):
+    while path.exists() and all(rank.process.exitcode is None for rank in ranks):
         time.sleep(0.002)
     if path.exists():  # the run has ended before that
         path.unlink(missing_ok=True)
@@ -439,8 +439,8 @@ def _cut(final: Path, before: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path, Path], None]] = {
-    each.__name__.strip("_").replace("_", " "): each
-    for each in (_older, _older_with_this_number, _older_files, _pipe, _link, _elsewhere, _cut)
+    fault.__name__.strip("_").replace("_", " "): fault
+    for fault in (_older, _older_with_this_number, _older_files, _pipe, _link, _elsewhere, _cut)
 }
 
 

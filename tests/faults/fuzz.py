@@ -151,11 +151,11 @@ def main() -> None:
     if given.out is not None or given.subject == "all":
         from benchmarks.record import result_file, write_result
 
-        content = {"seed": given.seed, "campaigns": [vars(each) for each in found]}
+        content = {"seed": given.seed, "campaigns": [vars(campaign) for campaign in found]}
         write_result(given.out or result_file("fuzz"), content)
     else:
         print(json.dumps(vars(found[0]), indent=1))
-    sys.exit(any(each.failures for each in found))
+    sys.exit(any(campaign.failures for campaign in found))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.ranks import Ranks
+from kit.damaged_checkpoints import BEFORE, NEWEST, interrupted, zeroed
+from kit.ranks import Ranks, at_once
 from kit.runs import contents, run, save_model, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from stillhouse import cli
 from stillhouse.checkpoint import integrity
 from stillhouse.checkpoint.integrity import require_covered, stored_tensors
 from stillhouse.hashing import json_hash
@@ -24,43 +24,6 @@ from stillhouse.output.progress import (
     State,
     write_state,
 )
-
-NEWEST, BEFORE = "step-00000004", "step-00000002"
-LAYOUTS = ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tensor", "context", "pipeline"))]
-
-
-def at_once() -> None:
-    """Let every rank print its error at once, without waiting for rank 0."""
-    cli.SECONDS_FOR_FIRST = 0.0
-
-
-def interrupted(whole: Path, folder: Path) -> Path:
-    """Copy `whole`/out to a new folder, in the state of a run that was killed after step 4."""
-    out = folder / "out"
-    shutil.copytree(whole / "out", out)
-    for name in ("model", "checkpoints/step-00000006"):
-        shutil.rmtree(out / name)
-    for name in ("hashes.json", "report.html"):
-        (out / name).unlink(missing_ok=True)
-    return out
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete run in one process with all its checkpoints."""
-    folder = tmp_path_factory.mktemp("whole")
-    write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
-    run("distill", folder / "run.yaml")
-    return folder
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The same run on two ranks."""
-    folder, override = tmp_path_factory.mktemp(request.param), f"parallel.{request.param}=2"
-    write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
-    assert Ranks(2, "distill", folder / "run.yaml", override).wait() == [0, 0]
-    return folder, override
 
 
 def distill_on_two(folder: Path, out: Path, *overrides: str) -> Ranks:
@@ -87,9 +50,9 @@ def second(resume: Path) -> str:
 
 @pytest.mark.parametrize("damage", [lost, stale])
 def test_a_damaged_file_of_one_rank_is_named(
-    layout: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], str]
+    run_on_two: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], str]
 ) -> None:
-    folder, override = layout
+    folder, override = run_on_two
     out = interrupted(folder, tmp_path)
     resume = out / "checkpoints" / NEWEST / "resume"
     name, problem = second(resume), damage(resume)
@@ -108,14 +71,6 @@ def test_a_damaged_file_of_one_rank_is_named(
     assert f"resuming from {out}/checkpoints/{BEFORE}\n" in resumed[0].out
     assert contents(out / "model") == contents(folder / "out" / "model")
     assert (out / "checkpoints" / f"{NEWEST}.damaged").is_dir()
-
-
-def zeroed(newest: Path) -> str:
-    path = next((newest / "resume").glob("*.safetensors"))
-    raw = bytearray(path.read_bytes())
-    raw[-64:] = bytes(64)
-    path.write_bytes(raw)
-    return f"resume/{path.name} is not what was written (its hash differs)"
 
 
 def without_moments(newest: Path) -> str:
@@ -163,50 +118,50 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_within_a_checkpoint(whole: Path, tmp_path: Path, damage: str) -> None:
-    out = interrupted(whole, tmp_path)
+def test_damage_within_a_checkpoint(complete_run: Path, tmp_path: Path, damage: str) -> None:
+    out = interrupted(complete_run, tmp_path)
     problem = DAMAGE[damage](out / "checkpoints" / NEWEST)
     before = contents(out)
-    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
     assert refused.err.startswith(f"error: {out}/checkpoints/{NEWEST} ")
     assert problem in refused.err
     assert refused.err.endswith(
         f"; with checkpoint.fallback=true the run continues from {BEFORE}, the checkpoint before it\n"
     )
     assert contents(out) == before
-    run("distill", whole / "run.yaml", f"out={out}", "checkpoint.fallback=true")
-    assert contents(out / "model") == contents(whole / "out" / "model")
+    run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.fallback=true")
+    assert contents(out / "model") == contents(complete_run / "out" / "model")
     assert (out / "checkpoints" / f"{NEWEST}.damaged").is_dir()
 
 
-def test_a_wrong_type_with_a_right_hash(whole: Path, tmp_path: Path) -> None:
+def test_a_wrong_type_with_a_right_hash(complete_run: Path, tmp_path: Path) -> None:
     """The step is text, as another version of the package could write it."""
-    out = interrupted(whole, tmp_path)
+    out = interrupted(complete_run, tmp_path)
     path = out / "checkpoints" / NEWEST / "state.json"
     content = json.loads(path.read_text())
     del content["sha256"]
     content["progress"]["step"] = "4"
     path.write_text(json.dumps(content | {"sha256": json_hash(content)}))
-    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
     assert "is of another version: state.json: progress.step: Input should be a valid integer" in refused.err
 
 
-def test_the_only_checkpoint_is_damaged(whole: Path, tmp_path: Path) -> None:
-    out = interrupted(whole, tmp_path)
+def test_the_only_checkpoint_is_damaged(complete_run: Path, tmp_path: Path) -> None:
+    out = interrupted(complete_run, tmp_path)
     shutil.rmtree(out / "checkpoints" / BEFORE)
     zeroed(out / "checkpoints" / NEWEST)
-    refused = run("distill", whole / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
+    refused = run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
     assert "there is no earlier checkpoint: choose another folder as out to start again" in refused.err
 
 
-def test_an_older_damaged_checkpoint_is_a_warning_and_is_kept(whole: Path, tmp_path: Path) -> None:
+def test_an_older_damaged_checkpoint_is_a_warning_and_is_kept(complete_run: Path, tmp_path: Path) -> None:
     """A damaged checkpoint is not the best one and is not removed, and the run does not stop."""
-    out = interrupted(whole, tmp_path)
+    out = interrupted(complete_run, tmp_path)
     (out / "checkpoints" / BEFORE / "state.json").write_text("{")
-    ended = run("distill", whole / "run.yaml", f"out={out}", "checkpoint.keep=1")
+    ended = run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.keep=1")
     assert f"warning: {out}/checkpoints/{BEFORE} is damaged: its state.json cannot be read" in ended.out
     assert (out / "checkpoints" / BEFORE).is_dir()
-    assert contents(out / "model") == contents(whole / "out" / "model")
+    assert contents(out / "model") == contents(complete_run / "out" / "model")
 
 
 def test_chunks_that_overlap_by_as_much_as_they_leave_out() -> None:
@@ -219,9 +174,9 @@ def test_chunks_that_overlap_by_as_much_as_they_leave_out() -> None:
     require_covered(Path("checkpoint"), {"w": TensorStorageMetadata(stored.properties, stored.size, moved)})
 
 
-def test_moments_that_are_absent_though_all_hashes_are_right(whole: Path, tmp_path: Path) -> None:
+def test_moments_that_are_absent_though_all_hashes_are_right(complete_run: Path, tmp_path: Path) -> None:
     """Only the parameters that the state lists may lack optimizer state."""
-    out = interrupted(whole, tmp_path)
+    out = interrupted(complete_run, tmp_path)
     newest = out / "checkpoints" / NEWEST
     path = next((newest / "resume").glob("*.safetensors"))
     with safe_open(path, framework="pt") as file:
@@ -231,23 +186,23 @@ def test_moments_that_are_absent_though_all_hashes_are_right(whole: Path, tmp_pa
     state = integrity.read_state(newest)
     state.files[f"resume/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     write_state(newest, state)
-    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
     assert "does not fit this student: 'optimizer.state." in refused.err
     assert "is absent in the checkpoint" in refused.err
 
 
-def test_a_checkpoint_given_by_its_path_is_verified_too(whole: Path, tmp_path: Path) -> None:
-    out = interrupted(whole, tmp_path)
+def test_a_checkpoint_given_by_its_path_is_verified_too(complete_run: Path, tmp_path: Path) -> None:
+    out = interrupted(complete_run, tmp_path)
     zeroed(out / "checkpoints" / NEWEST)
     given = f"checkpoint.resume={out}/checkpoints/{NEWEST}"
-    refused = run("distill", whole / "run.yaml", given, f"out={tmp_path}/other", code=1)
+    refused = run("distill", complete_run / "run.yaml", given, f"out={tmp_path}/other", code=1)
     assert "is not what was written (its hash differs); name another checkpoint as checkpoint.resume" in refused.err
     assert not (tmp_path / "other" / "config.yaml").exists()
 
 
-def test_chunks_cover_a_tensor_once(layout: tuple[Path, str], tmp_path: Path) -> None:
+def test_chunks_cover_a_tensor_once(run_on_two: tuple[Path, str], tmp_path: Path) -> None:
     """This is checked by the headers only, not by the hashes."""
-    path = layout[0] / "out" / "checkpoints" / NEWEST
+    path = run_on_two[0] / "out" / "checkpoints" / NEWEST
     stored = stored_tensors(path / "resume")
     require_covered(path, stored)
     name, each = next(
@@ -293,41 +248,41 @@ def test_weights_are_checked_before_they_are_saved(tmp_path: Path, processes: in
     assert list((tmp_path / "out" / "checkpoints").iterdir()) == []
 
 
-def test_a_log_that_is_not_the_one_of_the_checkpoint(whole: Path, tmp_path: Path) -> None:
+def test_a_log_that_is_not_the_one_of_the_checkpoint(complete_run: Path, tmp_path: Path) -> None:
     for damage in ("lost", "edited"):
-        out = interrupted(whole, tmp_path / damage)
+        out = interrupted(complete_run, tmp_path / damage)
         log = out / "metrics.jsonl"
         if damage == "lost":
             log.unlink()
         else:
             text = log.read_text()
             log.write_text(text.replace('"step": 2,', '"step": 3,', 1))
-        refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+        refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
         assert f"error: {log} is damaged: its first " in refused.err
-        run("distill", whole / "run.yaml", f"out={out}/again", f"checkpoint.resume={out}/checkpoints/{NEWEST}")
-        assert contents(out / "again" / "model") == contents(whole / "out" / "model")
+        run("distill", complete_run / "run.yaml", f"out={out}/again", f"checkpoint.resume={out}/checkpoints/{NEWEST}")
+        assert contents(out / "again" / "model") == contents(complete_run / "out" / "model")
 
 
-def test_the_model_of_a_complete_run_is_verified(whole: Path, tmp_path: Path) -> None:
+def test_the_model_of_a_complete_run_is_verified(complete_run: Path, tmp_path: Path) -> None:
     """Exit code 0 means that the model is there, so it must be the model that was written."""
     out = tmp_path / "out"
-    shutil.copytree(whole / "out", out)
+    shutil.copytree(complete_run / "out", out)
     weights = out / "model" / "model.safetensors"
     raw = bytearray(weights.read_bytes())
     raw[-9] ^= 1
     weights.write_bytes(raw)
-    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
     problem = "these files are not what was written: model/model.safetensors; remove that"
     assert f"error: {out}/model is damaged: {problem}" in refused.err
     shutil.rmtree(out / "model")
-    run("distill", whole / "run.yaml", f"out={out}")
-    assert contents(out / "model") == contents(whole / "out" / "model")
+    run("distill", complete_run / "run.yaml", f"out={out}")
+    assert contents(out / "model") == contents(complete_run / "out" / "model")
     (out / "hashes.json").unlink()
-    assert "(not compared: there is no hashes.json)" in run("distill", whole / "run.yaml", f"out={out}").out
+    assert "(not compared: there is no hashes.json)" in run("distill", complete_run / "run.yaml", f"out={out}").out
 
 
-def test_verify_says_what_is_wrong(whole: Path, tmp_path: Path) -> None:
-    rows = run("verify", whole / "out").out.splitlines()
+def test_verify_says_what_is_wrong(complete_run: Path, tmp_path: Path) -> None:
+    rows = run("verify", complete_run / "out").out.splitlines()
     assert [row.split()[:2] for row in rows] == [
         [name, "ok"] for name in ("config.yaml", BEFORE, NEWEST, "step-00000006", "metrics.jsonl", "model")
     ]
@@ -340,7 +295,7 @@ def test_verify_says_what_is_wrong(whole: Path, tmp_path: Path) -> None:
         "config.yaml": "config.yaml",
     }.items():
         out = tmp_path / change / "out"
-        shutil.copytree(whole / "out", out)
+        shutil.copytree(complete_run / "out", out)
         raw = bytearray((out / name).read_bytes())
         raw[len(raw) // 2] ^= 1
         (out / name).write_bytes(raw)
@@ -349,8 +304,8 @@ def test_verify_says_what_is_wrong(whole: Path, tmp_path: Path) -> None:
         assert failed.err == f"error: {out}: 1 of 6 parts are wrong: {change}\n"
 
 
-def test_verify_counts_steps(whole: Path, tmp_path: Path) -> None:
-    out = interrupted(whole, tmp_path)
+def test_verify_counts_steps(complete_run: Path, tmp_path: Path) -> None:
+    out = interrupted(complete_run, tmp_path)
     shutil.rmtree(out / "checkpoints")
     log = out / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
@@ -376,9 +331,11 @@ def other_state(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_damage_that_one_rank_finds_is_refused_by_all(layout: tuple[Path, str], tmp_path: Path, rank: int) -> None:
+def test_damage_that_one_rank_finds_is_refused_by_all(
+    run_on_two: tuple[Path, str], tmp_path: Path, rank: int
+) -> None:
     """No rank resumes from another checkpoint than the others."""
-    folder, override = layout
+    folder, override = run_on_two
     out = interrupted(folder, tmp_path)
     arguments = ["distill", folder / "run.yaml", f"out={out}", override]
     refused = Ranks(2, *arguments, hook=other_state, hook_arguments=(rank,))

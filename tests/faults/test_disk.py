@@ -1,7 +1,6 @@
 """A full disk, or a folder that is moved, removed or read-only, gives one line at the next write; nothing is lost."""
 
 import errno
-import functools
 import itertools
 import json
 import os
@@ -11,14 +10,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kit.ranks import Ranks
+from kit.on_policy_runs import write_on_policy_run
+from kit.ranks import Ranks, at_once
 from kit.runs import Command, contents, run, save_model, write_run
 from kit.serving import Server
-from test_checkpoints import at_once
-from test_on_policy import write
+from kit.signal_hooks import at_step
 
 from stillhouse.checkpoint import save as checkpoint
 from stillhouse.data import load_tokenizer
@@ -26,7 +24,6 @@ from stillhouse.generation.published import read_manifest
 from stillhouse.generation.weights import publish, version_folder
 from stillhouse.models import Decoder
 from stillhouse.output.disk import explained_write_errors
-from stillhouse.output.log import RunLog
 from stillhouse.parallel import single_process_runner
 
 PUBLISHED = 100_000  # too little for one version of the weights
@@ -92,7 +89,7 @@ def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[
     assert found is not None, err
     free, needed = (int(group.replace(",", "")) for group in found.groups())
     written = contents(folder / "step-00000002")
-    size = sum(len(each) for name, each in written.items() if name.endswith(".safetensors"))
+    size = sum(len(content) for name, content in written.items() if name.endswith(".safetensors"))
     assert free < BYTES
     assert 0.95 * size < needed <= size
     assert unfinished.exists() == (hook is skip_space_check)
@@ -125,28 +122,16 @@ def test_a_full_disk_under_the_log(tmp_path: Path, disk: Path) -> None:
     assert failed.err.count("\n") == 1
 
 
-def at_step(step: int, act: Callable[[], None]) -> None:
-    original = RunLog.train
-
-    @functools.wraps(original)
-    def wrapped(log: RunLog, at: int, *others: Any) -> None:
-        if at == step:
-            act()
-        original(log, at, *others)
-
-    RunLog.train = wrapped  # type: ignore[method-assign]
-
-
 def fill_at(step: int, disk: str) -> None:
-    at_step(step, lambda: fill(Path(disk)) and None)
+    at_step(step, lambda: fill(Path(disk)), before=True)
 
 
 def move_at(step: int, out: str, to: str) -> None:
-    at_step(step, lambda: os.rename(out, to))
+    at_step(step, lambda: os.rename(out, to), before=True)
 
 
 def remove_at(step: int, out: str) -> None:
-    at_step(step, lambda: shutil.rmtree(out))
+    at_step(step, lambda: shutil.rmtree(out), before=True)
 
 
 def protect_at(step: int, out: str) -> None:
@@ -157,7 +142,7 @@ def protect_at(step: int, out: str) -> None:
         if os.geteuid() == 0:
             os.seteuid(65534)
 
-    at_step(step, protect)
+    at_step(step, protect, before=True)
 
 
 @pytest.mark.parametrize("fault", ["moved", "removed", "read-only"])
@@ -214,17 +199,19 @@ def test_a_disk_that_is_full_at_any_file_of_published_weights(tmp_path: Path, di
                 failures.append(error)
                 raise
     assert len(failures) > 5
-    assert {type(each) for each in failures} == {OSError}
+    assert {type(failure) for failure in failures} == {OSError}
     assert read_manifest(final).version == 1
 
 
 @pytest.mark.parametrize(
-    "layout", ["fsdp=1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp=2", "pipeline=2"))]
+    "layout", ["fsdp=1", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("fsdp=2", "pipeline=2"))]
 )
 def test_a_full_disk_under_published_weights(tmp_path: Path, disk: Path, layout: str) -> None:
     """Under pipeline parallelism each rank writes a file, and one of them fails first: both must end."""
     processes = int(layout[-1])
-    write(tmp_path, **{"rollout.weights": str(disk), "rollout.engine": "stillhouse", "rollout.url": "http://x"})
+    write_on_policy_run(
+        tmp_path, **{"rollout.weights": str(disk), "rollout.engine": "stillhouse", "rollout.url": "http://x"}
+    )
     subprocess.run(["mount", "-o", f"remount,size={PUBLISHED}", str(disk)], check=True)
     with Server(tmp_path / "student", "--generate") as server:
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}", f"parallel.{layout}")
@@ -233,7 +220,7 @@ def test_a_full_disk_under_published_weights(tmp_path: Path, disk: Path, layout:
         assert re.fullmatch(
             rf"error: {disk}/\w+ cannot be written: [\d,]+ bytes are free on its disk; .*\n", failed[0].err
         ), failed[0].err
-        assert all(each.err.count("\n") == 1 for each in failed)
+        assert all(command.err.count("\n") == 1 for command in failed)
         subprocess.run(["mount", "-o", f"remount,size={8 * BYTES}", str(disk)], check=True)
         again = Ranks(processes, *arguments, hook=at_once)
         assert again.wait() == [0] * processes, again.texts

@@ -50,5 +50,5 @@ def test_a_campaign_continues_after_an_input_that_ends_its_process() -> None:
     found = run("crashing", 9)
     assert found.mutations == 9
     assert found.kinds == {"loaded": 6, "FAILED": 3}
-    assert [each["mutation"] for each in found.failures] == [2, 5, 8]
-    assert all("status -9" in str(each["details"]) for each in found.failures)
+    assert [failure["mutation"] for failure in found.failures] == [2, 5, 8]
+    assert all("status -9" in str(failure["details"]) for failure in found.failures)

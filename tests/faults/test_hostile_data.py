@@ -7,9 +7,9 @@ from typing import Any
 
 import datasets
 import pytest
+from kit.mutations import readable
 from kit.runs import run, write_records, write_run
 from kit.toy_tokenizer import toy_tokenizer
-from test_hostile_input import readable
 
 from stillhouse.data import DataError, load_documents
 from stillhouse.data.render import chat_template

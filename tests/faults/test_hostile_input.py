@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.mutations import readable
 from kit.runs import ROOT, run, save_model, write_run
 from kit.toy_tokenizer import toy_tokenizer
 
@@ -29,14 +30,6 @@ MARKER = "foreign-code-was-here"
 
 def edit(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def readable(error: pytest.ExceptionInfo[ValueError]) -> str:
-    text = str(error.value)
-    assert text.count("\n") < 12
-    assert len(text) < 1500
-    assert "\x1b" not in text
-    return text
 
 
 # Code and pickle
@@ -103,7 +96,7 @@ def test_every_call_that_could_run_foreign_code_passes_trust_remote_code() -> No
                 continue
             owner = ast.unparse(node.func.value)
             if node.func.attr in ("from_pretrained", "from_config") and owner.startswith("Auto"):
-                given = {each.arg for each in node.keywords}
+                given = {keyword.arg for keyword in node.keywords}
                 silent += [] if given & {"trust_remote_code", None} else [f"{path}:{node.lineno}"]
     assert len(files) > 50
     assert not silent
@@ -200,7 +193,7 @@ def test_a_number_of_layers_in_a_part_of_a_configuration(tmp_path: Path) -> None
 
 
 TOKENIZERS: list[tuple[str, dict[str, Any]]] = [
-    *(("tokenizer.json", {"model": each}) for each in (5, {"type": "BPE"})),
+    *(("tokenizer.json", {"model": model}) for model in (5, {"type": "BPE"})),
     ("tokenizer.json", {"added_tokens": 5}),
     ("tokenizer.json", {"pre_tokenizer": {"type": "no-such"}}),
     *(("tokenizer_config.json", {key: 5}) for key in ("tokenizer_class", "eos_token", "added_tokens_decoder")),

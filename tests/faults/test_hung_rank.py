@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from kit.ranks import Ranks
+from kit.run_logs import evaluations, last_step, losses
 from kit.runs import contents, run, wait_for, write_run
-from test_train_resume import evaluations, last_step, losses
+from kit.signal_hooks import EVERY_RANK, at_step, signal_at
 
-from stillhouse.output.log import NoLog, RunLog
 from stillhouse.parallel import Degrees, Mesh, watchdog
 from stillhouse.parallel.ranks import start
 from stillhouse.run import inputs
@@ -39,32 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sleep_at(step: int, seconds: float) -> None:
     """Let the main thread of this rank sleep after it has written the line of a step."""
-    for log in (RunLog, NoLog):
-
-        def wrapped(own: Any, at: int, *others: Any, original: Any = log.train) -> None:
-            original(own, at, *others)
-            if at == step:
-                time.sleep(seconds)
-
-        log.train = wrapped  # type: ignore[method-assign]
-
-
-def stop_at(step: int) -> None:
-    """Stop all threads of this rank after it has written the line of a step."""
-    for log in (RunLog, NoLog):
-
-        def wrapped(own: Any, at: int, *others: Any, original: Any = log.train) -> None:
-            original(own, at, *others)
-            if at == step:
-                os.kill(os.getpid(), signal.SIGSTOP)
-
-        log.train = wrapped  # type: ignore[method-assign]
+    at_step(step, lambda: time.sleep(seconds), logs=EVERY_RANK)
 
 
 def stop_one_rank(folder: Path, out: Path, layout: str, rank: int, **options: Any) -> Ranks:
     """Run two ranks and stop one after step 5. When the other one has ended, kill the stopped one."""
     arguments = ["distill", folder / "run.yaml", f"parallel.{layout}", f"out={out}"]
-    ranks = Ranks(2, *arguments, hook=stop_at, hook_arguments=(5,), hook_rank=rank, **options)
+    ranks = Ranks(
+        2, *arguments, hook=signal_at, hook_arguments=(5, signal.SIGSTOP, EVERY_RANK), hook_rank=rank, **options
+    )
     assert ranks[1 - rank].wait(LIMIT) == 1, ranks.texts
     ranks.send(signal.SIGKILL, rank)
     ranks.wait()
@@ -97,7 +80,7 @@ def test_rank_0_may_hold_the_store(folder: Path) -> None:
     ranks = stop_one_rank(folder, folder / "store", "fsdp=2", 0, store_in_rank_0=True)
     silent = "rank 0 on 127.0.0.1, which holds the job's store, has not answered for", "has sent no heartbeat for"
     assert ranks[1].err.startswith("error on rank 1: rank 0 ")
-    assert any(f"{each} {SECONDS} s (train.timeout)" in ranks[1].err for each in silent)
+    assert any(f"{start} {SECONDS} s (train.timeout)" in ranks[1].err for start in silent)
     assert ranks[1].err.endswith("; a run continues from its last checkpoint\n")
     assert ranks[1].err.count("\n") == 1
 

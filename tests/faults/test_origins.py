@@ -3,30 +3,21 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kit.ranks import Ranks
+from kit.damaged_checkpoints import BEFORE, NEWEST, interrupted, zeroed
+from kit.ranks import Ranks, at_once
 from kit.runs import Command, contents, metrics, run, save_model, write_run
-from test_checkpoints import BEFORE, NEWEST, at_once, interrupted, layout, whole, zeroed
+from kit.signal_hooks import at_step
 
-from stillhouse.output.log import NoLog, RunLog
-
-__all__ = ["layout", "whole"]
+from stillhouse.output.log import NoLog
 
 
 def lose_folder(folder: str, step: int, to: str) -> None:
     """After `step`, rank 1 no longer sees the run's folder, as if its file system were unmounted."""
     at_once()
     os.chdir(folder)
-    original = NoLog.train
-
-    def wrapped(log: NoLog, at: int, *others: Any) -> None:
-        original(log, at, *others)
-        if at == step:
-            os.chdir(to)
-
-    NoLog.train = wrapped  # type: ignore[method-assign]
+    at_step(step, lambda: os.chdir(to), logs=(NoLog,))
 
 
 @pytest.mark.parametrize("layout_of_run", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
@@ -44,9 +35,9 @@ def test_a_folder_that_one_rank_loses(tmp_path: Path, layout_of_run: str) -> Non
     assert [path.name for path in (work / "runs/a/checkpoints").iterdir() if path.suffix == ""] == [BEFORE]
 
 
-def test_a_checkpoint_that_is_another_one_on_each_machine(layout: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_another_one_on_each_machine(run_on_two: tuple[Path, str], tmp_path: Path) -> None:
     """The two checkpoints have the same name, and both are intact."""
-    folder, override = layout
+    folder, override = run_on_two
     for machine, step in (("0", BEFORE), ("1", NEWEST)):
         source = folder / "out" / "checkpoints" / step
         shutil.copytree(source, tmp_path / machine / "given")
@@ -62,15 +53,11 @@ def in_own_folder(parent: str) -> None:
 
 
 def replace_base(step: int, folder: str) -> None:
-    original = RunLog.train
+    def replace() -> None:
+        shutil.rmtree(folder)
+        save_model(Path(folder), "llama", seed=7)
 
-    def wrapped(log: RunLog, at: int, *others: Any) -> None:
-        original(log, at, *others)
-        if at == step:
-            shutil.rmtree(folder)
-            save_model(Path(folder), "llama", seed=7)
-
-    RunLog.train = wrapped  # type: ignore[method-assign]
+    at_step(step, replace)
 
 
 def test_a_base_that_is_replaced_while_its_adapter_is_trained(tmp_path: Path) -> None:
@@ -83,30 +70,30 @@ def test_a_base_that_is_replaced_while_its_adapter_is_trained(tmp_path: Path) ->
     assert not (tmp_path / "out" / "model").exists()
 
 
-def test_a_checkpoint_on_another_disk(whole: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_on_another_disk(complete_run: Path, tmp_path: Path) -> None:
     """A checkpoint that was moved and linked still belongs to the run, and the run keeps its log."""
-    out = interrupted(whole, tmp_path)
+    out = interrupted(complete_run, tmp_path)
     (out / "checkpoints" / NEWEST).rename(tmp_path / "larger disk")
     (out / "checkpoints" / NEWEST).symlink_to(tmp_path / "larger disk", target_is_directory=True)
-    run("distill", whole / "run.yaml", f"out={out}")
-    assert contents(out / "model") == contents(whole / "out" / "model")
-    assert len(metrics(out)) == len(metrics(whole / "out"))
+    run("distill", complete_run / "run.yaml", f"out={out}")
+    assert contents(out / "model") == contents(complete_run / "out" / "model")
+    assert len(metrics(out)) == len(metrics(complete_run / "out"))
 
 
-def test_an_edited_configuration_is_another_run(whole: Path, tmp_path: Path) -> None:
+def test_an_edited_configuration_is_another_run(complete_run: Path, tmp_path: Path) -> None:
     """The edited file is the run's config.yaml, so only the checkpoint can show the difference."""
-    out = interrupted(whole, tmp_path)
+    out = interrupted(complete_run, tmp_path)
     path = out / "config.yaml"
     path.write_text(path.read_text().replace("learning_rate: 0.001", "learning_rate: 0.003"))
     refused = run("distill", path, f"out={out}", code=1)
     assert f"error: the configuration has changed since {out}/checkpoints/{NEWEST} was written" in refused.err
 
 
-def test_a_run_whose_initial_checkpoint_is_gone_or_damaged(whole: Path, tmp_path: Path) -> None:
+def test_a_run_whose_initial_checkpoint_is_gone_or_damaged(complete_run: Path, tmp_path: Path) -> None:
     """The run resumes from its own checkpoints, so it needs the first one no longer."""
     start = tmp_path / "start" / BEFORE
-    shutil.copytree(whole / "out" / "checkpoints" / BEFORE, start)
-    arguments = [whole / "run.yaml", f"checkpoint.resume={start}", f"out={tmp_path}/out", "checkpoint.keep=9"]
+    shutil.copytree(complete_run / "out" / "checkpoints" / BEFORE, start)
+    arguments = [complete_run / "run.yaml", f"checkpoint.resume={start}", f"out={tmp_path}/out", "checkpoint.keep=9"]
     run("distill", *arguments)
     shutil.rmtree(tmp_path / "out" / "model")
     shutil.rmtree(start)
@@ -116,25 +103,25 @@ def test_a_run_whose_initial_checkpoint_is_gone_or_damaged(whole: Path, tmp_path
     zeroed(own / "step-00000006")
     resumed = run("distill", *arguments, f"checkpoint.resume={own}/step-00000006", "checkpoint.fallback=true")
     assert f"resuming from {own}/{NEWEST}" in resumed.out
-    assert contents(tmp_path / "out" / "model") == contents(whole / "out" / "model")
+    assert contents(tmp_path / "out" / "model") == contents(complete_run / "out" / "model")
 
 
-def test_two_damaged_checkpoints_are_not_moved(whole: Path, tmp_path: Path) -> None:
-    out = interrupted(whole, tmp_path)
+def test_two_damaged_checkpoints_are_not_moved(complete_run: Path, tmp_path: Path) -> None:
+    out = interrupted(complete_run, tmp_path)
     for name in (BEFORE, NEWEST):
         zeroed(out / "checkpoints" / name)
     before = contents(out)
-    run("distill", whole / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
+    run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
     assert contents(out) == before
 
 
-def test_a_configuration_with_several_faults_is_one_line(whole: Path, tmp_path: Path) -> None:
+def test_a_configuration_with_several_faults_is_one_line(complete_run: Path, tmp_path: Path) -> None:
     """The folder's config.yaml was cut, so that `best` names no metric and `out` is missing."""
-    out = interrupted(whole, tmp_path)
+    out = interrupted(complete_run, tmp_path)
     path = out / "config.yaml"
     text = path.read_text()
     path.write_text(text[: text.index("best: eval/cross_en") + len("best: eval/cross_en")])
-    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
     assert refused.err.startswith(
         f"error: out: {out} does not contain a run of this version of stillhouse: {path} cannot be read as a "
         "configuration"

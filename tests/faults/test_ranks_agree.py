@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.ranks import Ranks
+from kit.damaged_checkpoints import interrupted
+from kit.ranks import Ranks, at_once
 from kit.runs import Command, contents, run, save_model, wait_for, write_run, write_texts
-from test_checkpoints import at_once, interrupted, whole
 
 from stillhouse.run import agreement
-
-__all__ = ["whole"]
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +129,10 @@ def hold_before_lock(path: str) -> None:
 
 
 @pytest.mark.parametrize("ends", ["complete", "killed"])
-def test_a_second_run_that_loaded_while_the_first_one_worked(whole: Path, tmp_path: Path, ends: str) -> None:
+def test_a_second_run_that_loaded_while_the_first_one_worked(complete_run: Path, tmp_path: Path, ends: str) -> None:
     """The second run starts while the folder is free, and gets the lock after the first one has ended or died."""
     out, go = tmp_path / "out", tmp_path / "go"
-    arguments = [whole / "run.yaml", f"out={out}"]
+    arguments = [complete_run / "run.yaml", f"out={out}"]
     other = Command(
         "distill", *arguments, "train.learning_rate=0.5", hook=hold_before_lock, hook_arguments=(str(go),)
     )
@@ -142,7 +140,7 @@ def test_a_second_run_that_loaded_while_the_first_one_worked(whole: Path, tmp_pa
     if ends == "complete":
         run("distill", *arguments)
     else:
-        interrupted(whole, tmp_path)
+        interrupted(complete_run, tmp_path)
     before = contents(out)
     go.touch()
     assert other.wait() == 1
@@ -150,17 +148,17 @@ def test_a_second_run_that_loaded_while_the_first_one_worked(whole: Path, tmp_pa
     assert contents(out) == before | {".lock": b""}
 
 
-def test_the_same_run_started_twice(whole: Path, tmp_path: Path) -> None:
+def test_the_same_run_started_twice(complete_run: Path, tmp_path: Path) -> None:
     """The second run resumes from the first run's last checkpoint, or does nothing if the first is complete."""
     out, go = tmp_path / "out", tmp_path / "go"
-    arguments = [whole / "run.yaml", f"out={out}"]
+    arguments = [complete_run / "run.yaml", f"out={out}"]
     waiting = [Command("distill", *arguments, hook=hold_before_lock, hook_arguments=(str(go),)) for _ in range(2)]
     wait_for(Path(f"{go}.waiting").exists)
-    interrupted(whole, tmp_path)
+    interrupted(complete_run, tmp_path)
     go.touch()
-    codes = sorted(each.wait() for each in waiting)
+    codes = sorted(command.wait() for command in waiting)
     assert codes in ([0, 0], [0, 1])
-    assert any(f"resuming from {out}/checkpoints/step-00000004" in each.out for each in waiting)
+    assert any(f"resuming from {out}/checkpoints/step-00000004" in command.out for command in waiting)
     if codes == [0, 1]:
-        assert any("is writing to" in each.err for each in waiting)
-    assert contents(out / "model") == contents(whole / "out" / "model")
+        assert any("is writing to" in command.err for command in waiting)
+    assert contents(out / "model") == contents(complete_run / "out" / "model")

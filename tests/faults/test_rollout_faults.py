@@ -12,6 +12,7 @@ from kit.stub_writers import Fault, VllmWriter, WriterHandler, WriterServer, wri
 from kit.writer_cases import TEMPERATURE, VOCABULARY, Student, engine_of, requests_of, results, wait_for_tokens
 
 from stillhouse.generation.sample import Sampling
+from stillhouse.serving import pool
 from stillhouse.serving.client import served_weights
 from stillhouse.serving.client.engine_proof import PROBE_TOKENS
 from stillhouse.serving.client.served_weights import MOST_RESTORED
@@ -22,6 +23,12 @@ from stillhouse.serving.pool import ServerError
 @pytest.fixture(scope="module")
 def student(tmp_path_factory: pytest.TempPathFactory) -> Student:
     return Student(tmp_path_factory.mktemp("student"))
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that failed are sent again soon."""
+    monkeypatch.setattr(pool, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture
@@ -115,9 +122,9 @@ def test_a_failed_request_is_sent_again(student: Student, server: WriterServer, 
     engine.update_weights(1, student.published(1))
     server.faults = [fault] * (40 if fault is busy else 3)
     requests = requests_of(6)
-    for request, each in zip(requests, results(engine, requests), strict=True):
-        student.assert_written(request, each, count=12)
-        assert (each.versions_N == 1).all()
+    for request, result in zip(requests, results(engine, requests), strict=True):
+        student.assert_written(request, result, count=12)
+        assert (result.versions_N == 1).all()
     assert not server.faults
     engine.close()
 
@@ -173,18 +180,18 @@ def test_of_two_servers_one_dies_during_an_update_and_comes_back(
         engine.update_weights(1, student.published(1))
         other.before["/collective_rpc"] = other.kill
         engine.update_weights(2, student.published(2))
-        for request, each in zip(requests_of(6), results(engine, requests_of(6)), strict=True):
-            assert (each.versions_N == 2).all()
-            student.assert_written(request, each)
+        for request, result in zip(requests_of(6), results(engine, requests_of(6)), strict=True):
+            assert (result.versions_N == 2).all()
+            student.assert_written(request, result)
         other.start()
         end = time.monotonic() + 10
         while other.writer.label == "default" or other.writer.paused:
             assert time.monotonic() < end
             time.sleep(0.05)
         server.kill()  # now the other one has to write everything
-        for request, each in zip(requests_of(6), results(engine, requests_of(6)), strict=True):
-            assert (each.versions_N == 2).all()
-            student.assert_written(request, each)
+        for request, result in zip(requests_of(6), results(engine, requests_of(6)), strict=True):
+            assert (result.versions_N == 2).all()
+            student.assert_written(request, result)
         engine.close()
         server.start()
 
@@ -198,9 +205,9 @@ def test_a_server_that_restarts_during_an_update(student: Student, server: Write
     server.before[path] = server.restart
     engine.update_weights(1, student.published(1))
     assert not server.before
-    for request, each in zip(requests_of(4), results(engine, requests_of(4)), strict=True):
-        assert (each.versions_N == 1).all()
-        student.assert_written(request, each)
+    for request, result in zip(requests_of(4), results(engine, requests_of(4)), strict=True):
+        assert (result.versions_N == 1).all()
+        student.assert_written(request, result)
     engine.close()
 
 
@@ -214,8 +221,8 @@ def test_a_server_that_restarts_between_its_weights_and_their_label(student: Stu
     server.before["/reset_prefix_cache"] = then_before_the_label
     engine.update_weights(1, student.published(1))
     assert "/update_weight_version" not in server.before
-    for request, each in zip(requests_of(4), results(engine, requests_of(4)), strict=True):
-        student.assert_written(request, each)
+    for request, result in zip(requests_of(4), results(engine, requests_of(4)), strict=True):
+        student.assert_written(request, result)
     engine.close()
 
 
@@ -230,7 +237,7 @@ def test_half_loaded_weights_write_nothing(student: Student, server: WriterServe
     with pytest.raises(ServerError, match=r"loading the weights failed: 500.*out of memory.*stays paused"):
         engine.update_weights(2, student.published(2))
     assert server.writer.paused
-    assert not any(each.done() for each in futures)
+    assert not any(future.done() for future in futures)
     engine.update_weights(2, student.published(2))  # a second attempt succeeds, and they go on
     for request, future in zip(requests, futures, strict=True):
         found = future.result(30)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import wait_for
 from kit.serving import Server
-from test_on_policy import losses, write
 
 from stillhouse.loops.step_samples import Rollouts
 
@@ -42,11 +42,11 @@ def test_a_signal_ends_a_run_whose_server_does_not_answer(
     """The server is stopped, not ended: its connections stay open, and nothing comes."""
     out = tmp_path / "out"
     settings = {"checkpoint.every": 0, "rollout.schedule": "one_step_off", "parallel.fsdp": processes}
-    write(tmp_path, **settings)
+    write_on_policy_run(tmp_path, **settings)
     with Server(tmp_path / "student", "--generate") as writer, Server(tmp_path / "teacher") as teacher:
         served = {"teacher.url": teacher.url, "teacher.timeout": PATIENCE}
         served |= {"rollout.engine": "stillhouse", "rollout.url": writer.url, "rollout.timeout": PATIENCE}
-        write(tmp_path, cached=True, **settings, **served)
+        write_on_policy_run(tmp_path, cached=True, **settings, **served)
         arguments = ("distill", tmp_path / "run.yaml")
         stopped, marker = {"writer": writer, "teacher": teacher}[which], tmp_path / "stopped"
         pid = stopped.first.process.pid
@@ -65,4 +65,4 @@ def test_a_signal_ends_a_run_whose_server_does_not_answer(
         assert list((out / "checkpoints").glob("step-*")) == [out / "checkpoints" / f"step-{after:08d}"] * (after > 0)
         again = Ranks(processes, *arguments)
         assert again.wait(120) == [0] * processes, again.texts
-    assert [line["step"] for line in losses(out)] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in rollout_figures(out)] == [1, 2, 3, 4, 5, 6]

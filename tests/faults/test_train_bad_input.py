@@ -32,34 +32,9 @@ def fails(folder: Path, *arguments: str, code: int, command: str = "distill") ->
     return failed.err.partition("error: ")[2]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("train.lerning_rate=1", "train.lerning_rate: unknown key; did you mean train.learning_rate?"),
-        ("trian.steps=1", "trian.steps: unknown key; did you mean train.steps?"),
-        ("train.learning_rate=fast", "train.learning_rate: got 'fast' (text); expected: number > 0"),
-        ("train.steps=2.5", "train.steps: got 2.5"),
-        ("train.steps=-1", "train.steps: got -1"),
-        ("train.schedule=cosinus", "train.schedule: got 'cosinus'"),
-        ("checkpoint.best=eval/loss", "checkpoint.best: got eval/loss"),
-        ("data.chat_template=none.jinja", "data.chat_template: got none.jinja, but there is no such file"),
-        ("data.max_tokens=100", "train.micro_batch_tokens: got 64 with data.max_tokens=100"),
-        ("objective.loss=forward_kll", "objective.loss: unknown name 'forward_kll'; did you mean forward_kl?"),
-        ("objective.loss=jsd(2)", "objective.loss: "),
-        ("objective.loss=0.3*", "objective.loss: cannot read '0.3*'"),
-        ("objective.loss=z_loss", "objective.loss: z_loss without cross_entropy"),
-        ("teacher=null", "teacher: objective.loss '0.3*cross_entropy + 0.7*jsd(0.5)' needs a teacher"),
-        ("parallel.fsdp=2", "parallel"),
-        ("device=cuda:63", "device: got cuda:63, but this machine has"),
-        ("device=tpu", "device: got 'tpu'"),
-    ],
-)
-def test_a_wrong_configuration_exits_with_2_and_names_the_key(here: Path, change: str, message: str) -> None:
-    assert fails(here, change, code=USAGE).startswith(message)
-
-
 def test_check_fails_as_the_run_would(here: Path) -> None:
     error = fails(here, "objective.loss=forward_kll", code=USAGE, command="check")
+    assert error.startswith("objective.loss: unknown name 'forward_kll'; did you mean forward_kl?")
     assert error == fails(here, "objective.loss=forward_kll", code=USAGE)
     error = fails(here, f"data.train={here}/nowhere.jsonl", code=USAGE, command="check")
     assert error == fails(here, f"data.train={here}/nowhere.jsonl", code=USAGE)
@@ -69,14 +44,6 @@ def test_best_by_a_metric_that_does_not_exist(here: Path) -> None:
     changes = ["objective.loss=cross_entropy", "teacher=null", "checkpoint.best=eval/forward_kl"]
     assert fails(here, *changes, code=USAGE).startswith("checkpoint.best: got eval/forward_kl with data.eval=")
     run("check", here / "run.yaml", *changes, "data.eval=0")
-
-
-def test_a_key_of_the_file_is_named_too(here: Path) -> None:
-    text = (here / "run.yaml").read_text()
-    (here / "run.yaml").write_text(text.replace("  learning_rate:", "  leaning_rate:"))
-    assert fails(here, code=USAGE).startswith("train.leaning_rate: unknown key; did you mean train.learning_rate?")
-    (here / "run.yaml").write_text(text + "  : [")
-    assert f"{here}/run.yaml:" in fails(here, code=USAGE)
 
 
 def test_missing_files(here: Path) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import Command, contents, wait_for, write_run
+from kit.signal_hooks import signal_at
 from kit.toy_tokenizer import toy_tokenizer
-from test_on_policy import losses, write
-from test_train_resume import signal_at
 
 from stillhouse.generation.hooks import (
     UserFunction,
@@ -102,7 +102,7 @@ _released = threading.Event()
 
 def leaves_a_thread(prompt: str, completion: str, record: dict[str, Any]) -> float:
     """As after `future.result(timeout)` of a checker that hangs."""
-    if not any(each.name == "checker" for each in threading.enumerate()):
+    if not any(thread.name == "checker" for thread in threading.enumerate()):
         threading.Thread(target=_released.wait, name="checker", daemon=False).start()
     return float(len(completion))
 
@@ -378,7 +378,7 @@ def test_a_module_that_cannot_be_used(
 def test_a_run_ends_with_one_line_and_the_users_frames(
     tmp_path: Path, settings: dict[str, Any], words: str, processes: int
 ) -> None:
-    write(tmp_path, **settings)
+    write_on_policy_run(tmp_path, **settings)
     ranks = Ranks(processes, "distill", tmp_path / "run.yaml")
     assert ranks.wait() == [1] * processes, ranks.texts
     assert (
@@ -402,7 +402,7 @@ def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
         REWARDED | functions | {"rollout.stop": ["e", "a"], "rollout.schedule": schedule, "checkpoint.every": 2}
     )
     # every prompt comes several times
-    write(tmp_path, **settings, **{"rollout.prompts_per_step": 8, "parallel.fsdp": processes})
+    write_on_policy_run(tmp_path, **settings, **{"rollout.prompts_per_step": 8, "parallel.fsdp": processes})
     arguments = ("distill", tmp_path / "run.yaml")
     undisturbed = Ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}")
     assert undisturbed.wait() == [0] * processes, undisturbed.texts
@@ -410,7 +410,7 @@ def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
     assert killed.wait(grace=1)[0] == -signal.SIGKILL
     again = Ranks(processes, *arguments)
     assert again.wait() == [0] * processes, again.texts
-    assert losses(tmp_path / "out") == losses(tmp_path / "undisturbed")
+    assert rollout_figures(tmp_path / "out") == rollout_figures(tmp_path / "undisturbed")
     assert contents(tmp_path / "out" / "model") == contents(tmp_path / "undisturbed" / "model")
 
 
@@ -432,7 +432,7 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after:
     """Afterwards the run goes on as if nothing had happened. Only a function that catches everything costs the steps
     since the last checkpoint."""
     settings = REWARDED | {"rollout.reward": named(function), "rollout.schedule": "one_step_off"}
-    write(tmp_path, **settings, **{"checkpoint.every": 0, "parallel.fsdp": processes})
+    write_on_policy_run(tmp_path, **settings, **{"checkpoint.every": 0, "parallel.fsdp": processes})
     arguments, hangs, out = ("distill", tmp_path / "run.yaml"), tmp_path / "hangs", tmp_path / "out"
     hook: dict[str, Any] = {"hook": mark, "hook_arguments": (str(hangs),)}
     undisturbed = Ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}", **hook)
@@ -441,7 +441,7 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after:
         Path(f"{hangs}.warm").touch()
     ranks = Ranks(processes, *arguments, **hook)
     if after:
-        wait_for(lambda: len(losses(out)) >= after if (out / "metrics.jsonl").exists() else False)
+        wait_for(lambda: len(rollout_figures(out)) >= after if (out / "metrics.jsonl").exists() else False)
         Path(f"{hangs}.warm").touch()
     wait_for(hangs.exists)
     ranks.send(signal.SIGTERM)
@@ -459,7 +459,7 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after:
     Path(f"{hangs}.warm").unlink()
     again = Ranks(processes, *arguments, **hook)
     assert again.wait() == [0] * processes, again.texts
-    assert losses(out) == losses(tmp_path / "undisturbed")
+    assert rollout_figures(out) == rollout_figures(tmp_path / "undisturbed")
     assert contents(out / "model") == contents(tmp_path / "undisturbed" / "model")
 
 
@@ -502,15 +502,17 @@ def test_only_the_beginning_of_a_long_reply_is_tokenized(tmp_path: Path, text: s
 
 
 def test_a_reply_of_100_mb_ends_its_sample(tmp_path: Path) -> None:
-    write(tmp_path, **{"rollout.environment": named(floods), "rollout.stop": ["e", "a"], "train.steps": 1})
+    write_on_policy_run(
+        tmp_path, **{"rollout.environment": named(floods), "rollout.stop": ["e", "a"], "train.steps": 1}
+    )
     command = Command("distill", tmp_path / "run.yaml")
     assert command.wait(90) == 0, command.err
-    assert losses(tmp_path / "out")[0]["rollout/completion_tokens"] <= 11
+    assert rollout_figures(tmp_path / "out")[0]["rollout/completion_tokens"] <= 11
 
 
 @pytest.mark.slow
 def test_a_thread_that_hangs_does_not_keep_a_complete_run(tmp_path: Path) -> None:
-    write(tmp_path, **REWARDED | {"rollout.reward": named(leaves_a_thread), "train.steps": 1})
+    write_on_policy_run(tmp_path, **REWARDED | {"rollout.reward": named(leaves_a_thread), "train.steps": 1})
     command = Command("distill", tmp_path / "run.yaml")
     assert command.wait(120) == 0, command.err
     assert command.err.startswith("warning: the process ends without the threads 'checker'")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from kit.families import FAMILIES, build
 from kit.shard_ranks import Rank, shared_pool
+from kit.teacher_gradients import named_gradients
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -35,7 +36,7 @@ def adapted(family: str = "llama", *, fresh: bool = False, **options: Any) -> De
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=() if each in ("llama", "gpt2") else pytest.mark.slow) for each in FAMILIES],
+    [pytest.param(family, marks=() if family in ("llama", "gpt2") else pytest.mark.slow) for family in FAMILIES],
 )
 def test_gradients_are_those_of_peft_and_plain_logits(family: str) -> None:
     """The objective is cross-entropy plus reverse KL to the model without its adapter, in float64."""
@@ -54,12 +55,10 @@ def test_gradients_are_those_of_peft_and_plain_logits(family: str) -> None:
     log_q = torch.log_softmax(peft_decoder(IDS, use_cache=False).logits[0], -1)
     cross_entropy = -log_q.gather(1, LABELS[:, None]).sum()
     (0.3 * cross_entropy + 0.7 * (log_q.exp() * (log_q - log_p)).sum()).backward()
-    expected = {name: each.grad for name, each in peft_decoder.named_parameters() if each.grad is not None}
+    expected = named_gradients(peft_decoder)
     prefix = f"base_model.model.{decoder.pretrained.base_model_prefix}."
     actual = {
-        prefix + name.removeprefix("backbone."): each.grad
-        for name, each in decoder.named_parameters()
-        if each.grad is not None
+        prefix + name.removeprefix("backbone."): gradient for name, gradient in named_gradients(decoder).items()
     }
     assert actual.keys() == expected.keys()
     for name, gradient in actual.items():
@@ -102,15 +101,15 @@ def test_a_fresh_adapter_changes_nothing_and_is_initialised_like_pefts(dtype: to
     before = model(IDS, use_cache=False).logits
     decoder = adapted(fresh=True, dtype=dtype, r=16)
     assert torch.equal(decoder(IDS), before)
-    matrices = {name: each.detach() for name, each in decoder.named_parameters() if is_lora(name)}
-    assert all(each.requires_grad == (name in matrices) for name, each in decoder.named_parameters())
-    for name, each in matrices.items():
-        assert each.dtype == torch.promote_types(dtype, torch.float32)
-        limit = 1 / math.sqrt(each.shape[1])
-        assert bool(each.any()) == (".lora_A." in name)
-        assert each.abs().max() <= limit
+    matrices = {name: parameter.detach() for name, parameter in decoder.named_parameters() if is_lora(name)}
+    assert all(parameter.requires_grad == (name in matrices) for name, parameter in decoder.named_parameters())
+    for name, matrix in matrices.items():
+        assert matrix.dtype == torch.promote_types(dtype, torch.float32)
+        limit = 1 / math.sqrt(matrix.shape[1])
+        assert bool(matrix.any()) == (".lora_A." in name)
+        assert matrix.abs().max() <= limit
         if ".lora_A." in name:
-            assert float(each.std()) == pytest.approx(limit / math.sqrt(3), rel=0.2)
+            assert float(matrix.std()) == pytest.approx(limit / math.sqrt(3), rel=0.2)
     again, other = adapted(fresh=True, dtype=dtype, r=16), adapted(fresh=True, dtype=dtype, r=16)
     draw_lora(other, 1)
     initial = [name for name in matrices if ".lora_A." in name]
@@ -125,11 +124,11 @@ def test_an_adapter_that_is_switched_off_leaves_the_base_and_can_be_switched_on(
     with torch.no_grad(), without_lora(decoder):
         assert torch.equal(decoder(IDS), base(IDS, use_cache=False).logits)
         # at its first forward, FSDP must see which parameters are trained
-        assert all(each.requires_grad == is_lora(name) for name, each in decoder.named_parameters())
+        assert all(parameter.requires_grad == is_lora(name) for name, parameter in decoder.named_parameters())
     with pytest.raises(KeyError), without_lora(decoder):
         raise KeyError
     assert torch.equal(decoder(IDS), with_it)
-    assert all(each.requires_grad == is_lora(name) for name, each in decoder.named_parameters())
+    assert all(parameter.requires_grad == is_lora(name) for name, parameter in decoder.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_an_adapter_that_is_switched_off_leaves_the_base_and_can_be_switched_on(
 )
 def test_targets_are_ends_of_names(targets: list[str], placed: set[str]) -> None:
     decoder = adapted(targets=targets)
-    names = {name.partition(".lora_")[0] for name, each in decoder.named_parameters() if each.requires_grad}
+    names = {name.partition(".lora_")[0] for name, parameter in decoder.named_parameters() if parameter.requires_grad}
     layers = (1,) if "1" in targets[0] else (0, 1)
     assert names == {f"backbone.layers.{layer}.{name}" for layer in layers for name in placed}
     assert decoder.lora is not None

@@ -16,9 +16,10 @@ import pytest
 import torch
 from kit.ranks import Ranks
 from kit.runs import Command, contents, forward_backward, metrics, run, session_of, write_records, write_run
+from kit.signal_hooks import signal_at
+from kit.teacher_gradients import named_gradients
 from kit.toy_tokenizer import PLAIN_TEMPLATE
 from kit.two_tokenizers import GOLD, ULD, K, demo_text, tokenizer, write_model, write_pair
-from test_train_resume import signal_at
 from torch import Tensor
 
 from stillhouse.data import DataError, Documents
@@ -218,7 +219,7 @@ def gradients(folder: Path, **settings: Any) -> dict[str, Tensor]:
     several = any(key.startswith("teachers.") for key in settings)
     session = session_of(folder, cached=several, **settings)
     forward_backward(session)
-    found = {name: each.grad.clone() for name, each in session.student.named_parameters() if each.grad is not None}
+    found = named_gradients(session.student)
     session.close()
     return found
 

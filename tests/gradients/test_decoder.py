@@ -30,7 +30,7 @@ def token_ids(rows: int, length: int, seed: int = 0) -> Tensor:
 
 def pack(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Pack documents into one row [1, S]; return the row and its position ids."""
-    positions = [torch.arange(len(each)) for each in documents]
+    positions = [torch.arange(len(document)) for document in documents]
     return torch.cat(documents)[None], torch.cat(positions)[None]
 
 
@@ -162,7 +162,7 @@ def test_packed_equals_separate(family: str, attention: str) -> None:
     row, positions = pack(documents)
     together = torch.cat([row, row.flip(1)]), torch.cat([positions, torch.arange(row.shape[1])[None]])
     packed = decoder(*together, processor=hidden_states_of)[0]  # the second row is one document
-    separate = torch.cat([decoder(each[None], processor=hidden_states_of)[0] for each in documents])
+    separate = torch.cat([decoder(document[None], processor=hidden_states_of)[0] for document in documents])
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-5)
     assert (decoder(row, processor=hidden_states_of)[0] - separate).abs().max() > 1, "the test must notice a leak"
 
@@ -216,7 +216,7 @@ def test_gradient_checkpointing_recomputes_layers_but_not_the_head(family: str) 
         runs["processor"] += 1
         return mean_cross_entropy(**arguments)
 
-    layers = [each for name, each in decoder.named_modules() if name.endswith((".self_attn", ".attn"))]
+    layers = [module for name, module in decoder.named_modules() if name.endswith((".self_attn", ".attn"))]
     for layer in layers:
         layer.register_forward_pre_hook(lambda *_: runs.update(attention=runs["attention"] + 1))
     decoder.gradient_checkpointing_enable()
@@ -231,14 +231,14 @@ def test_signal_is_exact_and_without_grad_whatever_the_mode() -> None:
     expected = decoder(ids, processor=hidden_states_of).flatten(0, 1)
     decoder.train()
     decoder.backbone.layers[0].eval()
-    modes = [each.training for each in decoder.modules()]
+    modes = [module.training for module in decoder.modules()]
     signal = decoder.signal(ids)
     assert torch.equal(signal.hidden_TE, expected)
     assert not signal.hidden_TE.requires_grad
     assert not signal.hidden_TE.is_inference()  # FSDP does not support inference tensors
     assert not signal.head.weight_VD.requires_grad
     assert signal.head.weight_VD.data_ptr() == model.lm_head.weight.data_ptr()
-    assert [each.training for each in decoder.modules()] == modes
+    assert [module.training for module in decoder.modules()] == modes
     with torch.no_grad():
         assert torch.equal(signal.head.logits(signal.hidden_TE), model.eval()(ids).logits.flatten(0, 1))
 
@@ -247,7 +247,7 @@ def test_signal_of_packed_rows_is_that_of_the_documents() -> None:
     decoder = Decoder(build("gemma3"))
     documents = list(token_ids(1, sum(LENGTHS))[0].split(LENGTHS))
     packed = decoder.signal(*pack(documents)).hidden_TE
-    separate = torch.cat([decoder.signal(each[None]).hidden_TE for each in documents])
+    separate = torch.cat([decoder.signal(document[None]).hidden_TE for document in documents])
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-5)
 
 
@@ -255,7 +255,9 @@ def test_signal_of_packed_rows_is_that_of_the_documents() -> None:
 def test_parameters_are_there_once_and_move_together(tied: bool) -> None:
     model = build("llama", tied=tied)
     decoder, ids = Decoder(model), token_ids(1, 6)
-    assert {id(each) for each in decoder.parameters()} == {id(each) for each in model.parameters()}
+    assert {id(parameter) for parameter in decoder.parameters()} == {
+        id(parameter) for parameter in model.parameters()
+    }
     assert len(list(decoder.parameters())) == len(list(model.parameters()))
     assert len(decoder.state_dict()) == len(list(model.parameters()))
 

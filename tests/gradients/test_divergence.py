@@ -6,6 +6,7 @@ from decimal import Decimal, localcontext
 
 import pytest
 import torch
+from kit.divergence_formulas import TEXTBOOK, alpha_beta_formula
 from kit.objective_cases import ALL_DIVERGENCES, DIVERGENCES_OF_PEAKED_ROWS, F_DIVERGENCES
 from torch import Tensor
 
@@ -20,50 +21,6 @@ from stillhouse.objective import (
     skew_reverse_kl,
     total_variation,
 )
-
-Formula = Callable[[Tensor, Tensor], Tensor]
-
-
-def kl(p: Tensor, q: Tensor) -> Tensor:
-    return (p * torch.log(p / q)).sum()
-
-
-def jsd_formula(beta: float) -> Formula:
-    return lambda p, q: beta * kl(p, beta * p + (1 - beta) * q) + (1 - beta) * kl(q, beta * p + (1 - beta) * q)
-
-
-def alpha_beta_formula(a: float, b: float) -> Formula:
-    """Cichocki, Cruces and Amari 2011, equation 20 and its limits (21)."""
-    if a == 0 and b == 0:
-        return lambda p, q: 0.5 * (p.log() - q.log()).square().sum()
-    if a + b == 0:
-        return lambda p, q: ((q**a / p**a).log() + (q**a / p**a) ** -1 - 1).sum() / a**2
-    if a == 0:
-        return lambda p, q: (q**b * (q**b / p**b).log() - q**b + p**b).sum() / b**2
-    if b == 0:
-        return lambda p, q: (p**a * (p**a / q**a).log() - p**a + q**a).sum() / a**2
-    return lambda p, q: -(p**a * q**b - a / (a + b) * p ** (a + b) - b / (a + b) * q ** (a + b)).sum() / (a * b)
-
-
-TEXTBOOK: dict[str, Formula] = {
-    "forward_kl": kl,
-    "reverse_kl": lambda p, q: kl(q, p),
-    "jsd(0.3)": jsd_formula(0.3),
-    "jsd(0.9)": jsd_formula(0.9),
-    "jsd(0.5, normalized=True)": lambda p, q: jsd_formula(0.5)(p, q) / 0.25,
-    "jsd(0.9, normalized=True)": lambda p, q: jsd_formula(0.9)(p, q) / 0.09,
-    "skew_forward_kl(0)": kl,
-    "skew_forward_kl(0.1)": lambda p, q: kl(p, 0.1 * p + 0.9 * q),
-    "skew_reverse_kl(0)": lambda p, q: kl(q, p),
-    "skew_reverse_kl(0.1)": lambda p, q: kl(q, 0.9 * p + 0.1 * q),
-    "total_variation": lambda p, q: 0.5 * (p - q).abs().sum(),
-    "0.9*forward_kl + 0.1*reverse_kl": lambda p, q: 0.9 * kl(p, q) + 0.1 * kl(q, p),
-    "2*jsd(0.3) + total_variation": lambda p, q: 2 * jsd_formula(0.3)(p, q) + 0.5 * (p - q).abs().sum(),
-    **{
-        f"alpha_beta({a}, {b})": alpha_beta_formula(a, b)
-        for a, b in [(0.2, 0.5), (2, 1), (0.4, 0.6), (1, 0), (0, 1), (0.7, 0), (0, 0.7), (0.5, -0.5), (-1, 1), (0, 0)]
-    },
-}
 
 
 def random_log_probs(rows: int = 40, vocabulary: int = 23, *, seed: int = 0, sharpness: float = 2.0) -> Tensor:
@@ -82,8 +39,8 @@ def test_value_is_the_textbook_formula(expression: str) -> None:
 
 @pytest.mark.parametrize(
     ("expression", "sharpness"),
-    [(each, sharpness) for each in ALL_DIVERGENCES for sharpness in (0.5, 2.0)]
-    + [(each, 20.0) for each in DIVERGENCES_OF_PEAKED_ROWS],
+    [(expression, sharpness) for expression in ALL_DIVERGENCES for sharpness in (0.5, 2.0)]
+    + [(expression, 20.0) for expression in DIVERGENCES_OF_PEAKED_ROWS],
 )
 def test_weighted_slope_is_the_derivative_of_the_value(expression: str, sharpness: float) -> None:
     """∂f/∂log q = q·∂f/∂q holds for each entry exactly, and not only up to a constant in h."""
@@ -136,7 +93,7 @@ def at_zero(function: Callable[[float], Tensor]) -> Tensor:
     enough for this error would lose all digits, because some formulas divide by its square.
     """
     arguments = [2.0**-power for power in range(7, 13)]
-    values = [function(each) for each in arguments]
+    values = [function(argument) for argument in arguments]
     for width in range(1, len(arguments)):
         pairs = zip(arguments, arguments[width:], values, values[1:], strict=False)
         values = [(far * right - near * left) / (far - near) for far, near, left, right in pairs]
@@ -201,12 +158,15 @@ def decimal_jsd(log_p: list[float], log_q: list[float], beta: Decimal) -> tuple[
     """Compute normalised JSD and q·h from unnormalised weights e^log with 60 digits."""
     with localcontext() as context:
         context.prec = 60
-        p, q = [Decimal(each).exp() for each in log_p], [Decimal(each).exp() for each in log_q]
+        p, q = (
+            [Decimal(log_probability).exp() for log_probability in log_p],
+            [Decimal(log_probability).exp() for log_probability in log_q],
+        )
         m = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
         value = sum(beta * a * (a / c).ln() + (1 - beta) * b * (b / c).ln() for a, b, c in zip(p, q, m, strict=True))
         slope = [(1 - beta) * b * (b / c).ln() for b, c in zip(q, m, strict=True)]
         scale = beta * (1 - beta)
-        return Decimal(value) / scale, [each / scale for each in slope]
+        return Decimal(value) / scale, [value / scale for value in slope]
 
 
 @pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-6])
@@ -216,7 +176,7 @@ def test_normalized_jsd_is_right_near_its_ends_in_float32(beta: float, sharpness
     log_q = random_log_probs(6, 11, seed=1, sharpness=sharpness).float()
     divergence = jsd(beta, normalized=True)
     exact = [decimal_jsd(p, q, Decimal(beta)) for p, q in zip(log_p.tolist(), log_q.tolist(), strict=True)]
-    slopes = torch.tensor([[float(each) for each in slope] for _, slope in exact], dtype=torch.float64)
+    slopes = torch.tensor([[float(value) for value in slope] for _, slope in exact], dtype=torch.float64)
     torch.testing.assert_close(divergence.weighted_slope(log_p, log_q).double(), slopes, rtol=3e-6, atol=1e-7)
     values = torch.tensor([float(value) for value, _ in exact], dtype=torch.float64)
     # the summands of a small divergence cancel in any formula, so allow an error in their last digits

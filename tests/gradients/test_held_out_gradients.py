@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.documents import log_probs
 from kit.runs import session_of
 from kit.shard_ranks import Rank, shared_pool
-from test_train_evaluation import log_probs
 from torch import Tensor
 
 from stillhouse.loops.held_out_tokens import PUSHED, gradients_by_term, held_out_tokens
@@ -62,9 +62,9 @@ def check(found: list[dict[str, Any]], spec: ObjectiveSpec, made: Any) -> None:
             assert norm == pytest.approx(float(gradient_V.norm()), rel=1e-9, abs=1e-12)
             for pushed, sign in ((raised, -1), (lowered, 1)):
                 best = (sign * gradient_V).topk(min(PUSHED, len(gradient_V))).values.clamp(min=0).tolist()
-                values = [each for _, each in pushed] + [0.0] * (len(best) - len(pushed))
+                values = [value for _, value in pushed] + [0.0] * (len(best) - len(pushed))
                 assert values == pytest.approx(best, rel=1e-9, abs=1e-12)
-                assert [each for _, each in pushed] == pytest.approx(
+                assert [value for _, value in pushed] == pytest.approx(
                     [sign * float(gradient_V[token]) for token, _ in pushed], rel=1e-9, abs=1e-12
                 )
 

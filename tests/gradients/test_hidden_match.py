@@ -10,6 +10,7 @@ import pytest
 import torch
 from kit.layout_runs import distill
 from kit.runs import contents, forward_backward, metrics, run, save_model, session_of, write_run
+from kit.teacher_gradients import named_gradients
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -93,14 +94,12 @@ def test_gradients_are_those_of_plain_autograd(folder: Path, recomputed: bool) -
     session = session_of(folder, **settings)
     loss = expected_loss(session)
     loss.backward()
-    reference = {
-        name: each.grad.clone() for name, each in session.student.named_parameters() if each.grad is not None
-    }
+    reference = {name: gradient.clone() for name, gradient in named_gradients(session.student).items()}
     session.engine.zero_grad()
     found = forward_backward(session).sums
     assert found["loss"] == pytest.approx(float(loss), rel=1e-6)
     assert found["hidden_0_1_mse"] > 0
-    gradients = {name: each.grad for name, each in session.student.named_parameters() if each.grad is not None}
+    gradients = named_gradients(session.student)
     assert gradients.keys() == reference.keys()
     assert {f"hidden_match.projectors.{name}.weight" for name in NAMES} < gradients.keys()
     for name, gradient in gradients.items():

@@ -12,11 +12,11 @@ from functools import cache, partial
 
 import pytest
 import torch
+from kit.divergence_formulas import TEXTBOOK
 from kit.objective_cases import Leaves, converted, distance, exact, generator, run
 from kit.shard_cases import Layout, Logits, Problem, on_shards, oracle, over
 from kit.shard_problems import FOUR
 from kit.shard_ranks import Failure, shared_pool
-from test_divergence import TEXTBOOK
 from torch import Tensor
 
 from stillhouse.objective import (

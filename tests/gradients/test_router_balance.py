@@ -88,7 +88,7 @@ def forward(model: Decoder, batch: Batch, loss: RouterAuxLoss) -> Tensor:
 
 
 def gradients(model: Decoder) -> dict[str, Tensor]:
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -118,11 +118,11 @@ def test_the_loss_of_one_sequence_and_layer_is_transformers_own(family: str) -> 
 def test_each_micro_batch_sequence_and_layer_counts_by_itself(order: str, recomputed: str, threads: bool) -> None:
     """Padding does not count. A layer that is recomputed after another micro-batch keeps its own loss."""
     batches, reference = [Batch.make(0), Batch.make(1)], decoder(THREE_LAYERS)
-    formulas = [each.formula(reference) for each in batches]
-    for each, batch in zip(formulas, batches, strict=True):
-        (COEFFICIENT * each / batch.targets_B.sum()).backward()
+    formulas = [batch.formula(reference) for batch in batches]
+    for formula, batch in zip(formulas, batches, strict=True):
+        (COEFFICIENT * formula / batch.targets_B.sum()).backward()
 
-    model, losses = decoder(THREE_LAYERS), [each.loss() for each in batches]
+    model, losses = decoder(THREE_LAYERS), [batch.loss() for batch in batches]
     if recomputed == "recomputed, then balanced":
         model.gradient_checkpointing_enable()
     balance_routers(model)
@@ -173,10 +173,10 @@ def test_two_backward_passes_recompute_twice() -> None:
     result = forward(model, batch, balance)
     losses = dict(balance.losses)
     result.backward(retain_graph=True)
-    once = {name: each.clone() for name, each in gradients(model).items()}
+    once = {name: gradient.clone() for name, gradient in gradients(model).items()}
     forward(model, Batch.make(1), Batch.make(1).loss())  # another micro-batch runs between the two passes
     result.backward()
-    assert_close(gradients(model), {name: 2 * each for name, each in once.items()})
+    assert_close(gradients(model), {name: 2 * gradient for name, gradient in once.items()})
     assert balance.losses == losses
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.runs import MAX_TOKENS, forward_backward, save_model, session_of, write_records, write_run
+from kit.runs import MAX_TOKENS, forward_backward, save_model, session_of, write_records
 from kit.serving import Server
+from kit.subject_teachers import SUBJECTS, write_subject_teachers
+from kit.teacher_gradients import assert_same_as_float64, named_gradients
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -24,29 +26,13 @@ from stillhouse.run.session import Session
 from stillhouse.signals import SeparateTeacher, SeveralTeachers, WeightAverage
 
 LOSS = {"objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)", "data.eval": 0.0}
-SUBJECTS = ("math", "code")
 #: the divergence of a document's target rows: student's logits, teachers' logits by name, the teacher's name
 Divergence = Callable[[Tensor, dict[str, Tensor], str], Tensor]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A student and two teachers of different widths; the column `subject` names one, `answer` is for a prefix."""
-    folder = tmp_path_factory.mktemp("several")
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-    records = [
-        {
-            "text": f"{number} " + " ".join(words[number % 7 : number % 7 + 1 + number % 5]),
-            "subject": SUBJECTS[number % 3 == 0],
-            "answer": words[number % 11],
-        }
-        for number in range(40)
-    ]
-    write_records(folder / "train.jsonl", records)
-    write_run(folder)
-    save_model(folder / "math", "qwen3", seed=5)
-    save_model(folder / "code", "llama", seed=6, tied=False)
-    return folder
+    return write_subject_teachers(tmp_path_factory.mktemp("several"))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +58,7 @@ def session_with(folder: Path, **settings: Any) -> Session:
 def gradients(session: Session) -> dict[str, Tensor]:
     loss = forward_backward(session).sums["loss"]
     assert torch.isfinite(torch.tensor(loss))
-    found = {name: each.grad for name, each in session.student.named_parameters() if each.grad is not None}
+    found = named_gradients(session.student.pretrained)
     session.close()
     return {"loss": torch.tensor(loss)} | found
 
@@ -92,14 +78,14 @@ def expected(
         name: AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval() for name in SUBJECTS
     }
     step, documents = session.step_schedule.micro_batches(session.train, 0), session.train.documents
-    chosen = sorted({each for micro_batch in step for each in micro_batch.document_T.tolist()} - {-1})
+    chosen = sorted({document for micro_batch in step for document in micro_batch.document_T.tolist()} - {-1})
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for number in chosen:
         ids, targets = torch.tensor(documents.tokens(number)).long(), torch.tensor(documents.targets(number))
         rows = targets[1:].nonzero()[:, 0]
         q_logits = student(ids[None]).logits[0][rows]
         with torch.no_grad():
-            z = {name: each(ids[None]).logits[0][rows] for name, each in teachers.items()}
+            z = {name: teacher(ids[None]).logits[0][rows] for name, teacher in teachers.items()}
             for name, text in (prefixes or {}).items():
                 filled = text.format(answer=answer_of(documents.sources[number], folder))
                 prefix = torch.tensor(session.tokenizer(filled, add_special_tokens=False)["input_ids"]).long()
@@ -111,26 +97,13 @@ def expected(
         total = total + 0.7 * divergence(q_logits, z, name).sum()
         tokens += len(rows)
     (total / tokens).backward()
-    found = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
-    return {"loss": (total / tokens).detach()} | found
+    return {"loss": (total / tokens).detach()} | named_gradients(student)
 
 
 def answer_of(source: str, folder: Path) -> str:
     """The column `answer` of the record at `file:line`."""
     line = int(source.rpartition(":")[2].partition(" ")[0])
     return json.loads((folder / "train.jsonl").read_text().splitlines()[line - 1])["answer"]
-
-
-def assert_same(found: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
-    """Parameters have the names of the decoder on one side and those of transformers on the other."""
-    assert float(found.pop("loss")) == pytest.approx(float(reference.pop("loss")), rel=1e-5)
-    renamed = {
-        name.replace("backbone.", "model.").replace("head.linear.", "lm_head."): each for name, each in found.items()
-    }
-    assert renamed.keys() == reference.keys()
-    for name, gradient in reference.items():
-        worst = (renamed[name].double() - gradient).abs().max() / gradient.abs().max().clamp(min=1e-9)
-        assert worst < 2e-5, name
 
 
 def test_the_sum_of_each_teachers_divergence(folder: Path) -> None:
@@ -144,7 +117,7 @@ def test_the_sum_of_each_teachers_divergence(folder: Path) -> None:
         return 0.75 * at("math", 1.0) + 0.25 * at("code", 2.0)
 
     reference = expected(session, folder, of_both)
-    assert_same(gradients(session), reference)
+    assert_same_as_float64(gradients(session), reference)
 
 
 def test_the_sum_of_the_teachers_distributions(folder: Path) -> None:
@@ -159,7 +132,7 @@ def test_the_sum_of_the_teachers_distributions(folder: Path) -> None:
         return jsd(p.log(), (q / 2).log_softmax(1))
 
     reference = expected(session, folder, of_mixture)
-    assert_same(gradients(session), reference)
+    assert_same_as_float64(gradients(session), reference)
 
 
 def routed(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
@@ -171,7 +144,7 @@ def test_a_column_names_each_documents_teacher(folder: Path) -> None:
     code = {"weight": 0.5, "temperature": 2.0}
     session = session_with(folder, **named(folder, {}, code), **{"teachers.route": "subject"})
     reference = expected(session, folder, routed)
-    assert_same(gradients(session), reference)
+    assert_same_as_float64(gradients(session), reference)
 
 
 def test_a_teacher_runs_only_on_its_own_documents(folder: Path) -> None:
@@ -200,7 +173,7 @@ def test_one_teacher_in_the_job_and_one_on_a_server(folder: Path, server: str, s
     keys = {"url": server, "signal": signal, "weight": 0.5, "temperature": 2.0, "top_k": rows}
     session = session_with(folder, **named(folder, {}, keys), **{"teachers.route": "subject"})
     reference = expected(session, folder, routed)
-    assert_same(gradients(session), reference)
+    assert_same_as_float64(gradients(session), reference)
 
 
 PREFIXES = {"math": "You know the answer: {answer}. ", "code": "{answer}! "}
@@ -218,7 +191,7 @@ def test_a_prefix_is_read_by_its_teacher_alone(folder: Path, server: str, served
         )
 
     reference = expected(session, folder, of_both, PREFIXES)
-    assert_same(gradients(session), reference)
+    assert_same_as_float64(gradients(session), reference)
 
 
 def test_the_student_behind_a_prefix_is_its_own_teacher(folder: Path) -> None:
@@ -236,34 +209,34 @@ def test_the_student_behind_a_prefix_is_its_own_teacher(folder: Path) -> None:
         (as_teacher / "student").symlink_to(folder / "student")
         (as_teacher / "train.jsonl").symlink_to(folder / "train.jsonl")
     reference = expected(session, as_teacher, of_itself, {"math": PREFIXES["math"]})
-    assert_same(gradients(session), reference)
+    assert_same_as_float64(gradients(session), reference)
 
 
 def test_an_average_of_the_student_as_its_teacher(folder: Path) -> None:
     """Its gradients are those of a teacher with the averaged weights in a folder."""
     session = session_with(folder, **{"teachers.slow": {"student": "ema", "ema_decay": 0.5}})
     engine = session.engine
-    before = {name: each.detach().clone() for name, each in session.student.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in session.student.named_parameters()}
     for _ in range(2):
         forward_backward(session)
         engine.update(1e-2)
-    after = {name: each.detach().clone() for name, each in session.student.named_parameters()}
+    after = {name: parameter.detach().clone() for name, parameter in session.student.named_parameters()}
     average = engine.average
     assert isinstance(average, WeightAverage)
     assert any(not torch.equal(after[name], average.tensors[name]) for name in after)
 
     found = gradients(session)
-    assert all(torch.equal(each, after[name]) for name, each in session.student.named_parameters())
-    for name, each in session.student.named_parameters():
-        each.data.copy_(average.tensors[name])
+    assert all(torch.equal(parameter, after[name]) for name, parameter in session.student.named_parameters())
+    for name, parameter in session.student.named_parameters():
+        parameter.data.copy_(average.tensors[name])
     session.student.pretrained.save_pretrained(folder / "average")
     session.tokenizer.save_pretrained(folder / "average")
-    for name, each in session.student.named_parameters():
-        each.data.copy_(before[name])
-        each.grad = None
+    for name, parameter in session.student.named_parameters():
+        parameter.data.copy_(before[name])
+        parameter.grad = None
     live = session_with(folder, **{"teachers.slow": {"model": str(folder / "average")}})
-    for name, each in live.student.named_parameters():
-        each.data.copy_(after[name])
+    for name, parameter in live.student.named_parameters():
+        parameter.data.copy_(after[name])
     for name, gradient in gradients(live).items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
 
@@ -272,14 +245,14 @@ def test_the_average_follows_every_update(folder: Path) -> None:
     session = session_with(folder, **{"teachers.slow": {"student": "ema", "ema_decay": 0.75}})
     average = session.engine.average
     assert average is not None
-    wanted = {name: each.detach().double() for name, each in session.student.named_parameters()}
+    wanted = {name: parameter.detach().double() for name, parameter in session.student.named_parameters()}
     for _ in range(3):
         forward_backward(session)
         session.engine.update(1e-2)
-        for name, each in session.student.named_parameters():
-            wanted[name] = 0.75 * wanted[name] + 0.25 * each.detach().double()
-    for name, each in average.tensors.items():
-        torch.testing.assert_close(each.double(), wanted[name], rtol=1e-5, atol=1e-7, msg=name)
+        for name, parameter in session.student.named_parameters():
+            wanted[name] = 0.75 * wanted[name] + 0.25 * parameter.detach().double()
+    for name, tensor in average.tensors.items():
+        torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-5, atol=1e-7, msg=name)
     session.close()
 
 
@@ -423,14 +396,14 @@ def test_entropies_at_different_temperatures_have_no_mean(folder: Path) -> None:
 def test_a_prefix_needs_the_columns_of_its_own_documents_alone(folder: Path, tmp_path: Path) -> None:
     """With a route, the other documents have no gap for it either."""
     records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    for each in records:
-        if each["subject"] == "math":
-            del each["answer"]
+    for record in records:
+        if record["subject"] == "math":
+            del record["answer"]
     write_records(tmp_path / "train.jsonl", records)
     settings = {"data.train": str(tmp_path / "train.jsonl"), "teachers.route": "subject"}
     session = session_with(folder, **named(folder, {}, {"prefix": PREFIXES["code"]}), **settings)
     documents = session.train.documents
-    is_code = np.array([each == "code" for each in documents.columns["subject"]])
+    is_code = np.array([subject == "code" for subject in documents.columns["subject"]])
     gaps_D = documents.gaps_D(session.train.gaps)
     assert (gaps_D[is_code] > 0).all()
     assert not gaps_D[~is_code].any()

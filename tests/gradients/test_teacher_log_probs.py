@@ -201,7 +201,9 @@ def two_teachers() -> dict[str, FullVocab]:
 def test_a_weighted_sum_of_teachers() -> None:
     """The objective is linear in the teachers' parts, so its gradient is the sum of separate ones."""
     batch, leaves, signals = make_batch(), make_leaves(), two_teachers()
-    batch = replace(batch, per_token={name: each for name, each in batch.per_token.items() if name != "advantages"})
+    batch = replace(
+        batch, per_token={name: value_T for name, value_T in batch.per_token.items() if name != "advantages"}
+    )
     shares = {"code": TeacherShare(2.0), "prose": TeacherShare(0.5, temperature=1.4)}
     spec = replace(parse_objective(BOTH), discount=0.5)
     output, found = fused(replace(spec, teachers=shares), leaves, batch, signals)

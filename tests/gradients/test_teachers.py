@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.families import build
 from kit.runs import forward_backward, session_of
+from kit.teacher_gradients import named_gradients
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
@@ -49,17 +50,17 @@ def test_every_student_process_gets_each_of_its_columns_once(
     teacher: Degrees, student: Degrees, shapes_BS: list[tuple[int, int]], uniform_shapes: bool
 ) -> None:
     theirs, ours = padded_shapes(shapes_BS, teacher), padded_shapes(shapes_BS, student, uniform_shapes=uniform_shapes)
-    shapes = [MicroBatchShape(*each, theirs[at], ours[at], at) for at, each in enumerate(shapes_BS)]
-    shapes += [MicroBatchShape(0, 0, (0, 0), each) for each in ours[len(shapes_BS) :]]
+    shapes = [MicroBatchShape(*shape, theirs[at], ours[at], at) for at, shape in enumerate(shapes_BS)]
+    shapes += [MicroBatchShape(0, 0, (0, 0), padded) for padded in ours[len(shapes_BS) :]]
     received: dict[tuple[int, int], list[int]] = {}
-    for each in route(shapes, grid(teacher), grid(student)):
-        shape = shapes[each.micro_batch]
-        source = (grid(teacher).ranks_DCT == each.source).nonzero()[0].tolist()
+    for transfer in route(shapes, grid(teacher), grid(student)):
+        shape = shapes[transfer.micro_batch]
+        source = (grid(teacher).ranks_DCT == transfer.source).nonzero()[0].tolist()
         width = shape.teacher_BS[1] // teacher.context
-        assert source[0] == each.micro_batch % teacher.data
+        assert source[0] == transfer.micro_batch % teacher.data
         # these are columns of the source's part
-        assert source[1] * width <= each.start < each.stop <= (source[1] + 1) * width
-        received.setdefault((each.micro_batch, each.target), []).extend(range(each.start, each.stop))
+        assert source[1] * width <= transfer.start < transfer.stop <= (source[1] + 1) * width
+        received.setdefault((transfer.micro_batch, transfer.target), []).extend(range(transfer.start, transfer.stop))
     for at, shape in enumerate(shapes):
         for target in range(student.processes):
             data, context, _ = (grid(student).ranks_DCT == target).nonzero()[0].tolist()
@@ -118,7 +119,7 @@ def gradients(engine: TorchEngine, batch: MicroBatch, signals: Sequence[Signals]
     engine.zero_grad()
     own = engine.shard(StepMicroBatches([batch]))
     engine.forward_backward(own, signals, batch.valid_tokens)
-    return {name: each.grad.clone() for name, each in engine.students[0].named_parameters() if each.grad is not None}
+    return {name: gradient.clone() for name, gradient in named_gradients(engine.students[0]).items()}
 
 
 def test_a_teachers_signal_is_the_same_however_it_comes() -> None:
@@ -132,7 +133,7 @@ def test_a_teachers_signal_is_the_same_however_it_comes() -> None:
     for model, signal in ((teacher, hidden), (None, exact)):
         found = gradients(engine_of(student, model), batch, [{TEACHER: signal}])
         assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], each) for name, each in expected.items())
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_a_teacher_may_read_other_tokens_than_the_student() -> None:
@@ -142,8 +143,8 @@ def test_a_teacher_may_read_other_tokens_than_the_student() -> None:
     expected = gradients(engine_of(student, None), batch, [{TEACHER: exact}])
     found = gradients(engine_of(student, teacher), replace(batch, teacher_inputs=other.inputs), [{TEACHER: IN_STAGE}])
     same = gradients(engine_of(student, teacher), batch, [{TEACHER: IN_STAGE}])
-    assert all(torch.equal(found[name], each) for name, each in expected.items())
-    assert not any(torch.equal(same[name], each) for name, each in expected.items())
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert not any(torch.equal(same[name], gradient) for name, gradient in expected.items())
 
 
 @pytest.mark.parametrize("signals", [[], [{}, {}]])
@@ -171,10 +172,10 @@ def test_models_get_every_input_of_a_micro_batch() -> None:
     student.zero_grad()
     logits_TV = student(**typed.inputs).flatten(0, 1)
     torch.nn.functional.cross_entropy(logits_TV, batch.labels_T).backward()
-    named = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
+    named = named_gradients(student)
     assert found.keys() == named.keys()
-    for name, each in named.items():
-        assert (found[name] - each).norm() <= 1e-5 * each.norm(), name
+    for name, gradient in named.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 def test_an_objective_without_a_teacher_requests_no_signals(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from kit.toy_tokenizer import Chat, toy_tokenizer
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from stillhouse.data import DataReport, Documents, Prefixes, load_documents
 from stillhouse.data.prefixes import offsets_of
@@ -89,3 +91,11 @@ def random_documents(lengths: list[int], prefixes: dict[str, list[int]] | None =
         for name, of_teacher in (prefixes or {}).items()
     }
     return documents_of(ids, targets, texts, bos)
+
+
+def log_probs(folder: Path, name: str, documents: Documents, document: int) -> Tensor:
+    """Return log p at every position of one document, from the folder's model in plain transformers in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
+    ids = torch.from_numpy(documents.tokens(document).astype(np.int64))
+    with torch.no_grad():
+        return torch.log_softmax(model(ids[None]).logits[0], -1)

@@ -117,4 +117,12 @@ def change(decoder: Decoder) -> None:
 
 def completions(engine: InProcessEngine) -> list[tuple[list[int], list[float], list[int], str]]:
     found = [future.result(timeout=0) for future in engine.generate(requests())]
-    return [(each.ids_N.tolist(), each.log_probs_N.tolist(), each.versions_N.tolist(), each.finish) for each in found]
+    return [
+        (
+            completion.ids_N.tolist(),
+            completion.log_probs_N.tolist(),
+            completion.versions_N.tolist(),
+            completion.finish,
+        )
+        for completion in found
+    ]

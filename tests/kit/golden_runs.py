@@ -137,16 +137,18 @@ def compare(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
         tolerance = 1e-6 if same_machine else 1e-5
         pairs = zip(numbers(run), numbers(here), strict=True)
         apart = [(key, abs(one - other) / max(abs(one), 1e-2)) for (key, one), (_, other) in pairs]
-        differences += [f"{name}: {key} differs by {each:.2g}" for key, each in apart if not each <= tolerance]
+        differences += [
+            f"{name}: {key} differs by {difference:.2g}" for key, difference in apart if not difference <= tolerance
+        ]
     return differences
 
 
 def numbers(value: Any, key: str = "") -> list[tuple[str, float]]:
     """Yield every number of a run's record with its path."""
     if isinstance(value, dict):
-        return [each for name in sorted(value) for each in numbers(value[name], f"{key}.{name}")]
+        return [number for name in sorted(value) for number in numbers(value[name], f"{key}.{name}")]
     if isinstance(value, list):
-        return [each for at, entry in enumerate(value) for each in numbers(entry, f"{key}[{at}]")]
+        return [number for at, entry in enumerate(value) for number in numbers(entry, f"{key}[{at}]")]
     return [(key, float(value))] if isinstance(value, float) else []
 
 

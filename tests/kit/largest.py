@@ -13,7 +13,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
-        for each in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(each, Tensor):
-                self.numbers = max(self.numbers, each.numel())
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
         return made

@@ -1,8 +1,10 @@
-"""Runs of one configuration in one or several processes, and the comparison of the weights that they write."""
+"""Runs of one configuration in one or several processes, and the comparison of what they write."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from kit.ranks import Ranks
 from kit.runs import Command
 from safetensors.torch import load_file
@@ -41,3 +43,23 @@ def assert_same_weights(run: Path, reference: Path, tolerance: float = 1e-4) -> 
     assert values.keys() == expected.keys()
     for name, weight in expected.items():
         assert (values[name] - weight).norm() <= tolerance * weight.norm(), name
+
+
+def assert_same_model(one: Path, other: Path) -> None:
+    """Compare the weights, configurations and held-out texts of two runs."""
+    assert_same_weights(other, one)
+    for name in ("config.json", "generation_config.json"):
+        assert (one / "model" / name).read_text() == (other / "model" / name).read_text()
+    assert_same_held_out_text(one, other)
+
+
+def assert_same_held_out_text(one: Path, other: Path) -> None:
+    """Compare the held-out texts of two nearly equal models. The order of nearly equally likely tokens may differ."""
+    expected, found = (json.loads((run / "tokens.json").read_text())["documents"] for run in (one, other))
+    assert [each["source"] for each in found] == [each["source"] for each in expected]
+    tokens, others = ([token for each in documents for token in each["tokens"]] for documents in (found, expected))
+    for here, there in zip(tokens, others, strict=True):
+        assert (here["text"], here["target"]) == (there["text"], there["target"])
+        assert here["kl"] == (None if there["kl"] is None else pytest.approx(there["kl"], rel=1e-2, abs=1e-3))
+        for side in ("teacher", "student"):
+            assert [value for _, value in here[side]] == pytest.approx([value for _, value in there[side]], abs=1e-3)

@@ -50,7 +50,7 @@ def save(folder: Path, width: int) -> tuple[float, float]:
 
 
 def mebibytes(module: torch.nn.Module) -> float:
-    return sum(each.numel() * each.element_size() for each in module.parameters()) / MIB
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()) / MIB
 
 
 def measure(_: Rank, job: tuple[Path, Path, Degrees]) -> Memory:
@@ -62,7 +62,9 @@ def measure(_: Rank, job: tuple[Path, Path, Degrees]) -> Memory:
     prove(runner, small)
     step(runner)
     loading, runner = growth(partial(load, large, degrees, mesh))
-    share = sum(local(each).numel() * each.element_size() for _, each in runner.named_parameters()) / MIB
+    share = (
+        sum(local(parameter).numel() * parameter.element_size() for _, parameter in runner.named_parameters()) / MIB
+    )
     proof, _ = growth(partial(prove, runner, large))
     return Memory(share, loading, proof, growth(partial(step, runner))[0])
 
@@ -106,5 +108,5 @@ def cross_entropy(*, hidden_states: Any, head: Any, context: Any, depth: int = 0
 
 
 def status(key: str) -> float:
-    (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(f"{key}:"))
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
     return int(line.split()[1]) / 1024

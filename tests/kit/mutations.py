@@ -7,6 +7,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 #: values that have a wrong type or size for most keys
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 7, 255, 2**31, 2**63, 2**64, 10**18, 10**30),
@@ -103,7 +105,7 @@ def _places(value: Any) -> Any:
     """Yield every (container, key) of a nested value, the outer ones first."""
     level = [value]
     while level:
-        holders, level = [each for each in level if isinstance(each, dict | list)], []
+        holders, level = [holder for holder in level if isinstance(holder, dict | list)], []
         for holder in holders:
             keys = list(holder) if isinstance(holder, dict) else range(min(len(holder), 20))
             for key in keys:
@@ -169,3 +171,12 @@ def damage_files(draw: random.Random, files: list[Path], foreign: list[Path]) ->
             case _:
                 path.write_bytes(DAMAGE.get(path.suffix, damaged_bytes)(draw, path.read_bytes()))
     return chosen
+
+
+def readable(error: pytest.ExceptionInfo[ValueError]) -> str:
+    """Return the text of an error about a hostile input; assert that it is short and has no escape sequences."""
+    text = str(error.value)
+    assert text.count("\n") < 12
+    assert len(text) < 1500
+    assert "\x1b" not in text
+    return text

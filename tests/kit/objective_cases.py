@@ -67,7 +67,7 @@ ALPHA_BETAS = [
 ]
 ALL_DIVERGENCES = F_DIVERGENCES + ALPHA_BETAS
 #: divergences whose (p/q)^α does not overflow on peaked rows; see the docstring of alpha_beta
-DIVERGENCES_OF_PEAKED_ROWS = F_DIVERGENCES + [each for each in ALPHA_BETAS if "-0.5" not in each]
+DIVERGENCES_OF_PEAKED_ROWS = F_DIVERGENCES + [expression for expression in ALPHA_BETAS if "-0.5" not in expression]
 #: the default size of a problem
 T, V, D = 37, 251, 16
 TAILS = ["bucket", "renormalize", "drop"]
@@ -293,13 +293,13 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple | list):
-        return type(value)(converted(each, dtype) for each in value)
+        return type(value)(converted(part, dtype) for part in value)
     if isinstance(value, dict):
-        return {name: converted(each, dtype) for name, each in value.items()}
+        return {name: converted(part, dtype) for name, part in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Divergence):
-        fields = [each for each in dataclasses.fields(value) if each.init]
+        fields = [field for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(
-            value, **{each.name: converted(getattr(value, each.name), dtype) for each in fields}
+            value, **{field.name: converted(getattr(value, field.name), dtype) for field in fields}
         )
     return value
 

@@ -22,6 +22,8 @@ from typing import Any
 from kit.runs import Command
 from torch.distributed import TCPStore
 
+from stillhouse import cli
+
 HOST = "127.0.0.1"
 #: starts two ranks of what follows
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -102,11 +104,11 @@ class Ranks:
     @property
     def texts(self) -> str:
         """All output of all ranks, for the messages of failed tests."""
-        return "".join(f"rank {rank}:\n{each.out}{each.err}" for rank, each in enumerate(self.commands))
+        return "".join(f"rank {rank}:\n{command.out}{command.err}" for rank, command in enumerate(self.commands))
 
     @property
     def err(self) -> str:
-        return "".join(each.err for each in self.commands)
+        return "".join(command.err for command in self.commands)
 
 
 def free_port() -> int:
@@ -120,3 +122,8 @@ def under_torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [*TORCHRUN, "-m", "stillhouse", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+
+
+def at_once() -> None:
+    """Let every rank print its error at once, without waiting for rank 0."""
+    cli.SECONDS_FOR_FIRST = 0.0

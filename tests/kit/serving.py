@@ -12,6 +12,10 @@ import torch
 from kit.ranks import Ranks
 from kit.runs import Command
 
+from stillhouse.data import load_tokenizer
+from stillhouse.generation.weights import publish
+from stillhouse.models import Decoder
+from stillhouse.parallel import single_process_runner
 from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -148,3 +152,18 @@ def slow_generation(seconds: float) -> None:
         return call(draws, *arguments)
 
     TokenSampler.__call__ = slowly  # type: ignore[method-assign]
+
+
+def publish_scaled(
+    folder: Path, target: Path, version: int, factor: float, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Publish the model of a folder with all weights times a factor."""
+    decoder = Decoder.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(factor)
+    return publish(single_process_runner(decoder, None), target, version, tokenizer=load_tokenizer(str(folder)))
+
+
+def load_weights(server: Server, folder: Path | str, version: str) -> httpx2.Response:
+    return server.client.post("/v1/weights", json={"folder": str(folder), "version": version})

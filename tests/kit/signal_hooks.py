@@ -1,4 +1,4 @@
-"""Hooks for the process of a test: they send it a signal, or make it hang, at a chosen point."""
+"""Hooks for the process of a test: they send it a signal, or make it hang, at a chosen point of its run."""
 
 import functools
 import importlib
@@ -7,13 +7,19 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from test_train_resume import signal_at
+from kit.run_logs import last_step
+from kit.runs import Command
 
 from stillhouse import preemption
 from stillhouse.loops import training
-from stillhouse.output.log import RunLog
+from stillhouse.output.log import NoLog, RunLog
+
+#: the logs of all ranks
+EVERY_RANK = (RunLog, NoLog)
 
 
 def signal_when(module: str, name: str, number: signal.Signals) -> None:
@@ -61,19 +67,39 @@ def interrupt_in(name: str, call: int) -> None:
     setattr(training, name, wrapped)
 
 
+def at_step(step: int, act: Callable[[], object], *, logs: Sequence[type] = (RunLog,), before: bool = False) -> None:
+    """Let the process act after it has written the line of a step, or before it.
+
+    logs: `RunLog` is the log of rank 0, `NoLog` that of the other ranks.
+    """
+    for log in logs:
+
+        def train(of_run: Any, at: int, *others: Any, original: Any = log.train) -> None:
+            if before and at == step:
+                act()
+            original(of_run, at, *others)
+            if not before and at == step:
+                act()
+
+        log.train = train  # type: ignore[attr-defined]
+
+
+def signal_at(step: int, number: signal.Signals, logs: Sequence[type] = (RunLog,)) -> None:
+    at_step(step, lambda: os.kill(os.getpid(), number), logs=logs)
+
+
 def hang_at_step(step: int) -> None:
     """Let the main thread hang after a step, as in a collective whose other ranks have gone."""
-    original = RunLog.train
-
-    @functools.wraps(original)
-    def wrapped(log: RunLog, at: int, *others: Any) -> None:
-        original(log, at, *others)
-        if at == step:
-            threading.Event().wait()
-
-    RunLog.train = wrapped  # type: ignore[method-assign]
+    at_step(step, threading.Event().wait)
 
 
 def ignoring_signal_at(step: int, number: signal.Signals) -> None:
     signal.signal(number, signal.SIG_IGN)
     signal_at(step, number)
+
+
+def kill_at(step: int, out: Path, *arguments: str | Path) -> None:
+    """Run until the process kills itself at a step; the last line of the log is that step's."""
+    command = Command("distill", *arguments, hook=signal_at, hook_arguments=(step, signal.SIGKILL))
+    assert command.wait() == -signal.SIGKILL, command.err
+    assert last_step(out) == step

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kit.runs import forward_backward, session_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from stillhouse.data import MicroBatch
 from stillhouse.objective import TEACHER, Signal
@@ -22,7 +22,7 @@ def gradients(folder: Path, **settings: Any) -> Gradients:
     stored = "teacher.url" in settings or "teacher.cache" in settings
     session = session_of(folder, cached=stored, **settings)
     loss = forward_backward(session).sums["loss"]
-    found = loss, named_gradients(session)
+    found = loss, named_gradients(session.student)
     session.close()
     return found
 
@@ -31,8 +31,10 @@ def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], S
     """Of the same run with the teacher in the job, whose signals `signal` makes."""
     live = session_of(folder, **settings)
     own = live.shard(live.step_schedule.micro_batches(live.train, 0))
-    output = live.engine.forward_backward(own, [{TEACHER: signal(live, each)} for each in own], own.whole.normalizer)
-    return output.sums["loss"], named_gradients(live)
+    output = live.engine.forward_backward(
+        own, [{TEACHER: signal(live, micro_batch)} for micro_batch in own], own.whole.normalizer
+    )
+    return output.sums["loss"], named_gradients(live.student)
 
 
 def log_probs_TV(session: Session, micro_batch: MicroBatch, temperature: float) -> Tensor:
@@ -49,5 +51,13 @@ def assert_close(first: Gradients, second: Gradients, tolerance: float = 1e-5) -
         torch.testing.assert_close(gradient, second[1][name], rtol=tolerance, atol=tolerance / 10, msg=name)
 
 
-def named_gradients(session: Session) -> dict[str, Tensor]:
-    return {name: each.grad for name, each in session.student.named_parameters() if each.grad is not None}
+def named_gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same_as_float64(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
+    """Compare float32 gradients with those of plain float64 autograd, relative to the largest one of a parameter."""
+    assert gradients.keys() == reference.keys()
+    for name, expected in reference.items():
+        error = (gradients[name].double() - expected).abs().max() / expected.abs().max().clamp(min=1e-9)
+        assert error < 2e-5, name

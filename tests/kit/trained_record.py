@@ -34,9 +34,9 @@ def record_trained(path: str) -> None:
 
     def taking(rollouts: Rollouts, step: int, *others: Any) -> Any:
         samples = take(rollouts, step, *others)
-        versions = [each.completion.versions_N[each.is_written_N] for each in samples]
-        oldest, newest = min(each.min() for each in versions), max(each.max() for each in versions)
-        numbers = [each.number for each in samples]
+        versions = [sample.completion.versions_N[sample.is_written_N] for sample in samples]
+        oldest, newest = min(version.min() for version in versions), max(version.max() for version in versions)
+        numbers = [sample.number for sample in samples]
         taken.update(step=step, numbers=numbers, versions=[int(oldest), int(newest)])
         return samples
 
@@ -62,15 +62,15 @@ def trained(path: Path) -> list[TrainedStep]:
 
 def wrong_in(steps: list[TrainedStep], count: int, samples: int, max_staleness: int) -> str:
     """What is wrong with a run's steps: "" if each of `samples` samples was trained exactly once, none too old."""
-    if [each.step for each in steps] != list(range(count)):
-        return f"steps {[each.step for each in steps]}, expected 0 to {count - 1}"
-    counts = Counter(number for each in steps for number in each.numbers)
+    if [step.step for step in steps] != list(range(count)):
+        return f"steps {[step.step for step in steps]}, expected 0 to {count - 1}"
+    counts = Counter(number for step in steps for number in step.numbers)
     if twice := sorted(number for number, times in counts.items() if times > 1):
         return f"samples {twice} were trained more than once"
     if lost := sorted(set(range(samples)) ^ counts.keys()):
         return f"samples {lost} were not trained, or are none of this run"
-    for each in steps:
-        oldest, newest = each.versions
-        if not each.step - max_staleness <= oldest <= newest <= each.step:
-            return f"step {each.step} has tokens of versions {oldest} to {newest}; the bound is {max_staleness}"
+    for step in steps:
+        oldest, newest = step.versions
+        if not step.step - max_staleness <= oldest <= newest <= step.step:
+            return f"step {step.step} has tokens of versions {oldest} to {newest}; the bound is {max_staleness}"
     return ""

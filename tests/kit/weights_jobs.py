@@ -33,8 +33,8 @@ def growth_under(rank: Rank, job: tuple[Path, Path, Path, Degrees, int]) -> floa
     small, large, folder, degrees, bucket_bytes = job
     mesh = Mesh(degrees, CPU)
     runners = [
-        build_runner(Layout(degrees), mesh, ModelSource(partial(_student, each, False), partial(_fill, each)), None)
-        for each in (small, large)
+        build_runner(Layout(degrees), mesh, ModelSource(partial(_student, model, False), partial(_fill, model)), None)
+        for model in (small, large)
     ]
     publish(runners[0], folder, 0)
     return growth(partial(publish, runners[1], folder, 1, bucket_bytes=bucket_bytes))[0]

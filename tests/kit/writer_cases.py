@@ -74,13 +74,13 @@ def engine_of(
 ) -> ServedEngine:
     sampling = sampling or Sampling(12, temperature=TEMPERATURE)
     given = {"vocabulary": VOCABULARY, "timeout": 20.0} | options
-    return ServedEngine([each.url for each in servers], sampling, api or VllmApi(), **given)
+    return ServedEngine([server.url for server in servers], sampling, api or VllmApi(), **given)
 
 
 def requests_of(count: int) -> list[GenerationRequest]:
     draws = np.random.default_rng(0)
     prompts = [draws.integers(0, VOCABULARY, 1 + number % 5).astype(np.int32) for number in range(count)]
-    return [GenerationRequest(number, each, seed=1 + number) for number, each in enumerate(prompts)]
+    return [GenerationRequest(number, prompt, seed=1 + number) for number, prompt in enumerate(prompts)]
 
 
 def wait_for_tokens(
@@ -88,10 +88,10 @@ def wait_for_tokens(
 ) -> None:
     """Wait until the server has written so many tokens of each request; which=any: of one of them."""
     end = time.monotonic() + 30
-    while not which(server.writer.progress.get(each.seed, 0) >= count for each in requests):
+    while not which(server.writer.progress.get(request.seed, 0) >= count for request in requests):
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
 def results(engine: ServedEngine, requests: list[GenerationRequest]) -> list[Completion]:
-    return [each.result(60) for each in engine.generate(requests)]
+    return [future.result(60) for future in engine.generate(requests)]

@@ -6,34 +6,21 @@ import pytest
 import torch
 from kit.layout_runs import assert_same_weights
 from kit.ranks import Ranks
-from kit.runs import metrics, run, save_model, write_records, write_run
+from kit.runs import metrics, run, write_run
+from kit.subject_teachers import write_subject_teachers
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stillhouse.parallel import SCHEMES
 
 LIMIT = 240
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
 AVERAGE = {"student": "ema", "ema_decay": 0.5}
 LIVE = {"student": "live", "prefix": "{answer} {answer} "}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layouts")
-    records = [
-        {
-            "text": f"{number} " + " ".join(WORDS[number % 7 : number % 7 + 1 + number % 5]),
-            "subject": ("math", "code")[number % 3 == 0],
-            "answer": WORDS[number % 11],
-        }
-        for number in range(40)
-    ]
-    write_records(folder / "train.jsonl", records)
-    save_model(folder / "math", "qwen3", seed=5)
-    save_model(folder / "code", "llama", seed=6, tied=False)
-    write_run(folder, tied=True)
-    return folder
+    return write_subject_teachers(tmp_path_factory.mktemp("layouts"), tied=True)
 
 
 def write(folder: Path, out: str, **settings: object) -> Path:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from kit.layout_runs import LIMIT, assert_same_weights, distill
+from kit.layout_runs import LIMIT, assert_same_model, assert_same_weights, distill
 from kit.odd_lines import LINE, vanished, vanishing, with_odd_line
 from kit.ranks import TORCHRUN, Ranks, under_torchrun
 from kit.runs import metrics, save_model, wait_for, write_run
@@ -40,25 +40,6 @@ def lines(folder: Path) -> list[str]:
 
 def last_evaluation(folder: Path) -> str:
     return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"eval/' in line][-1]
-
-
-def assert_same_model(one: Path, other: Path) -> None:
-    assert_same_weights(other, one)
-    for name in ("config.json", "generation_config.json"):
-        assert (one / "model" / name).read_text() == (other / "model" / name).read_text()
-    assert_same_held_out_text(one, other)
-
-
-def assert_same_held_out_text(one: Path, other: Path) -> None:
-    """Compare the held-out texts of two nearly equal models. The order of nearly equally likely tokens may differ."""
-    expected, found = (json.loads((run / "tokens.json").read_text())["documents"] for run in (one, other))
-    assert [each["source"] for each in found] == [each["source"] for each in expected]
-    tokens, others = ([token for each in documents for token in each["tokens"]] for documents in (found, expected))
-    for here, there in zip(tokens, others, strict=True):
-        assert (here["text"], here["target"]) == (there["text"], there["target"])
-        assert here["kl"] == (None if there["kl"] is None else pytest.approx(there["kl"], rel=1e-2, abs=1e-3))
-        for side in ("teacher", "student"):
-            assert [value for _, value in here[side]] == pytest.approx([value for _, value in there[side]], abs=1e-3)
 
 
 @pytest.mark.slow

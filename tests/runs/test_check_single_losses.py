@@ -21,8 +21,8 @@ def gradient(session: Session, engine: Any) -> torch.Tensor:
     engine.zero_grad()
     micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
     _forward_backward(session, engine, micro_batches)
-    found = [each.grad for _, each in session.student.named_parameters() if each.requires_grad]
-    return torch.cat([torch.zeros(1) if each is None else each.flatten().double() for each in found])
+    found = [parameter.grad for _, parameter in session.student.named_parameters() if parameter.requires_grad]
+    return torch.cat([torch.zeros(1) if gradient is None else gradient.flatten().double() for gradient in found])
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_in_a_job_of_two_processes_rank_0_alone_completes_texts(tmp_path: Path, 
     write_run(tmp_path, **{"eval.callbacks": [f"{__name__}:lengths"], "eval.task_tokens": 4})
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")
     ranks = Ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}", layout)
-    assert ranks.wait() == [0, 0], "".join(each.err for each in ranks)
+    assert ranks.wait() == [0, 0], "".join(rank.err for rank in ranks)
     one, two = ((tmp_path / name / "called.jsonl").read_text() for name in ("one", "two"))
     assert two == one
 
@@ -56,7 +56,7 @@ def test_a_number_that_is_not_finite_stops_the_run_on_all_ranks(tmp_path: Path) 
     assert f"error: {problem}" in failed.err
     ranks = Ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}")
     assert ranks.wait() == [1, 1]
-    assert [each.err for each in ranks] == [f"error: {problem}", f"error on rank 1: {problem}"]
+    assert [rank.err for rank in ranks] == [f"error: {problem}", f"error on rank 1: {problem}"]
 
 
 def quality(context: EvaluationContext) -> dict[str, float]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from kit.layout_runs import distill
 from kit.runs import Command, contents, run, save_model, session_of, write_run, write_texts
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_train_layouts import distill
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    return {name: each for path in sorted(folder.glob("*.safetensors")) for name, each in load_file(path).items()}
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 @torch.no_grad()
@@ -68,8 +68,8 @@ def test_a_step_is_chosen(trained: Path, tmp_path: Path, step: str | None, numbe
     assert checkpoint.path == out / "checkpoints" / f"step-{number:08d}"
     assert weights(tmp_path / "made").keys()
     stored = load_file(next((checkpoint.path / "student").glob("*.safetensors")))
-    for name, each in weights(tmp_path / "made").items():
-        assert torch.equal(each, stored[name]), name
+    for name, weight in weights(tmp_path / "made").items():
+        assert torch.equal(weight, stored[name]), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -78,8 +78,8 @@ def test_the_logits_are_the_trained_students(tmp_path: Path, family: str, tied: 
     """In float32 to the bit; in bfloat16 every weight is the rounded one, in files of at most 40 kB with an index."""
     session = session_of(tmp_path, family=family, tied=tied)
     with torch.no_grad():
-        for each in session.student.parameters():
-            each += 0.01 * torch.randn_like(each)
+        for parameter in session.student.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
     path = save_checkpoint(tmp_path / "saved", Progress(1), session.engine, session.tokenizer)
     export_run(path, tmp_path / "made", None, PLAIN)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "made", output_loading_info=True)
@@ -298,17 +298,17 @@ def test_an_adapter_is_merged_or_alone(tmp_path: Path, family: str) -> None:
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     export_run(tmp_path / "out", tmp_path / "half", None, ExportSettings(dtype="bfloat16"))
-    lora_of = {name: each.float() for name, each in weights(tmp_path / "alone").items()}
+    lora_of = {name: weight.float() for name, weight in weights(tmp_path / "alone").items()}
     changed = 0
-    for name, each in weights(tmp_path / "half").items():
+    for name, tensor in weights(tmp_path / "half").items():
         part = f"base_model.model.{name.removesuffix('.weight')}"
         weight = plain[name]
         if f"{part}.lora_A.weight" in lora_of:
             delta = 8 / 4 * lora_of[f"{part}.lora_B.weight"] @ lora_of[f"{part}.lora_A.weight"]
             weight = weight + (delta.T if family == "gpt2" else delta)
             changed += 1
-        assert (each.float() - weight).abs().max() <= 2**-8 * weight.abs().max(), name
-        assert each.dtype == torch.bfloat16
+        assert (tensor.float() - weight).abs().max() <= 2**-8 * weight.abs().max(), name
+        assert tensor.dtype == torch.bfloat16
     assert changed == len(lora_of) / 2
     (tmp_path / "student" / "config.json").write_text((tmp_path / "student" / "config.json").read_text() + " ")
     for merge in (True, False):
@@ -321,7 +321,7 @@ def test_an_adapter_is_merged_or_alone(tmp_path: Path, family: str) -> None:
 def test_a_checkpoint_of_any_layout(tmp_path: Path, layout: str) -> None:
     """The exported weights are those of the sharded checkpoint to the bit, and the card names the processes."""
     write_run(tmp_path, tied=True, **{"train.steps": 2})
-    assert distill(tmp_path, "out", 2, f"parallel.{layout}").returncode == 0
+    distill(tmp_path, "out", 2, f"parallel.{layout}")
     export_run(tmp_path / "out", tmp_path / "made", None, ExportSettings())
     assert contents(tmp_path / "out" / "model").items() <= contents(tmp_path / "made").items()
     text = (tmp_path / "made" / "README.md").read_text()
@@ -342,7 +342,7 @@ def test_a_student_with_mtp_layers_is_exported_with_or_without_them(tmp_path: Pa
     further = {name for name in whole if name.startswith((f"model.layers.{layers}.", f"model.layers.{layers + 1}."))}
     assert len({name.split(".")[2] for name in further}) == 2
     assert rest.keys() == whole.keys() - further
-    assert all(torch.equal(each, whole[name]) for name, each in rest.items())
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in rest.items())
     config = json.loads((tmp_path / "without" / "config.json").read_text())
     assert config["num_mtp_layers"] == 0
     assert "mtp_layer_types" not in config

@@ -20,7 +20,7 @@ def test_a_difference_is_found() -> None:
     for name, change in (("dense", 1e-12), ("pipeline", 1e-4), ("tensor", math.nan)):
         found = copy.deepcopy(expected)
         found["runs"][name]["losses"][3] += change
-        assert any(name in each for each in compare(expected, found)), name
+        assert any(name in difference for difference in compare(expected, found)), name
     elsewhere = copy.deepcopy(expected) | {"machine": {}}
     elsewhere["runs"]["dense"]["losses"][3] += 1e-9
     elsewhere["runs"]["dense"]["weights_sha256"] = ""

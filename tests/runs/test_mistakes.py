@@ -19,9 +19,9 @@ from ruamel.yaml import YAML
 
 LISTS = sorted((Path(__file__).parents[1] / "kit" / "mistakes").glob("*.yaml"))
 MISTAKES = [
-    pytest.param(each, id=f"{path.stem}: {each['name']}")
+    pytest.param(mistake, id=f"{path.stem}: {mistake['name']}")
     for path in LISTS
-    for each in YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    for mistake in YAML(typ="safe").load(path.read_text(encoding="utf-8"))
 ]
 #: every so many-th mistake is tried in `make test`
 QUICK = 12
@@ -50,13 +50,13 @@ def test_a_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", [each for number, each in enumerate(MISTAKES) if number % QUICK])
+@pytest.mark.parametrize("mistake", [mistake for number, mistake in enumerate(MISTAKES) if number % QUICK])
 def test_every_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
     require_one_line(folder, tmp_path, mistake)
 
 
 def test_the_list_is_long_and_names_each_mistake_once() -> None:
-    names = [each.id for each in MISTAKES]
+    names = [mistake.id for mistake in MISTAKES]
     assert len(names) >= 150
     assert len(set(names)) == len(names)
 
@@ -80,11 +80,11 @@ def in_process(
 
 
 def require_one_line(folder: Path, place: Path, mistake: dict[str, Any]) -> None:
-    for each in folder.iterdir():
-        if each.is_dir():
-            shutil.copytree(each, place / each.name)
+    for source in folder.iterdir():
+        if source.is_dir():
+            shutil.copytree(source, place / source.name)
         else:
-            shutil.copy(each, place)
+            shutil.copy(source, place)
     for name, content in mistake.get("files", {}).items():
         path = place / name
         if content is None:
@@ -94,7 +94,7 @@ def require_one_line(folder: Path, place: Path, mistake: dict[str, Any]) -> None
             path.write_text(content, encoding="utf-8")
     before = contents(place)
     environment = {name: str(value) for name, value in mistake.get("environment", {}).items()}
-    arguments = [str(each) for each in mistake["run"]]
+    arguments = [str(argument) for argument in mistake["run"]]
     code, out, err = in_process(arguments, place, environment, is_fresh=mistake.get("fresh", False))
     shown = f"{' '.join(arguments)}\nexit code {code}, expected {mistake['code']}\n{out}\n{err}"
     assert code == mistake["code"], shown

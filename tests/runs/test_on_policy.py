@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 from kit.families import build
+from kit.layout_runs import weights
+from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import Command, contents, metrics, write_records, write_run
 from kit.serving import Server
+from kit.signal_hooks import signal_at
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
-from test_train_resume import signal_at
 
 from stillhouse.checkpoint.identity import decisive_values
-from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config import ConfigError
 from stillhouse.config.read_config import dotted_values
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare
@@ -37,35 +39,6 @@ def echo(prompt, completion, record):
 """
 
 
-def write(folder: Path, **settings: Any) -> RunConfig:
-    """Write a run with prompts. Its steps have four prompts with two completions each."""
-    folder.mkdir(exist_ok=True)
-    records = [{"prompt": f"Two and {number} is", "completion": f" {number + 2}."} for number in range(15)]
-    write_records(folder / "train.jsonl", records)
-    write_records(folder / "eval.jsonl", records[:5])
-    given = {
-        "objective.loss": "reverse_kl",
-        "rollout.max_new_tokens": 11,
-        "rollout.samples_per_prompt": 2,
-        "rollout.prompts_per_step": 4,
-        "data.max_tokens": 37,
-        "train.tokens_per_step": 37,
-        "train.micro_batch_tokens": 74,
-    }
-    return write_run(folder, **given | settings)
-
-
-def losses(out: Path) -> list[dict[str, float]]:
-    lines = [each for each in metrics(out) if "rollout/share" in each]
-    return [
-        {key: value for key, value in each.items() if not key.startswith(("speed/", "seconds"))} for each in lines
-    ]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(out / "model" / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("schedule", "staleness", "expected"),
     [
@@ -79,23 +52,23 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 def test_the_weights_that_wrote_a_token_are_as_old_as_the_schedule_says(
     tmp_path: Path, schedule: str, staleness: int, expected: list[int]
 ) -> None:
-    config = write(tmp_path, **{"rollout.schedule": schedule, "rollout.max_staleness": staleness})
+    config = write_on_policy_run(tmp_path, **{"rollout.schedule": schedule, "rollout.max_staleness": staleness})
     out = distill(config)
-    assert [line["rollout/staleness_max"] for line in losses(out)] == expected
+    assert [line["rollout/staleness_max"] for line in rollout_figures(out)] == expected
     of_one_version = [
-        line["rollout/log_ratio_max"] for line, age in zip(losses(out), expected, strict=True) if not age
+        line["rollout/log_ratio_max"] for line, age in zip(rollout_figures(out), expected, strict=True) if not age
     ]
     assert max(of_one_version) < 1e-4
-    later = [line["rollout/log_ratio_max"] for line, age in zip(losses(out), expected, strict=True) if age]
+    later = [line["rollout/log_ratio_max"] for line, age in zip(rollout_figures(out), expected, strict=True) if age]
     assert not later or min(later) > 1e-4
 
 
 @pytest.mark.parametrize("schedule", ["one_step_off", "two_step_off", "async"])
 def test_without_staleness_every_schedule_is_sync_to_the_bit(tmp_path: Path, schedule: str) -> None:
-    sync = distill(write(tmp_path, out=str(tmp_path / "sync")))
+    sync = distill(write_on_policy_run(tmp_path, out=str(tmp_path / "sync")))
     settings = {"rollout.schedule": schedule, "rollout.max_staleness": 0, "out": str(tmp_path / "other")}
-    other = distill(write(tmp_path, **settings))
-    assert losses(other) == losses(sync)
+    other = distill(write_on_policy_run(tmp_path, **settings))
+    assert rollout_figures(other) == rollout_figures(sync)
     assert contents(other / "model") == contents(sync / "model")
 
 
@@ -104,14 +77,14 @@ def test_without_staleness_every_schedule_is_sync_to_the_bit(tmp_path: Path, sch
 def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int) -> None:
     """The run is killed after step `at` is logged; its last checkpoint is of an earlier step, or there is none."""
     settings = {"rollout.schedule": schedule, "rollout.max_staleness": 4, "checkpoint.every": 2}
-    undisturbed = distill(write(tmp_path, **settings, out=str(tmp_path / "undisturbed")))
-    config = write(tmp_path, **settings)
+    undisturbed = distill(write_on_policy_run(tmp_path, **settings, out=str(tmp_path / "undisturbed")))
+    config = write_on_policy_run(tmp_path, **settings)
     out, run_yaml = Path(config.out), tmp_path / "run.yaml"
     command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(at, signal.SIGKILL))
     assert command.wait() == -signal.SIGKILL, command.err
     again = Command("distill", run_yaml)
     assert again.wait() == 0, again.err
-    assert losses(out) == losses(undisturbed)
+    assert rollout_figures(out) == rollout_figures(undisturbed)
     assert contents(out / "model") == contents(undisturbed / "model")
 
 
@@ -119,7 +92,7 @@ def test_a_killed_run_with_several_turns_goes_on_to_the_bit(tmp_path: Path, monk
     (tmp_path / "hooks.py").write_text(HOOKS)
     monkeypatch.chdir(tmp_path)
     settings = {"rollout.environment": "hooks:echo", "rollout.stop": ["e", "a", "i"], "checkpoint.every": 2}
-    write(tmp_path, **settings, **{"rollout.schedule": "one_step_off", "objective.loss": "jsd(0.5)"})
+    write_on_policy_run(tmp_path, **settings, **{"rollout.schedule": "one_step_off", "objective.loss": "jsd(0.5)"})
     run_yaml = tmp_path / "run.yaml"
     undisturbed = Command("distill", run_yaml, f"out={tmp_path / 'undisturbed'}")
     assert undisturbed.wait(120) == 0, undisturbed.err
@@ -127,13 +100,13 @@ def test_a_killed_run_with_several_turns_goes_on_to_the_bit(tmp_path: Path, monk
     assert command.wait() == -signal.SIGKILL, command.err
     again = Command("distill", run_yaml)
     assert again.wait(120) == 0, again.err
-    assert losses(tmp_path / "out") == losses(tmp_path / "undisturbed")
+    assert rollout_figures(tmp_path / "out") == rollout_figures(tmp_path / "undisturbed")
     shown = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     assert any(not token["target"] for line in shown for token in json.loads(line)["tokens"])
 
 
 def test_a_checkpoint_without_its_samples_is_refused(tmp_path: Path) -> None:
-    config = write(tmp_path, **{"rollout.schedule": "one_step_off", "checkpoint.every": 2})
+    config = write_on_policy_run(tmp_path, **{"rollout.schedule": "one_step_off", "checkpoint.every": 2})
     command = Command("distill", tmp_path / "run.yaml", hook=signal_at, hook_arguments=(5, signal.SIGKILL))
     assert command.wait() == -signal.SIGKILL
     kept = Path(config.out) / "checkpoints" / "step-00000004" / "rollouts.safetensors"
@@ -147,7 +120,11 @@ def test_a_checkpoint_without_its_samples_is_refused(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("on_policy")
-    distill(write(folder, out=str(folder / "one"), **{"rollout.schedule": "one_step_off", "checkpoint.every": 3}))
+    distill(
+        write_on_policy_run(
+            folder, out=str(folder / "one"), **{"rollout.schedule": "one_step_off", "checkpoint.every": 3}
+        )
+    )
     return folder
 
 
@@ -159,7 +136,7 @@ def test_two_processes_train_on_the_completions_of_one(one_process: Path, layout
     out = one_process / layout
     ranks = Ranks(2, "distill", one_process / "run.yaml", f"parallel.{layout}", f"out={out}")
     assert ranks.wait(180) == [0, 0], "".join(each.err for each in ranks)
-    for found, expected in zip(losses(out), losses(one_process / "one"), strict=True):
+    for found, expected in zip(rollout_figures(out), rollout_figures(one_process / "one"), strict=True):
         assert found["rollout/completion_tokens"] == expected["rollout/completion_tokens"]
         assert found["loss/total_nats_per_token"] == pytest.approx(expected["loss/total_nats_per_token"], rel=1e-4)
         assert found["train/gradient_norm"] == pytest.approx(expected["train/gradient_norm"], rel=1e-3)
@@ -180,8 +157,8 @@ def test_a_run_goes_on_under_another_layout_with_the_samples_of_the_first(one_pr
     (out / "config.yaml").write_text(config)
     ranks = Ranks(2, "distill", one_process / "run.yaml", "parallel.fsdp=2", f"out={out}")
     assert ranks.wait(180) == [0, 0], "".join(each.err for each in ranks)
-    assert [each["rollout/completion_tokens"] for each in losses(out)] == [
-        each["rollout/completion_tokens"] for each in losses(one_process / "one")
+    assert [each["rollout/completion_tokens"] for each in rollout_figures(out)] == [
+        each["rollout/completion_tokens"] for each in rollout_figures(one_process / "one")
     ]
 
 
@@ -204,8 +181,8 @@ def test_every_kind_of_objective(
     (tmp_path / "hooks.py").write_text(HOOKS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "hooks", raising=False)
-    out = distill(write(tmp_path, **{"objective.loss": loss, "train.steps": 3} | settings))
-    lines = losses(out)
+    out = distill(write_on_policy_run(tmp_path, **{"objective.loss": loss, "train.steps": 3} | settings))
+    lines = rollout_figures(out)
     assert len(lines) == 3
     for line in lines:
         assert line["train/gradient_norm"] > 0
@@ -230,7 +207,7 @@ def test_a_configuration_that_does_not_fit_is_refused_by_its_key(
     tmp_path: Path, settings: dict[str, Any], key: str, problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem) as raised:
-        prepare(write(tmp_path, **settings), announce=False)
+        prepare(write_on_policy_run(tmp_path, **settings), announce=False)
     assert raised.value.key == key
 
 
@@ -248,7 +225,7 @@ def test_a_reward_that_cannot_be_used_is_refused(
     (tmp_path / "hooks.py").write_text(HOOKS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "hooks", raising=False)
-    config = write(tmp_path, **{"objective.loss": "policy_gradient", "rollout.reward": reward})
+    config = write_on_policy_run(tmp_path, **{"objective.loss": "policy_gradient", "rollout.reward": reward})
     with pytest.raises(ValueError, match=problem):
         distill(config)
 
@@ -263,14 +240,14 @@ def test_the_writers_log_probs_are_over_the_rows_that_training_counts(
     student.save_pretrained(tmp_path / "student")
     toy_tokenizer().save_pretrained(tmp_path / "student")
     settings = {"objective.loss": "reverse_kl + sampled_kl(k2)", "train.steps": 2, "parallel.fsdp": processes}
-    write(tmp_path, **settings)
+    write_on_policy_run(tmp_path, **settings)
     with ExitStack() as servers:
         if teacher == "served":
             server = servers.enter_context(Server(tmp_path / "teacher"))
-            write(tmp_path, cached=True, **settings, **{"teacher.url": server.url})
+            write_on_policy_run(tmp_path, cached=True, **settings, **{"teacher.url": server.url})
         ranks = Ranks(processes, "distill", tmp_path / "run.yaml")
         assert ranks.wait() == [0] * processes, ranks.texts
-    for line in losses(tmp_path / "out"):
+    for line in rollout_figures(tmp_path / "out"):
         assert line["rollout/log_ratio_max"] < 1e-4
 
 
@@ -281,7 +258,7 @@ def test_a_server_that_counts_rows_of_padding_is_warned_of(tmp_path: Path) -> No
     toy_tokenizer().save_pretrained(tmp_path / "student")
     with Server(tmp_path / "student", "--generate") as server:
         served = {"rollout.engine": "stillhouse", "rollout.url": server.url, "train.steps": 1}
-        write(tmp_path, **served)
+        write_on_policy_run(tmp_path, **served)
         command = Command("distill", tmp_path / "run.yaml")
         assert command.wait(120) == 0, command.err
     rows = len(toy_tokenizer())
@@ -292,7 +269,13 @@ def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
     """The first step has the same completions, and the entropies of random models hardly depend on the place."""
     settings = {"train.steps": 1, "objective.loss": "jsd(0.5)"}
     first = [
-        losses(distill(write(tmp_path, **settings, **{"rollout.position_decay": decay, "out": str(tmp_path / name)})))
+        rollout_figures(
+            distill(
+                write_on_policy_run(
+                    tmp_path, **settings, **{"rollout.position_decay": decay, "out": str(tmp_path / name)}
+                )
+            )
+        )
         for name, decay in (("plain", 1.0), ("decayed", 0.5), ("vanishing", 1e-9))
     ]
     plain, *others = (each[0] for each in first)
@@ -305,7 +288,7 @@ def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
 
 
 def test_runs_of_versions_without_a_key_go_on(tmp_path: Path) -> None:
-    config = write(tmp_path)
+    config = write_on_policy_run(tmp_path)
     assert "rollout.deviation" not in decisive_values(dotted_values(config))
     assert config.rollout is not None
     other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"deviation": "sample"})})
@@ -322,11 +305,11 @@ def test_rewards_of_any_size_train(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "huge_rewards.py").write_text(HUGE)
     monkeypatch.chdir(tmp_path)
     settings = {"objective.loss": "policy_gradient + reverse_kl", "rollout.reward": "huge_rewards:huge"}
-    write(tmp_path, **settings)
+    write_on_policy_run(tmp_path, **settings)
     command = Command("distill", tmp_path / "run.yaml")
     assert command.wait(120) == 0, command.err
-    assert all(math.isfinite(line["rollout/reward_std"]) for line in losses(tmp_path / "out"))
-    assert max(line["rollout/reward_std"] for line in losses(tmp_path / "out")) > 1e307
+    assert all(math.isfinite(line["rollout/reward_std"]) for line in rollout_figures(tmp_path / "out"))
+    assert max(line["rollout/reward_std"] for line in rollout_figures(tmp_path / "out")) > 1e307
     centered = Command("distill", tmp_path / "run.yaml", "rollout.advantage=centered", f"out={tmp_path / 'centered'}")
     assert centered.wait(120) == 1
     assert (
@@ -335,17 +318,17 @@ def test_rewards_of_any_size_train(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_prompts_alone_need_no_completions(tmp_path: Path) -> None:
-    config = write(tmp_path, **{"data.eval": 0, "train.steps": 2})
+    config = write_on_policy_run(tmp_path, **{"data.eval": 0, "train.steps": 2})
     write_records(tmp_path / "train.jsonl", [{"prompt": f"Two and {number} is"} for number in range(15)])
-    assert len(losses(distill(config))) == 2
-    held_out = write(tmp_path / "held_out", **{"data.eval": 0.3})
+    assert len(rollout_figures(distill(config))) == 2
+    held_out = write_on_policy_run(tmp_path / "held_out", **{"data.eval": 0.3})
     write_records(tmp_path / "held_out" / "train.jsonl", [{"prompt": f"Two and {number} is"} for number in range(15)])
     with pytest.raises(ConfigError, match=r"data.eval: got 0\.3, but held-out metrics need completions"):
         prepare(held_out, announce=False)
 
 
 def test_a_record_that_is_held_out_is_no_prompt(tmp_path: Path) -> None:
-    session = prepare(write(tmp_path, **{"data.eval": 0.3}), announce=False)
+    session = prepare(write_on_policy_run(tmp_path, **{"data.eval": 0.3}), announce=False)
     assert session.evaluation is not None
     held_out, prompts = session.evaluation.documents, session.train.documents
     assert len(held_out) + len(prompts) == 15
@@ -353,7 +336,7 @@ def test_a_record_that_is_held_out_is_no_prompt(tmp_path: Path) -> None:
 
 
 def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
-    out = distill(write(tmp_path, **{"train.steps": 2}))
+    out = distill(write_on_policy_run(tmp_path, **{"train.steps": 2}))
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert {each["step"] for each in samples} == {1, 2}
     for each in samples:
@@ -366,7 +349,7 @@ def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
 
 
 def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
-    write(tmp_path, **{"objective.loss": "reverse_kl + sampled_kl(k2)"})
+    write_on_policy_run(tmp_path, **{"objective.loss": "reverse_kl + sampled_kl(k2)"})
     command = Command("check", tmp_path / "run.yaml")
     assert command.wait() == 0, command.err
     for expected in ("6 of 8 completions, 2 of each prompt; 100%", "one step", "sampled_kl(k2)", "reverse_kl"):
@@ -375,7 +358,7 @@ def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
 
 
 def test_check_says_how_often_the_dataset_is_passed(tmp_path: Path) -> None:
-    write(tmp_path, **{"rollout.share": 0.5, "objective.loss": "cross_entropy + reverse_kl"})
+    write_on_policy_run(tmp_path, **{"rollout.share": 0.5, "objective.loss": "cross_entropy + reverse_kl"})
     command = Command("check", tmp_path / "run.yaml")
     assert command.wait() == 0, command.err
     # 6 steps with 4 of 8 completions each, and 15 documents
@@ -416,7 +399,7 @@ def test_the_gradients_of_the_same_completions_under_every_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, settings: dict[str, Any]
 ) -> None:
     (tmp_path / "hooks.py").write_text(HOOKS)
-    write(tmp_path, **{"objective.loss": loss, "data.eval": 0} | settings)
+    write_on_policy_run(tmp_path, **{"objective.loss": loss, "data.eval": 0} | settings)
     monkeypatch.chdir(tmp_path)
     ranks = Ranks(2, "parity", tmp_path / "run.yaml")
     assert ranks.wait(240) == [0, 0], "".join(each.out + each.err for each in ranks)

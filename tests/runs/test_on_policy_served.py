@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.on_policy_runs import assert_same_rollouts, rollout_figures, write_on_policy_run
 from kit.ranks import Ranks
+from kit.run_logs import last_step
 from kit.runs import Command, wait_for
 from kit.serving import Server
-from test_on_policy import losses, weights, write
-from test_train_resume import last_step, signal_at
+from kit.signal_hooks import signal_at
 
 #: what does not depend on the batches in which completions were written
 SAME = (
@@ -27,7 +28,7 @@ SAME = (
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run whose completions were written in its own process."""
     folder = tmp_path_factory.mktemp("served")
-    write(folder, out=str(folder / "in_process"), **SETTINGS)
+    write_on_policy_run(folder, out=str(folder / "in_process"), **SETTINGS)
     command = Command("distill", folder / "run.yaml")
     assert command.wait(120) == 0, command.err
     return folder
@@ -46,13 +47,9 @@ def served(folder: Path, name: str, *urls: str, **settings: str) -> tuple[Any, .
     return ("distill", folder / "run.yaml", *(f"{key}={value}" for key, value in own.items()))
 
 
-def assert_same_run(found: Path, expected: Path) -> None:
-    for one, other in zip(losses(found), losses(expected), strict=True):
-        assert {key: one[key] for key in SAME} == {key: other[key] for key in SAME}
-        assert one["loss/total_nats_per_token"] == pytest.approx(other["loss/total_nats_per_token"], rel=1e-5)
-        assert one["rollout/log_ratio_max"] < 1e-4
-    for name, weight in weights(expected).items():
-        assert weights(found)[name].sub(weight).abs().max() < 1e-4, name
+def assert_same_run(out: Path, expected_out: Path) -> None:
+    assert_same_rollouts(out, expected_out, SAME, "loss/total_nats_per_token")
+    assert all(line["rollout/log_ratio_max"] < 1e-4 for line in rollout_figures(out))
 
 
 def test_a_served_run_is_that_of_one_process(in_process: Path) -> None:
@@ -70,18 +67,19 @@ def test_a_served_run_is_that_of_one_process(in_process: Path) -> None:
 def test_two_processes_share_the_completions_of_a_server(in_process: Path, layout: str) -> None:
     with Server(in_process / "student", "--generate") as server:
         ranks = Ranks(2, *served(in_process, layout, server.url), f"parallel.{layout}")
-        assert ranks.wait(180) == [0, 0], "".join(each.out + each.err for each in ranks)
+        assert ranks.wait(180) == [0, 0], "".join(rank.out + rank.err for rank in ranks)
     assert_same_run(in_process / layout, in_process / "in_process")
 
 
 @pytest.mark.parametrize(
-    "schedule", ["async", *(pytest.param(each, marks=pytest.mark.slow) for each in ("one_step_off", "two_step_off"))]
+    "schedule",
+    ["async", *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in ("one_step_off", "two_step_off"))],
 )
 def test_the_schedules_with_a_server(in_process: Path, schedule: str) -> None:
     with Server(in_process / "student", "--generate") as server:
         command = Command(*served(in_process, schedule, server.url, **{"rollout.schedule": schedule}))
         assert command.wait(180) == 0, command.out + command.err
-    lines = losses(in_process / schedule)
+    lines = rollout_figures(in_process / schedule)
     assert len(lines) == 8
     assert all(line["rollout/staleness_max"] <= 2 for line in lines)
     assert lines[-1]["rollout/staleness_max"] >= 1
@@ -134,7 +132,7 @@ def test_a_trainer_that_is_killed_asks_again_for_what_was_under_way(in_process: 
         assert command.wait(120) == -signal.SIGKILL, command.err
         again = Command(*arguments)
         assert again.wait(180) == 0, again.err
-    lines = losses(out)
+    lines = rollout_figures(out)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert all(line["rollout/staleness_max"] <= 2 for line in lines)
 

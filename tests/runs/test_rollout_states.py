@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
+from kit.rollout_queues import PROMPTS, SAMPLES, STEPS, LateEngine, queue_of
+from kit.signal_hooks import signal_at
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from test_on_policy import write
-from test_rollout_queue import PROMPTS, SAMPLES, STEPS, LateEngine, queue_of
-from test_train_resume import signal_at
 
 from stillhouse.checkpoint.integrity import ROLLOUTS
 from stillhouse.checkpoint.queue_file import read_queue, write_queue
@@ -72,7 +72,7 @@ def test_every_state_that_a_run_can_have_is_taken(schedule: tuple[int, bool, int
 def test_the_state_of_another_step_is_refused(schedule: tuple[int, bool, int]) -> None:
     """It would train groups twice, or never. Under sync, the state is empty after every step."""
     state = after(STEP, *schedule)
-    for step in [each for each in range(STEPS) if each != STEP]:
+    for step in [number for number in range(STEPS) if number != STEP]:
         with pytest.raises(ValueError, match=r"group|sample"):
             queue(*schedule).restore(state, step)
 
@@ -84,7 +84,9 @@ def asked(changes: dict[int, int | None]) -> Change:
         found = {group: at for group, at in (state.asked_at | changes).items() if at is not None}
         gone = {group for group, at in changes.items() if at is None}
         return replace(
-            state, asked_at=found, samples=[each for each in state.samples if each.number // SAMPLES not in gone]
+            state,
+            asked_at=found,
+            samples=[sample for sample in state.samples if sample.number // SAMPLES not in gone],
         )
 
     return change
@@ -99,8 +101,8 @@ def first_sample(**values: Any) -> Change:
 
 
 def with_values(sample: Sample, **values: Any) -> Sample:
-    own = {name: each for name, each in values.items() if hasattr(sample, name)}
-    others = {name: each for name, each in values.items() if name not in own}
+    own = {name: value for name, value in values.items() if hasattr(sample, name)}
+    others = {name: value for name, value in values.items() if name not in own}
     return replace(sample, completion=replace(sample.completion, **others), **own)
 
 
@@ -159,7 +161,7 @@ def test_a_state_that_this_run_cannot_have_had_is_refused(case: str) -> None:
 
 def test_async_counts_what_was_trained_out_of_turn() -> None:
     states = [after(STEP, 2, False, 2, seed=seed) for seed in range(9)]
-    state = next(each for each in states if each.trained)
+    state = next(state for state in states if state.trained)
     earliest = min(state.asked_at)
     for changed, message in (
         (replace(state, trained=[*state.trained, state.trained[0]]), "expected each of them once"),
@@ -277,7 +279,7 @@ def rewrite(path: Path, change: Callable[[Arrays], None], groups: str | None = N
 def test_a_run_refuses_samples_of_later_weights_on_all_ranks(tmp_path: Path, processes: int) -> None:
     """The file's hash is right, as if it had been written so. Rank 0 alone reads it."""
     settings = {"rollout.schedule": "one_step_off", "checkpoint.every": 2, "parallel.fsdp": processes}
-    write(tmp_path, **settings)
+    write_on_policy_run(tmp_path, **settings)
     arguments = ("distill", tmp_path / "run.yaml")
     killed = Ranks(processes, *arguments, hook=signal_at, hook_arguments=(5, signal.SIGKILL))
     assert killed.wait()[0] == -signal.SIGKILL, killed.texts

@@ -16,15 +16,13 @@ import numpy as np
 import pytest
 import torch
 from kit.runs import save_model
-from kit.serving import Server, slow_generation
+from kit.serving import Server, load_weights, publish_scaled, slow_generation
 from safetensors.torch import load_file, save_file
 
 from stillhouse.data import load_tokenizer
 from stillhouse.generation import Completion, GenerationRequest, Sampling
 from stillhouse.generation.generate import Generator
-from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder, eos_ids
-from stillhouse.parallel import single_process_runner
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.engines.stillhouse import StillhouseApi
 
@@ -178,19 +176,6 @@ def test_both_servers_name_the_same_ends_of_sequence(
 # weights
 
 
-def changed(folder: Path, target: Path, version: int, factor: float, dtype: torch.dtype = torch.float32) -> Path:
-    """Publish the model of a folder with other weights."""
-    decoder = Decoder.from_pretrained(folder, dtype=dtype)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.mul_(factor)
-    return publish(single_process_runner(decoder, None), target, version, tokenizer=load_tokenizer(str(folder)))
-
-
-def load(server: Server, folder: Path | str, version: str) -> httpx2.Response:
-    return server.client.post("/v1/weights", json={"folder": str(folder), "version": version})
-
-
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False), ("qwen3_moe", None)])
 def test_new_weights_write_the_completions_that_follow(tmp_path: Path, family: str, tied: bool | None) -> None:
     model = save_model(tmp_path / "student", family, tied=tied, seed=3)
@@ -198,8 +183,8 @@ def test_new_weights_write_the_completions_that_follow(tmp_path: Path, family: s
     with Server(model, "--generate") as server:
         before = choice(ask(server, prompt(5), seed=1, max_tokens=12))
         for version, factor in ((7, 0.8), (8, 1.1)):
-            published = changed(model, tmp_path / "weights", version, factor)
-            answer = load(server, published, str(version))
+            published = publish_scaled(model, tmp_path / "weights", version, factor)
+            answer = load_weights(server, published, str(version))
             assert (answer.status_code, answer.json()) == (200, {"version": str(version)}), answer.text
             assert server.info()["version"] == str(version)
             found = choice(ask(server, prompt(5), seed=1, max_tokens=12))
@@ -215,7 +200,7 @@ def test_a_completion_is_never_of_two_versions(tmp_path: Path) -> None:
     model = save_model(tmp_path / "student", "llama", seed=3)
     folders = {"default": model}
     for version in (1, 2):
-        folders[str(version)] = changed(model, tmp_path / f"of {version}", version, 0.7**version)
+        folders[str(version)] = publish_scaled(model, tmp_path / f"of {version}", version, 0.7**version)
     with Server(model, "--generate", hook=slow_generation, hook_arguments=(0.01,)) as server:
         ended = threading.Event()
 
@@ -230,7 +215,7 @@ def test_a_completion_is_never_of_two_versions(tmp_path: Path) -> None:
             workers = [threads.submit(keep_asking, worker) for worker in range(4)]
             for version in ("1", "2", "1"):
                 time.sleep(0.5)
-                assert load(server, folders[version], version).status_code == 200
+                assert load_weights(server, folders[version], version).status_code == 200
             time.sleep(0.5)
             ended.set()
             found = [each for worker in workers for each in worker.result()]
@@ -292,20 +277,22 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def published(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return changed(folder, tmp_path_factory.mktemp("weights"), 7, 0.5)
+    return publish_scaled(folder, tmp_path_factory.mktemp("weights"), 7, 0.5)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_refused_folder_leaves_the_weights(
     server: Server, folder: Path, published: Path, tmp_path: Path, kind: str
 ) -> None:
-    assert_refused(server, folder, load(server, edited(published, tmp_path / "edited", kind), "7"), REFUSED[kind])
+    assert_refused(
+        server, folder, load_weights(server, edited(published, tmp_path / "edited", kind), "7"), REFUSED[kind]
+    )
 
 
 def test_weights_of_another_dtype_or_place_are_refused(
     server: Server, folder: Path, published: Path, tmp_path: Path
 ) -> None:
-    half = changed(folder, tmp_path / "half", 7, 0.5, torch.bfloat16)
+    half = publish_scaled(folder, tmp_path / "half", 7, 0.5, torch.bfloat16)
     for target, version, message in [
         (half, "7", "bfloat16 of shape"),
         ("weights/version-00000007", "7", "expected an absolute path"),
@@ -318,7 +305,7 @@ def test_weights_of_another_dtype_or_place_are_refused(
         (published, "", "version: String should match"),
         (published, "a" * 129, "version: String should match"),
     ]:
-        assert_refused(server, folder, load(server, target, version), message)
+        assert_refused(server, folder, load_weights(server, target, version), message)
 
 
 def assert_refused(server: Server, folder: Path, answer: httpx2.Response, message: str) -> None:
@@ -335,7 +322,7 @@ def test_the_client_of_runs_gets_completions_of_the_version_that_it_gave(folder:
     with Server(folder, "--generate") as server:
         engine = ServedEngine([server.url], sampling, StillhouseApi(), vocabulary=400, timeout=60)
         for version, factor in ((0, 1.0), (1, 0.7)):
-            published = changed(folder, tmp_path / "weights", version, factor)
+            published = publish_scaled(folder, tmp_path / "weights", version, factor)
             engine.update_weights(version, published)
             found = [future.result(timeout=60) for future in engine.generate(asked)]
             decoder, tokenizer = Decoder.from_pretrained(published), load_tokenizer(str(folder))

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import Command, save_model
-from kit.serving import Server
+from kit.serving import Server, load_weights, publish_scaled
 from kit.stub_writers import VllmWriter, writing
 from kit.writer_cases import Student, engine_of, requests_of
-from test_on_policy import write
-from test_serve_generate import changed, load, published  # noqa: F401 (a fixture)
 
 from stillhouse.engine import torch_engine
 from stillhouse.generation.published import MANIFEST, read_manifest
@@ -39,6 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Server]:
     with Server(folder, "--generate") as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def published(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return publish_scaled(folder, tmp_path_factory.mktemp("weights"), 7, 0.5)
 
 
 def digest(path: Path) -> str:
@@ -126,7 +130,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_folder_is_refused_at_once_and_the_next_one_is_loaded(
     server: Server,
-    published: Path,  # noqa: F811
+    published: Path,
     tmp_path: Path,
     kind: str,
 ) -> None:
@@ -135,20 +139,20 @@ def test_a_hostile_folder_is_refused_at_once_and_the_next_one_is_loaded(
     shutil.copytree(published, target)
     make(target)
     before, started = server.info()["version"], time.monotonic()
-    answer = load(server, target if target.exists() else version_folder(tmp_path, 8), "hostile")
+    answer = load_weights(server, target if target.exists() else version_folder(tmp_path, 8), "hostile")
     assert time.monotonic() - started < 10
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
     assert server.info()["version"] == before
-    assert load(server, published, kind.replace(" ", "-")).status_code == 200
+    assert load_weights(server, published, kind.replace(" ", "-")).status_code == 200
 
 
 def test_the_manifest_that_a_run_has_published_is_the_only_one_that_is_loaded(
     server: Server, folder: Path, tmp_path: Path
 ) -> None:
     """As after a file system that shows an older folder, with right hashes."""
-    first = changed(folder, tmp_path / "first", 7, 0.5)
-    second = changed(folder, tmp_path / "second", 7, 0.6)
+    first = publish_scaled(folder, tmp_path / "first", 7, 0.5)
+    second = publish_scaled(folder, tmp_path / "second", 7, 0.6)
     own = {"version": "own", "manifest": digest(second / MANIFEST)}
     answer = server.client.post("/v1/weights", json={"folder": str(first), **own})
     assert answer.status_code == 400
@@ -160,21 +164,21 @@ def test_weights_that_are_not_finite_are_refused_although_their_hashes_are_right
     server: Server, folder: Path, tmp_path: Path
 ) -> None:
     before = server.info()["version"]
-    answer = load(server, changed(folder, tmp_path / "nan", 7, float("nan")), "nan")
+    answer = load_weights(server, publish_scaled(folder, tmp_path / "nan", 7, float("nan")), "nan")
     assert answer.status_code == 400
     assert "has values that are NaN or infinite" in answer.json()["error"]["message"]
     assert server.info()["version"] == before
-    assert load(server, changed(folder, tmp_path / "finite", 8, 0.7), "finite").status_code == 200
+    assert load_weights(server, publish_scaled(folder, tmp_path / "finite", 8, 0.7), "finite").status_code == 200
 
 
 def test_a_folder_that_changes_while_it_is_read_leaves_the_weights(folder: Path, tmp_path: Path) -> None:
     """Its files are cut short after they were compared: what was compared is what is loaded."""
-    target = changed(folder, tmp_path, 7, 0.5)
+    target = publish_scaled(folder, tmp_path, 7, 0.5)
     with Server(folder, "--generate", hook=cut_before_apply, hook_arguments=(str(target / WEIGHTS),)) as server:
-        assert load(server, target, "7").status_code == 200
+        assert load_weights(server, target, "7").status_code == 200
         assert (target / WEIGHTS).stat().st_size == 0
-        again = changed(folder, tmp_path, 8, 0.6)
-        assert load(server, again, "8").status_code == 200
+        again = publish_scaled(folder, tmp_path, 8, 0.6)
+        assert load_weights(server, again, "8").status_code == 200
         body = {"token_ids": [5], "sampling_params": {"max_tokens": 2}}
         assert server.client.post("/inference/v1/generate", json=body).status_code == 200
 
@@ -233,7 +237,7 @@ OTHER_LAYOUTS = [pytest.param(f"{each}=2", marks=pytest.mark.slow) for each in (
 
 @pytest.mark.parametrize("layout", ["fsdp=1", "fsdp=2", *OTHER_LAYOUTS])
 def test_a_server_that_loads_nothing_is_found_under_every_layout(tmp_path: Path, layout: str) -> None:
-    write(tmp_path, **SETTINGS, **{"rollout.url": "http://x"})
+    write_on_policy_run(tmp_path, **SETTINGS, **{"rollout.url": "http://x"})
     processes = int(layout[-1])
     with Server(tmp_path / "student", "--generate", hook=load_nothing) as server:
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}", f"parallel.{layout}")
@@ -245,7 +249,7 @@ def test_a_server_that_loads_nothing_is_found_under_every_layout(tmp_path: Path,
 
 
 def test_an_older_version_under_a_newer_number_is_found_although_its_hashes_are_right(tmp_path: Path) -> None:
-    write(tmp_path, **SETTINGS, **{"rollout.url": "http://x"})
+    write_on_policy_run(tmp_path, **SETTINGS, **{"rollout.url": "http://x"})
     with Server(tmp_path / "student", "--generate") as server:
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")
         command = Command(*arguments, hook=older_under_newer_number)
@@ -257,7 +261,7 @@ def test_an_older_version_under_a_newer_number_is_found_although_its_hashes_are_
 
 
 def test_a_vllm_that_loads_nothing_is_found(tmp_path: Path) -> None:
-    write(tmp_path, **SETTINGS | {"rollout.engine": "vllm"}, **{"rollout.url": "http://x"})
+    write_on_policy_run(tmp_path, **SETTINGS | {"rollout.engine": "vllm"}, **{"rollout.url": "http://x"})
     with writing(VllmWriter, tmp_path / "teacher", processed=True) as server:
         server.writer.load = lambda *_, **__: None  # type: ignore[method-assign]
         command = Command("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")
@@ -313,7 +317,9 @@ def test_runs_at_the_same_path_and_copies_of_a_run_have_folders_of_their_own(tmp
 def test_two_runs_with_one_weights_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
     """Both have the same path, as on two machines."""
     shared = tmp_path / "shared"
-    write(tmp_path, **SETTINGS, **{"rollout.url": "http://x", "rollout.weights": str(shared), "checkpoint.every": 2})
+    write_on_policy_run(
+        tmp_path, **SETTINGS, **{"rollout.url": "http://x", "rollout.weights": str(shared), "checkpoint.every": 2}
+    )
     out = tmp_path / "out"
     with Server(tmp_path / "student", "--generate") as server:
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")

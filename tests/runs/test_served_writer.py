@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.on_policy_runs import assert_same_rollouts, write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import Command
 from kit.serving import Server
 from kit.stub_writers import VllmWriter, writing
 from kit.writer_cases import requests_of, results
-from test_on_policy import losses, weights, write
 from transformers import AutoTokenizer
 
 from stillhouse.generation.sample import Sampling
@@ -24,6 +24,8 @@ from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.engines.vllm import VllmApi
 
 SETTINGS: dict[str, Any] = {"objective.loss": "cross_entropy", "rollout.writer": "teacher", "checkpoint.every": 2}
+#: the figures that are equal, and the loss
+SAME = ("rollout/completion_tokens",), "loss/cross_entropy_nats_per_token"
 TEXT = "Two and 3 is 5."
 
 
@@ -31,7 +33,7 @@ TEXT = "Two and 3 is 5."
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run in which the teacher has written in the trainer's process."""
     folder = tmp_path_factory.mktemp("writer")
-    distill(write(folder, **SETTINGS, out=str(folder / "in_process")))
+    distill(write_on_policy_run(folder, **SETTINGS, out=str(folder / "in_process")))
     return folder
 
 
@@ -52,20 +54,10 @@ def served(folder: Path, name: str, url: str, *more: str) -> tuple[Any, ...]:
     return ("distill", folder / "run.yaml", *own, *more)
 
 
-def assert_same_run(found: Path, expected: Path) -> None:
-    for one, other in zip(losses(found), losses(expected), strict=True):
-        assert one["rollout/completion_tokens"] == other["rollout/completion_tokens"]
-        assert one["loss/cross_entropy_nats_per_token"] == pytest.approx(
-            other["loss/cross_entropy_nats_per_token"], rel=1e-5
-        )
-    for name, weight in weights(expected).items():
-        assert weights(found)[name].sub(weight).abs().max() < 1e-4, name
-
-
 def test_a_served_teacher_writes_what_it_writes_in_the_job(folder: Path, teacher: Server) -> None:
     command = Command(*served(folder, "served", teacher.url))
     assert command.wait(120) == 0, command.out + command.err
-    assert_same_run(folder / "served", folder / "in_process")
+    assert_same_rollouts(folder / "served", folder / "in_process", *SAME)
     assert not (folder / "served" / "weights").exists()
 
 
@@ -73,7 +65,7 @@ def test_a_served_teacher_writes_what_it_writes_in_the_job(folder: Path, teacher
 def test_two_processes_share_what_a_served_teacher_writes(folder: Path, teacher: Server) -> None:
     ranks = Ranks(2, *served(folder, "ranks", teacher.url), "parallel.fsdp=2")
     assert ranks.wait(180) == [0, 0], "".join(each.out + each.err for each in ranks)
-    assert_same_run(folder / "ranks", folder / "in_process")
+    assert_same_rollouts(folder / "ranks", folder / "in_process", *SAME)
 
 
 def engine_of(*servers: Any, api: Any = None) -> ServedEngine:

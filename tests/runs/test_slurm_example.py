@@ -145,10 +145,12 @@ def test_the_servers_share_the_gpus_and_the_run_gets_their_addresses(folder: Pat
     job.end(0)
     teachers = [job.started(NODES[0], number) for number in range(4)]
     writers = [job.started(NODES[1], number) for number in range(8)]
-    assert [each[0] for each in teachers] == ["0,1", "2,3", "4,5", "6,7"]
-    assert [each[0] for each in writers] == list("01234567")
-    assert all(each[1:4] == ["0", "serve", "Qwen/Qwen3-32B"] and "pooling" in each for each in teachers)
-    assert all(each[1:4] == ["1", "serve", "Qwen/Qwen3-8B"] and "--enable-scale-out" in each for each in writers)
+    assert [teacher[0] for teacher in teachers] == ["0,1", "2,3", "4,5", "6,7"]
+    assert [writer[0] for writer in writers] == list("01234567")
+    assert all(teacher[1:4] == ["0", "serve", "Qwen/Qwen3-32B"] and "pooling" in teacher for teacher in teachers)
+    assert all(
+        writer[1:4] == ["1", "serve", "Qwen/Qwen3-8B"] and "--enable-scale-out" in writer for writer in writers
+    )
     arguments = (folder / f"torchrun.{NODES[2]}").read_text().splitlines()
     config, *overrides = arguments[arguments.index("distill") + 1 :]
     assert arguments[: arguments.index("distill")][-2:] == ["-m", "stillhouse"]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from kit.families import build
+from kit.image_text_models import MAKERS
+from kit.layout_runs import distill
 from kit.runs import contents, run, save_model, session_of, write_run
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
-from test_image_text import MAKERS
-from test_train_layouts import distill
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -181,8 +181,7 @@ def test_a_tied_student_begins_on_two_stages_with_the_same_random_weights(tmp_pa
     prepare_folder(tmp_path, tie_word_embeddings=True)
     write_run(tmp_path, **{"student.init": {"from": "random"}, "train.steps": 1, "train.learning_rate": 1e-30})
     for out, processes, overrides in (("one", 1, ()), ("two", 2, ("parallel.pipeline=2",))):
-        ended = distill(tmp_path, out, processes, *overrides)
-        assert ended.returncode == 0, ended.stderr
+        distill(tmp_path, out, processes, *overrides)
     expected, found = weights(tmp_path / "one" / "model"), weights(tmp_path / "two" / "model")
     assert found.keys() == expected.keys()
     for name, each in expected.items():  # the zeros of the padding token's row have moved a little
@@ -196,10 +195,10 @@ def test_every_layout_begins_with_the_same_weights(tmp_path: Path, family: str, 
     """After one step at a rate of nearly zero, the student is the one of one process; with rows of padding."""
     prepare_folder(tmp_path, family, rows=5)
     write_run(tmp_path, **source, **{"train.steps": 1, "train.learning_rate": 1e-30})
-    assert distill(tmp_path, "one", 1).returncode == 0
+    distill(tmp_path, "one", 1)
     layouts = ["fsdp=2", "tensor=2", "pipeline=2"] if family == "llama" else ["fsdp=2"]
     for layout in layouts:
-        assert distill(tmp_path, layout, 2, f"parallel.{layout}").returncode == 0
+        distill(tmp_path, layout, 2, f"parallel.{layout}")
         expected, found = contents(tmp_path / "one" / "model"), contents(tmp_path / layout / "model")
         assert found["model.safetensors"] == expected["model.safetensors"], layout
 

@@ -271,7 +271,7 @@ def test_the_command_and_a_run_from_it(folder: Path, tmp_path: Path) -> None:
     write_run(folder)
     run("distill", folder / "run.yaml", f"out={tmp_path / 'live'}")
     cached, live = metrics(Path(trained.out)), metrics(tmp_path / "live")
-    assert [each["step"] for each in cached] == [each["step"] for each in live]
+    assert [line["step"] for line in cached] == [line["step"] for line in live]
     for one, other in zip(cached, live, strict=True):
         for key in ("loss/total_nats_per_token", "train/gradient_norm", "eval/forward_kl", "train/agreement"):
             assert (key in one) == (key in other)

@@ -45,7 +45,7 @@ def config_of(folder: Path, part: str, **settings: Any) -> RunConfig:
 def test_a_merged_cache_has_every_row_of_both(folder: Path, tmp_path: Path, kind: str) -> None:
     sources = [folder / f"{kind} a", folder / f"{kind} b"]
     merge_caches(sources, tmp_path / "c", shard_bytes=SHARD_BYTES)
-    merged, first, second = (SignalCache(each) for each in (tmp_path / "c", *sources))
+    merged, first, second = (SignalCache(path) for path in (tmp_path / "c", *sources))
     merged.verify()
     expected = {**second.documents(), **first.documents()}
     assert merged.documents() == expected
@@ -114,7 +114,7 @@ def test_caches_of_another_teacher_signal_or_form_are_refused(folder: Path, tmp_
         (["hidden a"], "got 1 cache: expected two or more"),
     ):
         with pytest.raises(ValueError, match=message):
-            merge_caches([folder / each for each in sources], tmp_path / "x")
+            merge_caches([folder / source for source in sources], tmp_path / "x")
         assert not (tmp_path / "x").exists()
 
 

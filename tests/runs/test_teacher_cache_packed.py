@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.cache_damage import resealed
-from kit.runs import forward_backward, run, session_of, write_run
+from kit.runs import run, session_of, write_run
+from kit.teacher_gradients import gradients
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -52,7 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reading_gives_exactly_the_tensors_that_were_written(folder: Path, kind: str) -> None:
-    plain, packed = (SignalCache(folder / f"{kind} {each}") for each in (False, True))
+    plain, packed = (SignalCache(folder / f"{kind} {is_packed}") for is_packed in (False, True))
     assert plain.documents() == packed.documents()
     for document, rows in plain.documents().items():
         for part in (rows, rows[len(rows) // 2 :], rows[:1]):
@@ -105,7 +106,7 @@ def test_draws_over_a_large_vocabulary_need_three_bytes_each() -> None:
     ids, counts = distinct(ids_CM)
     packed = layout_of(SignalSpec("sampled", "float32", 50, 1.0), 1, 131_072, packed=True)
     tensors = packed.pack({"ids": ids.clamp(max=131_071), "counts": counts}, np.array([0, 2000]))
-    size = sum(each.numel() * each.itemsize for each in tensors.values())
+    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     assert size / 2000 <= 1 + 12 * 3 + 0.1
 
 
@@ -260,14 +261,12 @@ def test_the_label_of_a_row_is_the_next_token_of_its_document(folder: Path) -> N
 
 
 def test_a_run_from_packed_labels_gives_the_gradients_of_the_plain_ones(folder: Path) -> None:
-    losses, gradients = [], []
-    for packed in (False, True):
-        settings = FORWARD_KL | {"teacher.cache": str(folder / f"label {packed}")}
-        session = session_of(folder, cached=True, **settings)
-        losses.append(forward_backward(session).sums["loss"])
-        gradients.append([each.grad for _, each in session.student.named_parameters() if each.grad is not None])
-    assert losses[0] == losses[1] > 0
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    (loss, found), (packed_loss, packed) = (
+        gradients(folder, **FORWARD_KL, **{"teacher.cache": str(folder / f"label {packed}")})
+        for packed in (False, True)
+    )
+    assert loss == packed_loss > 0
+    assert all(torch.equal(packed[name], gradient) for name, gradient in found.items())
 
 
 def test_the_command_writes_draws_and_says_what_they_are(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.runs import contents, forward_backward, metrics, run, session_of, write_run
+from kit.runs import contents, metrics, run, write_run
+from kit.teacher_gradients import gradients
 from torch import Tensor
 
 from stillhouse.objective import DenseLogits, Distill, OutputHead, Signal, linear_objective, parse_divergence
@@ -140,18 +141,15 @@ def test_an_interrupted_cache_of_draws_has_the_same_bytes(
 def test_a_run_from_draws_approaches_the_live_teachers_gradients(folder: Path, tmp_path: Path, packed: bool) -> None:
     """With 255 draws of each of 100+ rows, the gradient of forward KL is near the exact one, and 50 draws less so."""
 
-    def gradients(cache: Path | None) -> Tensor:
-        settings = FORWARD_KL | ({} if cache is None else {"teacher.cache": str(cache)})
-        session = session_of(folder, cached=cache is not None, **settings)
-        forward_backward(session)
-        found = [each.grad.flatten() for _, each in session.student.named_parameters() if each.grad is not None]
-        return torch.cat(found).double()
+    def gradient(**settings: Any) -> Tensor:
+        _, found = gradients(folder, **FORWARD_KL, **settings)
+        return torch.cat([gradient.flatten() for gradient in found.values()]).double()
 
-    exact, errors = gradients(None), []
+    exact, errors = gradient(), []
     for draws in (15, 255):
         out = tmp_path / f"{draws}"
         write_cache(write_run(folder, **FORWARD_KL), out, "sampled", top_k=draws, packed=packed)
-        found = gradients(out)
+        found = gradient(**{"teacher.cache": str(out)})
         errors.append(float((found - exact).norm() / exact.norm()))
     assert errors[1] < 0.45 * errors[0]  # √(15 / 255) = 0.24
     assert errors[1] < 0.5

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit.runs import forward_backward, session_of, write_run
 from kit.serving import Server
-from kit.teacher_gradients import Gradients, assert_close, gradients
+from kit.teacher_gradients import Gradients, assert_close, gradients, named_gradients
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ def save_teacher(folder: Path, change: Callable[[Any], None] = lambda model: Non
 
 def first_step(session: Session) -> Gradients:
     loss = forward_backward(session).sums["loss"]
-    return loss, {name: each.grad for name, each in session.student.named_parameters() if each.grad is not None}
+    return loss, named_gradients(session.student)
 
 
 def distance(one: Gradients, other: Gradients) -> float:

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.documents import log_probs
 from kit.runs import metrics, save_model, session_of, write_run
 from kit.shard_ranks import Rank, shared_pool
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from stillhouse.data import Documents
 from stillhouse.loops.evaluate import evaluate
@@ -26,14 +25,6 @@ from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.run.session import Session
 
 KEYS = ["cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "tokens"]
-
-
-def log_probs(folder: Path, name: str, documents: Documents, document: int) -> Tensor:
-    """Return log p at every position of one document, from the folder's model in plain transformers in float64."""
-    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
-    ids = torch.from_numpy(documents.tokens(document).astype(np.int64))
-    with torch.no_grad():
-        return torch.log_softmax(model(ids[None]).logits[0], -1)
 
 
 def plain_figures(folder: Path, documents: Documents) -> dict[str, float]:

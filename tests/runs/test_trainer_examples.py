@@ -63,7 +63,7 @@ class KeepGradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
         plain = model.student.pretrained if hasattr(model, "student") else model
-        self.gradients = {name: each.grad.clone() for name, each in plain.named_parameters()}
+        self.gradients = {name: parameter.grad.clone() for name, parameter in plain.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_texts(folder / "train.jsonl", DOCUMENTS)
     words = [record["text"].split(" ") for record in Dataset.from_json(str(folder / "train.jsonl"))]
     write_records(
-        folder / "pairs.jsonl", [{"prompt": each[0], "completion": " " + " ".join(each[1:])} for each in words]
+        folder / "pairs.jsonl", [{"prompt": word[0], "completion": " " + " ".join(word[1:])} for word in words]
     )
     return folder
 
@@ -107,7 +107,7 @@ def reference(folder: Path, data: str = "train.jsonl", *, dtype: torch.dtype = t
             weights_S = (labels_S >= 0).to(weights)
             output = dense_objective(hidden_SD, student.output_head(), terms, weights_T=weights_S, normalizer=tokens)
         output.loss.backward()
-    return {name: each.grad for name, each in student.pretrained.named_parameters()}
+    return {name: parameter.grad for name, parameter in student.pretrained.named_parameters()}
 
 
 def tokenized(folder: Path, data: str) -> Any:
@@ -129,16 +129,16 @@ def gradients_of(trainer: Any, teacher: Decoder, *, dtype: torch.dtype = torch.f
     teacher.to(dtype)
     trainer.train()
     assert trainer.state.global_step == 1
-    assert all(each.grad is None and not each.requires_grad for each in teacher.parameters())
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in teacher.parameters())
     return kept.gradients
 
 
 def distance(gradients: Gradients, expected: Gradients) -> float:
     """The relative distance of all gradients together."""
     assert set(gradients) == set(expected)
-    pairs = [(gradients[name].detach().double(), each.detach().double()) for name, each in expected.items()]
+    pairs = [(gradients[name].detach().double(), tensor.detach().double()) for name, tensor in expected.items()]
     error, size = (
-        sum(each.square().sum() for each in parts) for parts in ([a - b for a, b in pairs], [b for _, b in pairs])
+        sum(part.square().sum() for part in parts) for parts in ([a - b for a, b in pairs], [b for _, b in pairs])
     )
     return float((error / size).sqrt())
 
@@ -197,8 +197,8 @@ def test_two_processes_save_what_one_process_saves(folder: Path, tmp_path: Path,
     one = weights_of(run_script(folder, example, tmp_path / "one", gradient_accumulation_steps="2"))
     two = weights_of(run_script(folder, example, tmp_path / "two", "--nproc-per-node=2"))
     start = weights_of(folder / "student")
-    moved = {name: each - start[name] for name, each in one.items()}
-    assert distance({name: each - start[name] for name, each in two.items()}, moved) < 1e-4
+    moved = {name: tensor - start[name] for name, tensor in one.items()}
+    assert distance({name: tensor - start[name] for name, tensor in two.items()}, moved) < 1e-4
 
 
 def run_script(folder: Path, example: str, out: Path, *torchrun: str, **options: str) -> Path:
@@ -226,8 +226,8 @@ def test_a_checkpoint_of_trainer_goes_on_to_the_bit(folder: Path, tmp_path: Path
     resumed = hf(hf_trainer, folder, tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     expected = dict(straight.model.named_parameters())
-    assert all(torch.equal(each, expected[name]) for name, each in resumed.model.named_parameters())
-    losses = [each.evaluate(straight.train_dataset)["eval_loss"] for each in (straight, resumed)]
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in resumed.model.named_parameters())
+    losses = [trainer.evaluate(straight.train_dataset)["eval_loss"] for trainer in (straight, resumed)]
     assert losses[0] == losses[1]
 
 

@@ -35,23 +35,23 @@ def test_no_rank_waits_forever_and_no_action_runs_twice(ranks: int, teacher: flo
                 run[action] += 1
             expected = {(rank, number) for rank in range(ranks) for number in range(micro_batches)}
             for kind in "FBT":
-                assert {each[1::2] for each in run if each.step == step and each.kind == kind} == expected
+                assert {work[1::2] for work in run if work.step == step and work.kind == kind} == expected
         assert set(run.values()) == {1}
 
 
 def executed(order: Order, step: int, before: Counter[Action]) -> Iterator[Action]:
     """Yield the actions in the order of their execution. A rank waits until its next action has all its inputs."""
     ranks = len(order.ranks)
-    waiting = [[each._replace(step=step + each.step) for each in rank] for rank in order.ranks]
+    waiting = [[work._replace(step=step + work.step) for work in rank] for rank in order.ranks]
     done = set(before)
     while any(waiting):
         heads = [rank[0] for rank in waiting if rank]
-        ready = [each for each in heads if needed(each, ranks) <= done]
+        ready = [head for head in heads if needed(head, ranks) <= done]
         assert ready, heads
-        for each in ready:
-            waiting[each.stage].pop(0)
-            done.add(each)
-            yield each
+        for work in ready:
+            waiting[work.stage].pop(0)
+            done.add(work)
+            yield work
 
 
 def needed(action: Action, ranks: int) -> set[Action]:
@@ -72,7 +72,7 @@ def test_the_student_follows_torchs_order(ranks: int, micro_batches: int) -> Non
         student = [each for each in actions if each.kind != "T"]
         assert [each.kind for each in student] == expected
         for kind in "FB":
-            assert [each.micro_batch for each in student if each.kind == kind] == list(range(micro_batches))
+            assert [work.micro_batch for work in student if work.kind == kind] == list(range(micro_batches))
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,9 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
 
 def test_our_configurations_of_the_page_load(tmp_path: Path) -> None:
     blocks = re.findall(r"(?s)```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"))
-    own = [each for each in blocks if "student" in (YAML(typ="safe").load(each) or {})]
+    own = [block for block in blocks if "student" in (YAML(typ="safe").load(block) or {})]
     assert len(own) == len(PEERS)
-    for number, each in enumerate(own):
+    for number, text in enumerate(own):
         path = tmp_path / f"{number}.yaml"
-        path.write_text(each, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         assert load_config(path).out == "runs/qwen3"

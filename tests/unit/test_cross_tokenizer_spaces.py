@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from kit.runs import forward_backward, session_of, write_records
+from kit.teacher_gradients import named_gradients
 from kit.two_tokenizers import (
     GOLD,
     K,
@@ -119,9 +120,7 @@ def expected(folder: Path, one: PreTrainedTokenizerBase, other: PreTrainedTokeni
             for at in own[1:]:
                 total = total - math.exp(log_p) * log_q_NV[at - 1, here.ids[at]]
     (total / tokens).backward()
-    return {"loss": (total / tokens).detach()} | {
-        name: each.grad for name, each in student.named_parameters() if each.grad is not None
-    }
+    return {"loss": (total / tokens).detach()} | named_gradients(student)
 
 
 def outcomes(students: Students, log_p_V: Tensor, x_0: int, log_p: float, y_0: int, begins: bool) -> dict[int, float]:
@@ -139,7 +138,7 @@ def outcomes(students: Students, log_p_V: Tensor, x_0: int, log_p: float, y_0: i
 def divergence(p: dict[int, float], log_q_V: Tensor) -> Tensor:
     """Forward KL over these outcomes and one more for all others."""
     ids = torch.tensor(list(p))
-    p_N = torch.tensor([p[each] for each in ids.tolist()], dtype=torch.float64)
+    p_N = torch.tensor([p[token] for token in ids.tolist()], dtype=torch.float64)
     rest = (1 - p_N.sum()).clamp(min=0)
     is_other_V = torch.ones_like(log_q_V, dtype=torch.bool).index_fill(0, ids, False)
     inside = torch.special.xlogy(p_N, p_N).sum() - (p_N * log_q_V[ids]).sum()
@@ -157,14 +156,11 @@ def test_loss_and_gradients_are_what_the_docs_say(tmp_path: Path, student: str, 
     )
     every = session.train.micro_batches([np.arange(len(session.train))])
     loss = forward_backward(session, every).sums["loss"]
-    found = {name: each.grad for name, each in session.student.named_parameters() if each.grad is not None}
+    found = named_gradients(session.student.pretrained)
     session.close()
     reference = expected(tmp_path, tokenizer(student), tokenizer(teacher))
     assert loss == pytest.approx(float(reference.pop("loss")), rel=1e-4)
-    renamed = {
-        name.replace("backbone.", "model.").replace("head.linear.", "lm_head."): each for name, each in found.items()
-    }
-    assert renamed.keys() == reference.keys()
+    assert found.keys() == reference.keys()
     for name, gradient in reference.items():
-        error = float((renamed[name].double() - gradient).norm() / gradient.norm())
+        error = float((found[name].double() - gradient).norm() / gradient.norm())
         assert error < 1e-4, name

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-SECTIONS = {heading: text for heading, _, text in (each.partition("\n") for each in PAGE.split("\n## ")[1:])}
+SECTIONS = {heading: text for heading, _, text in (part.partition("\n") for part in PAGE.split("\n## ")[1:])}
 
 
 def block(section: str, language: str) -> str:
@@ -43,11 +43,11 @@ def changed_package(folder: Path, section: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
 
 
-CHECKED = [each for each, text in SECTIONS.items() if "```python" in text]
+CHECKED = [heading for heading, text in SECTIONS.items() if "```python" in text]
 
 
 @pytest.mark.parametrize(
-    "heading", [CHECKED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in CHECKED[1:])]
+    "heading", [CHECKED[0], *(pytest.param(heading, marks=pytest.mark.slow) for heading in CHECKED[1:])]
 )
 def test_the_diff_applies_and_its_check_runs(tmp_path: Path, heading: str) -> None:
     environment = changed_package(tmp_path, SECTIONS[heading])

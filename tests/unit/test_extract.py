@@ -28,10 +28,10 @@ def oracle(given: Problem) -> dict[str, dict[str, Tensor]]:
     log_probs_CK = torch.full(given.ids_CK.shape, -torch.inf, dtype=torch.float64)
     outside_CV = log_p_CV.clone()
     for row, ids in enumerate(given.ids_CK.tolist()):
-        for at, each in enumerate(ids):
-            if each >= 0 and each not in ids[:at]:
-                log_probs_CK[row, at] = log_p_CV[row, each]
-                outside_CV[row, each] = -torch.inf
+        for at, token in enumerate(ids):
+            if token >= 0 and token not in ids[:at]:
+                log_probs_CK[row, at] = log_p_CV[row, token]
+                outside_CV[row, token] = -torch.inf
     at_1_CV, label_C1 = logits_CV.log_softmax(1), given.labels_C[:, None]
     label_log_p_C1 = at_1_CV.gather(1, label_C1)
     return {
@@ -53,12 +53,12 @@ def oracle(given: Problem) -> dict[str, dict[str, Tensor]]:
 def assert_equal(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:
     for kind, tensors in expected.items():
         assert found[kind].keys() == tensors.keys()
-        for name, each in tensors.items():
-            if each.is_floating_point():
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
                 own = found[kind][name].double()
-                torch.testing.assert_close(own, each, rtol=2e-6, atol=5e-5, msg=f"{kind} {name}")
+                torch.testing.assert_close(own, tensor, rtol=2e-6, atol=5e-5, msg=f"{kind} {name}")
             else:
-                assert torch.equal(found[kind][name].long(), each), f"{kind} {name}"
+                assert torch.equal(found[kind][name].long(), tensor), f"{kind} {name}"
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -85,8 +85,8 @@ def test_shards_of_the_vocabulary_give_the_signals_of_the_whole(
     results = pool.call(signals, given)[: len(borders)]
     for found in results:
         assert_equal(found, oracle(given))
-    for name, each in results[0]["top_k"].items():
-        assert torch.equal(each, results[1]["top_k"][name])
+    for name, result in results[0]["top_k"].items():
+        assert torch.equal(result, results[1]["top_k"][name])
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:

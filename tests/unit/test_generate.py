@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kit.families import FAMILIES, build
+from kit.generation_requests import CPU, SAMPLING, as_lists, requests
 from kit.toy_tokenizer import toy_tokenizer
 from transformers import GenerationConfig
 
@@ -19,16 +20,6 @@ from stillhouse.generation import Completion, GenerationRequest, Sampling
 from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.generation.token_sampler import TokenSampler, _gumbel
 from stillhouse.models import Decoder, add_lora, eos_ids
-
-CPU = torch.device("cpu")
-LENGTHS = (3, 11, 1, 7, 5)
-SAMPLING = Sampling(max_new_tokens=9, eos_ids=(2,))
-
-
-def requests(lengths: tuple[int, ...] = LENGTHS, vocabulary: int = 251, seed: int = 0) -> list[GenerationRequest]:
-    random = np.random.Generator(np.random.PCG64(seed))
-    prompts = [random.integers(3, vocabulary, length).astype(np.int32) for length in lengths]
-    return [GenerationRequest(number, ids, seed=1000 + number) for number, ids in enumerate(prompts)]
 
 
 def reference_log_probs(decoder: Decoder, prompt: np.ndarray, ids_N: np.ndarray, temperature: float) -> np.ndarray:
@@ -39,12 +30,8 @@ def reference_log_probs(decoder: Decoder, prompt: np.ndarray, ids_N: np.ndarray,
     return logits_NV.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].numpy()
 
 
-def as_lists(completions: list[Completion]) -> list[tuple[list[int], list[float], str]]:
-    return [(each.ids_N.tolist(), each.log_probs_N.tolist(), each.finish) for each in completions]
-
-
 def ids_of(completions: list[Completion]) -> list[list[int]]:
-    return [each.ids_N.tolist() for each in completions]
+    return [completion.ids_N.tolist() for completion in completions]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,11 +82,11 @@ def test_a_completion_depends_on_its_own_seed_alone() -> None:
     together = generator.generate(asked, 0)
     assert as_lists(generator.generate(asked, 0)) == as_lists(together)
     assert ids_of(generator.generate(asked[::-1], 0)) == ids_of(together)[::-1]
-    alone = [generator.generate([each], 0)[0] for each in asked]
+    alone = [generator.generate([request], 0)[0] for request in asked]
     assert ids_of(alone) == ids_of(together)
     for given, expected in zip(alone, together, strict=True):
         np.testing.assert_allclose(given.log_probs_N, expected.log_probs_N, rtol=0, atol=1e-5)
-    others = generator.generate([replace(each, seed=each.seed + 1) for each in asked], 0)
+    others = generator.generate([replace(request, seed=request.seed + 1) for request in asked], 0)
     assert all(given != expected for given, expected in zip(ids_of(others), ids_of(together), strict=True))
 
 
@@ -118,7 +105,7 @@ def test_draws_have_the_models_probabilities() -> None:
     prompt, count = np.array([3, 4, 5], dtype=np.int32), 4000
     asked = [GenerationRequest(number, prompt, seed=number) for number in range(count)]
     sampling = Sampling(max_new_tokens=1, temperature=3.0)
-    drawn = [int(each.ids_N[0]) for each in Generator(decoder, sampling, CPU).generate(asked, 0)]
+    drawn = [int(completion.ids_N[0]) for completion in Generator(decoder, sampling, CPU).generate(asked, 0)]
     with torch.no_grad():
         expected_V = (decoder(torch.from_numpy(prompt.astype(np.int64))[None])[0, -1] / 3.0).softmax(-1).numpy()
     counts_V = np.bincount(drawn, minlength=7)
@@ -226,7 +213,7 @@ def test_a_completion_ends_at_its_first_end_of_sequence_even_if_the_padding_is_t
         assert cut.ids_N.tolist() == whole.ids_N[:length].tolist()
         np.testing.assert_allclose(cut.log_probs_N, whole.log_probs_N[:length], rtol=0, atol=1e-5)
         assert cut.finish == ("stop" if stops else "length")
-    assert {each.finish for each in given} == {"stop", "length"}
+    assert {completion.finish for completion in given} == {"stop", "length"}
     assert len(given[3].ids_N) == 1
 
 
@@ -238,7 +225,7 @@ def test_an_end_of_sequence_in_the_prompt_does_not_count() -> None:
 
 def test_lengths_of_single_requests() -> None:
     limits = (1, 4, None, 9, 30)
-    asked = [replace(each, max_new_tokens=most) for each, most in zip(requests(), limits, strict=True)]
+    asked = [replace(request, max_new_tokens=most) for request, most in zip(requests(), limits, strict=True)]
     decoder = Decoder(build("gemma3"))
     free = Generator(decoder, Sampling(max_new_tokens=9), CPU).generate(requests(), 0)
     given = Generator(decoder, Sampling(max_new_tokens=9), CPU).generate(asked, 0)
@@ -251,7 +238,7 @@ def test_stop_texts_end_a_completion_and_stay_in_it() -> None:
     tokenizer = toy_tokenizer()
     decoder, asked = Decoder(build("llama", vocab_size=len(tokenizer))), requests(vocabulary=len(tokenizer))
     free = Generator(decoder, Sampling(max_new_tokens=20), CPU).generate(asked, 0)
-    texts = [tokenizer.decode(each.ids_N) for each in free]
+    texts = [tokenizer.decode(completion.ids_N) for completion in free]
     stops = (texts[0][3:6], tokenizer.decode(free[1].ids_N[4:7]))
     given = Generator(decoder, Sampling(max_new_tokens=20, stop=stops), CPU, tokenizer=tokenizer).generate(asked, 0)
     for whole, cut in zip(free, given, strict=True):

@@ -18,11 +18,11 @@ GREEDY = replace(SAMPLED, temperature=0.0)
 
 PROBLEMS = [
     Problem(Degrees(fsdp=2), SAMPLED),
-    Problem(Degrees(fsdp=2), GREEDY),
+    pytest.param(Problem(Degrees(fsdp=2), GREEDY), marks=pytest.mark.slow),
     Problem(Degrees(tensor=2), SAMPLED, family="qwen3", batch_tokens=40),
     Problem(Degrees(tensor=2), GREEDY, tied=True),
     Problem(Degrees(pipeline=2), SAMPLED, tied=True, on_meta=False),
-    Problem(Degrees(pipeline=2), GREEDY, family="qwen3"),
+    pytest.param(Problem(Degrees(pipeline=2), GREEDY, family="qwen3"), marks=pytest.mark.slow),
     Problem(Degrees(pipeline=2, fsdp=2), SAMPLED),
     Problem(Degrees(fsdp=2), SAMPLED, family="qwen3_moe"),
     Problem(Degrees(pipeline=2), SAMPLED, lora=True),
@@ -43,18 +43,18 @@ def test_every_rank_has_the_completions_of_one_process(problem: Problem) -> None
     before, after = one_process(problem)
     assert [ids for ids, *_ in before] != [ids for ids, *_ in after]
     assert {version for _, _, versions, _ in after for version in versions} == {1}
-    found = [each for each in shared_pool(4).call(on_ranks, problem) if each is not None]
+    found = [answer for answer in shared_pool(4).call(on_ranks, problem) if answer is not None]
     assert len(found) == problem.degrees.processes
     for given_before, given_after in found:
         same(given_before, before)
         same(given_after, after)
-    assert all(each == found[0] for each in found), "the ranks differ"
+    assert all(answer == found[0] for answer in found), "the ranks differ"
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
     found = shared_pool(4).call(an_error_on_one_rank, Problem(Degrees(fsdp=2), SAMPLED))
-    assert [each is None for each in found] == [False, False, True, True]
-    assert all("its logits are not finite" in each for each in found if each is not None)
+    assert [answer is None for answer in found] == [False, False, True, True]
+    assert all("its logits are not finite" in answer for answer in found if answer is not None)
 
 
 def test_the_engine_of_one_process() -> None:

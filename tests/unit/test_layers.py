@@ -1,4 +1,4 @@
-"""Rules that import-linter cannot express: the files that may import torch.distributed, and no use of pickle.
+"""Rules that import-linter cannot express: who may import torch.distributed, no pickle, no imports of tests.
 
 The layers themselves are checked by `lint-imports` in `make lint`.
 """
@@ -11,6 +11,7 @@ import pytest
 import stillhouse
 
 PACKAGE = Path(stillhouse.__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -46,7 +47,7 @@ def imports_within(package: Path) -> dict[str, set[str]]:
     modules = {path.stem: path for path in package.glob("*.py") if path.stem != "__init__"}
     found = {}
     for name, path in modules.items():
-        imported = {each.removeprefix(f"{within}.").partition(".")[0] for each in imported_modules(path)}
+        imported = {module.removeprefix(f"{within}.").partition(".")[0] for module in imported_modules(path)}
         found[name] = (imported & modules.keys()) - {name}
     return found
 
@@ -71,6 +72,23 @@ PACKAGES = sorted({path.parent for path in PACKAGE.glob("*/*.py")})
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda each: each.name)
 def test_the_modules_of_a_package_have_no_import_cycle(package: Path) -> None:
     assert import_cycle(imports_within(package)) == []
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
+def test_nothing_imports_a_module_of_tests(folder: str) -> None:
+    """What several modules of tests share is in tests/kit."""
+    importing = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / folder).rglob("*.py")
+        if any(part.startswith("test_") for name in imported_modules(path) for part in name.split("."))
+    }
+    assert not importing
+
+
+def test_no_two_modules_of_tests_have_the_same_name() -> None:
+    """Pages and results name them without their folders."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("__init__.py", "conftest.py")]
+    assert len(names) == len(set(names))
 
 
 def test_no_broad_except() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from kit.families import build
+from kit.layout_runs import assert_same_model, distill
 from kit.runs import forward_backward, run, session_of, write_run
-from test_train_layouts import assert_same_model, distill
 from torch import nn
 
 from stillhouse.checkpoint.identity import decisive_values
@@ -198,8 +198,8 @@ def test_checkpoints_move_between_layouts(tmp_path: Path, kind: str, layouts: li
     distill(tmp_path, "one", 1)
     for layout in layouts:
         first = f"checkpoint.resume={tmp_path / 'one' / 'checkpoints' / 'step-00000002'}"
-        assert distill(tmp_path, layout, 2, layout, first).returncode == 0
+        distill(tmp_path, layout, 2, layout, first)
         assert_same_model(tmp_path / "one", tmp_path / layout)
         then = f"checkpoint.resume={tmp_path / layout / 'checkpoints' / 'step-00000004'}"
-        assert distill(tmp_path, f"{layout} again", 1, then).returncode == 0
+        distill(tmp_path, f"{layout} again", 1, then)
         assert_same_model(tmp_path / "one", tmp_path / f"{layout} again")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kit.families import build
-from proofs import proof_rows
+from proofs import proof_rows, test_files
 
 import stillhouse.objective
 from stillhouse import Decoder
@@ -29,15 +29,15 @@ def defined_tests(path: Path) -> set[str]:
 
 def test_every_row_names_a_test_that_exists() -> None:
     """After all tests, `proofs.py` checks that these tests ran and passed."""
-    pages = {"README.md": 10, "docs/proofs.md": 100}
+    pages, files = {"README.md": 10, "docs/proofs.md": 100}, test_files()
     for page, most in pages.items():
         rows = proof_rows((ROOT / page).read_text())
         assert most // 3 < len(rows) <= most
         for row in rows:
             assert row.proofs, row.text
             for file, test in row.proofs:
-                assert (ROOT / "tests" / file).is_file(), row.text
-                assert not test or test in defined_tests(ROOT / "tests" / file), f"{file}::{test}"
+                assert file in files, row.text
+                assert not test or test in defined_tests(files[file]), f"{file}::{test}"
 
 
 def test_the_readme_fits_two_screens() -> None:
@@ -108,11 +108,11 @@ def test_the_processors_of_the_page_run() -> None:
     given = vars(stillhouse.objective) | vars(processors) | {"parse_objective": parse_objective, "decoder": decoder}
     given |= {"teacher": Decoder(build("llama", seed=2)), "ids": ids, "labels": labels, "sampled": labels}
     given |= {"advantages": numbers, "old": numbers, "reference": numbers, "tokens_of_the_step": 34}
-    run = [each for each in shown if "decoder(" in each]
+    run = [block for block in shown if "decoder(" in block]
     assert len(run) == 5
-    for each in run:
-        exec(each, given)
-    (own,) = (each for each in shown if each.startswith("def process("))
+    for block in run:
+        exec(block, given)
+    (own,) = (block for block in shown if block.startswith("def process("))
     exec(own, given)
     context = SimpleNamespace(labels_T=labels.flatten(), teacher_log_probs_T=numbers.flatten(), weights_T=None)
     decoder(ids, processor=given["process"], context=context).loss.backward()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kit.families import build
-from test_generate import CPU, SAMPLING, as_lists, requests
+from kit.generation_requests import CPU, SAMPLING, as_lists, requests
 
 from stillhouse.generation import generate
 from stillhouse.generation.generate import Generator

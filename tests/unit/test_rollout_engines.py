@@ -11,6 +11,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
+from kit.on_policy_runs import write_on_policy_run
 from kit.stub_writers import SglangWriter, VllmWriter, WriterServer, writing
 from kit.writer_cases import (
     KINDS,
@@ -23,7 +24,6 @@ from kit.writer_cases import (
     results,
     wait_for_tokens,
 )
-from test_on_policy import write
 
 from stillhouse.config import ConfigError
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
@@ -187,16 +187,16 @@ def test_a_vllm_that_keeps_the_first_head_of_a_tied_student_is_refused(
 def test_a_run_with_a_tied_student_is_refused_before_its_first_step(tmp_path: Path) -> None:
     """With an adapter it is not: the server's own base stays as it is."""
     settings: dict[str, Any] = {"data.eval": 0.0, "rollout.engine": "vllm", "rollout.url": "http://127.0.0.1:1"}
-    write(tmp_path, tied=True, **settings)  # the student, which the server has from the start
+    write_on_policy_run(tmp_path, tied=True, **settings)  # the student, which the server has from the start
     with writing(VllmWriter, tmp_path / "student", processed=True) as server:
         settings["rollout.url"] = server.url
-        with closing(prepare(write(tmp_path, **settings), announce=False)) as session:
+        with closing(prepare(write_on_policy_run(tmp_path, **settings), announce=False)) as session:
             assert session.rollout_config is not None
             with pytest.raises(ConfigError, match="is a vLLM on a CPU") as raised:
                 open_engine(session, session.rollout_config)
         assert raised.value.key == "rollout.url"
         settings["student.adapter"] = {"r": 4}
-        with closing(prepare(write(tmp_path, **settings), announce=False)) as session:
+        with closing(prepare(write_on_policy_run(tmp_path, **settings), announce=False)) as session:
             assert session.rollout_config is not None
             engine = open_engine(session, session.rollout_config)
             assert engine is not None

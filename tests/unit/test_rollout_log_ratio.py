@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.stub_writers import VllmWriter, WriterHandler, writing
-from test_on_policy import losses, write
 
 from stillhouse.run.run import distill
 from stillhouse.serving.client.engine_proof import PROBE_TOKENS
@@ -15,8 +15,8 @@ def shifted(handler: WriterHandler, content: dict[str, Any]) -> None:
     """An engine that computes otherwise only where the probe after each update does not look: late in a text."""
     [choice] = content["choices"]
     if len(choice["token_ids"]) > PROBE_TOKENS:
-        for each in choice["logprobs"]["content"]:
-            each["logprob"] -= 0.5
+        for entry in choice["logprobs"]["content"]:
+            entry["logprob"] -= 0.5
     handler.reply(200, content)
 
 
@@ -40,27 +40,27 @@ def test_an_engine_with_other_log_probabilities_is_warned_of(
 ) -> None:
     """Of a step's tokens, those that the present weights have written must have the same log-probabilities."""
     settings: dict[str, Any] = {"data.eval": 0.0, "rollout.engine": "vllm", "rollout.url": "http://127.0.0.1:1"}
-    write(tmp_path, **settings)  # the student, which the server has from the start
+    write_on_policy_run(tmp_path, **settings)  # the student, which the server has from the start
     with writing(VllmWriter, tmp_path / "student", processed=True, **options) as server:
         settings |= {"rollout.url": server.url, "rollout.schedule": schedule, "train.learning_rate": learning_rate}
         if warning == "with the same weights":
             server.faults = [shifted] * 9999
-        lines = losses(distill(write(tmp_path, **settings)))
+        lines = rollout_figures(distill(write_on_policy_run(tmp_path, **settings)))
     found = [line for line in capsys.readouterr().out.splitlines() if "the engine's log-probabilities" in line]
     assert bool(found) == bool(warning)
     assert sum(warning in line for line in found) == bool(warning)  # once, beside that of older weights
     fresh = [line.get("rollout/log_ratio_fresh") for line in lines]
     assert fresh[0] is not None
-    assert any(each is not None for each in fresh[1:]) == (schedule != "one_step_off")
+    assert any(schedule is not None for schedule in fresh[1:]) == (schedule != "one_step_off")
     if warning != "with the same weights":
-        assert max(each for each in fresh if each is not None) < 1e-5
+        assert max(log_ratio for log_ratio in fresh if log_ratio is not None) < 1e-5
         assert max(line["rollout/log_ratio"] for line in lines) > 1e-2
 
 
 def test_an_engine_that_keeps_its_first_head_ends_the_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"data.eval": 0.0, "rollout.engine": "vllm", "train.learning_rate": 0.01}
-    write(tmp_path, **settings, **{"rollout.url": "http://127.0.0.1:1"})
+    write_on_policy_run(tmp_path, **settings, **{"rollout.url": "http://127.0.0.1:1"})
     with writing(VllmWriter, tmp_path / "student", processed=True, keeps_head=True) as server:
-        config = write(tmp_path, **settings, **{"rollout.url": server.url})
+        config = write_on_policy_run(tmp_path, **settings, **{"rollout.url": server.url})
         with pytest.raises(ValueError, match="and its log-probabilities are those of other weights"):
             distill(config)

@@ -4,28 +4,20 @@ The engine of these tests gives answers in an order that a test chooses, which n
 with real engines are in `test_on_policy.py`.
 """
 
-import random
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kit.toy_tokenizer import toy_tokenizer
+from kit.rollout_queues import PROMPTS, SAMPLES, STEPS, LateEngine, prompts, queue_of
 
-from stillhouse.data import DataReport, Documents
-from stillhouse.data.prefixes import offsets_of
 from stillhouse.generation import (
     POLICY_VERSION,
     Completion,
-    GenerationRequest,
     RolloutPlan,
-    RolloutQueue,
     Sample,
-    SampleWriter,
     TargetRules,
     require_versions,
     step_documents,
@@ -33,65 +25,9 @@ from stillhouse.generation import (
 from stillhouse.generation.advantages import mean_and_deviation, with_advantages
 from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 
-STEPS, PROMPTS, SAMPLES = 12, 7, 3
-
-
-class LateEngine:
-    """Writes two tokens of the version at which it answers. It answers in a random order, as many as `most`."""
-
-    def __init__(self, most: int, seed: int = 0):
-        self.most, self.version, self.draw = most, 0, random.Random(seed)
-        self.waiting: list[tuple[GenerationRequest, Future[Completion]]] = []
-        self.asked: list[int] = []
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        futures: list[Future[Completion]] = [Future() for _ in requests]
-        self.waiting += zip(requests, futures, strict=True)
-        self.asked += [each.number for each in requests]
-        return futures
-
-    def answer(self) -> None:
-        self.draw.shuffle(self.waiting)
-        for request, future in self.waiting[: self.most]:
-            ids_N = np.array([request.number % 251, 2], dtype=np.int32)
-            versions_N = np.full(2, self.version, dtype=np.int32)
-            future.set_result(Completion(ids_N, np.zeros(2, np.float32) - 1, versions_N, "stop"))
-        del self.waiting[: self.most]
-
-    def update_weights(self, version: int, folder: Path | None) -> None:
-        self.version = version
-
-    def close(self) -> None:
-        self.waiting.clear()
-
-
-def prompts() -> Documents:
-    lengths = [2 + number % 3 for number in range(PROMPTS)]
-    tokens_N = np.arange(sum(lengths), dtype=np.int32)
-    keys_D = np.arange(PROMPTS, dtype=np.uint64)
-    records: list[dict[str, Any]] = [{"answer": number} for number in range(PROMPTS)]
-    sources = [f"train.jsonl:{number + 1}" for number in range(PROMPTS)]
-    report = DataReport("train.jsonl")
-    targets_N = np.zeros(len(tokens_N), dtype=bool)
-    return Documents(tokens_N, targets_N, offsets_of(lengths), keys_D, sources, report, records=records)
-
-
-def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1.0, slack: int = 0) -> RolloutQueue:
-    plan = RolloutPlan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
-    writer = SampleWriter(engine, prompts(), plan, toy_tokenizer(), 8)
-    return RolloutQueue(
-        writer,
-        plan,
-        ahead=ahead,
-        in_order=in_order,
-        last_step=STEPS - 1,
-        max_staleness=ahead + slack,
-        alive=engine.answer,
-    )
-
 
 def numbers(samples: Sequence[Sample]) -> list[int]:
-    return [each.number for each in samples]
+    return [rollout.number for rollout in samples]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.1])
@@ -113,7 +49,7 @@ def test_every_sample_is_trained_once_and_in_time(ahead: int, in_order: bool, sl
         assert numbers(samples) == sorted(numbers(samples))
         assert len(samples) == len(queue.plan.groups(step)) * SAMPLES
         if in_order:
-            assert {each.number // SAMPLES for each in samples} == set(queue.plan.groups(step))
+            assert {rollout.number // SAMPLES for rollout in samples} == set(queue.plan.groups(step))
         trained += numbers(samples)
         queue.trained(step)
     total = queue.plan.groups(STEPS - 1).stop * SAMPLES
@@ -176,9 +112,12 @@ def test_a_step_can_be_taken_while_the_one_before_is_trained() -> None:
         if step + 1 < STEPS and queue.is_ready(step + 1):
             early[step + 1] = queue.take(step + 1)
         kept = numbers(queue.state().samples)
-        assert set(kept) >= {*numbers(samples), *(number for each in early.values() for number in numbers(each))}
+        assert set(kept) >= {
+            *numbers(samples),
+            *(number for rollouts in early.values() for number in numbers(rollouts)),
+        }
         assert len(kept) == len(set(kept))
-        assert {each.number // SAMPLES for each in samples} == set(queue.plan.groups(step))
+        assert {rollout.number // SAMPLES for rollout in samples} == set(queue.plan.groups(step))
         trained += numbers(samples)
         queue.trained(step)
         assert not set(numbers(samples)) & set(numbers(queue.state().samples))
@@ -216,7 +155,7 @@ def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> 
         queue.ask(step)
         samples = queue.take(step)
         require_versions(samples, step, 4)
-        groups = {each.number // SAMPLES for each in samples}
+        groups = {rollout.number // SAMPLES for rollout in samples}
         queue.trained(step)
         if step == 0:
             assert groups == set(queue.plan.groups(2))
@@ -265,13 +204,13 @@ def sample(
 def test_advantages_are_those_of_the_group() -> None:
     rewards = [1.0, 0.0, 0.5]
     samples = [sample(number, reward) for number, reward in enumerate(rewards)]
-    centered = [each.advantage for each in with_advantages(samples, "centered")]
+    centered = [advantage.advantage for advantage in with_advantages(samples, "centered")]
     assert centered == pytest.approx([0.5, -0.5, 0.0])
-    normalized = [each.advantage for each in with_advantages(samples, "normalized")]
-    assert normalized == pytest.approx([each / np.std(rewards) for each in centered])
+    normalized = [advantage.advantage for advantage in with_advantages(samples, "normalized")]
+    assert normalized == pytest.approx([advantage / np.std(rewards) for advantage in centered])
     for equal in ([1.0, 1.0], [None, None]):
         same = [sample(number, reward) for number, reward in enumerate(equal)]
-        assert [each.advantage for each in with_advantages(same, "normalized")] == [0.0, 0.0]
+        assert [advantage.advantage for advantage in with_advantages(same, "normalized")] == [0.0, 0.0]
 
 
 def test_weights_that_underflow_stay_in_the_normaliser() -> None:
@@ -295,21 +234,21 @@ def test_weights_that_underflow_stay_in_the_normaliser() -> None:
 def test_rewards_of_any_size_have_advantages(scale: float) -> None:
     rewards = [scale, -scale, scale, -scale]
     samples = [sample(number, reward) for number, reward in enumerate(rewards)]
-    assert [each.advantage for each in with_advantages(samples, "normalized")] == [1.0, -1.0, 1.0, -1.0]
+    assert [advantage.advantage for advantage in with_advantages(samples, "normalized")] == [1.0, -1.0, 1.0, -1.0]
     assert mean_and_deviation(rewards) == (0.0, scale)
     assert mean_and_deviation([scale, scale]) == (scale, 0.0)
     if scale > 1:
         with pytest.raises(ValueError, match=r"rewards from -1e\+308 to 1e\+308 .* rollout\.advantage=centered"):
             with_advantages(samples, "centered")
     else:
-        assert [each.advantage for each in with_advantages(samples, "centered")] == rewards
+        assert [advantage.advantage for advantage in with_advantages(samples, "centered")] == rewards
 
 
 def test_the_deviation_is_that_of_the_population_or_of_the_sample() -> None:
     rewards = [1.0, 0.0, 0.5, 0.25]
     samples = [sample(number, reward) for number, reward in enumerate(rewards)]
     for kind, freedom in (("population", 0), ("sample", 1)):
-        found = [each.advantage for each in with_advantages(samples, "normalized", kind)]  # type: ignore[arg-type]
+        found = [advantage.advantage for advantage in with_advantages(samples, "normalized", kind)]  # type: ignore[arg-type]
         expected = (torch.tensor(rewards) - np.mean(rewards)) / torch.tensor(rewards).std(correction=freedom)
         assert found == pytest.approx(expected.tolist(), rel=1e-6)
 

@@ -42,14 +42,14 @@ def ranks() -> Iterator[RankPool]:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def assert_same_bytes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    for name, each in expected.items():
-        assert found[name].dtype == each.dtype, name
-        assert torch.equal(found[name].view(torch.uint8), each.view(torch.uint8)), name
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -71,7 +71,7 @@ def test_files_are_at_most_a_bucket_and_transformers_reads_them(tmp_path: Path, 
     found = publish(single_process_runner(student, None), tmp_path / "weights", 3, bucket_bytes=40_000)
     files = sorted(found.glob("*.safetensors"))
     assert len(files) > 2
-    largest = max(each.nbytes for each in student.state_dict().values())
+    largest = max(tensor.nbytes for tensor in student.state_dict().values())
     for path in files:
         with safe_open(path, framework="pt") as file:
             assert sum(file.get_tensor(name).nbytes for name in file.keys()) <= max(40_000, largest)  # noqa: SIM118
@@ -80,8 +80,17 @@ def test_files_are_at_most_a_bucket_and_transformers_reads_them(tmp_path: Path, 
     assert_same_bytes(dict(read.state_dict()), dict(student.pretrained.state_dict()))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "expert" not in name])
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [
+        *((layout, False) for layout in LAYOUTS if "expert" not in layout),
+        *(("fsdp 2", True), ("pipeline 2", True)),
+        *(
+            pytest.param(layout, True, marks=pytest.mark.slow)
+            for layout in ("tensor 2", "pipeline 2, fsdp 2", "replicate 2, tensor 2")
+        ),
+    ],
+)
 def test_a_layout_writes_the_bytes_of_one_process(tmp_path: Path, ranks: RankPool, layout: str, tied: bool) -> None:
     build("llama", tied=tied).save_pretrained(tmp_path / "model")
     degrees, schedule = LAYOUTS[layout]
@@ -129,16 +138,16 @@ def test_of_an_adapter_the_adapter_alone_is_written(tmp_path: Path, ranks: RankP
     assert read_manifest(one).kind == "adapter"
     assert {path.name for path in one.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json", MANIFEST}
     expected = tensors(one)
-    matrices = [each for name, each in student.state_dict().items() if is_lora(name)]
-    assert sorted(each.flatten().tolist() for each in expected.values()) == sorted(
-        each.flatten().tolist() for each in matrices
+    matrices = [tensor for name, tensor in student.state_dict().items() if is_lora(name)]
+    assert sorted(tensor.flatten().tolist() for tensor in expected.values()) == sorted(
+        matrice.flatten().tolist() for matrice in matrices
     )
     for layout in ("fsdp 2", "tensor 2", "pipeline 2"):
         degrees, schedule = LAYOUTS[layout]
         job = (tmp_path / "model", tmp_path / layout, degrees, schedule, BUCKET_BYTES, True)
         (path, *_) = ranks.call(publish_under, job)
         assert_same_bytes(tensors(Path(path)), expected)
-        assert {each.name for each in Path(path).iterdir()} == {each.name for each in one.iterdir()}
+        assert {file.name for file in Path(path).iterdir()} == {file.name for file in one.iterdir()}
 
 
 def test_the_present_weights_are_written_and_two_versions_stay(tmp_path: Path) -> None:

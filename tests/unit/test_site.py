@@ -28,8 +28,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     (linked,) = re.findall(r"ln -sfn (.*) \.\n", (ROOT / "Makefile").read_text())
     (folder / ".site").mkdir()
-    for each in linked.split():
-        (folder / ".site" / Path(each).name).symlink_to(ROOT / Path(each).name)
+    for part in linked.split():
+        (folder / ".site" / Path(part).name).symlink_to(ROOT / Path(part).name)
     (folder / "mkdocs.yml").write_text((ROOT / "mkdocs.yml").read_text())
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     built = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -63,7 +63,9 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 
 def test_the_search_finds_words_of_the_glossary(site: Path) -> None:
     documents = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    (glossary,) = (each for each in documents if each["location"] == "docs/glossary/" and each["text"])
+    (glossary,) = (
+        document for document in documents if document["location"] == "docs/glossary/" and document["text"]
+    )
     rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 20
     assert all(row.split(" | ")[0][2:] in glossary["text"] for row in rows)
@@ -79,11 +81,11 @@ def test_the_commands_of_the_quick_start_run(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "run.yaml").write_text(settings)
 
     commands = re.findall(r"^ {4}stillhouse (.*?)(?: +#.*)?$", QUICK_START, flags=re.MULTILINE)
-    assert [each.split()[0] for each in commands] == ["check", "distill", "report", "verify", "check"]
+    assert [command.split()[0] for command in commands] == ["check", "distill", "report", "verify", "check"]
     printed = {}
-    for each in commands:
-        more = SMALL if each.split()[0] in ("check", "distill") else []
-        printed[each.split()[0]] = run(*each.split(), *more).out
+    for command in commands:
+        more = SMALL if command.split()[0] in ("check", "distill") else []
+        printed[command.split()[0]] = run(*command.split(), *more).out
     for what in ("minimise 0.3 × cross-entropy + 0.7 × jsd(0.5)", "sample", "⟦", "packing", "steps", "peak memory"):
         assert what in printed["check"]
     assert "gradient norm" in printed["check"]

@@ -23,7 +23,7 @@ DISTILLATION = StepLoss(parse_objective("forward_kl"))
 
 def test_shift_for_mtp_of_equal_rows() -> None:
     one_1S = torch.arange(S)[None]
-    one, every = (Targets(LABELS_BS).shift_for_mtp(each, 1).at(1) for each in (one_1S, one_1S.expand(B, S)))
+    one, every = (Targets(LABELS_BS).shift_for_mtp(ids, 1).at(1) for ids in (one_1S, one_1S.expand(B, S)))
     assert torch.equal(one.labels_T, every.labels_T)
     assert torch.equal(one.labels_T.view(B, S)[:, :-1], LABELS_BS[:, 1:])
 
@@ -49,7 +49,7 @@ def test_shift_for_mtp_stays_within_documents() -> None:
     part = context.rows(index_T)
     for depth in (0, 1, 2):
         assert torch.equal(part.at(depth).labels_T, context.at(depth).labels_T[index_T])
-        cut, whole = (each.at(depth).signals[TEACHER].logits_TV for each in (part, context))  # type: ignore[attr-defined]
+        cut, whole = (targets.at(depth).signals[TEACHER].logits_TV for targets in (part, context))  # type: ignore[attr-defined]
         assert torch.equal(cut, whole[index_T])
 
 

@@ -67,10 +67,10 @@ def test_the_problems_of_a_seed_are_those_of_every_machine(task: str) -> None:
 @pytest.mark.parametrize("held_out", [False, True])
 def test_answers_are_right_and_lengths_take_turns(task: str, held_out: bool) -> None:
     problems = [problem(TaskSpec(task, 2, 9), 1, number, held_out=held_out) for number in range(400)]
-    for number, each in enumerate(problems):
-        assert each.answer == answer(task, each.prompt)
-        assert each.length == size(task, each) == 2 + number % 8
-    assert len({each.prompt for each in problems}) > 300
+    for number, example in enumerate(problems):
+        assert example.answer == answer(task, example.prompt)
+        assert example.length == size(task, example) == 2 + number % 8
+    assert len({problem.prompt for problem in problems}) > 300
 
 
 @pytest.mark.parametrize("task", LENGTHS)
@@ -142,7 +142,8 @@ def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture
     spec = TaskSpec("sums", 2, 4)
     expected = [problem(spec, 3, number, held_out=False) for number in range(50)]
     assert [json.loads(line) for line in out.read_text().splitlines()] == [
-        {"prompt": each.prompt, "completion": each.answer, "task": "sums", "length": each.length} for each in expected
+        {"prompt": example.prompt, "completion": example.answer, "task": "sums", "length": example.length}
+        for example in expected
     ]
     assert all(is_held_out("sums", json.loads(line)["prompt"]) for line in held_out.read_text().splitlines())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["held_out.jsonl", "sums.jsonl"]
@@ -218,7 +219,7 @@ def test_a_prompt_has_the_tokens_that_it_has_in_training(tmp_path: Path) -> None
     """Also if the tokenizer puts special tokens on both ends."""
     tokenizer, spec = toy_tokenizer(adds_bos=True, adds_eos=True), TaskSpec.of("brackets")
     problems = [problem(spec, 5, number, held_out=True) for number in range(30)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each.record("brackets")) + "\n" for each in problems))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(problem.record("brackets")) + "\n" for problem in problems))
     documents = load_documents(str(tmp_path / "a.jsonl"), tokenizer, max_tokens=512)
     asked: list[GenerationRequest] = []
 
@@ -232,7 +233,7 @@ def test_a_prompt_has_the_tokens_that_it_has_in_training(tmp_path: Path) -> None
         prompt = documents.tokens(number)[~documents.targets(number)]
         assert request.prompt_ids.tolist() == prompt.tolist()
         assert request.prompt_ids.dtype == np.int32
-    assert [each.number for each in asked] == list(range(30))
+    assert [request.number for request in asked] == list(range(30))
 
 
 def completion_of(*ids: int, finish: str = "stop") -> Completion:

@@ -96,7 +96,7 @@ def test_each_token_is_seen_once_per_epoch(tmp_path: Path) -> None:
     sequences, step_schedule = session.train, session.step_schedule
     assert len(sequences) % step_schedule.sequences_per_step != 0
     micro_batches = [step_schedule.micro_batches(sequences, step) for step in range(step_schedule.steps)]
-    steps = [each.rows for each in micro_batches]
+    steps = [batch.rows for batch in micro_batches]
     seen = np.concatenate([rows for step in steps for rows in step])
     assert np.bincount(seen).tolist() == [2] * len(sequences)
     assert sorted(seen[: len(sequences)]) == list(range(len(sequences)))
@@ -105,11 +105,13 @@ def test_each_token_is_seen_once_per_epoch(tmp_path: Path) -> None:
     assert sizes == [4] * (step_schedule.steps - 1) + [2 * len(sequences) - 4 * (step_schedule.steps - 1)]
     assert 0 < sizes[-1] < 4
     assert all(len(rows) <= 2 for step in steps for rows in step)
-    targets = [sum(each.valid_tokens for each in step) for step in micro_batches]
+    targets = [sum(micro_batch.valid_tokens for micro_batch in step) for step in micro_batches]
     assert sum(targets) == 2 * sequences.documents.report.target_tokens
     assert [step.normalizer for step in micro_batches] == targets
     assert sum(step.tokens for step in micro_batches) == 2 * len(sequences.documents.tokens_N)
-    assert [step.shapes_BS for step in micro_batches] == [[each.shape_BS for each in step] for step in micro_batches]
+    assert [step.shapes_BS for step in micro_batches] == [
+        [micro_batch.shape_BS for micro_batch in step] for step in micro_batches
+    ]
     with pytest.raises(ValueError, match=f"step {step_schedule.steps} "):
         step_schedule.micro_batches(sequences, step_schedule.steps)
 

@@ -23,12 +23,12 @@ TOOLS = ("test", "dev", "site")
 def bounds() -> dict[str, str]:
     """The oldest version of each library that a user can install; the tools of development are exempt."""
     extras = PROJECT["optional-dependencies"]
-    lines = PROJECT["dependencies"] + [line for name, each in extras.items() if name not in TOOLS for line in each]
-    requirements = [each for each in map(Requirement, lines) if each.name != PROJECT["name"]]
+    lines = PROJECT["dependencies"] + [line for name, extra in extras.items() if name not in TOOLS for line in extra]
+    requirements = [requirement for requirement in map(Requirement, lines) if requirement.name != PROJECT["name"]]
     found = {}
-    for each in requirements:
-        (bound,) = [part.version for part in each.specifier if part.operator == ">="]
-        found[canonicalize_name(each.name)] = bound
+    for requirement in requirements:
+        (bound,) = [part.version for part in requirement.specifier if part.operator == ">="]
+        found[canonicalize_name(requirement.name)] = bound
     return found
 
 

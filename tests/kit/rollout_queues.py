@@ -1,0 +1,76 @@
+"""Queues of samples whose engine answers in an order that a test chooses, which no real engine can be made to do."""
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kit.toy_tokenizer import toy_tokenizer
+
+from stillhouse.data import DataReport, Documents
+from stillhouse.data.prefixes import offsets_of
+from stillhouse.generation import (
+    Completion,
+    GenerationRequest,
+    RolloutPlan,
+    RolloutQueue,
+    SampleWriter,
+)
+
+STEPS, PROMPTS, SAMPLES = 12, 7, 3
+
+
+class LateEngine:
+    """Writes two tokens of the version at which it answers. It answers in a random order, as many as `most`."""
+
+    def __init__(self, most: int, seed: int = 0):
+        self.most, self.version, self.draw = most, 0, random.Random(seed)
+        self.waiting: list[tuple[GenerationRequest, Future[Completion]]] = []
+        self.asked: list[int] = []
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        futures: list[Future[Completion]] = [Future() for _ in requests]
+        self.waiting += zip(requests, futures, strict=True)
+        self.asked += [request.number for request in requests]
+        return futures
+
+    def answer(self) -> None:
+        self.draw.shuffle(self.waiting)
+        for request, future in self.waiting[: self.most]:
+            ids_N = np.array([request.number % 251, 2], dtype=np.int32)
+            versions_N = np.full(2, self.version, dtype=np.int32)
+            future.set_result(Completion(ids_N, np.zeros(2, np.float32) - 1, versions_N, "stop"))
+        del self.waiting[: self.most]
+
+    def update_weights(self, version: int, folder: Path | None) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        self.waiting.clear()
+
+
+def prompts() -> Documents:
+    lengths = [2 + number % 3 for number in range(PROMPTS)]
+    tokens_N = np.arange(sum(lengths), dtype=np.int32)
+    keys_D = np.arange(PROMPTS, dtype=np.uint64)
+    records: list[dict[str, Any]] = [{"answer": number} for number in range(PROMPTS)]
+    sources = [f"train.jsonl:{number + 1}" for number in range(PROMPTS)]
+    report = DataReport("train.jsonl")
+    targets_N = np.zeros(len(tokens_N), dtype=bool)
+    return Documents(tokens_N, targets_N, offsets_of(lengths), keys_D, sources, report, records=records)
+
+
+def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1.0, slack: int = 0) -> RolloutQueue:
+    plan = RolloutPlan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
+    writer = SampleWriter(engine, prompts(), plan, toy_tokenizer(), 8)
+    return RolloutQueue(
+        writer,
+        plan,
+        ahead=ahead,
+        in_order=in_order,
+        last_step=STEPS - 1,
+        max_staleness=ahead + slack,
+        alive=engine.answer,
+    )
