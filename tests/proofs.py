@@ -55,7 +55,7 @@ def proof_rows(page: str) -> list[Row]:
     return rows
 
 
-def test_files() -> dict[str, Path]:
+def files_of_tests() -> dict[str, Path]:
     """Return all files of tests by their names, of which no two are the same; rows and results name no folders."""
     return {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kit.families import build
-from proofs import proof_rows, test_files
+from proofs import proof_rows, files_of_tests
 
 import stillhouse.objective
 from stillhouse import Decoder
@@ -29,7 +29,7 @@ def defined_tests(path: Path) -> set[str]:
 
 def test_every_row_names_a_test_that_exists() -> None:
     """After all tests, `proofs.py` checks that these tests ran and passed."""
-    pages, files = {"README.md": 10, "docs/proofs.md": 100}, test_files()
+    pages, files = {"README.md": 10, "docs/proofs.md": 100}, files_of_tests()
     for page, most in pages.items():
         rows = proof_rows((ROOT / page).read_text())
         assert most // 3 < len(rows) <= most
