@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from kit.on_policy_runs import write_on_policy_run
-from kit.ranks import Ranks, at_once
+from kit.ranks import Ranks, at_once, run_ranks
 from kit.runs import Command, contents, run, save_model, write_run
 from kit.serving import Server
 from kit.signal_hooks import at_step
@@ -222,5 +222,4 @@ def test_a_full_disk_under_published_weights(tmp_path: Path, disk: Path, layout:
         ), failed[0].err
         assert all(command.err.count("\n") == 1 for command in failed)
         subprocess.run(["mount", "-o", f"remount,size={8 * BYTES}", str(disk)], check=True)
-        again = Ranks(processes, *arguments, hook=at_once)
-        assert again.wait() == [0] * processes, again.texts
+        run_ranks(processes, *arguments, hook=at_once)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from kit.ranks import Ranks
+from kit.ranks import Ranks, run_ranks
 from kit.run_logs import evaluations, last_step, losses
 from kit.runs import contents, run, wait_for, write_run
 from kit.signal_hooks import EVERY_RANK, at_step, signal_at
@@ -67,8 +67,7 @@ def test_a_stopped_rank_is_named(folder: Path, rank: int) -> None:
     if rank == 0:
         return
     for folder_of_run in (undisturbed, out):
-        ranks = Ranks(2, *arguments, f"out={folder_of_run}")
-        assert ranks.wait() == [0, 0], ranks.texts
+        ranks = run_ranks(2, *arguments, f"out={folder_of_run}")
     assert "resuming from" in ranks[0].out
     assert contents(out / "model") == contents(undisturbed / "model")
     assert losses(out) == losses(undisturbed)

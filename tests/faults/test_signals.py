@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.ranks import Ranks
+from kit.ranks import Ranks, run_ranks
 from kit.run_logs import evaluations, last_step, losses
 from kit.runs import Command, contents, run, wait_for, write_run
 from kit.signal_hooks import (
@@ -89,8 +89,7 @@ def stopped_and_resumed(folder: Path, layout: str, number: signal.Signals, rank:
     arguments = ["distill", folder / "run.yaml", *(f"parallel.{key}" for key in layout.split())]
     undisturbed, out = folder / f"{layout} undisturbed", folder / f"{layout} {number.name} {rank}"
     if not undisturbed.exists():
-        ranks = Ranks(2, *arguments, f"out={undisturbed}")
-        assert ranks.wait() == [0, 0], ranks.texts
+        run_ranks(2, *arguments, f"out={undisturbed}")
     hook = {"hook": signal_at, "hook_arguments": (6, number), "hook_rank": 0}
     ranks = Ranks(2, *arguments, f"out={out}", **hook) if rank == 0 else Ranks(2, *arguments, f"out={out}")
     if rank != 0:
@@ -102,8 +101,7 @@ def stopped_and_resumed(folder: Path, layout: str, number: signal.Signals, rank:
     (checkpoint,) = sorted((out / "checkpoints").iterdir())[-1:]
     assert_stopped(ranks[0], number.name, int(checkpoint.name[5:]), out)
     assert rank != 0 or checkpoint.name == "step-00000006"
-    ranks = Ranks(2, *arguments, f"out={out}")
-    assert ranks.wait() == [0, 0], ranks.texts
+    ranks = run_ranks(2, *arguments, f"out={out}")
     assert f"resuming from {checkpoint}\n" in ranks[0].out
     assert_same_run(out, undisturbed)
 

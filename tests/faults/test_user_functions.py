@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
-from kit.ranks import Ranks
-from kit.runs import Command, contents, wait_for, write_run
+from kit.ranks import Ranks, run_ranks
+from kit.runs import contents, run, wait_for, write_run
 from kit.signal_hooks import signal_at
 from kit.toy_tokenizer import toy_tokenizer
 
@@ -404,12 +404,10 @@ def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
     # every prompt comes several times
     write_on_policy_run(tmp_path, **settings, **{"rollout.prompts_per_step": 8, "parallel.fsdp": processes})
     arguments = ("distill", tmp_path / "run.yaml")
-    undisturbed = Ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}")
-    assert undisturbed.wait() == [0] * processes, undisturbed.texts
+    run_ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}")
     killed = Ranks(processes, *arguments, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
     assert killed.wait(grace=1)[0] == -signal.SIGKILL
-    again = Ranks(processes, *arguments)
-    assert again.wait() == [0] * processes, again.texts
+    run_ranks(processes, *arguments)
     assert rollout_figures(tmp_path / "out") == rollout_figures(tmp_path / "undisturbed")
     assert contents(tmp_path / "out" / "model") == contents(tmp_path / "undisturbed" / "model")
 
@@ -435,8 +433,7 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after:
     write_on_policy_run(tmp_path, **settings, **{"checkpoint.every": 0, "parallel.fsdp": processes})
     arguments, hangs, out = ("distill", tmp_path / "run.yaml"), tmp_path / "hangs", tmp_path / "out"
     hook: dict[str, Any] = {"hook": mark, "hook_arguments": (str(hangs),)}
-    undisturbed = Ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}", **hook)
-    assert undisturbed.wait() == [0] * processes, undisturbed.texts
+    run_ranks(processes, *arguments, f"out={tmp_path / 'undisturbed'}", **hook)
     if not after:
         Path(f"{hangs}.warm").touch()
     ranks = Ranks(processes, *arguments, **hook)
@@ -457,8 +454,7 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after:
         assert codes == [128 + signal.SIGTERM] * processes, ranks.texts
         assert len(list((out / "checkpoints").glob("step-*"))) == (after > 0)
     Path(f"{hangs}.warm").unlink()
-    again = Ranks(processes, *arguments, **hook)
-    assert again.wait() == [0] * processes, again.texts
+    run_ranks(processes, *arguments, **hook)
     assert rollout_figures(out) == rollout_figures(tmp_path / "undisturbed")
     assert contents(out / "model") == contents(tmp_path / "undisturbed" / "model")
 
@@ -479,8 +475,7 @@ def test_a_signal_ends_a_callback_that_hangs_and_the_next_start_repeats_the_eval
     assert ranks.wait(SOON, grace=SOON) == [128 + signal.SIGTERM] * processes, ranks.texts
     assert "stopped by SIGTERM after step 2; checkpoint " in ranks[0].err
     Path(f"{hangs}.warm").unlink()
-    again = Ranks(processes, *arguments, **hook)
-    assert again.wait() == [0] * processes, again.texts
+    run_ranks(processes, *arguments, **hook)
     lines = [line for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines() if "eval/one" in line]
     assert len(lines) == 4
 
@@ -505,16 +500,14 @@ def test_a_reply_of_100_mb_ends_its_sample(tmp_path: Path) -> None:
     write_on_policy_run(
         tmp_path, **{"rollout.environment": named(floods), "rollout.stop": ["e", "a"], "train.steps": 1}
     )
-    command = Command("distill", tmp_path / "run.yaml")
-    assert command.wait(90) == 0, command.err
+    run("distill", tmp_path / "run.yaml")
     assert rollout_figures(tmp_path / "out")[0]["rollout/completion_tokens"] <= 11
 
 
 @pytest.mark.slow
 def test_a_thread_that_hangs_does_not_keep_a_complete_run(tmp_path: Path) -> None:
     write_on_policy_run(tmp_path, **REWARDED | {"rollout.reward": named(leaves_a_thread), "train.steps": 1})
-    command = Command("distill", tmp_path / "run.yaml")
-    assert command.wait(120) == 0, command.err
+    command = run("distill", tmp_path / "run.yaml")
     assert command.err.startswith("warning: the process ends without the threads 'checker'")
     assert (tmp_path / "out" / "model").is_dir()
 

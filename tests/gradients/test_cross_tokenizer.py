@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.ranks import Ranks
+from kit.ranks import run_ranks
 from kit.runs import Command, contents, forward_backward, metrics, run, session_of, write_records, write_run
 from kit.signal_hooks import signal_at
 from kit.teacher_gradients import named_gradients
@@ -305,8 +305,7 @@ def test_a_run_resumes_to_the_same_weights(folder: Path, tmp_path: Path) -> None
 def test_two_processes_have_the_gradients_of_one(folder: Path, settings: dict[str, Any]) -> None:
     """Every layout of two processes, the objective and the temperature of a run: gradients, and not only the loss."""
     write_run(folder, **settings, **{"objective.temperature": TAU})
-    ranks = Ranks(2, "parity", folder / "run.yaml")
-    assert ranks.wait(180) == [0, 0], ranks.texts
+    ranks = run_ranks(2, "parity", folder / "run.yaml")
     for layout in ("fsdp 2", "tensor 2", "context 2", "pipeline 2, 1f1b"):
         (row,) = [line for line in ranks[0].out.splitlines() if line.startswith(f"{layout}  ")]
         assert row.endswith("  same"), ranks.texts

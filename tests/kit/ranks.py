@@ -111,6 +111,13 @@ class Ranks:
         return "".join(command.err for command in self.commands)
 
 
+def run_ranks(count: int, *arguments: Any, **options: Any) -> Ranks:
+    """Run a command to its end on all ranks, and assert that it succeeds. options: of `Ranks`."""
+    ranks = Ranks(count, *arguments, **options)
+    assert ranks.wait(240) == [0] * count, ranks.texts
+    return ranks
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind((HOST, 0))

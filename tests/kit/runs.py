@@ -190,7 +190,7 @@ class Command:
 def run(*arguments: str | Path, code: int = 0) -> Command:
     """Run a command to its end. Assert the expected exit code, and that there is no traceback."""
     command = Command(*arguments)
-    ended = command.wait()
+    ended = command.wait(180)
     assert ended == code, f"exit code {ended}, expected {code}:\n{command.out}{command.err}"
     assert "Traceback" not in command.err
     assert (code == 0) == ("error: " not in command.err)

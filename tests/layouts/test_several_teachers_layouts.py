@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.layout_runs import assert_same_weights
-from kit.ranks import Ranks
+from kit.ranks import Ranks, run_ranks
 from kit.runs import metrics, run, write_run
 from kit.subject_teachers import write_subject_teachers
 from safetensors.torch import load_file
@@ -47,8 +47,7 @@ def test_gradients_under_every_layout(folder: Path, how: str) -> None:
     )
     settings_of_case |= {"student.model": str(deep_student(folder)), "train.steps": 2}
     config = write(folder, f"parity {how}", **teachers, **settings_of_case)
-    ranks = Ranks(2, "parity", config)
-    assert ranks.wait(LIMIT) == [0, 0], ranks.err
+    ranks = run_ranks(2, "parity", config)
     rows = [line for line in ranks[0].out.splitlines() if line.split(" ")[0] in AXES]
     same = {line.split("  ")[0] for line in rows if line.endswith("  same")}
     schedules = {f"pipeline 2, {each}" for each in SCHEMES if each != "1f1b_ahead"}
@@ -105,8 +104,7 @@ def test_the_model_of_one_process_with_an_average(folder: Path, averaged: Path, 
     """of_teacher: the layout of the other teacher, if it has one of its own."""
     out = folder / f"averaged {layout}"
     teacher_layout = [f"teachers.math.parallel.{of_teacher}"] if of_teacher else []
-    ranks = Ranks(2, "distill", folder / "averaged.yaml", f"out={out}", f"parallel.{layout}", *teacher_layout)
-    assert ranks.wait(LIMIT) == [0, 0], ranks.err
+    run_ranks(2, "distill", folder / "averaged.yaml", f"out={out}", f"parallel.{layout}", *teacher_layout)
     assert_same_weights(out, averaged, 1e-4)
     for one, other in zip(metrics(out), metrics(averaged), strict=True):
         for key in ("loss/total_nats_per_token", "eval/forward_kl/slow", "eval/forward_kl/math", "eval/forward_kl"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from kit.layout_runs import assert_same_weights
-from kit.ranks import Ranks
+from kit.ranks import run_ranks
 from kit.runs import Command, contents, run, write_run
 
 from stillhouse.tools.write_cache import write_cache
@@ -43,8 +43,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_the_model_of_one_process(workspace: Path, signal: str, layout: str) -> None:
     out = workspace / f"{signal} {layout}"
-    ranks = Ranks(2, "distill", workspace / f"{signal}.yaml", f"out={out}", f"parallel.{layout}")
-    assert ranks.wait(LIMIT) == [0, 0], ranks.err
+    run_ranks(2, "distill", workspace / f"{signal}.yaml", f"out={out}", f"parallel.{layout}")
     assert_same_weights(out, workspace / f"one {signal}")
 
 
@@ -52,8 +51,7 @@ def test_the_model_of_one_process(workspace: Path, signal: str, layout: str) -> 
 def test_two_processes_write_the_cache_of_one(workspace: Path) -> None:
     write_run(workspace, **{"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"})
     out = workspace / "of two"
-    ranks = Ranks(2, "cache", workspace / "run.yaml", "--out", out)
-    assert ranks.wait(LIMIT) == [0, 0], ranks.err
+    run_ranks(2, "cache", workspace / "run.yaml", "--out", out)
     assert contents(out) == contents(workspace / "cache hidden")
 
 
@@ -61,8 +59,7 @@ def test_two_processes_write_the_cache_of_one(workspace: Path) -> None:
 def test_two_processes_draw_what_one_draws(workspace: Path) -> None:
     config = write_run(workspace, **{"objective.loss": "forward_kl"})
     options = ("--signal", "sampled", "--packed")
-    ranks = Ranks(2, "cache", workspace / "run.yaml", "--out", workspace / "two", *options, hook=small_shards)
-    assert ranks.wait(LIMIT) == [0, 0], ranks.err
+    run_ranks(2, "cache", workspace / "run.yaml", "--out", workspace / "two", *options, hook=small_shards)
     write_cache(config, workspace / "one", "sampled", top_k=50, packed=True, shard_bytes=SHARD_BYTES)
     assert len(list((workspace / "one" / "shards").glob("*.safetensors"))) > 3
     assert contents(workspace / "two") == contents(workspace / "one")

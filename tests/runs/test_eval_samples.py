@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kit.ranks import Ranks
+from kit.ranks import run_ranks
 from kit.runs import Command, run, session_of, write_records, write_run
 from transformers import AutoModelForCausalLM
 
@@ -51,8 +51,7 @@ def test_completions_are_the_greedy_ones_of_the_saved_students(tmp_path: Path) -
 def test_two_processes_write_what_one_writes(tmp_path: Path, layout: str) -> None:
     write_run(tmp_path, **SETTINGS)
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")
-    ranks = Ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}", layout)
-    assert ranks.wait() == [0, 0], "".join(rank.err for rank in ranks)
+    run_ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}", layout)
     assert samples(tmp_path / "two") == samples(tmp_path / "one")
 
 

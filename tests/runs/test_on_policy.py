@@ -13,8 +13,8 @@ import torch
 from kit.families import build
 from kit.layout_runs import weights
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
-from kit.ranks import Ranks
-from kit.runs import Command, contents, metrics, write_records, write_run
+from kit.ranks import run_ranks
+from kit.runs import Command, contents, metrics, run, write_records, write_run
 from kit.serving import Server
 from kit.signal_hooks import signal_at
 from kit.toy_tokenizer import toy_tokenizer
@@ -82,8 +82,7 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int)
     out, run_yaml = Path(config.out), tmp_path / "run.yaml"
     command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(at, signal.SIGKILL))
     assert command.wait() == -signal.SIGKILL, command.err
-    again = Command("distill", run_yaml)
-    assert again.wait() == 0, again.err
+    run("distill", run_yaml)
     assert rollout_figures(out) == rollout_figures(undisturbed)
     assert contents(out / "model") == contents(undisturbed / "model")
 
@@ -94,12 +93,10 @@ def test_a_killed_run_with_several_turns_goes_on_to_the_bit(tmp_path: Path, monk
     settings = {"rollout.environment": "hooks:echo", "rollout.stop": ["e", "a", "i"], "checkpoint.every": 2}
     write_on_policy_run(tmp_path, **settings, **{"rollout.schedule": "one_step_off", "objective.loss": "jsd(0.5)"})
     run_yaml = tmp_path / "run.yaml"
-    undisturbed = Command("distill", run_yaml, f"out={tmp_path / 'undisturbed'}")
-    assert undisturbed.wait(120) == 0, undisturbed.err
+    run("distill", run_yaml, f"out={tmp_path / 'undisturbed'}")
     command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
     assert command.wait() == -signal.SIGKILL, command.err
-    again = Command("distill", run_yaml)
-    assert again.wait(120) == 0, again.err
+    run("distill", run_yaml)
     assert rollout_figures(tmp_path / "out") == rollout_figures(tmp_path / "undisturbed")
     shown = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     assert any(not token["target"] for line in shown for token in json.loads(line)["tokens"])
@@ -134,8 +131,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_two_processes_train_on_the_completions_of_one(one_process: Path, layout: str) -> None:
     out = one_process / layout
-    ranks = Ranks(2, "distill", one_process / "run.yaml", f"parallel.{layout}", f"out={out}")
-    assert ranks.wait(180) == [0, 0], "".join(each.err for each in ranks)
+    run_ranks(2, "distill", one_process / "run.yaml", f"parallel.{layout}", f"out={out}")
     for found, expected in zip(rollout_figures(out), rollout_figures(one_process / "one"), strict=True):
         assert found["rollout/completion_tokens"] == expected["rollout/completion_tokens"]
         assert found["loss/total_nats_per_token"] == pytest.approx(expected["loss/total_nats_per_token"], rel=1e-4)
@@ -155,8 +151,7 @@ def test_a_run_goes_on_under_another_layout_with_the_samples_of_the_first(one_pr
     shutil.rmtree(out / "checkpoints" / "step-00000006")
     config = (out / "config.yaml").read_text().replace(str(one_process / "one"), str(out))
     (out / "config.yaml").write_text(config)
-    ranks = Ranks(2, "distill", one_process / "run.yaml", "parallel.fsdp=2", f"out={out}")
-    assert ranks.wait(180) == [0, 0], "".join(each.err for each in ranks)
+    run_ranks(2, "distill", one_process / "run.yaml", "parallel.fsdp=2", f"out={out}")
     assert [each["rollout/completion_tokens"] for each in rollout_figures(out)] == [
         each["rollout/completion_tokens"] for each in rollout_figures(one_process / "one")
     ]
@@ -245,8 +240,7 @@ def test_the_writers_log_probs_are_over_the_rows_that_training_counts(
         if teacher == "served":
             server = servers.enter_context(Server(tmp_path / "teacher"))
             write_on_policy_run(tmp_path, cached=True, **settings, **{"teacher.url": server.url})
-        ranks = Ranks(processes, "distill", tmp_path / "run.yaml")
-        assert ranks.wait() == [0] * processes, ranks.texts
+        run_ranks(processes, "distill", tmp_path / "run.yaml")
     for line in rollout_figures(tmp_path / "out"):
         assert line["rollout/log_ratio_max"] < 1e-4
 
@@ -259,8 +253,7 @@ def test_a_server_that_counts_rows_of_padding_is_warned_of(tmp_path: Path) -> No
     with Server(tmp_path / "student", "--generate") as server:
         served = {"rollout.engine": "stillhouse", "rollout.url": server.url, "train.steps": 1}
         write_on_policy_run(tmp_path, **served)
-        command = Command("distill", tmp_path / "run.yaml")
-        assert command.wait(120) == 0, command.err
+        command = run("distill", tmp_path / "run.yaml")
     rows = len(toy_tokenizer())
     assert f"over all {rows + 60} rows of the student's head, and training's over the {rows} that" in command.out
 
@@ -306,8 +299,7 @@ def test_rewards_of_any_size_train(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     settings = {"objective.loss": "policy_gradient + reverse_kl", "rollout.reward": "huge_rewards:huge"}
     write_on_policy_run(tmp_path, **settings)
-    command = Command("distill", tmp_path / "run.yaml")
-    assert command.wait(120) == 0, command.err
+    run("distill", tmp_path / "run.yaml")
     assert all(math.isfinite(line["rollout/reward_std"]) for line in rollout_figures(tmp_path / "out"))
     assert max(line["rollout/reward_std"] for line in rollout_figures(tmp_path / "out")) > 1e307
     centered = Command("distill", tmp_path / "run.yaml", "rollout.advantage=centered", f"out={tmp_path / 'centered'}")
@@ -350,8 +342,7 @@ def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
 
 def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
     write_on_policy_run(tmp_path, **{"objective.loss": "reverse_kl + sampled_kl(k2)"})
-    command = Command("check", tmp_path / "run.yaml")
-    assert command.wait() == 0, command.err
+    command = run("check", tmp_path / "run.yaml")
     for expected in ("6 of 8 completions, 2 of each prompt; 100%", "one step", "sampled_kl(k2)", "reverse_kl"):
         assert expected in command.out
     assert not (tmp_path / "out").exists()
@@ -359,8 +350,7 @@ def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
 
 def test_check_says_how_often_the_dataset_is_passed(tmp_path: Path) -> None:
     write_on_policy_run(tmp_path, **{"rollout.share": 0.5, "objective.loss": "cross_entropy + reverse_kl"})
-    command = Command("check", tmp_path / "run.yaml")
-    assert command.wait() == 0, command.err
+    command = run("check", tmp_path / "run.yaml")
     # 6 steps with 4 of 8 completions each, and 15 documents
     assert "24 of the completions are the dataset's, which has 15: 1.60 passes over it" in command.out
 
@@ -372,13 +362,11 @@ def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path, processes:
     write_run(tmp_path, **settings)
     arguments = ("distill", tmp_path / "run.yaml")
     if processes == 1:
-        command = Command(*arguments)
-        assert command.wait(120) == 0, command.err
+        command = run(*arguments)
         assert "exact match/sums 0.0000" in command.out
         assert "length" not in command.out
     else:
-        ranks = Ranks(2, *arguments, "parallel.fsdp=2")
-        assert ranks.wait(180) == [0, 0], "".join(each.err for each in ranks)
+        run_ranks(2, *arguments, "parallel.fsdp=2")
     found = [line for line in metrics(tmp_path / "out") if "eval/exact_match/sums" in line]
     assert [line["step"] for line in found] == [0, 2, 4, 6]
     for line in found:
@@ -401,8 +389,7 @@ def test_the_gradients_of_the_same_completions_under_every_layout(
     (tmp_path / "hooks.py").write_text(HOOKS)
     write_on_policy_run(tmp_path, **{"objective.loss": loss, "data.eval": 0} | settings)
     monkeypatch.chdir(tmp_path)
-    ranks = Ranks(2, "parity", tmp_path / "run.yaml")
-    assert ranks.wait(240) == [0, 0], "".join(each.out + each.err for each in ranks)
+    ranks = run_ranks(2, "parity", tmp_path / "run.yaml")
     rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]
     same = {line.split("  ")[0] for line in rows}
     assert same >= {"fsdp 2", "replicate 2", "tensor 2", "context 2", "pipeline 2, 1f1b", "pipeline 2, gpipe"}

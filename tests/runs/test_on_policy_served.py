@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from kit.on_policy_runs import assert_same_rollouts, rollout_figures, write_on_policy_run
-from kit.ranks import Ranks
+from kit.ranks import run_ranks
 from kit.run_logs import last_step
-from kit.runs import Command, wait_for
+from kit.runs import Command, run, wait_for
 from kit.serving import Server
 from kit.signal_hooks import signal_at
 
@@ -29,8 +29,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run whose completions were written in its own process."""
     folder = tmp_path_factory.mktemp("served")
     write_on_policy_run(folder, out=str(folder / "in_process"), **SETTINGS)
-    command = Command("distill", folder / "run.yaml")
-    assert command.wait(120) == 0, command.err
+    run("distill", folder / "run.yaml")
     return folder
 
 
@@ -54,8 +53,7 @@ def assert_same_run(out: Path, expected_out: Path) -> None:
 
 def test_a_served_run_is_that_of_one_process(in_process: Path) -> None:
     with Server(in_process / "student", "--generate") as server:
-        command = Command(*served(in_process, "served", server.url))
-        assert command.wait(180) == 0, command.out + command.err
+        run(*served(in_process, "served", server.url))
     assert_same_run(in_process / "served", in_process / "in_process")
     assert [path.name for path in sorted((in_process / "served" / "weights").iterdir())] == [
         "version-00000006",
@@ -66,8 +64,7 @@ def test_a_served_run_is_that_of_one_process(in_process: Path) -> None:
 @pytest.mark.parametrize("layout", ["fsdp=2", pytest.param("pipeline=2", marks=pytest.mark.slow)])
 def test_two_processes_share_the_completions_of_a_server(in_process: Path, layout: str) -> None:
     with Server(in_process / "student", "--generate") as server:
-        ranks = Ranks(2, *served(in_process, layout, server.url), f"parallel.{layout}")
-        assert ranks.wait(180) == [0, 0], "".join(rank.out + rank.err for rank in ranks)
+        run_ranks(2, *served(in_process, layout, server.url), f"parallel.{layout}")
     assert_same_run(in_process / layout, in_process / "in_process")
 
 
@@ -77,8 +74,7 @@ def test_two_processes_share_the_completions_of_a_server(in_process: Path, layou
 )
 def test_the_schedules_with_a_server(in_process: Path, schedule: str) -> None:
     with Server(in_process / "student", "--generate") as server:
-        command = Command(*served(in_process, schedule, server.url, **{"rollout.schedule": schedule}))
-        assert command.wait(180) == 0, command.out + command.err
+        run(*served(in_process, schedule, server.url, **{"rollout.schedule": schedule}))
     lines = rollout_figures(in_process / schedule)
     assert len(lines) == 8
     assert all(line["rollout/staleness_max"] <= 2 for line in lines)
@@ -118,8 +114,7 @@ def test_a_trainer_that_is_killed_goes_on_with_the_same_server(in_process: Path,
         arguments = served(in_process, out.name, server.url)
         command = Command(*arguments, hook=signal_at, hook_arguments=(at, signal.SIGKILL))
         assert command.wait(120) == -signal.SIGKILL, command.err
-        again = Command(*arguments)
-        assert again.wait(180) == 0, again.err
+        run(*arguments)
     assert_same_run(out, in_process / "in_process")
 
 
@@ -130,8 +125,7 @@ def test_a_trainer_that_is_killed_asks_again_for_what_was_under_way(in_process: 
         arguments = served(in_process, out.name, server.url, **{"rollout.schedule": schedule})
         command = Command(*arguments, hook=signal_at, hook_arguments=(5, signal.SIGKILL))
         assert command.wait(120) == -signal.SIGKILL, command.err
-        again = Command(*arguments)
-        assert again.wait(180) == 0, again.err
+        run(*arguments)
     lines = rollout_figures(out)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert all(line["rollout/staleness_max"] <= 2 for line in lines)
@@ -149,8 +143,7 @@ def test_without_any_server_the_run_saves_and_stops_and_goes_on_later(in_process
         assert "the run has stopped after a checkpoint" in command.err
         server.first.wait = lambda _: 0  # type: ignore[method-assign, assignment] # it was killed
     with Server(*arguments) as server:
-        again = Command(*served(in_process, "stopped", server.url))
-        assert again.wait(180) == 0, again.err
+        run(*served(in_process, "stopped", server.url))
     assert_same_run(out, in_process / "in_process")
 
 

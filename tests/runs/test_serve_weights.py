@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
-from kit.runs import Command, save_model
+from kit.runs import Command, run, save_model
 from kit.serving import Server, load_weights, publish_scaled
 from kit.stub_writers import VllmWriter, writing
 from kit.writer_cases import Student, engine_of, requests_of
@@ -323,12 +323,10 @@ def test_two_runs_with_one_weights_folder_do_not_disturb_each_other(tmp_path: Pa
     out = tmp_path / "out"
     with Server(tmp_path / "student", "--generate") as server:
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")
-        first = Command(*arguments, "train.steps=3")
-        assert first.wait(120) == 0, first.err
+        run(*arguments, "train.steps=3")
         [folder] = shared.iterdir()
         assert read_manifest(version_folder(folder, 2)).run == folder.name
         out.rename(tmp_path / "first")
-        second = Command(*arguments)
-        assert second.wait(120) == 0, second.err
+        run(*arguments)
     assert len(list(shared.iterdir())) == 2
     assert sorted(each.name for each in folder.iterdir()) == ["version-00000001", "version-00000002"]

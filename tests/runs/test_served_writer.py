@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from kit.on_policy_runs import assert_same_rollouts, write_on_policy_run
-from kit.ranks import Ranks
-from kit.runs import Command
+from kit.ranks import run_ranks
+from kit.runs import run
 from kit.serving import Server
 from kit.stub_writers import VllmWriter, writing
 from kit.writer_cases import requests_of, results
@@ -55,16 +55,14 @@ def served(folder: Path, name: str, url: str, *more: str) -> tuple[Any, ...]:
 
 
 def test_a_served_teacher_writes_what_it_writes_in_the_job(folder: Path, teacher: Server) -> None:
-    command = Command(*served(folder, "served", teacher.url))
-    assert command.wait(120) == 0, command.out + command.err
+    run(*served(folder, "served", teacher.url))
     assert_same_rollouts(folder / "served", folder / "in_process", *SAME)
     assert not (folder / "served" / "weights").exists()
 
 
 @pytest.mark.slow
 def test_two_processes_share_what_a_served_teacher_writes(folder: Path, teacher: Server) -> None:
-    ranks = Ranks(2, *served(folder, "ranks", teacher.url), "parallel.fsdp=2")
-    assert ranks.wait(180) == [0, 0], "".join(each.out + each.err for each in ranks)
+    run_ranks(2, *served(folder, "ranks", teacher.url), "parallel.fsdp=2")
     assert_same_rollouts(folder / "ranks", folder / "in_process", *SAME)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kit.mtp_cases import make
-from kit.ranks import Ranks
+from kit.ranks import run_ranks
 from kit.runs import ROOT, forward_backward, metrics, run, save_model, session_of, write_records, write_run
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
@@ -342,8 +342,7 @@ def test_a_run_under_a_layout_gives_the_model_of_one_process(tmp_path: Path, lay
     run("distill", tmp_path / "run.yaml")
     resume = tmp_path / "layout" / "checkpoints" / "step-00000003"
     for out, *more in (("layout",), ("resumed", f"checkpoint.resume={resume}")):
-        ranks = Ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / out}", f"parallel.{layout}", *more)
-        assert ranks.wait(180) == [0, 0], "".join(each.err for each in ranks)
+        run_ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / out}", f"parallel.{layout}", *more)
     one, two, three = (
         load_file(tmp_path / out / "model" / "model.safetensors") for out in ("out", "layout", "resumed")
     )

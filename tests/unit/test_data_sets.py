@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.ranks import Ranks
+from kit.ranks import run_ranks
 from kit.runs import forward_backward, metrics, run, session_of, write_run, write_texts
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
@@ -159,8 +159,7 @@ def test_two_processes_train_on_the_same_mixture(tmp_path: Path, layout: str) ->
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")
     start = tmp_path / "one" / "checkpoints" / folder_name(2)
     for out, overrides in (("two", []), ("resumed", [f"checkpoint.resume={start}"])):
-        ranks = Ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / out}", f"parallel.{layout}", *overrides)
-        assert ranks.wait() == [0, 0], "".join(each.err for each in ranks)
+        run_ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / out}", f"parallel.{layout}", *overrides)
         one, other = metrics(tmp_path / "one"), metrics(tmp_path / out)
         for expected, found in zip(one[-len(other) :], other, strict=True):
             compared = {key: each for key, each in found.items() if not key.startswith(("speed", "seconds"))}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kit.families import build
-from proofs import proof_rows, files_of_tests
+from proofs import files_of_tests, proof_rows
 
 import stillhouse.objective
 from stillhouse import Decoder
