@@ -10,7 +10,7 @@ LAYOUTS = ["fsdp", *(pytest.param(layout, marks=pytest.mark.slow) for layout in 
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete run in one process with all its checkpoints."""
     folder = tmp_path_factory.mktemp("complete")
     write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})

@@ -46,25 +46,6 @@ def test_best_by_a_metric_that_does_not_exist(here: Path) -> None:
     run("check", here / "run.yaml", *changes, "data.eval=0")
 
 
-def test_missing_files(here: Path) -> None:
-    failed = run("distill", here / "nowhere.yaml", code=USAGE)
-    assert f"error: '{here}/nowhere.yaml' is neither a file nor an override" in failed.err
-    for key in ("train", "eval"):
-        error = fails(here, f"data.{key}={here}/nowhere.jsonl", code=USAGE)
-        assert error.startswith(f"data.{key}: no such file or folder: {here}/nowhere.jsonl")
-    for which in ("student", "teacher"):
-        error = fails(here, f"{which}.model={here}/nowhere", code=USAGE)
-        assert error.startswith(f"{which}.model: ")
-        assert f"{here}/nowhere" in error
-
-
-def test_a_folder_without_weights(here: Path) -> None:
-    for which in ("student", "teacher"):
-        folder = save_model(here / f"empty-{which}")
-        (folder / "model.safetensors").unlink()
-        assert fails(here, f"{which}.model={folder}", code=FAILED).startswith(f"{which}: model '{folder}'")
-
-
 def test_a_teacher_of_another_tokenizer(here: Path) -> None:
     other = save_model(here / "other", "qwen3", text=["entirely different words lead to entirely different merges"])
     error = fails(here, f"teacher.model={other}", code=FAILED)
@@ -147,20 +128,6 @@ def save_wider(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(401)
     model.save_pretrained(folder)
-
-
-def test_an_out_that_is_no_run_folder(here: Path) -> None:
-    for name, message in (
-        ("train.jsonl", "is a file; expected a folder for the run"),
-        ("student", "contains other files and no run; choose an empty or a new folder"),
-    ):
-        error = fails(here, f"out={here}/{name}", code=FAILED)
-        assert error.startswith(f"out: {here}/{name} {message}")
-    (here / "mine").mkdir()
-    (here / "mine" / "config.yaml").write_text("learning: slow\n")
-    error = fails(here, f"out={here}/mine", code=FAILED)
-    problem = f"{here}/mine/config.yaml cannot be read as a configuration"
-    assert error.startswith(f"out: {here}/mine does not contain a run of this version of stillhouse: {problem}")
 
 
 def test_an_out_that_holds_another_run(here: Path) -> None:

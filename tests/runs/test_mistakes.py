@@ -19,12 +19,16 @@ from ruamel.yaml import YAML
 
 LISTS = sorted((Path(__file__).parents[1] / "kit" / "mistakes").glob("*.yaml"))
 MISTAKES = [
-    pytest.param(mistake, id=f"{path.stem}: {mistake['name']}")
+    (f"{path.stem}: {mistake['name']}", mistake)
     for path in LISTS
     for mistake in YAML(typ="safe").load(path.read_text(encoding="utf-8"))
 ]
-#: every so many-th mistake is tried in `make test`
+#: every so many-th mistake is tried in `make test`, and those that are marked `quick`
 QUICK = 12
+CASES = [
+    pytest.param(mistake, id=name, marks=pytest.mark.slow if number % QUICK and "quick" not in mistake else ())
+    for number, (name, mistake) in enumerate(MISTAKES)
+]
 RUN = """
 student: {model: student}
 teacher: {model: teacher}
@@ -44,19 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mistake", MISTAKES[::QUICK])
-def test_a_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
-    require_one_line(folder, tmp_path, mistake)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", [mistake for number, mistake in enumerate(MISTAKES) if number % QUICK])
-def test_every_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
-    require_one_line(folder, tmp_path, mistake)
-
-
 def test_the_list_is_long_and_names_each_mistake_once() -> None:
-    names = [mistake.id for mistake in MISTAKES]
+    names = [name for name, _ in MISTAKES]
     assert len(names) >= 150
     assert len(set(names)) == len(names)
 
@@ -79,27 +72,28 @@ def in_process(
     return command.wait(120), command.out, command.err
 
 
-def require_one_line(folder: Path, place: Path, mistake: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mistake", CASES)
+def test_a_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
     for source in folder.iterdir():
         if source.is_dir():
-            shutil.copytree(source, place / source.name)
+            shutil.copytree(source, tmp_path / source.name)
         else:
-            shutil.copy(source, place)
+            shutil.copy(source, tmp_path)
     for name, content in mistake.get("files", {}).items():
-        path = place / name
+        path = tmp_path / name
         if content is None:
             path.unlink()
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
-    before = contents(place)
+    before = contents(tmp_path)
     environment = {name: str(value) for name, value in mistake.get("environment", {}).items()}
     arguments = [str(argument) for argument in mistake["run"]]
-    code, out, err = in_process(arguments, place, environment, is_fresh=mistake.get("fresh", False))
+    code, out, err = in_process(arguments, tmp_path, environment, is_fresh=mistake.get("fresh", False))
     shown = f"{' '.join(arguments)}\nexit code {code}, expected {mistake['code']}\n{out}\n{err}"
     assert code == mistake["code"], shown
     assert mistake["error"] in err, shown
     assert "Traceback" not in err + out, shown
     assert len(err.splitlines()) <= 10, shown
-    after = contents(place)
+    after = contents(tmp_path)
     assert {name: after.get(name) for name in before} == before, shown
