@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from kit.ranks import Ranks, run_ranks
-from kit.run_logs import evaluations, last_step, losses
-from kit.runs import contents, run, wait_for, write_run
+from kit.run_logs import assert_same_run, last_step
+from kit.runs import run, wait_for, write_run
 from kit.signal_hooks import EVERY_RANK, at_step, signal_at
 
 from stillhouse.parallel import Degrees, Mesh, watchdog
@@ -69,9 +69,7 @@ def test_a_stopped_rank_is_named(folder: Path, rank: int) -> None:
     for folder_of_run in (undisturbed, out):
         ranks = run_ranks(2, *arguments, f"out={folder_of_run}")
     assert "resuming from" in ranks[0].out
-    assert contents(out / "model") == contents(undisturbed / "model")
-    assert losses(out) == losses(undisturbed)
-    assert evaluations(out) == evaluations(undisturbed)
+    assert_same_run(out, undisturbed)
 
 
 def test_rank_0_may_hold_the_store(folder: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from kit.ranks import Ranks, run_ranks
-from kit.run_logs import evaluations, last_step, losses
-from kit.runs import Command, contents, run, wait_for, write_run
+from kit.run_logs import assert_same_run, last_step
+from kit.runs import Command, run, wait_for, write_run
 from kit.signal_hooks import (
     hang_at_step,
     ignoring_signal_at,
@@ -47,12 +47,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     write_run(folder, **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
     return folder
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert contents(one / "model") == contents(other / "model")
-    assert losses(one) == losses(other)
-    assert evaluations(one) == evaluations(other)
 
 
 def assert_stopped(command: Command, name: str, step: int, out: Path) -> None:

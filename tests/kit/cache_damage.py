@@ -1,15 +1,18 @@
-"""Changes a shard of a cache and writes its hash anew, as a foreign writer with the right format would."""
+"""Changes a shard of a cache and writes its hash anew, as a foreign writer would; interrupts the writer of a cache."""
 
 import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from stillhouse.signals.cache.files import CACHE_KEY, INDEX, shard_name
+from stillhouse.tools import write_cache
 
 
 def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number: int = 0) -> None:
@@ -23,3 +26,17 @@ def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number:
     index = json.loads((cache / INDEX).read_text())
     index["sha256"][shard_name(number)] = hashlib.sha256(path.read_bytes()).hexdigest()
     (cache / INDEX).write_text(json.dumps(index))
+
+
+def interrupt_writer(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[object]:
+    """Interrupt these computations of a shard, counted from 1; return the list of all that are made."""
+    compute, made = write_cache._Writer.compute, list[object]()
+
+    def interrupted(writer: write_cache._Writer, entries: Any) -> dict[str, Tensor]:
+        made.append(entries)
+        if len(made) in calls:
+            raise KeyboardInterrupt
+        return compute(writer, entries)
+
+    monkeypatch.setattr(write_cache._Writer, "compute", interrupted)
+    return made

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.cache_damage import interrupt_writer
 from kit.runs import contents, metrics, run, write_run, write_texts
 from kit.teacher_gradients import assert_close, gradients, gradients_of_signals, log_probs_TV
-from torch import Tensor
 
 from stillhouse.config import ConfigError
 from stillhouse.data import MicroBatch
@@ -94,17 +94,7 @@ def test_all_ids_leave_nothing_outside() -> None:
 def test_a_cache_does_not_depend_on_where_it_was_interrupted(
     folder: Path, hidden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stillhouse.tools import write_cache as module
-
-    compute, calls = module._Writer.compute, []
-
-    def failing(writer: Any, entries: Any) -> dict[str, Tensor]:
-        calls.append(entries)
-        if len(calls) in (1, 3):
-            raise KeyboardInterrupt
-        return compute(writer, entries)
-
-    monkeypatch.setattr(module._Writer, "compute", failing)
+    calls = interrupt_writer(monkeypatch, 1, 3)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             write_cache(write_run(folder), tmp_path / "x", "hidden", shard_bytes=SHARD_BYTES)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.cache_damage import interrupt_writer
 from kit.runs import contents, metrics, run, write_run
 from kit.teacher_gradients import gradients
 from torch import Tensor
@@ -120,18 +121,8 @@ def test_the_same_draws_in_other_batches_and_shards(folder: Path, tmp_path: Path
 def test_an_interrupted_cache_of_draws_has_the_same_bytes(
     folder: Path, tmp_path: Path, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stillhouse.tools import write_cache as module
-
     whole = written(folder, tmp_path / "whole", packed=packed)
-    compute, calls = module._Writer.compute, []
-
-    def failing(writer: Any, entries: Any) -> dict[str, Tensor]:
-        calls.append(entries)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return compute(writer, entries)
-
-    monkeypatch.setattr(module._Writer, "compute", failing)
+    interrupt_writer(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
         written(folder, tmp_path / "x", packed=packed)
     assert contents(written(folder, tmp_path / "x", packed=packed)) == contents(whole)

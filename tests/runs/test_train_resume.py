@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.run_logs import evaluations, last_step, losses
+from kit.run_logs import assert_same_run, evaluations, last_step, losses
 from kit.runs import Command, contents, run, wait_for, write_run, write_texts
 from kit.signal_hooks import kill_at, signal_at
 
@@ -49,10 +49,8 @@ def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, case: str) ->
     kill_at(10, killed, *again)
     resumed = run("distill", *again)
     assert f"resuming from {killed}/checkpoints/step-00000008\n" in resumed.out
-    assert contents(killed / "model") == contents(whole / "model")
+    assert_same_run(killed, whole)
     assert [row[0] for row in losses(killed)] == list(range(1, 21))
-    assert losses(killed) == losses(whole)
-    assert evaluations(killed) == evaluations(whole)
     if "data.eval" not in settings:
         assert (killed / "tokens.json").read_bytes() == (whole / "tokens.json").read_bytes()
 
@@ -174,8 +172,7 @@ def test_a_run_that_started_from_a_path_is_continued_by_the_same_command(half: P
     assert contents(half / "other") == before
     resumed = run("distill", *other, given)
     assert f"resuming from {own}" in resumed.out
-    assert losses(half / "other") == losses(half / "whole")
-    assert contents(half / "other" / "model") == contents(half / "whole" / "model")
+    assert_same_run(half / "other", half / "whole")
 
 
 def test_a_path_to_a_checkpoint_after_the_end_of_the_run(refusing: Path) -> None:
