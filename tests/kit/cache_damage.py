@@ -1,4 +1,4 @@
-"""Changes a shard of a cache and writes its hash anew, as a foreign writer would; interrupts the writer of a cache."""
+"""Changes a shard of a cache and writes its hash anew, as a foreign writer would; interrupts a cache's writer."""
 
 import hashlib
 import json
