@@ -29,7 +29,6 @@ from stillhouse.parallel import (
 from stillhouse.signals import ReadySignals, request_ahead
 from stillhouse.signals.routing import LastStage, MicroBatchShape, route
 
-CPU = torch.device("cpu")
 DEGREES = st.builds(
     Degrees, replicate=st.integers(1, 2), fsdp=st.integers(1, 2), context=st.integers(1, 3), tensor=st.integers(1, 2)
 )
