@@ -158,10 +158,7 @@ def decimal_jsd(log_p: list[float], log_q: list[float], beta: Decimal) -> tuple[
     """Compute normalised JSD and q·h from unnormalised weights e^log with 60 digits."""
     with localcontext() as context:
         context.prec = 60
-        p, q = (
-            [Decimal(log_probability).exp() for log_probability in log_p],
-            [Decimal(log_probability).exp() for log_probability in log_q],
-        )
+        p, q = [Decimal(value).exp() for value in log_p], [Decimal(value).exp() for value in log_q]
         m = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
         value = sum(beta * a * (a / c).ln() + (1 - beta) * b * (b / c).ln() for a, b, c in zip(p, q, m, strict=True))
         slope = [(1 - beta) * b * (b / c).ln() for b, c in zip(q, m, strict=True)]

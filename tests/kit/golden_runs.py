@@ -137,9 +137,7 @@ def compare(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
         tolerance = 1e-6 if same_machine else 1e-5
         pairs = zip(numbers(run), numbers(here), strict=True)
         apart = [(key, abs(one - other) / max(abs(one), 1e-2)) for (key, one), (_, other) in pairs]
-        differences += [
-            f"{name}: {key} differs by {difference:.2g}" for key, difference in apart if not difference <= tolerance
-        ]
+        differences += [f"{name}: {key} differs by {gap:.2g}" for key, gap in apart if not gap <= tolerance]
     return differences
 
 

@@ -31,9 +31,8 @@ def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], S
     """Of the same run with the teacher in the job, whose signals `signal` makes."""
     live = session_of(folder, **settings)
     own = live.shard(live.step_schedule.micro_batches(live.train, 0))
-    output = live.engine.forward_backward(
-        own, [{TEACHER: signal(live, micro_batch)} for micro_batch in own], own.whole.normalizer
-    )
+    signals = [{TEACHER: signal(live, micro_batch)} for micro_batch in own]
+    output = live.engine.forward_backward(own, signals, own.whole.normalizer)
     return output.sums["loss"], named_gradients(live.student)
 
 

@@ -138,10 +138,7 @@ def test_a_document_that_is_cut_within_characters(teacher: str) -> None:
     first, second = Aligner(student, tokenizer(teacher)).align([whole[:inside], whole[inside:]])
     assert covered_bytes(pieces[:inside], first) == b"one "
     assert covered_bytes(pieces[inside:], second) == b" two"
-    texts = [
-        tokenizer(teacher).decode(completion.teacher_tokens, skip_special_tokens=True)
-        for completion in (first, second)
-    ]
+    texts = [tokenizer(teacher).decode(part.teacher_tokens, skip_special_tokens=True) for part in (first, second)]
     assert [text.strip() for text in texts] == ["one", "two"]
 
 

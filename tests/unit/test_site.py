@@ -63,9 +63,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 
 def test_the_search_finds_words_of_the_glossary(site: Path) -> None:
     documents = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    (glossary,) = (
-        document for document in documents if document["location"] == "docs/glossary/" and document["text"]
-    )
+    (glossary,) = (page for page in documents if page["location"] == "docs/glossary/" and page["text"])
     rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 20
     assert all(row.split(" | ")[0][2:] in glossary["text"] for row in rows)

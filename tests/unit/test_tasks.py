@@ -142,8 +142,7 @@ def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture
     spec = TaskSpec("sums", 2, 4)
     expected = [problem(spec, 3, number, held_out=False) for number in range(50)]
     assert [json.loads(line) for line in out.read_text().splitlines()] == [
-        {"prompt": example.prompt, "completion": example.answer, "task": "sums", "length": example.length}
-        for example in expected
+        {"prompt": row.prompt, "completion": row.answer, "task": "sums", "length": row.length} for row in expected
     ]
     assert all(is_held_out("sums", json.loads(line)["prompt"]) for line in held_out.read_text().splitlines())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["held_out.jsonl", "sums.jsonl"]
