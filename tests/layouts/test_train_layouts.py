@@ -4,7 +4,6 @@ A fork server starts most of these processes, because it imports torch and trans
 those whose end depends on it: errors that all ranks find, a job that loses a rank, and its restart.
 """
 
-import json
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit.layout_runs import LIMIT, assert_same_model, assert_same_weights, distill
@@ -33,13 +33,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def lines(folder: Path) -> list[str]:
-    """Return the log's records of a run's steps."""
-    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss/' in line]
-
-
-def last_evaluation(folder: Path) -> str:
-    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"eval/' in line][-1]
+def last_record(run: Path, key: str) -> dict[str, Any]:
+    """Return the last record of a run's log that has a figure of this key."""
+    return [record for record in metrics(run) if key in record][-1]
 
 
 @pytest.mark.slow
@@ -117,7 +113,7 @@ def test_a_teacher_in_a_layout_of_its_own(workspace: Path, layouts: list[str]) -
         (line,) = (each for each in run.out.splitlines() if each.startswith("layout: "))
         assert re.fullmatch(r"layout: (fsdp|pipeline|tensor) 2.*; teacher: (tensor|context|pipeline) 2.*", line)
         assert_same_model(*(workspace / name for name in names))
-        expected, found = (json.loads(last_evaluation(workspace / name)) for name in names)
+        expected, found = (last_record(workspace / name, "eval/forward_kl") for name in names)
         assert found["eval/forward_kl"] == pytest.approx(expected["eval/forward_kl"], rel=1e-4)
 
 
@@ -132,7 +128,7 @@ def test_experts_in_a_run(tmp_path: Path) -> None:
         resume = tmp_path / "one process" / "checkpoints" / "step-00000003"
         distill(tmp_path, out, 2, *overrides, f"checkpoint.resume={resume}")
         assert_same_model(tmp_path / "one process", tmp_path / out)
-        last, expected = (json.loads(lines(tmp_path / each)[-1]) for each in (out, "one process"))
+        last, expected = (last_record(tmp_path / each, "loss/router_aux") for each in (out, "one process"))
         assert last["loss/router_aux"] == pytest.approx(expected["loss/router_aux"], rel=1e-4)
     rows = under_torchrun("parity", tmp_path / "run.yaml").stdout.splitlines()
     assert any(row.startswith("fsdp 2 × expert 2 ") and row.endswith("same") for row in rows), rows
