@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# by the environment, so that it also holds for what builds the package
+# in the environment, so that the constraints also hold for the build of the package
 INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# one thread for each of two test workers: two cores are what a small machine has
+# two test workers with one thread each, for a machine with two cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --junitxml=.results/quick.xml
 
 .PHONY: demo test test-slow test-all test-versions test-engines proofs gpu wheels chaos fuzz lint format docs site dist clean
@@ -22,8 +22,8 @@ test-slow: $(VENV)/.development
 test-all: lint
 	$(PYTEST) -m "slow or not slow"
 
-# the quick tests with the oldest versions that pyproject.toml allows, then with the newest ones that there are. In two
-# environments of their own: torch is a CUDA build there, which also runs on a CPU (11 GB, six minutes to install)
+# the quick tests with the oldest versions that pyproject.toml allows, then with the newest ones, in two environments of
+# their own with torch's CUDA build, which also runs on a CPU (11 GB, six minutes to install)
 VERSIONS ?= .versions
 test-versions: $(VERSIONS)/oldest/.installed newest
 	failed=; for each in oldest newest; do OMP_NUM_THREADS=1 $(VERSIONS)/$$each/bin/python -m pytest -n 2 \
@@ -42,12 +42,12 @@ newest:
 	$(VERSIONS)/newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 		--editable '.[test]'
 
-# that every test which README and docs/proofs.md name ran and passed in the last `make test` and `make test-slow`
+# checks that every test in the tables of README.md and docs/proofs.md passed in the last `make test` and `make test-slow`
 proofs:
 	$(BIN)/python tests/proofs.py .results/*.xml
 
-# on a machine with one NVIDIA GPU: its tests and all benchmarks within 9 minutes. With its own Python, torch and
-# transformers; what else is needed is taken from wheels/ (`make wheels`), without a network
+# on a machine with one NVIDIA GPU: its tests and all benchmarks within 9 minutes, with the machine's Python, torch and
+# transformers; other packages come from wheels/ (`make wheels`), without a network
 GPU_PYTHON ?= python3
 gpu:
 	[ ! -d wheels ] || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu wheels/*.whl
@@ -58,7 +58,7 @@ wheels: $(VENV)/.development
 		--dest wheels --constraint constraints.txt pytest pluggy iniconfig hypothesis sortedcontainers pydantic \
 		pydantic-core annotated-types typing-inspection ruamel.yaml click
 
-# a real, unpatched vLLM as a teacher and as the writer of completions, on a CPU and in an environment of its own (3.4 GB, four minutes to install)
+# a real, unpatched vLLM as a teacher and as the engine of rollouts, on a CPU (3.4 GB, four minutes to install)
 VLLM ?= .vllm
 test-engines: $(VENV)/.development
 	[ -x $(VLLM)/bin/python ] || { $(PYTHON) -m venv $(VLLM) \
@@ -114,7 +114,7 @@ $(VENV)/.package: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.development: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable '.[dev]'
-# Megatron-Core for the tests of its hook. It runs on Python 3.11 though it asks for more, and imports Triton, which
-# is there for Linux alone; an extra can say neither
+# Megatron-Core for the tests of its hook. It runs on Python 3.11, although it requires a later one, and imports Triton,
+# which exists only for Linux; an extra can express neither
 	[ "$$(uname -s)" != Linux ] || $(INSTALL) --no-deps --ignore-requires-python megatron-core triton
 	touch $@ $(VENV)/.package

@@ -1,4 +1,4 @@
-"""On-policy training: who writes the completions, how tokens are drawn, and how far the writer may lag behind."""
+"""On-policy training: who generates the completions, how tokens are sampled, and how old the weights may be."""
 
 from typing import Literal
 
@@ -29,16 +29,21 @@ class RolloutConfig(Section):
         ge=1,
         description="Tokens of a completion, its end of sequence included; less than data.max_tokens.",
     )
-    temperature: float = Field(default=1.0, gt=0, description="Divides the student's logits when tokens are drawn.")
+    temperature: float = Field(default=1.0, gt=0, description="Divides the student's logits when tokens are sampled.")
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Tokens are drawn from the likeliest ones with this mass. 1: all tokens."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Tokens are sampled from the most probable ones with this mass. 1: all tokens.",
     )
-    top_k: int = Field(default=0, ge=0, description="Tokens are drawn from that many likeliest ones. 0: all tokens.")
+    top_k: int = Field(
+        default=0, ge=0, description="Tokens are sampled from the k most probable ones. 0: all tokens."
+    )
     min_p: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Tokens below this share of the likeliest token's probability are not drawn. 0: all tokens.",
+        description="Tokens below this share of the largest probability are not sampled. 0: all tokens.",
     )
     stop: list[Text] = Field(
         default=[], description="Texts that end a completion, in addition to the end-of-sequence tokens."
@@ -78,8 +83,8 @@ class RolloutConfig(Section):
     correction: Literal["none", "truncated", "masked"] = Field(
         default="truncated",
         description="The weight of policy_gradient and sampled_kl at a token, by the ratio of its probabilities in"
-        " training and when it was drawn. truncated: the ratio, at most limit (TIS). masked: the ratio, and 0 outside"
-        " of 1/limit to limit (IcePop). none: 1. Divergences need none: they are exact whatever token was drawn.",
+        " training and at its sampling. truncated: the ratio, at most limit (TIS). masked: the ratio, and 0 outside"
+        " of 1/limit to limit (IcePop). none: 1. Divergences need none: they are exact whichever token was sampled.",
     )
     limit: float = Field(default=2.0, gt=1, description="The limit of correction.")
     reward: FunctionPath | None = Field(
@@ -127,7 +132,7 @@ class RolloutConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="The weight of the n-th token of a completion is this number to the power n. 1: all alike.",
+        description="The weight of the n-th token of a completion is this number to the power n. 1: all equal.",
     )
 
     @property

@@ -75,8 +75,8 @@ _From = create_model(
         "from": (
             Literal["teacher", "random"],
             Field(
-                description="teacher: embedding, final norm, head and some layers of teacher.model. random: drawn by"
-                " the seed, as the model's family initialises itself."
+                description="teacher: embedding, final norm, head and some layers of teacher.model. random:"
+                " initialised by the seed, as the model's family does."
             ),
         )
     },

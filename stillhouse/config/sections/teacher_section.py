@@ -41,13 +41,13 @@ class TeacherConfig(ModelConfig):
         examples=["http://10.0.0.7:8000"],
     )
     api: Literal["auto", "stillhouse", "vllm", "sglang"] = Field(
-        default="auto", description="What the server at url speaks. auto: the server is asked."
+        default="auto", description="The interface of the server at url. auto: detected."
     )
     signal: Literal["hidden", "top_k", "chosen", "sampled"] = Field(
         default="hidden",
-        description="What the server is asked for. hidden: hidden states, which give the exact distribution at every"
-        " temperature. top_k: the likeliest ids. chosen: the ids that are likeliest for the student. sampled: draws"
-        " from the teacher.",
+        description="The signal that is requested from the server. hidden: hidden states, which give the exact"
+        " distribution at every temperature. top_k: its top ids. chosen: the student's top ids, with its scores."
+        " sampled: samples from the teacher.",
     )
     cross_tokenizer: Literal["gold", "uld"] | None = Field(
         default=None,
@@ -59,8 +59,8 @@ class TeacherConfig(ModelConfig):
     top_k: int = Field(
         default=64,
         ge=1,
-        description="Ids per token of top_k and chosen, and draws per token of sampled; with cross_tokenizer, the"
-        " teacher's likeliest ids per token.",
+        description="Ids per token of top_k and chosen, and samples per token of sampled; with cross_tokenizer,"
+        " the teacher's top ids per token.",
     )
     tail: Literal["bucket", "renormalize", "drop"] = Field(
         default="bucket",
@@ -179,7 +179,7 @@ class TeachersConfig(Section):
 
     route: Text | None = Field(
         default=None,
-        description="The column of the data that names each document's teacher. null: every teacher judges every"
+        description="The column of the data that names each document's teacher. null: every teacher scores every"
         " document.",
         examples=["subject"],
     )
