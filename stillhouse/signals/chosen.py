@@ -15,7 +15,7 @@ from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import OutputHead
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import Runner, ShardedMicroBatches, StageInputs
-from stillhouse.signals.extract import Extract
+from stillhouse.signals.extract import Extract, SignalRows
 from stillhouse.signals.signal_source import PendingSignals
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.stored import SignalStore, StoredTeacher
@@ -68,4 +68,4 @@ class _TopKOfStudent:
         self, *, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0
     ) -> dict[str, Tensor]:
         assert context.valid_index is not None
-        return self.extract(hidden_states=hidden_states, head=head, context=context.valid_index)
+        return self.extract(hidden_states=hidden_states, head=head, context=SignalRows(context.valid_index))

@@ -1,196 +1,110 @@
-"""An output processor that turns a teacher's hidden states into the tensors of a stored signal.
+"""The output processor that turns a teacher's hidden states into the tensors of a signal.
 
-All log-probabilities are computed from the logits of the whole vocabulary, in float32 at least. The mass outside of
-the ids is a sum of its own: 1 − Σp has no correct digit where the ids have nearly all of the mass. If the vocabulary
-is sharded over ranks (tensor parallelism), each rank computes a few numbers per row from its own part of the
-vocabulary, one all-gather gives them to all ranks, and every rank has the same result.
-
-C rows of T tokens, E the teacher's width, V vocabulary (this rank's part of it), K ids per token, R ranks over which
-the vocabulary is sharded, S values per row.
+C rows of T tokens, E the teacher's width, K ids per row, M draws per row, N rows of a document.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stillhouse.objective import OutputHead
-from stillhouse.objective.head import Projection, operand_dtype
-from stillhouse.objective.signals import first_occurrence
-from stillhouse.objective.stable import log_sum_exp
-from stillhouse.objective.top_k import top_k
-from stillhouse.objective.vocab import AsyncAllGather
-from stillhouse.signals.signal_spec import DTYPES, SignalSpec
+from stillhouse.signals.cache.files import document_id
+from stillhouse.signals.id_log_probs import (
+    chosen_log_probs,
+    labelled_log_probs,
+    ranked_log_probs,
+    top_k_log_probs,
+)
+from stillhouse.signals.sampled_ids import draw, uniform_numbers
+from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
-#: rows whose logits are in memory at a time
-ROWS = 256
+
+class Ranked(NamedTuple):
+    """Asks for the tensors of `ranked_log_probs`, each row's id being the next token; the last row has none."""
+
+    top_k: int
 
 
-class ChosenRows(NamedTuple):
-    """The context of `Extract` for "chosen". index_C: int64. ids_CK: the ids of each of these rows."""
+Wanted: TypeAlias = SignalSpec | Ranked
+
+
+class SignalRows(NamedTuple):
+    """The context of `Extract`: some rows of a micro-batch.
+
+    index_C: int64, the rows
+    ids_CK: the ids of "chosen"; for `Ranked` and signals with a label, the token that follows each row, [C, 1]
+    uniform_CM: for "sampled", random numbers from 0 up to but without 1, float64
+    """
 
     index_C: Tensor
-    ids_CK: Tensor
+    ids_CK: Tensor | None = None
+    uniform_CM: Tensor | None = None
+
+    @classmethod
+    def of(cls, wanted: Wanted, documents: Sequence[DocumentRows], starts: Sequence[int]) -> Self:
+        """The rows of some documents, one document after the other.
+
+        starts: the row of the micro-batch at which each document begins
+        """
+        index_C = torch.cat(
+            [
+                torch.arange(document.rows.start, document.rows.stop) + start
+                for document, start in zip(documents, starts, strict=True)
+            ]
+        )
+        if isinstance(wanted, Ranked) or wanted.with_label:
+            return cls(index_C, torch.cat([_next_tokens(document) for document in documents]))
+        if wanted.kind == "chosen":
+            return cls(index_C, torch.cat([document.ids_NK for document in documents if document.ids_NK is not None]))
+        if wanted.kind == "sampled":
+            assert wanted.top_k is not None
+            numbers = [
+                uniform_numbers(document_id(document.tokens), document.rows, wanted.top_k) for document in documents
+            ]
+            return cls(index_C, uniform_CM=torch.from_numpy(np.concatenate(numbers)))
+        return cls(index_C)
 
 
 @dataclass(frozen=True)
 class Extract:
-    """Gives the tensors of `SignalSpec.tensors` on the CPU.
+    """Gives the tensors of `SignalSpec.tensors` or of `ranked_log_probs` on the CPU.
 
-    The context is the index of the rows, [C] int64; for "chosen", it is `ChosenRows`. Under tensor parallelism, all
-    ranks have the same rows and get the same tensors. Raises ValueError for a signal that cannot be computed here.
+    Under tensor parallelism, all ranks have the same rows and get the same tensors.
     """
 
-    spec: SignalSpec
+    wanted: Wanted
 
     @torch.no_grad()
     def __call__(
-        self, *, hidden_states: Tensor, head: OutputHead, context: Tensor | ChosenRows, depth: int = 0
+        self, *, hidden_states: Tensor, head: OutputHead, context: SignalRows, depth: int = 0
     ) -> dict[str, Tensor]:
-        spec, dtype = self.spec, DTYPES[self.spec.dtype]
-        index_C = context.index_C if isinstance(context, ChosenRows) else context
-        hidden_CE = hidden_states.flatten(0, -2)[index_C]
-        if spec.kind == "hidden":
+        wanted, ids_CK = self.wanted, context.ids_CK
+        hidden_CE = hidden_states.flatten(0, -2)[context.index_C.to(hidden_states.device)]
+        if isinstance(wanted, Ranked):
+            assert ids_CK is not None
+            return ranked_log_probs(hidden_CE, head, ids_CK[:, 0], wanted.top_k)
+        dtype = DTYPES[wanted.dtype]
+        if wanted.kind == "hidden":
             return {"hidden": hidden_CE.to(dtype).cpu()}
-        assert spec.top_k is not None
-        assert spec.temperature is not None
-        if spec.kind == "top_k":
-            return top_k_log_probs(hidden_CE, head, spec.top_k, spec.temperature, dtype)
-        if spec.kind == "chosen":
-            assert isinstance(context, ChosenRows)
-            return chosen_log_probs(hidden_CE, head, context.ids_CK, spec.temperature, dtype)
-        raise ValueError(f"signal '{spec.kind}' cannot be computed here: expected hidden, top_k or chosen")
+        assert wanted.top_k is not None
+        assert wanted.temperature is not None
+        if wanted.kind == "sampled":
+            assert context.uniform_CM is not None
+            return draw(hidden_CE, head, context.uniform_CM, wanted.temperature)
+        if wanted.kind == "chosen":
+            assert ids_CK is not None
+            return chosen_log_probs(hidden_CE, head, ids_CK, wanted.temperature, dtype)
+        if wanted.with_label:
+            assert ids_CK is not None
+            return labelled_log_probs(hidden_CE, head, ids_CK[:, 0], wanted.top_k, wanted.temperature, dtype)
+        return top_k_log_probs(hidden_CE, head, wanted.top_k, wanted.temperature, dtype)
 
 
-def top_k_log_probs(
-    hidden_CE: Tensor, head: OutputHead, k: int, temperature: float, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    """The K likeliest ids of each row, their log-probabilities and the log of the mass outside them.
-
-    Raises ValueError if the vocabulary has fewer ids.
-    """
-    if k > head.rows:
-        raise ValueError(f"top_k={k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
-    parts: list[dict[str, Tensor]] = []
-    for _, logits_CV in _logits(hidden_CE, head, temperature):
-        best = top_k(logits_CV, k, head.shard)
-        parts.append(stored_tensors(best.ids_CK, best.log_probs_CK, best.tail_log_prob_C, dtype))
-    return joined(parts, no_rows(k, dtype))
-
-
-def chosen_log_probs(
-    hidden_CE: Tensor, head: OutputHead, ids_CK: Tensor, temperature: float, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    """The log-probabilities of given ids, and the log of the mass outside them.
-
-    An id that is negative, or that repeats an earlier one of its row, is an absent entry: it gets −inf. Raises
-    ValueError for an id beyond the vocabulary.
-    """
-    if ids_CK.numel() and int(ids_CK.max()) >= head.rows:
-        raise ValueError(
-            f"id {int(ids_CK.max())} of a teacher with a vocabulary of {head.rows}: expected a smaller id"
-        )
-    parts: list[dict[str, Tensor]] = []
-    for rows, logits_CV in _logits(hidden_CE, head, temperature):
-        chunk_CK = ids_CK[rows].to(logits_CV.device)
-        values_CK, largest_C, outside_C = _chosen_of_all_ranks(logits_CV, chunk_CK, head)
-        gap_CK = values_CK - largest_C[:, None]
-        is_largest_CK = gap_CK == 0
-        others_C = gap_CK.exp().masked_fill(is_largest_CK, 0.0).sum(1) + outside_C
-        log_mass_C = log_sum_exp(is_largest_CK.sum(1).to(others_C.dtype), others_C)
-        parts.append(stored_tensors(chunk_CK, gap_CK - log_mass_C[:, None], outside_C.log() - log_mass_C, dtype))
-    return joined(parts, no_rows(ids_CK.shape[1], dtype))
-
-
-def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: int) -> dict[str, Tensor]:
-    """The log-probability and the rank of one id per row, and the K likeliest ids, as `prompt_logprobs` needs them.
-
-    Temperature 1. Returns log_prob [C], rank [C] int64 (1 is the likeliest id; ids with equal logits count), ids
-    [C, K] and log_probs [C, K]; K may be 0. Raises ValueError if the vocabulary has fewer than K ids.
-    """
-    if not 0 <= k <= head.rows:
-        raise ValueError(f"top_k={k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
-    parts: list[dict[str, Tensor]] = []
-    for rows, logits_CV in _logits(hidden_CE, head, 1.0):
-        label_C1 = labels_C[rows].to(logits_CV.device)[:, None]
-        value_C1 = _gathered(_values(logits_CV, label_C1, head), head).amax(0)
-        above_C = _gathered((logits_CV >= value_C1).sum(1, keepdim=True).to(logits_CV.dtype), head).sum(0)[:, 0]
-        best = top_k(logits_CV, max(k, 1), head.shard)
-        parts.append(
-            {
-                "log_prob": (value_C1[:, 0] - best.largest_C - best.log_mass_C).float().cpu(),
-                "rank": above_C.long().cpu(),
-                "ids": best.ids_CK[:, :k].int().cpu(),
-                "log_probs": best.log_probs_CK[:, :k].float().cpu(),
-            }
-        )
-    empty = {"log_prob": torch.zeros(0), "rank": torch.zeros(0, dtype=torch.int64)}
-    empty |= {"ids": torch.zeros(0, k, dtype=torch.int32), "log_probs": torch.zeros(0, k)}
-    return joined(parts, empty)
-
-
-def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits of given ids (−inf for absent entries), the largest logit, and the mass outside in units of it.
-
-    logits_CV is overwritten.
-    """
-    present_CK = first_occurrence(ids_CK, head.rows)
-    values_CK = _values(logits_CV, ids_CK.masked_fill(~present_CK, -1), head)
-    start, held = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
-    if held:
-        largest_C1 = logits_CV.amax(1, keepdim=True)
-        columns_CK = ids_CK.long() - start
-        # the ids of other ranks and absent entries are sent to a column of their own, which is dropped
-        columns_CK = columns_CK.masked_fill(~present_CK | (columns_CK < 0) | (columns_CK >= held), held)
-        is_chosen_CV = torch.zeros(len(logits_CV), held + 1, dtype=torch.bool, device=logits_CV.device)
-        is_chosen_CV = is_chosen_CV.scatter_(1, columns_CK, True)[:, :held]
-        rest_C1 = logits_CV.masked_fill_(is_chosen_CV, -math.inf).sub_(largest_C1).exp_().sum(1, keepdim=True)
-    else:
-        largest_C1 = logits_CV.new_full((len(logits_CV), 1), -math.inf)
-        rest_C1 = torch.zeros_like(largest_C1)
-    all_RCS = _gathered(torch.cat([values_CK, largest_C1, rest_C1], 1), head)
-    largest_C = all_RCS[..., -2].amax(0)
-    outside_C = (all_RCS[..., -1] * (all_RCS[..., -2] - largest_C).exp()).sum(0)
-    return all_RCS[..., :-2].amax(0), largest_C, outside_C
-
-
-def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
-    """The logits of given ids, as far as this rank has them; −inf for all others. [C, K]"""
-    start, held = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
-    columns_CK = ids_CK.long() - start
-    is_held_CK = (ids_CK >= 0) & (columns_CK >= 0) & (columns_CK < held)
-    if not held:
-        return logits_CV.new_full(ids_CK.shape, -math.inf)
-    return logits_CV.gather(1, columns_CK.clamp(0, held - 1)).masked_fill(~is_held_CK, -math.inf)
-
-
-def _logits(hidden_CE: Tensor, head: OutputHead, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """The logits of a few rows at a time, over the temperature."""
-    projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD), head.shard)
-    for start in range(0, len(hidden_CE), ROWS):
-        rows = slice(start, start + ROWS)
-        yield rows, projection.logits(hidden_CE[rows]).div_(temperature)
-
-
-def _gathered(own_CS: Tensor, head: OutputHead) -> Tensor:
-    return AsyncAllGather(own_CS, head.shard).wait()
-
-
-def stored_tensors(ids_CK: Tensor, log_probs_CK: Tensor, tail_C: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a stored signal."""
-    return {
-        "ids": ids_CK.int().cpu(),
-        "log_probs": log_probs_CK.to(dtype).cpu(),
-        "tail_log_prob": tail_C.float().cpu(),
-    }
-
-
-def no_rows(k: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    return stored_tensors(torch.zeros(0, k), torch.zeros(0, k), torch.zeros(0), dtype)
-
-
-def joined(parts: Sequence[dict[str, Tensor]], empty: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.cat([tensor, *(part[name] for part in parts)]) for name, tensor in empty.items()}
+def _next_tokens(document: DocumentRows) -> Tensor:
+    """The token that follows each row, [N, 1]; -1 after the last token."""
+    next_N = np.append(document.tokens[1:], -1)[document.rows.start : document.rows.stop]
+    return torch.from_numpy(next_N.astype(np.int64))[:, None]

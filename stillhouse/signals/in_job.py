@@ -15,7 +15,7 @@ from stillhouse.data import Documents
 from stillhouse.models import Decoder, check_document_length
 from stillhouse.parallel import single_process_runner
 from stillhouse.signals.cache.content import problem_in
-from stillhouse.signals.scorer import NotFiniteError, Part, Scorer
+from stillhouse.signals.scorer import NotFiniteError, Scorer, ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 
@@ -69,13 +69,13 @@ class TeacherInJob:
     def close(self) -> None:
         """Nothing is under way between two reads."""
 
-    def _batches(self, wanted: Sequence[DocumentRows]) -> Iterator[list[Part]]:
-        batch: list[Part] = []
+    def _batches(self, wanted: Sequence[DocumentRows]) -> Iterator[list[ScoreRequest]]:
+        batch: list[ScoreRequest] = []
         for document in wanted:
-            if batch and sum(part.tokens for part in batch) + len(document.tokens) > self._tokens:
+            if batch and sum(request.tokens for request in batch) + len(document.tokens) > self._tokens:
                 yield batch
                 batch = []
-            batch.append(Part(document, self.signal))
+            batch.append(ScoreRequest(document, self.signal))
         if batch:
             yield batch
 

@@ -1,4 +1,4 @@
-"""An output processor that draws ids from a teacher's distribution (random sampling distillation, arXiv 2503.16870).
+"""Draws ids from a teacher's distribution (random sampling distillation, arXiv 2503.16870).
 
 The draws of a row are the same in every batch, process and attempt: their uniform numbers come from a counter-based
 generator whose key is the document's id, not from a global generator.
@@ -6,43 +6,19 @@ generator whose key is the document's id, not from a global generator.
 C rows of a document, E the teacher's width, V vocabulary, M draws per row.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from stillhouse.objective import OutputHead
 from stillhouse.objective.head import Projection, operand_dtype
-from stillhouse.signals.extract import ROWS
-from stillhouse.signals.signal_spec import SignalSpec
-
-
-class DrawRows(NamedTuple):
-    """The context of `Draw`. index_C: the rows, int64. uniform_CM: float64, from 0 up to but without 1."""
-
-    index_C: Tensor
-    uniform_CM: Tensor
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Gives the tensors of `SignalSpec.tensors` for "sampled" on the CPU."""
-
-    spec: SignalSpec
-
-    @torch.no_grad()
-    def __call__(
-        self, *, hidden_states: Tensor, head: OutputHead, context: DrawRows, depth: int = 0
-    ) -> dict[str, Tensor]:
-        assert self.spec.temperature is not None
-        hidden_CE = hidden_states.flatten(0, -2)[context.index_C]
-        return draw(hidden_CE, head, context.uniform_CM, self.spec.temperature)
+from stillhouse.signals.id_log_probs import ROWS
 
 
 def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
-    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64. document: its id of 16 bytes.
+    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64.
+
+    document: its id of 16 bytes
 
     A row's numbers depend on the document, the row and the number of draws alone. They are made of the generator's
     raw output, which numpy never changes between versions.
@@ -68,22 +44,22 @@ def draw(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperature: f
         logits_CV = projection.logits(rows_CE).double().div_(temperature)
         cumulative_CV = logits_CV.sub_(logits_CV.amax(1, keepdim=True)).exp_().cumsum(1)
         total_C1 = cumulative_CV[:, -1:].contiguous()
-        drawn_CM = torch.searchsorted(cumulative_CV, chunk_CM.to(total_C1) * total_C1, right=True)
+        ids_CM = torch.searchsorted(cumulative_CV, chunk_CM.to(total_C1) * total_C1, right=True)
         # a product that rounds to the total belongs to the last id that has any mass
-        drawn_CM = torch.minimum(drawn_CM, torch.searchsorted(cumulative_CV, total_C1))
-        drawn_ids_CM, counts_CM = distinct(drawn_CM.cpu())
+        ids_CM = torch.minimum(ids_CM, torch.searchsorted(cumulative_CV, total_C1))
+        distinct_CM, counts_CM = distinct(ids_CM.cpu())
         undefined_C = ~total_C1[:, 0].isfinite().cpu()
-        ids.append(drawn_ids_CM.masked_fill(undefined_C[:, None], -1))
+        ids.append(distinct_CM.masked_fill(undefined_C[:, None], -1))
         counts.append(counts_CM.masked_fill(undefined_C[:, None], 0))
     return {"ids": torch.cat(ids), "counts": torch.cat(counts)}
 
 
-def distinct(drawn_CM: Tensor) -> tuple[Tensor, Tensor]:
+def distinct(ids_CM: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's different ids in ascending order and then -1, int32; how often each occurs and then 0, uint8."""
-    sorted_CM = drawn_CM.sort(1).values
+    sorted_CM = ids_CM.sort(1).values
     is_new_CM = torch.ones_like(sorted_CM, dtype=torch.bool)
     is_new_CM[:, 1:] = sorted_CM[:, 1:] != sorted_CM[:, :-1]
     place_CM = is_new_CM.cumsum(1) - 1
-    ids_CM = torch.full_like(sorted_CM, -1).scatter_(1, place_CM, sorted_CM)
+    distinct_CM = torch.full_like(sorted_CM, -1).scatter_(1, place_CM, sorted_CM)
     counts_CM = torch.zeros_like(sorted_CM).scatter_add_(1, place_CM, torch.ones_like(sorted_CM))
-    return ids_CM.int(), counts_CM.to(torch.uint8)
+    return distinct_CM.int(), counts_CM.to(torch.uint8)

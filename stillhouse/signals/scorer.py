@@ -2,11 +2,9 @@
 
 The documents of a batch may belong to different requests and ask for different signals: the layers run once for all
 of them, packed into rows as in training, and each signal is then computed from the hidden states of its own rows.
-
-T tokens of a batch with padding, N rows of a document, C rows of all documents that ask for one signal, K ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,28 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data import DataReport, Documents, PackedSequences
+from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
 from stillhouse.models.modes import packs_one_row
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Runner, StageInputs
-from stillhouse.signals.cache.files import document_id
-from stillhouse.signals.extract import ChosenRows, Extract, ranked_log_probs
-from stillhouse.signals.labelled import ExtractLabelled, LabelledRows
-from stillhouse.signals.sampled_ids import Draw, DrawRows, uniform_numbers
-from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+from stillhouse.signals.extract import Extract, SignalRows, Wanted
+from stillhouse.signals.signal_spec import DocumentRows
 
 
-class Ranked(NamedTuple):
-    """Asks for the tensors of `ranked_log_probs`, each row's id being the next token; the last row has none."""
-
-    top_k: int
-
-
-Wanted: TypeAlias = SignalSpec | Ranked
-
-
-class Part(NamedTuple):
-    """A document of a request."""
+class ScoreRequest(NamedTuple):
+    """Rows of a document, and what is wanted of them."""
 
     document: DocumentRows
     wanted: Wanted
@@ -46,27 +32,11 @@ class Part(NamedTuple):
 
 
 class NotFiniteError(ValueError):
-    """What the model computes for a part of a request has a NaN or an infinity."""
+    """What the model computes for a request has a NaN or an infinity."""
 
 
-#: what a part gets: its tensors, or why it has none
+#: what a request gets: its tensors, or why it has none
 Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The parts of a batch that ask for the same.
-
-    members: their numbers. index_C: their rows in the batch. ids_CK: the ids of "chosen", or the next tokens, [C, 1].
-    uniform_CM: the random numbers of "sampled".
-    """
-
-    wanted: Wanted
-    members: list[int]
-    lengths: list[int]
-    index_C: Tensor
-    ids_CK: Tensor | None
-    uniform_CM: Tensor | None = None
 
 
 class Scorer:
@@ -76,57 +46,56 @@ class Scorer:
         self._runner, self._device = runner, device
         self._decoder = runner.students()[0].eval()
 
-    def score(self, parts: Sequence[Part]) -> list[Outcome]:
-        """The outcome of each part, with tensors on the CPU. A part without finite signals gets an error of its own.
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
+        """The outcome of each request, with tensors on the CPU. One without finite signals gets an error of its own.
 
         Raises RuntimeError where the forward pass fails, as with too little memory.
         """
-        documents = _documents([part.document.tokens for part in parts])
-        one_row = packs_one_row(self._runner.students()[0].pretrained)
+        documents = _documents([request.document.tokens for request in requests])
+        one_row = packs_one_row(self._decoder.pretrained)
         tokens = len(documents.tokens_N) if one_row else int(documents.lengths_D.max())
         sequences = PackedSequences(documents, max_tokens=tokens, seed=0, shuffle=False)
-        micro_batch = sequences.micro_batch(range(len(sequences)))
+        tensors = self.tensors(sequences.micro_batch(range(len(sequences))), dict(enumerate(requests)))
+        return [_checked(tensors[number]) for number in range(len(requests))]
+
+    def tensors(self, micro_batch: MicroBatch, requests: Mapping[int, ScoreRequest]) -> dict[int, dict[str, Tensor]]:
+        """The tensors of each request on the CPU, whatever numbers they have.
+
+        requests: by the numbers of their documents in the micro-batch
+        """
         is_first_T = (micro_batch.position_ids_BS.flatten() == 0) & (micro_batch.document_T >= 0)
-        starts_D = torch.empty(len(parts), dtype=torch.int64)
-        starts_D[micro_batch.document_T[is_first_T]] = is_first_T.nonzero()[:, 0]
-        groups = _groups(parts, starts_D.tolist())
-        (tensors_by_group,) = self._runner.forward(
-            [StageInputs(micro_batch.to(self._device), {}, _Processor(groups))]
-        )
-        outcomes: dict[int, Outcome] = {}
-        for group, tensors in zip(groups, tensors_by_group, strict=True):
-            by_document = {name: tensor.split(group.lengths) for name, tensor in tensors.items()}
-            for at, member in enumerate(group.members):
-                outcomes[member] = _checked({name: part_of_group[at] for name, part_of_group in by_document.items()})
-        return [outcomes[number] for number in range(len(parts))]
+        firsts = micro_batch.document_T[is_first_T].tolist()
+        starts = dict(zip(firsts, is_first_T.nonzero()[:, 0].tolist(), strict=True))
+        numbers_by_wanted: dict[Wanted, list[int]] = {}
+        for number, request in requests.items():
+            numbers_by_wanted.setdefault(request.wanted, []).append(number)
+        rows = {
+            wanted: SignalRows.of(wanted, [requests[at].document for at in numbers], [starts[at] for at in numbers])
+            for wanted, numbers in numbers_by_wanted.items()
+        }
+        (signals,) = self._runner.forward([StageInputs(micro_batch.to(self._device), {}, _ExtractAll(rows))])
+        by_document: dict[int, dict[str, Tensor]] = {number: {} for number in requests}
+        for wanted, numbers in numbers_by_wanted.items():
+            lengths = [len(requests[number].document.rows) for number in numbers]
+            for name, tensor in signals[wanted].items():
+                for number, rows_of_document in zip(numbers, tensor.split(lengths), strict=True):
+                    by_document[number][name] = rows_of_document
+        return by_document
 
 
 @dataclass(frozen=True)
-class _Processor:
-    """The output processor: the tensors of each group."""
+class _ExtractAll:
+    """The output processor: several signals, each from its own rows."""
 
-    groups: list[_Group]
+    rows: Mapping[Wanted, SignalRows]
 
     def __call__(
         self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0
-    ) -> list[dict[str, Tensor]]:
-        return [self._tensors(group, hidden_states, head) for group in self.groups]
-
-    def _tensors(self, group: _Group, hidden_states: Tensor, head: OutputHead) -> dict[str, Tensor]:
-        index_C = group.index_C.to(hidden_states.device)
-        if isinstance(group.wanted, Ranked):
-            assert group.ids_CK is not None
-            hidden_CE = hidden_states.flatten(0, -2)[index_C]
-            return ranked_log_probs(hidden_CE, head, group.ids_CK[:, 0], group.wanted.top_k)
-        if group.uniform_CM is not None:
-            draws = DrawRows(index_C, group.uniform_CM)
-            return Draw(group.wanted)(hidden_states=hidden_states, head=head, context=draws)
-        if group.wanted.with_label:
-            assert group.ids_CK is not None
-            labelled = LabelledRows(index_C, group.ids_CK[:, 0])
-            return ExtractLabelled(group.wanted)(hidden_states=hidden_states, head=head, context=labelled)
-        context: Any = index_C if group.ids_CK is None else ChosenRows(index_C, group.ids_CK)
-        return Extract(group.wanted)(hidden_states=hidden_states, head=head, context=context)
+    ) -> dict[Wanted, dict[str, Tensor]]:
+        return {
+            wanted: Extract(wanted)(hidden_states=hidden_states, head=head, context=rows)
+            for wanted, rows in self.rows.items()
+        }
 
 
 def _documents(tokens: Sequence[np.ndarray]) -> Documents:
@@ -135,43 +104,6 @@ def _documents(tokens: Sequence[np.ndarray]) -> Documents:
     keys_D = np.zeros(len(tokens), dtype=np.uint64)
     targets_N = np.zeros(len(tokens_N), dtype=bool)
     return Documents(tokens_N, targets_N, offsets, keys_D, [""] * len(tokens), DataReport("requests"))
-
-
-def _groups(parts: Sequence[Part], starts: Sequence[int]) -> list[_Group]:
-    """starts: the row of the batch at which each part's document begins."""
-    members: dict[Wanted, list[int]] = {}
-    for number, part in enumerate(parts):
-        members.setdefault(part.wanted, []).append(number)
-    groups = []
-    for wanted, numbers in members.items():
-        rows = [parts[number].document.rows for number in numbers]
-        index_C = [
-            torch.arange(row.start, row.stop) + starts[number] for row, number in zip(rows, numbers, strict=True)
-        ]
-        ids = [_ids(parts[number]) for number in numbers]
-        ids_CK = (
-            None if ids[0] is None else torch.cat([ids_of_part for ids_of_part in ids if ids_of_part is not None])
-        )
-        uniform_CM = None
-        if isinstance(wanted, SignalSpec) and wanted.kind == "sampled":
-            uniform_CM = torch.cat([_uniform(parts[number].document, wanted) for number in numbers])
-        lengths = [len(row) for row in rows]
-        groups.append(_Group(wanted, numbers, lengths, torch.cat(index_C), ids_CK, uniform_CM))
-    return groups
-
-
-def _ids(part: Part) -> Tensor | None:
-    document = part.document
-    if isinstance(part.wanted, Ranked) or part.wanted.with_label:
-        following = np.append(document.tokens[1:], -1)[document.rows.start : document.rows.stop]
-        return torch.from_numpy(following.astype(np.int64))[:, None]
-    return document.ids_NK
-
-
-def _uniform(document: DocumentRows, spec: SignalSpec) -> Tensor:
-    """The same numbers for the same document, so that a repeated request gets the same draws."""
-    assert spec.top_k is not None
-    return torch.from_numpy(uniform_numbers(document_id(document.tokens), document.rows, spec.top_k))
 
 
 def _checked(tensors: dict[str, Tensor]) -> Outcome:

@@ -4,29 +4,22 @@ The teacher runs in this job, or is served: then it is asked once, for any numbe
 into shards once, by their order and size alone. Each process computes every n-th shard.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from stillhouse.config import ConfigError, RunConfig, TeacherConfig
-from stillhouse.data import Documents, MicroBatch, PackedSequences
-from stillhouse.models import Decoder, OutputProcessor
-from stillhouse.parallel import watchdog
+from stillhouse.data import Documents, PackedSequences
+from stillhouse.parallel import Ranks, single_process_runner, watchdog
 from stillhouse.run.inputs import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.setup import RunSetup
 from stillhouse.serving.client import RemoteSignals
 from stillhouse.signals.cache.content import problem_in
 from stillhouse.signals.cache.files import Manifest, document_id, target_rows
-from stillhouse.signals.extract import Extract
-from stillhouse.signals.labelled import ExtractLabelled, LabelledRows
-from stillhouse.signals.sampled_ids import Draw, DrawRows, uniform_numbers
+from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 from stillhouse.signals.teacher_folder import head_of, save_teacher
 from stillhouse.tools.cache_folder import describe, joined, write_documents
@@ -39,6 +32,10 @@ class Entry:
     documents: Documents
     number: int
     rows: range
+
+    @property
+    def document(self) -> DocumentRows:
+        return DocumentRows(self.documents.tokens(self.number), self.rows)
 
     @property
     def id(self) -> bytes:
@@ -72,10 +69,9 @@ def write_cache(
     if config.teacher is not None and config.teacher.url is not None:
         return _write_served(setup, out, packed=packed, shard_bytes=shard_bytes)
     teacher_config = _teacher_in_job(setup)
-    device = setup.ranks.device
     data = setup.load_data()
     entries = list(cache_entries(data))
-    teacher = load_model("teacher", str(teacher_config.model), teacher_config, device)
+    teacher = load_model("teacher", str(teacher_config.model), teacher_config, setup.ranks.device)
     if kind == "hidden":
         spec = SignalSpec("hidden", dtype or str(teacher.config.dtype).removeprefix("torch."), with_label=with_label)
     else:
@@ -89,13 +85,12 @@ def write_cache(
         teacher.config.get_text_config().hidden_size,
         packed=packed,
     )
-    writer = _Writer(description, teacher, config.train.micro_batch_tokens, device)
-    watchdog.enter("writing the cache", timed=False)
-    return write_documents(
+    scorer = Scorer(single_process_runner(teacher, None), setup.ranks.device)
+    return _write_entries(
         out,
         description,
-        [(entry.id, entry.rows) for entry in entries],
-        lambda numbers: writer.compute([entries[number] for number in numbers]),
+        entries,
+        _Writer(scorer, spec, config.train.micro_batch_tokens).compute,
         lambda folder: save_teacher(folder, teacher, data.tokenizer, with_head=spec.is_exact),
         setup.ranks,
         shard_bytes,
@@ -139,96 +134,73 @@ def _write_served(setup: RunSetup, out: Path, *, packed: bool, shard_bytes: int 
     def save(into: Path) -> None:
         save_teacher(into, head_of(folder), data.tokenizer, with_head=store.signal.is_exact)
 
-    watchdog.enter("writing the cache", timed=False)
     try:
-        documents = [(entry.id, entry.rows) for entry in entries]
-        read = partial(_read_served, store, store.vocabulary, entries)
-        return write_documents(out, description, documents, read, save, ranks, shard_bytes)
+        read = lambda chosen: store.read([entry.document for entry in chosen])  # noqa: E731
+        return _write_entries(out, description, entries, read, save, ranks, shard_bytes)
     finally:
         store.close()
 
 
-def _read_served(
-    store: RemoteSignals, vocabulary: int, entries: Sequence[Entry], numbers: Sequence[int]
-) -> dict[str, Tensor]:
-    """The signals of the rows of some of the documents. Raises ValueError if one is not a distribution."""
-    chosen = [entries[number] for number in numbers]
-    signals = store.read([DocumentRows(entry.documents.tokens(entry.number), entry.rows) for entry in chosen])
-    for entry, tensors in zip(chosen, signals, strict=True):
-        if problem := problem_in(store.signal, vocabulary, tensors):
-            source = entry.documents.sources[entry.number]
-            raise ValueError(f"the teacher's {problem} on {source}: nothing of this shard is written")
-    return joined(signals)
+def _write_entries(
+    out: Path,
+    description: Manifest,
+    entries: Sequence[Entry],
+    read: Callable[[Sequence[Entry]], Sequence[dict[str, Tensor]]],
+    save_teacher: Callable[[Path], None],
+    ranks: Ranks,
+    shard_bytes: int | None,
+) -> Manifest:
+    """Write entries with `write_documents`. Raises ValueError for signals that no teacher can give.
+
+    read: the signals of some entries
+    """
+
+    def read_checked(numbers: Sequence[int]) -> dict[str, Tensor]:
+        chosen = [entries[number] for number in numbers]
+        signals = read(chosen)
+        for entry, tensors in zip(chosen, signals, strict=True):
+            if problem := problem_in(description.signal, description.vocabulary, tensors):
+                raise ValueError(
+                    f"the teacher's {problem} on {entry.documents.sources[entry.number]}: nothing of this shard is "
+                    "written; expected a teacher that can run in this dtype"
+                )
+        return joined(signals)
+
+    watchdog.enter("writing the cache", timed=False)
+    documents = [(entry.id, entry.rows) for entry in entries]
+    return write_documents(out, description, documents, read_checked, save_teacher, ranks, shard_bytes)
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """Runs a teacher on documents. batch_tokens: how many tokens run through it at a time."""
+    """Runs a teacher on documents, batch_tokens tokens at a time."""
 
-    description: Manifest
-    teacher: Decoder
+    scorer: Scorer
+    spec: SignalSpec
     batch_tokens: int
-    device: torch.device
 
-    @torch.no_grad()
-    def compute(self, entries: Sequence[Entry]) -> dict[str, Tensor]:
-        """The signals of all rows of some documents."""
-        offsets = np.concatenate([[0], np.cumsum([len(entry.rows) for entry in entries])])
-        spec, width = self.description.signal, self.description.width
-        tensors = {
-            name: torch.zeros(int(offsets[-1]), *shape, dtype=dtype)
-            for name, (shape, dtype) in spec.tensors(width).items()
-        }
+    def compute(self, entries: Sequence[Entry]) -> list[dict[str, Tensor]]:
+        """The signals of some documents."""
+        signals: dict[int, dict[str, Tensor]] = {}
         for split in dict.fromkeys(id(entry.documents) for entry in entries):
             numbers = [number for number, entry in enumerate(entries) if id(entry.documents) == split]
-            self._run(tensors, [entries[number] for number in numbers], offsets[numbers])
-        return tensors
+            of_split = self._run([entries[number] for number in numbers])
+            signals |= {number: of_split[at] for at, number in enumerate(numbers)}
+        return [signals[number] for number in range(len(entries))]
 
-    def _run(self, tensors: dict[str, Tensor], entries: Sequence[Entry], starts: np.ndarray) -> None:
-        """Run the teacher on documents, and write their rows to `tensors`; the rows of entry n start at starts[n]."""
+    def _run(self, entries: Sequence[Entry]) -> dict[int, dict[str, Tensor]]:
+        """The signals of documents of one split, which are packed as in training, by their numbers in `entries`."""
         documents = entries[0].documents.select([entry.number for entry in entries])
         longest = int(documents.lengths_D.max())
         sequences = PackedSequences(documents, max_tokens=longest, seed=0, shuffle=False)
-        first = torch.tensor([entry.rows.start for entry in entries])
-        stop = torch.tensor([entry.rows.stop for entry in entries])
         at_a_time = max(1, self.batch_tokens // longest)
+        signals: dict[int, dict[str, Tensor]] = {}
         for start in range(0, len(sequences), at_a_time):
             micro_batch = sequences.micro_batch(range(start, min(start + at_a_time, len(sequences))))
-            document_T, position_T = micro_batch.document_T, micro_batch.position_ids_BS.flatten()
-            known_T = document_T.clamp(min=0)
-            stored_T = (document_T >= 0) & (position_T >= first[known_T]) & (position_T < stop[known_T])
-            index_C = stored_T.nonzero()[:, 0]
-            inputs = micro_batch.to(self.device).inputs
-            processor, context = self._extracting(micro_batch, index_C, entries)
-            signals = self.teacher(**inputs, processor=processor, context=context)
-            into_C = torch.from_numpy(starts)[document_T[index_C]] + position_T[index_C] - first[document_T[index_C]]
-            if problem := problem_in(self.description.signal, self.description.vocabulary, signals):
-                raise ValueError(
-                    f"the teacher's {problem} on {documents.sources[int(document_T[index_C[0]])]} or near it: "
-                    "nothing of this shard is written; expected a teacher that can run in this dtype"
-                )
-            for name, value in signals.items():
-                tensors[name][into_C] = value
-
-    def _extracting(
-        self, micro_batch: MicroBatch, index_C: Tensor, entries: Sequence[Entry]
-    ) -> tuple[OutputProcessor, Any]:
-        """The output processor of the signal, and its context for these rows of a micro-batch."""
-        spec, on_device_C = self.description.signal, index_C.to(self.device)
-        if spec.with_label:
-            # a stored row predicts a token of the same document, which is the next one in the micro-batch
-            labels_C = micro_batch.inputs["input_ids"].flatten()[index_C + 1]
-            return ExtractLabelled(spec), LabelledRows(on_device_C, labels_C.to(self.device))
-        if spec.kind != "sampled":
-            return Extract(spec), on_device_C
-        assert spec.top_k is not None
-        document_C, position_C = micro_batch.document_T[index_C], micro_batch.position_ids_BS.flatten()[index_C]
-        uniform_CM = torch.empty(len(index_C), spec.top_k, dtype=torch.float64)
-        for document in document_C.unique().tolist():
-            entry, is_of_it_C = entries[document], document_C == document
-            numbers = uniform_numbers(entry.id, entry.rows, spec.top_k)
-            uniform_CM[is_of_it_C] = torch.from_numpy(numbers)[position_C[is_of_it_C] - entry.rows.start]
-        return Draw(spec), DrawRows(on_device_C, uniform_CM)
+            numbers = [number for number in micro_batch.document_T.unique_consecutive().tolist() if number >= 0]
+            requests = {number: ScoreRequest(entries[number].document, self.spec) for number in numbers}
+            signals |= self.scorer.tensors(micro_batch, requests)
+        return signals
 
 
 def data_splits(data: RunData) -> list[Documents]:

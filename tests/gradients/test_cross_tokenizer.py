@@ -27,7 +27,7 @@ from stillhouse.models import Decoder
 from stillhouse.objective import SortedTopK, SpanSignal, TopK
 from stillhouse.signals import CrossTokenizerStore, TeacherInJob
 from stillhouse.signals.cross_tokenizer import Method
-from stillhouse.signals.labelled import labelled_log_probs
+from stillhouse.signals.id_log_probs import labelled_log_probs
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 TAU = 1.3

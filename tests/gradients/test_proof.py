@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from stillhouse.models import Decoder, ProofError, prove_decoder
 from stillhouse.models.decoder_proof import ProbeDocuments
 from stillhouse.parallel import single_process_runner
-from stillhouse.signals.scorer import Part, Scorer
+from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 
@@ -108,7 +108,9 @@ def test_a_teacher_with_flash_attention_scores_one_row() -> None:
     AttentionInterface.register("flash_by_name", sdpa_attention_forward)
     AttentionMaskInterface.register("flash_by_name", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     ids = [np.arange(3 + 7 * number, 3 + 7 * number + length) for number, length in enumerate((5, 9, 2, 7))]
-    parts = [Part(DocumentRows(tokens, range(len(tokens))), SignalSpec("hidden", "float32")) for tokens in ids]
+    parts = [
+        ScoreRequest(DocumentRows(tokens, range(len(tokens))), SignalSpec("hidden", "float32")) for tokens in ids
+    ]
     scores: list[Any] = []
     for attention in ("flash_by_name", "sdpa"):
         decoder = Decoder(build("qwen3"), verify=False)

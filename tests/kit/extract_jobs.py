@@ -7,7 +7,7 @@ from kit.shard_ranks import Rank
 from torch import Tensor
 
 from stillhouse.objective import OutputHead, VocabShard
-from stillhouse.signals.extract import chosen_log_probs, ranked_log_probs, top_k_log_probs
+from stillhouse.signals.id_log_probs import chosen_log_probs, ranked_log_probs, top_k_log_probs
 
 
 class Problem(NamedTuple):

@@ -20,7 +20,7 @@ from stillhouse.output.folder import folder_lock
 from stillhouse.run.session import Session
 from stillhouse.signals import SignalCache
 from stillhouse.signals.cache.files import shard_name
-from stillhouse.signals.extract import top_k_log_probs
+from stillhouse.signals.id_log_probs import top_k_log_probs
 from stillhouse.tools.write_cache import write_cache
 
 SHARD_BYTES = 5000

@@ -22,7 +22,7 @@ from stillhouse.signals import SignalCache, SignalSpec
 from stillhouse.signals.cache.bits import pack_rows, unpack_rows
 from stillhouse.signals.cache.files import shard_name
 from stillhouse.signals.cache.shard_layout import StoredRows, layout_of
-from stillhouse.signals.labelled import labelled_log_probs
+from stillhouse.signals.id_log_probs import labelled_log_probs
 from stillhouse.signals.sampled_ids import distinct
 from stillhouse.signals.signal_spec import DocumentRows
 from stillhouse.tools.write_cache import write_cache

@@ -7,12 +7,8 @@ from kit.shard_ranks import RankPool, shared_pool
 from torch import Tensor
 
 from stillhouse.objective import OutputHead
-from stillhouse.signals.extract import (
-    ChosenRows,
-    Extract,
-    chosen_log_probs,
-    ranked_log_probs,
-)
+from stillhouse.signals.extract import Extract, SignalRows
+from stillhouse.signals.id_log_probs import chosen_log_probs, ranked_log_probs
 from stillhouse.signals.signal_spec import SignalSpec
 
 EVEN = ((0, 126), (126, 251))
@@ -109,6 +105,6 @@ def test_nan_stays_nan_in_every_signal() -> None:
     ids_CK = torch.tensor([[3, -1]])
     assert chosen_log_probs(hidden_CE, head, ids_CK, 1.0)["tail_log_prob"].isnan().all()
     extract = Extract(SignalSpec("chosen", "float32", 2, 1.0))
-    found = extract(hidden_states=hidden_CE[None], head=head, context=ChosenRows(torch.tensor([0]), ids_CK))
+    found = extract(hidden_states=hidden_CE[None], head=head, context=SignalRows(torch.tensor([0]), ids_CK))
     assert found["log_probs"].isnan().any()
     assert ranked_log_probs(hidden_CE, head, ids_CK[:, 0], 2)["log_prob"].isnan().all()

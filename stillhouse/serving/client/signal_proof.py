@@ -26,7 +26,7 @@ from stillhouse.serving.client.remote_signals import RemoteSignals
 from stillhouse.serving.engines.api import NeedsModelError
 from stillhouse.serving.pool import ServerError
 from stillhouse.signals.compare import largest_difference, row_differences
-from stillhouse.signals.extract import Extract
+from stillhouse.signals.extract import Extract, SignalRows
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: documents that are scored, and how many tokens of each
@@ -330,6 +330,6 @@ def _scored_here(local: Decoder, spec: SignalSpec, document: DocumentRows) -> di
     index_C = torch.arange(document.rows.start, document.rows.stop, device=device)
     with torch.no_grad():
         scored: dict[str, Tensor] = local(
-            input_ids_BS, position_ids=positions_BS, processor=Extract(spec), context=index_C
+            input_ids_BS, position_ids=positions_BS, processor=Extract(spec), context=SignalRows(index_C)
         )
     return scored

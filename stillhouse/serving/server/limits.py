@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stillhouse.serving.server.bodies import refused
-from stillhouse.signals.scorer import Part
+from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: the signals that a server computes; draws need the whole vocabulary in one process
@@ -39,7 +39,7 @@ class Limits:
         """The most ids per token of a signal."""
         return min(self.max_top_k, self.vocabulary)
 
-    def parts(self, signal: SignalSpec, documents: Sequence[DocumentRows]) -> list[Part]:
+    def parts(self, signal: SignalSpec, documents: Sequence[DocumentRows]) -> list[ScoreRequest]:
         """The parts of a request for a signal. Raises RequestError for one beyond the limits."""
         if signal.kind not in self.signals:
             raise refused(f"signal '{signal.kind}': this server has {', '.join(self.signals)}", "signal")
@@ -53,7 +53,7 @@ class Limits:
                 if smallest < -1 or largest >= self.vocabulary:
                     wrong = smallest if smallest < -1 else largest
                     raise refused(f"ids: got {wrong}, expected −1 for none, or 0 to {self.vocabulary - 1}", "ids")
-        return [Part(document, signal) for document in documents]
+        return [ScoreRequest(document, signal) for document in documents]
 
     def check_count(self, documents: int, param: str) -> None:
         if documents > self.max_sequences:

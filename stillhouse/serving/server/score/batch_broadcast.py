@@ -18,7 +18,8 @@ from torch import Tensor
 
 from stillhouse.parallel import Mesh
 from stillhouse.serving.wire import KEY, document_tensors, header_of
-from stillhouse.signals.scorer import Part, Ranked, Scorer
+from stillhouse.signals.extract import Ranked
+from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: how often idle ranks hear from rank 0
@@ -37,7 +38,7 @@ class BatchBroadcast:
     def is_single(self) -> bool:
         return self.ranks.size == 1
 
-    def send(self, parts: Sequence[Part]) -> None:
+    def send(self, parts: Sequence[ScoreRequest]) -> None:
         if self.is_single:
             return
         content = torch.frombuffer(bytearray(_encoded(parts)), dtype=torch.uint8)
@@ -67,7 +68,7 @@ class BatchBroadcast:
         return values
 
 
-def _encoded(parts: Sequence[Part]) -> bytes:
+def _encoded(parts: Sequence[ScoreRequest]) -> bytes:
     tensors = document_tensors([part.document for part in parts])
     for number, part in enumerate(parts):
         if part.document.ids_NK is not None:
@@ -78,7 +79,7 @@ def _encoded(parts: Sequence[Part]) -> bytes:
     return save(tensors, {KEY: json.dumps(wanted)})
 
 
-def _decoded(content: bytes) -> list[Part]:
+def _decoded(content: bytes) -> list[ScoreRequest]:
     tensors = load(content)
     token_ids, bounds = tensors["token_ids"].numpy(), tensors["offsets"].tolist()
     parts = []
@@ -86,5 +87,5 @@ def _decoded(content: bytes) -> list[Part]:
         zip(pairwise(bounds), tensors["rows"].tolist(), header_of(content), strict=True)
     ):
         document = DocumentRows(token_ids[start:stop], range(*rows), tensors.get(f"ids.{number}"))
-        parts.append(Part(document, Ranked(wanted["ranked"]) if "ranked" in wanted else SignalSpec(**wanted)))
+        parts.append(ScoreRequest(document, Ranked(wanted["ranked"]) if "ranked" in wanted else SignalSpec(**wanted)))
     return parts

@@ -19,7 +19,8 @@ from stillhouse.libraries import reading
 from stillhouse.serving.server.bodies import StrictBody, TokenId, parse_json, refused, usage
 from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.wire import FirstWrong
-from stillhouse.signals.scorer import Part, Ranked
+from stillhouse.signals.extract import Ranked
+from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows
 
 #: JSON has no infinity; vLLM clips log-probabilities to the same number
@@ -60,7 +61,7 @@ def parse(content: bytes) -> CompletionBody:
     return body
 
 
-def parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[Part]:
+def parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[ScoreRequest]:
     """The documents of a request. Raises RequestError for one beyond the limits."""
     most = limits.most_ids
     for name, count in (("prompt_logprobs", body.prompt_logprobs), ("logprobs", body.logprobs)):
@@ -81,7 +82,7 @@ def parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limi
     # without prompt_logprobs, only the last row is needed
     starts = [0 if body.prompt_logprobs is not None else len(prompt) - 1 for prompt in prompts]
     return [
-        Part(DocumentRows(np.array(prompt, dtype=np.int32), range(start, len(prompt))), wanted)
+        ScoreRequest(DocumentRows(np.array(prompt, dtype=np.int32), range(start, len(prompt))), wanted)
         for prompt, start in zip(prompts, starts, strict=True)
     ]
 
@@ -89,7 +90,7 @@ def parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limi
 def answer(
     body: CompletionBody,
     model: str,
-    parts: Sequence[Part],
+    parts: Sequence[ScoreRequest],
     results: Sequence[dict[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
@@ -132,7 +133,11 @@ def _prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase) -> list[l
 
 
 def _choice(
-    index: int, body: CompletionBody, part: Part, tensors: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase
+    index: int,
+    body: CompletionBody,
+    part: ScoreRequest,
+    tensors: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
     tokens = part.document.tokens.tolist()
     generated = tensors["ids"][-1, :1].tolist() if body.max_tokens else []

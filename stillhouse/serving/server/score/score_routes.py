@@ -16,7 +16,7 @@ from stillhouse.serving.server.request_errors import RequestError
 from stillhouse.serving.server.score import completions
 from stillhouse.serving.server.score.completions import CompletionBody
 from stillhouse.serving.wire import HEAD_FILE, JSON, SAFETENSORS, ScoreBody, decode_request, encode_answer
-from stillhouse.signals.scorer import Part
+from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import SignalSpec
 
 _BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
@@ -69,14 +69,14 @@ def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBa
 def _scoring(application: Application, identity: str) -> Operation[SignalSpec]:
     limits = application.service.limits
 
-    def parse(content: bytes, kind: str) -> tuple[SignalSpec, list[Part]]:
+    def parse(content: bytes, kind: str) -> tuple[SignalSpec, list[ScoreRequest]]:
         try:
             signal, documents = decode_request(content, kind, limits.max_sequences)
         except ValueError as error:
             raise refused(str(error), None) from error
         return signal, limits.parts(signal, documents)
 
-    def encode(signal: SignalSpec, parts: Sequence[Part], results: list[dict[str, Tensor]]) -> bytes:
+    def encode(signal: SignalSpec, parts: Sequence[ScoreRequest], results: list[dict[str, Tensor]]) -> bytes:
         return encode_answer(identity, signal, results)
 
     body_bytes = {JSON: limits.json_bytes, SAFETENSORS: limits.binary_bytes}
@@ -86,12 +86,12 @@ def _scoring(application: Application, identity: str) -> Operation[SignalSpec]:
 def _completing(application: Application, tokenizer: PreTrainedTokenizerBase) -> Operation[CompletionBody]:
     service = application.service
 
-    def parse(content: bytes, _: str) -> tuple[CompletionBody, list[Part]]:
+    def parse(content: bytes, _: str) -> tuple[CompletionBody, list[ScoreRequest]]:
         body = completions.parse(content)
         service.require_model(body.model)
         return body, completions.parts(body, tokenizer, service.limits)
 
-    def encode(body: CompletionBody, parts: Sequence[Part], results: list[dict[str, Tensor]]) -> bytes:
+    def encode(body: CompletionBody, parts: Sequence[ScoreRequest], results: list[dict[str, Tensor]]) -> bytes:
         return bytes(JSONResponse(completions.answer(body, service.name, parts, results, tokenizer)).body)
 
     return Operation({JSON: service.limits.json_bytes}, parse, encode, JSON, _tensor_bytes)

@@ -31,7 +31,7 @@ from stillhouse.serving.server.limits import SIGNALS, SIGNALS_OF_SHARDS, Limits
 from stillhouse.serving.server.role import ModelOptions, longest_sequence, model_info
 from stillhouse.serving.server.score.batch_broadcast import BatchBroadcast
 from stillhouse.serving.server.score.score_routes import add_file_routes, add_signal_routes
-from stillhouse.signals.scorer import Outcome, Part, Scorer
+from stillhouse.signals.scorer import Outcome, Scorer, ScoreRequest
 from stillhouse.signals.teacher_folder import head_of, save_teacher
 
 #: after so many seconds without a sign of life, a rank counts as hung
@@ -63,7 +63,7 @@ class ServedTeacher:
         add_file_routes(application, self.folder)
         add_signal_routes(application, self.tokenizer, self.identity)
 
-    def compute(self, parts: Sequence[Part]) -> list[Outcome]:
+    def compute(self, parts: Sequence[ScoreRequest]) -> list[Outcome]:
         self.broadcast.send(parts)
         return self.scorer.score(parts)
 

@@ -1,0 +1,190 @@
+"""A teacher's log-probabilities of some ids, from its hidden states: the tensors of stored signals.
+
+All log-probabilities are computed from the logits of the whole vocabulary, in float32 at least. The mass outside of
+the ids is a sum of its own: 1 − Σp has no correct digit where the ids have nearly all of the mass. If the vocabulary
+is sharded over ranks (tensor parallelism), each rank computes a few numbers per row from its own part of the
+vocabulary, one all-gather gives them to all ranks, and every rank has the same result.
+
+C rows, E the teacher's width, V vocabulary (this rank's part of it), K ids per row, R ranks over which the vocabulary
+is sharded, S values per row.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective import OutputHead
+from stillhouse.objective.head import Projection, operand_dtype
+from stillhouse.objective.signals import first_occurrence
+from stillhouse.objective.stable import log_sum_exp
+from stillhouse.objective.top_k import top_k
+from stillhouse.objective.vocab import AsyncAllGather
+
+#: rows whose logits are in memory at a time
+ROWS = 256
+
+
+def top_k_log_probs(
+    hidden_CE: Tensor, head: OutputHead, k: int, temperature: float, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """The top-k ids of each row, their log-probabilities and the log of the mass outside them.
+
+    Raises ValueError if the vocabulary has fewer ids.
+    """
+    _require_ids(k, head)
+    parts = []
+    for _, logits_CV in _logits(hidden_CE, head, temperature):
+        best = top_k(logits_CV, k, head.shard)
+        parts.append(_stored(best.ids_CK, best.log_probs_CK, best.tail_log_prob_C, dtype))
+    return _joined(parts, _no_rows(k, dtype))
+
+
+def labelled_log_probs(
+    hidden_CE: Tensor,
+    head: OutputHead,
+    labels_C: Tensor,
+    k: int,
+    temperature: float,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """The top-k ids of each row and its label, their log-probabilities, and the log of the mass outside all of them.
+
+    Returns ids and log_probs [C, K+1] and tail_log_prob [C]. The last entry is the label; its id is -1 and its
+    log-probability -inf if it is among the K ids. The head must have the whole vocabulary. Raises ValueError if the
+    vocabulary has fewer ids.
+    """
+    _require_ids(k, head)
+    parts = []
+    for rows, logits_CV in _logits(hidden_CE, head, temperature):
+        label_C1 = labels_C[rows].to(logits_CV.device)[:, None]
+        label_logit_C1 = logits_CV.gather(1, label_C1)
+        best = top_k(logits_CV, k, None, inside_C1=label_C1)
+        is_known_C1 = (best.ids_CK == label_C1).any(1, keepdim=True)
+        label_gap_C1 = (label_logit_C1 - best.largest_C[:, None]).masked_fill(is_known_C1, -math.inf)
+        ids_CK = torch.cat([best.ids_CK, label_C1.masked_fill(is_known_C1, -1)], 1)
+        both = replace(best, ids_CK=ids_CK, gap_CK=torch.cat([best.gap_CK, label_gap_C1], 1))
+        parts.append(_stored(both.ids_CK, both.log_probs_CK, both.tail_log_prob_C, dtype))
+    return _joined(parts, _no_rows(k + 1, dtype))
+
+
+def chosen_log_probs(
+    hidden_CE: Tensor, head: OutputHead, ids_CK: Tensor, temperature: float, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """The log-probabilities of given ids, and the log of the mass outside them.
+
+    An id that is negative, or that repeats an earlier one of its row, is an absent entry: it gets −inf. Raises
+    ValueError for an id beyond the vocabulary.
+    """
+    if ids_CK.numel() and int(ids_CK.max()) >= head.rows:
+        raise ValueError(
+            f"id {int(ids_CK.max())} of a teacher with a vocabulary of {head.rows}: expected a smaller id"
+        )
+    parts = []
+    for rows, logits_CV in _logits(hidden_CE, head, temperature):
+        chunk_CK = ids_CK[rows].to(logits_CV.device)
+        values_CK, largest_C, outside_C = _chosen_of_all_ranks(logits_CV, chunk_CK, head)
+        gap_CK = values_CK - largest_C[:, None]
+        is_largest_CK = gap_CK == 0
+        others_C = gap_CK.exp().masked_fill(is_largest_CK, 0.0).sum(1) + outside_C
+        log_mass_C = log_sum_exp(is_largest_CK.sum(1).to(others_C.dtype), others_C)
+        parts.append(_stored(chunk_CK, gap_CK - log_mass_C[:, None], outside_C.log() - log_mass_C, dtype))
+    return _joined(parts, _no_rows(ids_CK.shape[1], dtype))
+
+
+def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: int) -> dict[str, Tensor]:
+    """The log-probability and the rank of one id per row, and the top-k ids, as `prompt_logprobs` needs them.
+
+    Temperature 1. Returns log_prob [C], rank [C] int64 (1 is the likeliest id; ids with equal logits count), ids
+    [C, K] and log_probs [C, K]; K may be 0. Raises ValueError if the vocabulary has fewer than K ids.
+    """
+    _require_ids(k, head)
+    parts = []
+    for rows, logits_CV in _logits(hidden_CE, head, 1.0):
+        label_C1 = labels_C[rows].to(logits_CV.device)[:, None]
+        value_C1 = _gathered(_values(logits_CV, label_C1, head), head).amax(0)
+        above_C = _gathered((logits_CV >= value_C1).sum(1, keepdim=True).to(logits_CV.dtype), head).sum(0)[:, 0]
+        best = top_k(logits_CV, max(k, 1), head.shard)
+        parts.append(
+            {
+                "log_prob": (value_C1[:, 0] - best.largest_C - best.log_mass_C).float().cpu(),
+                "rank": above_C.long().cpu(),
+                "ids": best.ids_CK[:, :k].int().cpu(),
+                "log_probs": best.log_probs_CK[:, :k].float().cpu(),
+            }
+        )
+    empty = {"log_prob": torch.zeros(0), "rank": torch.zeros(0, dtype=torch.int64)}
+    empty |= {"ids": torch.zeros(0, k, dtype=torch.int32), "log_probs": torch.zeros(0, k)}
+    return _joined(parts, empty)
+
+
+def _require_ids(k: int, head: OutputHead) -> None:
+    if not 0 <= k <= head.rows:
+        raise ValueError(f"top_k={k} of a teacher with a vocabulary of {head.rows}: expected at most {head.rows}")
+
+
+def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits of given ids (−inf for absent entries), the largest logit, and the mass outside in units of it.
+
+    logits_CV is overwritten.
+    """
+    present_CK = first_occurrence(ids_CK, head.rows)
+    values_CK = _values(logits_CV, ids_CK.masked_fill(~present_CK, -1), head)
+    start, held = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
+    if held:
+        largest_C1 = logits_CV.amax(1, keepdim=True)
+        columns_CK = ids_CK.long() - start
+        # the ids of other ranks and absent entries are sent to a column of their own, which is dropped
+        columns_CK = columns_CK.masked_fill(~present_CK | (columns_CK < 0) | (columns_CK >= held), held)
+        is_chosen_CV = torch.zeros(len(logits_CV), held + 1, dtype=torch.bool, device=logits_CV.device)
+        is_chosen_CV = is_chosen_CV.scatter_(1, columns_CK, True)[:, :held]
+        rest_C1 = logits_CV.masked_fill_(is_chosen_CV, -math.inf).sub_(largest_C1).exp_().sum(1, keepdim=True)
+    else:
+        largest_C1 = logits_CV.new_full((len(logits_CV), 1), -math.inf)
+        rest_C1 = torch.zeros_like(largest_C1)
+    all_RCS = _gathered(torch.cat([values_CK, largest_C1, rest_C1], 1), head)
+    largest_C = all_RCS[..., -2].amax(0)
+    outside_C = (all_RCS[..., -1] * (all_RCS[..., -2] - largest_C).exp()).sum(0)
+    return all_RCS[..., :-2].amax(0), largest_C, outside_C
+
+
+def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
+    """The logits of given ids, as far as this rank has them; −inf for all others. [C, K]"""
+    start, held = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
+    columns_CK = ids_CK.long() - start
+    is_held_CK = (ids_CK >= 0) & (columns_CK >= 0) & (columns_CK < held)
+    if not held:
+        return logits_CV.new_full(ids_CK.shape, -math.inf)
+    return logits_CV.gather(1, columns_CK.clamp(0, held - 1)).masked_fill(~is_held_CK, -math.inf)
+
+
+def _logits(hidden_CE: Tensor, head: OutputHead, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+    """The logits of a few rows at a time, over the temperature."""
+    projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD), head.shard)
+    for start in range(0, len(hidden_CE), ROWS):
+        rows = slice(start, start + ROWS)
+        yield rows, projection.logits(hidden_CE[rows]).div_(temperature)
+
+
+def _gathered(values_CS: Tensor, head: OutputHead) -> Tensor:
+    """The values of all ranks, [R, C, S]."""
+    return AsyncAllGather(values_CS, head.shard).wait()
+
+
+def _stored(ids_CK: Tensor, log_probs_CK: Tensor, tail_C: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a stored signal."""
+    return {
+        "ids": ids_CK.int().cpu(),
+        "log_probs": log_probs_CK.to(dtype).cpu(),
+        "tail_log_prob": tail_C.float().cpu(),
+    }
+
+
+def _no_rows(k: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    return _stored(torch.zeros(0, k), torch.zeros(0, k), torch.zeros(0), dtype)
+
+
+def _joined(parts: Sequence[dict[str, Tensor]], empty: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.cat([tensor, *(part[name] for part in parts)]) for name, tensor in empty.items()}
