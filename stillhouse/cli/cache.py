@@ -189,7 +189,7 @@ def import_(
         raise misused("--compression and --packed are for --from distillkit")
     quiet_libraries()
     from stillhouse.config.yaml_text import read_yaml
-    from stillhouse.signals.cache.exchange.distillkit import CONFIGURATION, Compression
+    from stillhouse.signals.cache.formats.distillkit import CONFIGURATION, Compression
     from stillhouse.tools.import_cache import import_distillkit, import_speculators
 
     if form == "speculators":

@@ -4,11 +4,11 @@ from stillhouse.signals.cache import SignalCache
 from stillhouse.signals.chosen import ChosenTeacher
 from stillhouse.signals.cross_tokenizer import CrossTokenizerStore
 from stillhouse.signals.in_job import TeacherInJob
-from stillhouse.signals.in_stage import InStageTeacher, NoTeacher
-from stillhouse.signals.self_teacher import SelfTeacher
+from stillhouse.signals.in_stage import InStageTeacher, SelfTeacher
 from stillhouse.signals.separate import SeparateTeacher
 from stillhouse.signals.several_teachers import SeveralTeachers
 from stillhouse.signals.signal_source import (
+    NoTeacher,
     PendingSignals,
     ReadySignals,
     SignalSource,

@@ -1,4 +1,4 @@
-"""A served teacher that scores the ids which are likeliest for the student: on-policy in the choice of the ids.
+"""A served teacher that scores the student's top-k ids: on-policy in the choice of the ids.
 
 With reverse KL, these are the ids that decide the loss (student-top-k distillation). The ids are those of the
 student's present weights, so a step's request is made when the step begins, and costs a forward of the student.
@@ -22,8 +22,10 @@ from stillhouse.signals.stored import SignalStore, StoredTeacher
 
 
 class ChosenTeacher(StoredTeacher):
-    """vocabulary: rows of the teacher's head; ids of the student beyond it are left out. autocast: the
-    dtype of the student's matrix products; None: that of its weights.
+    """Requests the student's top-k ids of every row with a weight.
+
+    vocabulary: rows of the teacher's head; ids of the student beyond it are left out
+    autocast: the dtype of the student's matrix products; None: that of its weights
     """
 
     steps_ahead = 0

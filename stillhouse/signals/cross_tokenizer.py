@@ -1,6 +1,6 @@
 """Signals of a teacher with another tokenizer, translated to the student's tokens: approximations.
 
-The teacher reads the same text in its own tokens. Its K likeliest ids and the log-probability of every actual token
+The teacher reads the same text in its own tokens. Its top-k ids and the log-probability of every actual token
 come from another store, and become one of two signals at the student's rows (`SpanSignal`, `SortedTopK`):
 
     gold   GOLD's merged probabilities, as one top-k signal over the student's ids
@@ -11,7 +11,7 @@ teacher's next token is one of these disjoint events, and each counts for one ou
 
     x_0 and then x_1 … x_l             y_0; its probability is P = Π_j p(x_j)
     x_0 and then something else        the student's token for the bytes of x_0; p(x_0) − P
-    one of the other K likeliest ids   the student's token for its bytes
+    one of the other top-k ids         the student's token for its bytes
     any other id                       the tail
 
 The token for some bytes is the one with these bytes, or else the first of those into which the student's tokenizer
@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents, tokenizer_fingerprint
-from stillhouse.data.render.alignment import ABSENT, AlignedDocument, Aligner, Span
+from stillhouse.data.render.alignment import ABSENT, Aligner, Span
 from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
 from stillhouse.objective.signals import Tail
 from stillhouse.signals.in_job import TeacherInJob
@@ -46,7 +46,7 @@ Method = Literal["gold", "uld"]
 
 @dataclass(frozen=True)
 class AlignedSpec(SignalSpec):
-    """What there is for every row of the student. top_k: K of the teacher.
+    """The signal for every row of the student, from a teacher that gives top_k = K ids.
 
     ids            [N, B] int32       with gold: the student's ids; -1 is none
     log_probs      [N, B] float32     their log-probabilities; with uld [N, K], the teacher's, whatever the ids
@@ -86,8 +86,10 @@ class AlignedSpec(SignalSpec):
 class CrossTokenizerStore:
     """A `SignalStore` for the student's documents, from a store for the same texts in the teacher's tokens.
 
-    inner: the teacher, which gives "top_k" with a label. Raises ValueError for a tokenizer whose tokens have no exact
-    bytes.
+    inner: the teacher, which gives "top_k" with a label
+    student, teacher: their tokenizers
+
+    Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
 
     teacher_folder: Path | None = None
@@ -103,9 +105,11 @@ class CrossTokenizerStore:
         assert spec.with_label
         self.inner, self.aligner = inner, Aligner(student, teacher)
         self.signal = AlignedSpec("top_k", "float32", spec.top_k, spec.temperature, method=method)
-        self._teacher_tokenizer = tokenizer_fingerprint(teacher)
+        self.width, self.name, self.may_take_long = inner.width, inner.name, inner.may_take_long
+        teacher_tokenizer = tokenizer_fingerprint(teacher)
+        self.identity = hashlib.sha256(f"{inner.identity} {teacher_tokenizer}".encode()).hexdigest()
         self.warnings: list[str] = []
-        if tokenizer_fingerprint(student) == self._teacher_tokenizer:
+        if tokenizer_fingerprint(student) == teacher_tokenizer:
             self.warnings.append(
                 "student and teacher have the same tokenizer: the exact divergence needs no teacher.cross_tokenizer"
             )
@@ -114,40 +118,25 @@ class CrossTokenizerStore:
         """Load the teacher, in a process that reads signals."""
         self.inner.start(device)
 
-    @property
-    def width(self) -> int:
-        return self.inner.width
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def identity(self) -> str:
-        return hashlib.sha256(f"{self.inner.identity} {self._teacher_tokenizer}".encode()).hexdigest()
-
-    @property
-    def may_take_long(self) -> bool:
-        return self.inner.may_take_long
-
     def require(self, documents: Documents, what: str) -> None:
         """Raise DataError for the first document that cannot be aligned, or that the inner store refuses."""
         self.inner.require(self.aligner.translate(documents), what)
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
         aligned = self.aligner.align([request.tokens for request in wanted])
-        spans = [_needed(request.rows, document.spans) for request, document in zip(wanted, aligned, strict=True)]
-        asked = [at for at, needed in enumerate(spans) if needed]
-        teacher_rows = {at: _teacher_rows(spans[at]) for at in asked}
-        questions = [DocumentRows(aligned[at].teacher_tokens, teacher_rows[at]) for at in asked]
-        answers = self.inner.read(questions) if questions else []
         signals = [self._empty(len(request.rows)) for request in wanted]
-        for at, answer in zip(asked, answers, strict=True):
-            teacher = _TeacherRows.of(answer, aligned[at], teacher_rows[at])
+        spans = [
+            _needed_spans(request.rows, document.spans) for request, document in zip(wanted, aligned, strict=True)
+        ]
+        numbers = [number for number, spans_of_document in enumerate(spans) if spans_of_document]
+        requests = [DocumentRows(aligned[number].teacher_tokens, _teacher_rows(spans[number])) for number in numbers]
+        teacher_signals = self.inner.read(requests) if requests else []
+        for number, request, tensors in zip(numbers, requests, teacher_signals, strict=True):
+            teacher = _TeacherRows.of(tensors, request)
             if self.signal.method == "gold":
-                self._merge(signals[at], wanted[at], spans[at], teacher, aligned[at].begins)
+                self._merge(signals[number], wanted[number], spans[number], teacher, aligned[number].begins)
             else:
-                _sort(signals[at], wanted[at].rows, spans[at], teacher)
+                _sort(signals[number], wanted[number].rows, spans[number], teacher)
         return signals
 
     def close(self) -> None:
@@ -166,7 +155,10 @@ class CrossTokenizerStore:
         teacher: "_TeacherRows",
         begins: frozenset[int],
     ) -> None:
-        """Fill in the rows of a document's spans with gold's signal. begins: see `AlignedDocument`."""
+        """Write gold's signal to the rows of a document's spans.
+
+        begins: see `AlignedDocument`
+        """
         starts_S = torch.tensor([span.student.start - 1 for span in spans]) - wanted.rows.start
         stops_S = torch.tensor([span.student.stop - 1 for span in spans]) - wanted.rows.start
         tokens_S = torch.from_numpy(wanted.tokens[[span.student.start for span in spans]].astype(np.int64))
@@ -188,29 +180,30 @@ class CrossTokenizerStore:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The student's ids, their log-probabilities and the tail for each span, in float64.
 
-        starts_S: the teacher's row that predicts x_0. first_S: y_0. log_p_S: log P. begins_S: whether the student's
-        tokenizer puts a space before y_0.
+        starts_S: the teacher's row that predicts x_0
+        first_S, log_p_S: y_0 and log P
+        begins_S: whether the student's tokenizer puts a space before y_0
         """
         x_0_S, log_x_0_S = teacher.labels_R[starts_S], teacher.log_labels_R[starts_S]
         ids_SK, log_p_SK = teacher.ids_RK[starts_S], teacher.log_probs_RK[starts_S]
         log_p_SK = log_p_SK.masked_fill((ids_SK < 0) | (ids_SK == x_0_S[:, None]), -math.inf)
         # x_0 without its continuation: p(x_0) − P, from the probability of the continuation alone
         log_later_S = (log_p_S - log_x_0_S).masked_fill(log_p_S == -math.inf, -math.inf)
-        log_rest_S = log_x_0_S + _log_one_less(log_later_S)
-        twin_SB = self._twins(torch.cat([ids_SK, x_0_S[:, None]], 1), begins_S)
+        log_rest_S = log_x_0_S + _log1m_exp(log_later_S)
+        student_SB = self._student_ids(torch.cat([ids_SK, x_0_S[:, None]], 1), begins_S)
         log_p_SB = torch.cat([log_p_SK, log_rest_S[:, None]], 1)
-        is_y_0_SB = twin_SB == first_S[:, None]
+        is_y_0_SB = student_SB == first_S[:, None]
         log_y_0_S = torch.cat([log_p_S[:, None], log_p_SB.masked_fill(~is_y_0_SB, -math.inf)], 1).logsumexp(1)
-        is_outcome_SB = (twin_SB >= 0) & ~is_y_0_SB & (log_p_SB > -math.inf)
-        in_tail_SB = log_p_SB.masked_fill(twin_SB >= 0, -math.inf)
+        is_outcome_SB = (student_SB >= 0) & ~is_y_0_SB & (log_p_SB > -math.inf)
+        in_tail_SB = log_p_SB.masked_fill(student_SB >= 0, -math.inf)
         tail_S = torch.cat([teacher.tail_R[starts_S][:, None], in_tail_SB], 1).logsumexp(1)
-        twin_SB, log_p_SB = _added_up(
-            twin_SB.masked_fill(~is_outcome_SB, ABSENT), log_p_SB.masked_fill(~is_outcome_SB, -math.inf)
+        student_SB, log_p_SB = _summed_by_id(
+            student_SB.masked_fill(~is_outcome_SB, ABSENT), log_p_SB.masked_fill(~is_outcome_SB, -math.inf)
         )
-        ids_SB = torch.cat([first_S[:, None], twin_SB], 1)
+        ids_SB = torch.cat([first_S[:, None], student_SB], 1)
         return ids_SB, torch.cat([log_y_0_S[:, None], log_p_SB], 1), tail_S
 
-    def _twins(self, ids_SB: Tensor, begins_S: Tensor) -> Tensor:
+    def _student_ids(self, ids_SB: Tensor, begins_S: Tensor) -> Tensor:
         """The student's first token of each id, or -1. A head may have more rows than its tokenizer has ids."""
         first_of = torch.from_numpy(np.stack([self.aligner.first_of, self.aligner.first_of_text])).long()
         is_known_SB = (ids_SB >= 0) & (ids_SB < first_of.shape[1])
@@ -221,9 +214,9 @@ class CrossTokenizerStore:
 
 @dataclass(frozen=True)
 class _TeacherRows:
-    """What the teacher says at some rows of a document, in float64. The ids are the K likeliest, without the label.
+    """The teacher's signal at some rows of a document, in float64, without the label's entry.
 
-    labels_R: the token that follows each row. log_labels_R: its log-probability.
+    labels_R, log_labels_R: the token that follows each row, and its log-probability
     """
 
     rows: range
@@ -234,15 +227,17 @@ class _TeacherRows:
     log_labels_R: Tensor
 
     @classmethod
-    def of(cls, answer: dict[str, Tensor], document: AlignedDocument, rows: range) -> "_TeacherRows":
-        labels_R = torch.from_numpy(document.teacher_tokens[rows.start + 1 : rows.stop + 1].astype(np.int64))
-        ids_RB, log_probs_RB = answer["ids"].long(), answer["log_probs"].double()
+    def of(cls, tensors: dict[str, Tensor], document: DocumentRows) -> "_TeacherRows":
+        """tensors: of "top_k" with a label, for these rows of the teacher's document"""
+        rows = document.rows
+        labels_R = torch.from_numpy(document.tokens[rows.start + 1 : rows.stop + 1].astype(np.int64))
+        ids_RB, log_probs_RB = tensors["ids"].long(), tensors["log_probs"].double()
         # the last entry is the label, where it is not among the K ids
         is_label_RB = ids_RB == labels_R[:, None]
         assert bool(is_label_RB.any(1).all())
         log_labels_R = log_probs_RB.masked_fill(~is_label_RB, -math.inf).amax(1)
         ids_RK, log_probs_RK = ids_RB[:, :-1], log_probs_RB[:, :-1]
-        return cls(rows, ids_RK, log_probs_RK, answer["tail_log_prob"].double(), labels_R, log_labels_R)
+        return cls(rows, ids_RK, log_probs_RK, tensors["tail_log_prob"].double(), labels_R, log_labels_R)
 
     def log_probs_of(self, spans: Sequence[Span]) -> Tensor:
         """log P of each span: the sum of the log-probabilities of its teacher tokens."""
@@ -263,7 +258,7 @@ class _TeacherRows:
 
 
 def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[Span], teacher: _TeacherRows) -> None:
-    """Fill in the rows that predict the first token of a span with the teacher's sorted probabilities."""
+    """Write the teacher's sorted probabilities to the rows that predict the first token of a span."""
     inside = [span for span in spans if span.student.start - 1 in rows]
     places = torch.tensor([span.student.start - 1 - rows.start for span in inside], dtype=torch.int64)
     log_probs_NK, tail_N = teacher.sorted_at(teacher.starts_of(inside))
@@ -271,7 +266,7 @@ def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[Span], teacher: 
     into["weight"][places] = 1.0
 
 
-def _needed(rows: range, spans: Sequence[Span]) -> list[Span]:
+def _needed_spans(rows: range, spans: Sequence[Span]) -> list[Span]:
     """The spans that have a token which one of these rows predicts, if both sides have a row that predicts the first.
 
     Row t predicts token t + 1, so the first token of a document has no row.
@@ -291,7 +286,7 @@ def _teacher_rows(spans: Sequence[Span]) -> range:
     return range(spans[0].teacher.start - 1, spans[-1].teacher.stop - 1)
 
 
-def _added_up(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
+def _summed_by_id(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
     """The probabilities of equal ids of a row added up, in descending order of ids; the entries left over are -1."""
     ids_SB, order_SB = ids_SB.sort(1, descending=True)
     log_p_SB = log_p_SB.gather(1, order_SB)
@@ -312,7 +307,7 @@ def _places(starts_S: Tensor, stops_S: Tensor) -> tuple[Tensor, Tensor]:
     return owner_N, torch.arange(len(owner_N)) - before_S[owner_N] + starts_S[owner_N]
 
 
-def _log_one_less(log_p: Tensor) -> Tensor:
+def _log1m_exp(log_p: Tensor) -> Tensor:
     """log(1 − p), which is −inf for p = 1."""
     near = torch.log(-torch.expm1(log_p.clamp(max=0.0)))
     far = torch.log1p(-log_p.exp().clamp(max=1.0))

@@ -97,7 +97,7 @@ def chosen_log_probs(
 def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: int) -> dict[str, Tensor]:
     """The log-probability and the rank of one id per row, and the top-k ids, as `prompt_logprobs` needs them.
 
-    Temperature 1. Returns log_prob [C], rank [C] int64 (1 is the likeliest id; ids with equal logits count), ids
+    Temperature 1. Returns log_prob [C], rank [C] int64 (1 for the most likely id; ids with equal logits count), ids
     [C, K] and log_probs [C, K]; K may be 0. Raises ValueError if the vocabulary has fewer than K ids.
     """
     _require_ids(k, head)
@@ -132,14 +132,14 @@ def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) ->
     """
     present_CK = first_occurrence(ids_CK, head.rows)
     values_CK = _values(logits_CV, ids_CK.masked_fill(~present_CK, -1), head)
-    start, held = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
-    if held:
+    start, columns = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
+    if columns:
         largest_C1 = logits_CV.amax(1, keepdim=True)
         columns_CK = ids_CK.long() - start
         # the ids of other ranks and absent entries are sent to a column of their own, which is dropped
-        columns_CK = columns_CK.masked_fill(~present_CK | (columns_CK < 0) | (columns_CK >= held), held)
-        is_chosen_CV = torch.zeros(len(logits_CV), held + 1, dtype=torch.bool, device=logits_CV.device)
-        is_chosen_CV = is_chosen_CV.scatter_(1, columns_CK, True)[:, :held]
+        columns_CK = columns_CK.masked_fill(~present_CK | (columns_CK < 0) | (columns_CK >= columns), columns)
+        is_chosen_CV = torch.zeros(len(logits_CV), columns + 1, dtype=torch.bool, device=logits_CV.device)
+        is_chosen_CV = is_chosen_CV.scatter_(1, columns_CK, True)[:, :columns]
         rest_C1 = logits_CV.masked_fill_(is_chosen_CV, -math.inf).sub_(largest_C1).exp_().sum(1, keepdim=True)
     else:
         largest_C1 = logits_CV.new_full((len(logits_CV), 1), -math.inf)
@@ -152,12 +152,12 @@ def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) ->
 
 def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
     """The logits of given ids, as far as this rank has them; −inf for all others. [C, K]"""
-    start, held = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
+    start, columns = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
     columns_CK = ids_CK.long() - start
-    is_held_CK = (ids_CK >= 0) & (columns_CK >= 0) & (columns_CK < held)
-    if not held:
+    is_held_CK = (ids_CK >= 0) & (columns_CK >= 0) & (columns_CK < columns)
+    if not columns:
         return logits_CV.new_full(ids_CK.shape, -math.inf)
-    return logits_CV.gather(1, columns_CK.clamp(0, held - 1)).masked_fill(~is_held_CK, -math.inf)
+    return logits_CV.gather(1, columns_CK.clamp(0, columns - 1)).masked_fill(~is_held_CK, -math.inf)
 
 
 def _logits(hidden_CE: Tensor, head: OutputHead, temperature: float) -> Iterator[tuple[slice, Tensor]]:

@@ -14,16 +14,18 @@ from torch import Tensor
 from stillhouse.data import Documents
 from stillhouse.models import Decoder, check_document_length
 from stillhouse.parallel import single_process_runner
-from stillhouse.signals.cache.content import problem_in
 from stillhouse.signals.scorer import NotFiniteError, Scorer, ScoreRequest
+from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 
 class TeacherInJob:
     """A `SignalStore` of a model in this job.
 
-    name: of the teacher. identity: a hash of its files. load: returns the model on a device. tokens: how many tokens
-    run through the model at a time, unless a single document has more.
+    name: of the teacher
+    identity: a hash of its files
+    load: returns the model on a device
+    tokens: how many tokens run through the model at a time, unless a single document has more
     """
 
     width = 0  # "top_k" does not need it

@@ -1,12 +1,22 @@
-"""Signal sources for a teacher in the student's own stages and for a run without a teacher."""
+"""Teachers in the student's own stages: another model, or the student itself."""
 
-from stillhouse.objective import TEACHER
-from stillhouse.parallel import InStage, Runner, ShardedMicroBatches
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillhouse.models import OutputProcessor, evaluating
+from stillhouse.models.processors import full_vocab, replicated_hidden
+from stillhouse.objective import TEACHER, FullVocab, OutputHead, StudentHidden
+from stillhouse.parallel import InStage, Runner, ShardedMicroBatches, StageInputs
 from stillhouse.signals.signal_source import ReadySignals
+from stillhouse.signals.weight_average import WeightAverage
 
 
 class InStageTeacher:
-    """The teacher runs within the student's forward and backward pass.
+    """A teacher that runs within the student's forward and backward pass.
 
     Under a schedule that prefetches the teacher, the teacher runs up to one step ahead, in the pipeline's bubbles, on
     the micro-batches that were requested.
@@ -24,10 +34,51 @@ class InStageTeacher:
         return ReadySignals([{TEACHER: marker}] * len(micro_batches))
 
 
-class NoTeacher:
-    """The source for objectives without a divergence: no micro-batch has a signal."""
+class SelfTeacher:
+    """The student as its own teacher: with its present weights and a privileged prompt, or with averaged weights.
 
-    steps_ahead = 0
+    It runs in eval mode and without gradients, before each step.
+
+    autocast: the dtype of the student's matrix products; None: that of its weights
+    average: the weights of the teacher; None: the student's present ones
+    """
+
+    steps_ahead = 0  # the weights of the step itself
+
+    def __init__(self, runner: Runner, autocast: torch.dtype | None, average: WeightAverage | None = None):
+        self._runner, self._autocast, self._average = runner, autocast, average
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        return ReadySignals([{}] * len(micro_batches))
+        """Compute the signals at once.
+
+        On processes with the student's last stage, they are `StudentHidden`, or `FullVocab` with the averaged head.
+        """
+        processor: OutputProcessor = _hidden if self._average is None else _WithHead()
+        read = [replace(batch, inputs=batch.teacher_inputs or batch.inputs) for batch in micro_batches]
+        inputs = [StageInputs(micro_batch, {}, processor, autocast=self._autocast) for micro_batch in read]
+        with ExitStack() as modes:
+            for student in self._runner.students():
+                modes.enter_context(evaluating(student))
+            if self._average is not None:
+                modes.enter_context(self._average.applied())
+            signals = self._runner.forward(inputs)
+        if not self._runner.has_last_stage:
+            return ReadySignals([{}] * len(inputs))
+        return ReadySignals([{TEACHER: signal} for signal in signals])
+
+
+def _hidden(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> StudentHidden:
+    return StudentHidden(replicated_hidden(hidden_states, head).flatten(0, 1))
+
+
+class _WithHead:
+    """Gives exact signals with a copy of the averaged head. One copy serves all micro-batches of a step."""
+
+    def __init__(self) -> None:
+        self._head: OutputHead | None = None
+
+    def __call__(self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
+        if self._head is None:
+            bias = None if head.bias is None else head.bias.detach().clone()
+            self._head = replace(head, weight_VD=head.weight_VD.detach().clone(), bias=bias)
+        return full_vocab(hidden_states=hidden_states, head=self._head, context=None)

@@ -15,9 +15,11 @@ from stillhouse.parallel import Mesh, padded_shapes
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """A micro-batch's rows and tokens per row before padding, and its padded shapes in the two layouts.
+    """The shape of a micro-batch in both layouts.
 
-    teacher_number: its number among the micro-batches on which the teacher runs.
+    rows, tokens: rows, and tokens per row, before padding
+    teacher_BS, student_BS: the padded shapes
+    teacher_number: its number among the micro-batches on which the teacher runs
     """
 
     rows: int
@@ -35,7 +37,7 @@ class LastStage:
 
     @classmethod
     def of(cls, mesh: Mesh, coordinate: int) -> "LastStage":
-        """coordinate: the last stage's coordinate on the pipeline axis."""
+        """coordinate: of the last stage on the pipeline axis"""
         return cls(mesh.tokens.mesh[coordinate])
 
     @property
@@ -53,11 +55,11 @@ class LastStage:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Columns start:stop of a micro-batch, from rank `source` to rank `target`; columns of the whole sequence."""
+    """Columns start:stop of a micro-batch, from rank `sender` to rank `receiver`; columns of the whole sequence."""
 
     micro_batch: int
-    source: int
-    target: int
+    sender: int
+    receiver: int
     start: int
     stop: int
 
@@ -72,8 +74,10 @@ def shapes_of(
 ) -> list[MicroBatchShape]:
     """Return the shapes of a step's micro-batches in both layouts.
 
-    chosen: the numbers of the micro-batches on which the teacher runs. The others have 0 rows here, because the
-    teacher sends nothing for them; so do the repeated micro-batches without targets that the student's layout adds.
+    chosen: the numbers of the micro-batches on which the teacher runs
+
+    The others have 0 rows here, because the teacher sends nothing for them; so do the repeated micro-batches without
+    targets that the student's layout adds.
     """
     student_shapes = padded_shapes(whole_BS, student.degrees, uniform_shapes=uniform_shapes)
     shapes = [MicroBatchShape(0, 0, (0, 0), student_BS) for student_BS in student_shapes]
@@ -100,10 +104,10 @@ def route(shapes: Sequence[MicroBatchShape], teacher: LastStage, student: LastSt
                 stop = min((teacher_rank + 1) * teacher_columns, (student_rank + 1) * student_columns, shape.tokens)
                 if start >= stop:
                     continue
-                sources_T = teacher.ranks_DCT[shape.teacher_number % teacher.data, teacher_rank]
+                senders_T = teacher.ranks_DCT[shape.teacher_number % teacher.data, teacher_rank]
                 for tensor in range(student.tensor):
-                    target = student.ranks_DCT[number % student.data, student_rank, tensor]
-                    yield Transfer(number, int(sources_T[tensor % teacher.tensor]), int(target), start, stop)
+                    receiver = student.ranks_DCT[number % student.data, student_rank, tensor]
+                    yield Transfer(number, int(senders_T[tensor % teacher.tensor]), int(receiver), start, stop)
 
 
 def columns(shape_BS: tuple[int, int], mesh: Mesh) -> slice:

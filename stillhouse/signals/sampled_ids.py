@@ -3,7 +3,7 @@
 The draws of a row are the same in every batch, process and attempt: their uniform numbers come from a counter-based
 generator whose key is the document's id, not from a global generator.
 
-C rows of a document, E the teacher's width, V vocabulary, M draws per row.
+C rows, E the teacher's width, V vocabulary, M draws per row.
 """
 
 import numpy as np

@@ -48,8 +48,12 @@ from stillhouse.signals.signal_source import ReadySignals
 class SeparateTeacher:
     """The layers of a teacher in their own layout and mesh, for a student in another layout.
 
-    head: the teacher's head; None on processes without the student's last stage.
-    keep_head: whether `decoder` also has the teacher's output head.
+    source: the teacher's model
+    layout, mesh: of the teacher
+    student_layout, student_mesh: of the student
+    head: the teacher's head; None on processes without the student's last stage
+    keep_head: whether `decoder` also has the teacher's output head
+
     With layout.offload, the weights are in host memory between requests; a single process then moves all of them to
     the device for each request, and several processes leave it to FSDP.
 
@@ -82,10 +86,10 @@ class SeparateTeacher:
             with self._on_device():
                 prove_runner(self._runner, layers, None, teacher_in_stages=False)
         self._mesh = mesh
-        self._exchange: _Exchange | None = None
+        self._transfer: _HiddenTransfer | None = None
         if student_mesh.ranks.size > 1:
             last_stages = LastStage.of(mesh, layout.last_rank), LastStage.of(student_mesh, student_layout.last_rank)
-            self._exchange = _Exchange(mesh, student_mesh, *last_stages, self._width, self._dtype)
+            self._transfer = _HiddenTransfer(mesh, student_mesh, *last_stages, self._width, self._dtype)
 
     @property
     def decoder(self) -> Decoder:
@@ -101,20 +105,23 @@ class SeparateTeacher:
 
     @torch.no_grad()
     def request_some(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> ReadySignals:
-        """The same, but the teacher runs only on the chosen micro-batches of the whole step; the others get zeros."""
-        exchange, teacher_micro_batches = self._exchange, self._own(micro_batches, chosen)
+        """The same, but the teacher runs only on some micro-batches of the whole step; the others get zeros.
+
+        chosen: the numbers of these micro-batches
+        """
+        transfer, teacher_micro_batches = self._transfer, self._shard(micro_batches, chosen)
         read = [replace(batch, inputs=batch.teacher_inputs or batch.inputs) for batch in teacher_micro_batches]
         inputs = [StageInputs(batch, {}, _hidden_states) for batch in read]
         with self._on_device():
             hidden = self._runner.forward(inputs) if inputs else []
-        if exchange is not None:
-            return ReadySignals([self._signals(hidden_BSE) for hidden_BSE in exchange(hidden, chosen, micro_batches)])
-        computed: dict[int, Tensor] = dict(zip(chosen, hidden, strict=True))
+        if transfer is not None:
+            return ReadySignals([self._signals(hidden_BSE) for hidden_BSE in transfer(hidden, chosen, micro_batches)])
+        hidden_by_number: dict[int, Tensor] = dict(zip(chosen, hidden, strict=True))
         absent = torch.zeros((), dtype=self._dtype, device=self._device)
         return ReadySignals(
             [
-                self._signals(computed[at] if at in computed else absent.expand(*batch.shape_BS, self._width))
-                for at, batch in enumerate(micro_batches)
+                self._signals(hidden_by_number.get(number, absent.expand(*batch.shape_BS, self._width)))
+                for number, batch in enumerate(micro_batches)
             ]
         )
 
@@ -127,18 +134,18 @@ class SeparateTeacher:
     def _on_device(self) -> AbstractContextManager[None]:
         return nullcontext() if self._weights is None else self._weights.on_device()
 
-    def _own(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> Sequence[MicroBatch]:
+    def _shard(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> Sequence[MicroBatch]:
         """This process's part of the chosen micro-batches in the teacher's layout."""
         all_micro_batches, has_all = micro_batches.whole, len(chosen) == len(micro_batches.whole)
         if not chosen:
             return ()
-        if has_all and self._exchange is None:
+        if has_all and self._transfer is None:
             return micro_batches
         part = all_micro_batches if has_all else StepMicroBatches([all_micro_batches[number] for number in chosen])
         return shard_micro_batches(part, self._mesh)
 
 
-class _Exchange:
+class _HiddenTransfer:
     """Sends the teacher's hidden states to the processes of the student's last stage."""
 
     def __init__(
@@ -160,7 +167,7 @@ class _Exchange:
     ) -> list[Tensor | None]:
         """Return the hidden states of this process's micro-batches; None without the student's last stage.
 
-        hidden: of those of the chosen micro-batches that this process of the teacher has.
+        hidden: of the chosen micro-batches that this process of the teacher has
         """
         whole_BS, uniform_shapes = micro_batches.whole.shapes_BS, micro_batches.uniform_shapes
         shapes = shapes_of(whole_BS, chosen, self.mesh, self._student_mesh, uniform_shapes=uniform_shapes)
@@ -173,39 +180,39 @@ class _Exchange:
                 part = empty_part(shapes[number], self._student_mesh, self._width, self._dtype)
                 # nothing arrives for a micro-batch on which the teacher does not run
                 received[number] = part.contiguous() if shapes[number].rows else part
-        self._transfer(sent, received, shapes)
+        self._send_and_receive(sent, received, shapes)
         return [received.get(number) for number in numbers]
 
-    def _transfer(
+    def _send_and_receive(
         self, sent: dict[int, Tensor], received: dict[int, Tensor], shapes: Sequence[MicroBatchShape]
     ) -> None:
         """Send this process's hidden states, and receive those of the other processes into `received`."""
         rank, all_ranks = dist.get_rank(), self.mesh.ranks.group
         operations: list[dist.P2POp] = []
-        arriving: list[tuple[Tensor, Tensor]] = []
+        incoming: list[tuple[Tensor, Tensor]] = []
         for transfer in route(shapes, *self._last_stages):
             shape = shapes[transfer.micro_batch]
-            if rank == transfer.source:
+            if rank == transfer.sender:
                 first = columns(shape.teacher_BS, self.mesh).start
                 sent_BSE = (
                     sent[transfer.micro_batch][: shape.rows, transfer.start - first : transfer.stop - first]
                     .to(self._dtype)
                     .contiguous()
                 )
-                if transfer.target != rank:
-                    operations.append(dist.P2POp(dist.isend, sent_BSE, transfer.target, all_ranks))
-            if rank == transfer.target:
+                if transfer.receiver != rank:
+                    operations.append(dist.P2POp(dist.isend, sent_BSE, transfer.receiver, all_ranks))
+            if rank == transfer.receiver:
                 first = columns(shape.student_BS, self._student_mesh).start
                 part = received[transfer.micro_batch][: shape.rows, transfer.start - first : transfer.stop - first]
-                if transfer.source == rank:
+                if transfer.sender == rank:
                     part.copy_(sent_BSE)
                 else:
-                    arriving.append((part, torch.empty(part.shape, dtype=self._dtype, device=self.mesh.device)))
-                    operations.append(dist.P2POp(dist.irecv, arriving[-1][1], transfer.source, all_ranks))
+                    incoming.append((part, torch.empty(part.shape, dtype=self._dtype, device=self.mesh.device)))
+                    operations.append(dist.P2POp(dist.irecv, incoming[-1][1], transfer.sender, all_ranks))
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
-        for part, arrived in arriving:
-            part.copy_(arrived)
+        for part, received_BSE in incoming:
+            part.copy_(received_BSE)
 
 
 def _hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:

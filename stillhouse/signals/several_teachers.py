@@ -1,4 +1,4 @@
-"""Several teachers as one source: each judges all documents, or each document has one teacher.
+"""Several teachers as one source: each teacher scores all documents, or each document has one teacher.
 
 T tokens of a micro-batch.
 """
@@ -17,9 +17,11 @@ from stillhouse.signals.stored import StoredTeacher
 
 
 class SeveralTeachers:
-    """teachers: their sources, by their names. runner: the student's.
+    """The source of the signals of all teachers.
 
-    route: the column of the data that names each document's teacher; None: each teacher scores all documents.
+    teachers: the sources of their signals, by their names
+    runner: of the student
+    route: the column of the data that names each document's teacher; None: each teacher scores all documents
     """
 
     def __init__(self, teachers: Mapping[str, SignalSource], runner: Runner, route: str | None = None):
@@ -69,7 +71,7 @@ class SeveralTeachers:
             names = [micro_batches.whole.value(document, route) for document in documents.tolist()]
             rows_by_teacher.append(
                 {
-                    name: index[torch.tensor([other == name for other in names], dtype=torch.bool)[place_C]].to(
+                    name: index[torch.tensor([teacher == name for teacher in names], dtype=torch.bool)[place_C]].to(
                         batch.valid_index.device
                     )
                     for name in self.teachers
@@ -109,14 +111,16 @@ class _Pending:
     rows: list[dict[str, Tensor]] | None
 
     def result(self) -> Sequence[Signals]:
-        named = {
+        by_teacher = {
             name: self.pending[name].result() if name in self.pending else self.teacher.request_now(name, view)
             for name, view in self.views.items()
         }
-        signals = [
-            {name: signal for name, of_one in named.items() for signal in of_one[at].values()}
-            for at in range(len(self.micro_batches))
+        micro_batch_signals = [
+            {name: signal for name, signals in by_teacher.items() for signal in signals[number].values()}
+            for number in range(len(self.micro_batches))
         ]
         if self.rows is None:
-            return signals
-        return [self.teacher.routed(signal, rows) for signal, rows in zip(signals, self.rows, strict=True)]
+            return micro_batch_signals
+        return [
+            self.teacher.routed(signals, rows) for signals, rows in zip(micro_batch_signals, self.rows, strict=True)
+        ]

@@ -22,13 +22,12 @@ class PendingSignals(Protocol):
 
 
 class SignalSource(Protocol):
-    """A teacher, or several teachers.
-
-    steps_ahead: how many steps in advance the source can make use of a request.
-    """
+    """A teacher, or several teachers."""
 
     @property
-    def steps_ahead(self) -> int: ...
+    def steps_ahead(self) -> int:
+        """How many steps in advance the source can make use of a request."""
+        ...
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         """Request the signals of a step's micro-batches.
@@ -58,3 +57,12 @@ class ReadySignals:
 
     def result(self) -> Sequence[Signals]:
         return self.signals
+
+
+class NoTeacher:
+    """The source for objectives without a divergence: no micro-batch has a signal."""
+
+    steps_ahead = 0
+
+    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+        return ReadySignals([{}] * len(micro_batches))

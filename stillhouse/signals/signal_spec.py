@@ -1,15 +1,15 @@
-"""What a teacher outside of the job says of every token: hidden states, or log-probabilities of some ids.
+"""The signal of a teacher outside of the job: hidden states, or log-probabilities of some ids, for every token.
 
 N rows, E the teacher's width, K ids per row (one more with a label), M draws per row. Row t of a document is the
 teacher's distribution of token t + 1. The tensors of a signal, in memory, in a cache and on the wire, are:
 
     hidden          [N, E]              "hidden": the teacher's hidden states after its last norm
-    ids             [N, K] int32        "top_k": the teacher's K likeliest ids, the likeliest first
-                                        "chosen": ids that the caller has named
+    ids             [N, K] int32        "top_k": the teacher's top-k ids, the most likely one first
+                                        "chosen": ids that the caller gives
     log_probs       [N, K]              their log-probabilities over the whole vocabulary
     tail_log_prob   [N] float32         the log of the teacher's mass outside these ids
     ids             [N, M] int32        "sampled": the different ids among M draws from the teacher, then -1
-    counts          [N, M] uint8        how often each of them was drawn, then 0
+    counts          [N, M] uint8        the number of draws of each of these ids, then 0
 """
 
 import math
@@ -31,15 +31,15 @@ MOST_DRAWS = 255
 
 @dataclass(frozen=True)
 class SignalSpec:
-    """What there is for every token.
+    """The kind and the sizes of a signal.
 
-    kind: "hidden" gives the exact distribution at any temperature; "top_k" the K likeliest ids; "chosen" K ids that
-        the caller names; "sampled" draws (random sampling distillation, arXiv 2503.16870).
-    dtype: of the hidden states or of the log-probabilities; "float32" for "sampled", which has neither.
-    top_k: K of "top_k" and "chosen"; M, the number of draws, of "sampled".
-    temperature: divides the teacher's logits before log-probabilities are taken or ids are drawn.
+    kind: "hidden" gives the exact distribution at any temperature; "top_k" the K most likely ids; "chosen" K ids
+        that the caller gives; "sampled" draws (random sampling distillation, arXiv 2503.16870)
+    dtype: of the hidden states or of the log-probabilities; "float32" for "sampled", which has neither
+    top_k: K of "top_k" and "chosen"; M, the number of draws, of "sampled"
+    temperature: divides the teacher's logits before log-probabilities are taken or ids are drawn
     with_label: "top_k" has one more entry, the token that comes next in the document; its id is -1 and its
-        log-probability -inf if it is among the K ids. The mass outside leaves it out.
+        log-probability -inf if it is among the K ids; it does not count for the mass outside
 
     Raises ValueError for a combination that does not exist.
     """
@@ -74,7 +74,10 @@ class SignalSpec:
         return self.kind == "hidden"
 
     def tensors(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """For each tensor: the shape of a row, and the dtype. width: E, the teacher's width."""
+        """For each tensor: the shape of a row, and the dtype.
+
+        width: E, the teacher's width
+        """
         dtype = DTYPES[self.dtype]
         if self.kind == "hidden":
             return {"hidden": ((width,), dtype)}
@@ -114,7 +117,9 @@ class SignalSpec:
 class DocumentRows:
     """Some rows of a document, of which signals are wanted.
 
-    tokens: all ids of the document. ids_NK: with "chosen", the K ids of each of these rows; -1 is none.
+    tokens: all ids of the document
+    rows: the numbers of the rows
+    ids_NK: with "chosen", the K ids of each of these rows; -1 is none
     """
 
     tokens: np.ndarray

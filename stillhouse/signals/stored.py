@@ -65,23 +65,26 @@ class SignalStore(Protocol):
         ...
 
     def require(self, documents: Documents, what: str) -> None:
-        """Raise ValueError unless the store has signals for these documents. what: their name in the message."""
+        """Raise ValueError unless the store has signals for these documents.
+
+        what: their name in the message
+        """
         ...
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
-        """For each of these, the tensors of `SignalSpec.tensors` on the CPU. Called from several threads.
+        """The tensors of `SignalSpec.tensors` of each document on the CPU. Several threads call this at a time.
 
-        Raises ValueError or OSError if they cannot be had.
+        Raises ValueError or OSError if they are not available.
         """
         ...
 
     def close(self) -> None:
-        """Give up what is under way; `read` then raises."""
+        """Abandon the reads in progress, which then raise an error."""
         ...
 
 
 class SignalsLostError(ValueError):
-    """The teacher's signals of a step cannot be had. All processes of a job raise it, before the step has begun."""
+    """The teacher's signals of a step are not available. All processes of a job raise it before the step begins."""
 
 
 class StoredTeacher:
@@ -90,8 +93,9 @@ class StoredTeacher:
     Only processes with the student's last stage need signals, and of those that share their tokens (tensor parallel)
     only the first one reads them. Each reads the rows of its own tokens that have a weight, and no others.
 
-    tail: how the mass outside of a sparse signal's ids counts. name: of one of several teachers, which may read a
-    prefix before each document. head: of a store of hidden states, on processes with the student's last stage.
+    tail: how the mass outside of a sparse signal's ids counts
+    name: of one of several teachers, which may read a prefix before each document
+    head: of a store of hidden states, on processes with the student's last stage
     """
 
     steps_ahead = 2
@@ -112,7 +116,7 @@ class StoredTeacher:
         return self._request(micro_batches)
 
     def _request(self, micro_batches: ShardedMicroBatches, ids: Sequence[Tensor] = ()) -> PendingSignals:
-        """ids: with "chosen", the ids of each micro-batch's rows with a weight, [C, K] on the CPU."""
+        """ids: with "chosen", the ids of each micro-batch's rows with a weight, [C, K] on the CPU"""
         reads = self._runner.has_results
         future = self._threads.submit(self._read, micro_batches, ids) if reads else None
         return _Reading(future, self, micro_batches)
@@ -155,7 +159,7 @@ class StoredTeacher:
         return tensors
 
     def close(self) -> None:
-        """Give up the requests that are under way, so that the process can end."""
+        """Abandon the requests in progress, so that the process can end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.store.close()
         self._threads.shutdown(wait=True)
@@ -210,7 +214,10 @@ class StoredTeacher:
 
 @dataclass(frozen=True)
 class _Reading:
-    """The signals of a step that threads read into host memory. future: None on a process that does not read."""
+    """The signals of a step, which threads read into host memory.
+
+    future: None on a process that does not read
+    """
 
     future: "Future[StepTensors] | None"
     teacher: StoredTeacher

@@ -1,4 +1,4 @@
-"""A folder with what a run needs of a teacher that does not run in its job: configuration, tokenizer, output head."""
+"""The folder of a teacher that does not run in the job: its configuration, tokenizer and output head."""
 
 import copy
 from functools import partial
@@ -46,7 +46,10 @@ def head_of(folder: Path | str, dtype: str = "auto") -> Decoder:
 
 
 def files_of_head(index: Any) -> list[str]:
-    """The files with the output head, from the content of `model.safetensors.index.json`; all files if unsure."""
+    """The files with the output head; all files if no weight has the name of a head.
+
+    index: the content of `model.safetensors.index.json`
+    """
     files = {name: str(file) for name, file in index["weight_map"].items()}
-    names_of_files = {file for name, file in files.items() if name.rpartition(".")[0].endswith(_OF_HEADS)}
-    return sorted(names_of_files or set(files.values()))
+    head_files = {file for name, file in files.items() if name.rpartition(".")[0].endswith(_OF_HEADS)}
+    return sorted(head_files or set(files.values()))

@@ -1,7 +1,7 @@
 """The folder of a cache that is being written: complete shards are kept, whatever ends the command.
 
-The folder says what is being written (`cache.json`) before the first shard, so that another command cannot continue
-it. A shard is complete when its record exists; a command that is started again computes only the missing ones. The
+`cache.json` describes the cache before the first shard is written, so that a command for another cache is refused. A
+shard is complete when its record exists; a command that is started again computes only the missing ones. The
 index is written last: a folder without it is no cache for a reader.
 """
 
@@ -61,7 +61,9 @@ class CacheFolder:
     ) -> None:
         """Write the cache, or the part of it that is missing. A collective of all processes.
 
-        save_teacher: writes the files of the teacher's folder. compute: the tensors of a shard, by its number.
+        save_teacher: writes the files of the teacher's folder
+        compute: the tensors of a shard, by its number
+
         Raises ValueError for a folder in which something else was written.
         """
         with folder_lock(self.path) if is_first() else nullcontext():
@@ -170,7 +172,7 @@ def write_documents(
     out: Path,
     description: Manifest,
     documents: Sequence[tuple[bytes, range]],
-    read: Callable[[Sequence[int]], dict[str, Tensor]],
+    read: Callable[[Sequence[int]], Sequence[dict[str, Tensor]]],
     save_teacher: Callable[[Path], None],
     ranks: Ranks = ONE_PROCESS,
     shard_bytes: int | None = None,
@@ -179,7 +181,7 @@ def write_documents(
 
     description: without documents, rows and shards
     documents: the id and the rows of each
-    read: the signals of the rows of several documents, by their places in `documents`
+    read: the signals of several documents, by their places in `documents`
     shard_bytes: the size of a shard before packing, which is what is in memory; None: `SHARD_BYTES`
     """
     lengths = [len(rows) for _, rows in documents]
@@ -196,27 +198,23 @@ def write_documents(
     )
 
     def compute(number: int) -> dict[str, Tensor]:
-        of_shard = [documents[document] for document in shards[number]]
-        return shard_tensors(manifest.layout, of_shard, read(shards[number]))
+        signals = read(shards[number])
+        tensors = {name: torch.cat([signal[name] for signal in signals]) for name in signals[0]}
+        return shard_tensors(manifest.layout, [documents[document] for document in shards[number]], tensors)
 
     CacheFolder(out, manifest).write(save_teacher, compute, ranks)
     return manifest
 
 
 def divide(lengths: Sequence[int], rows: int) -> list[range]:
-    """Divide documents into shards of at most `rows` rows, or of one document that has more. No shard is empty.
+    """The numbers of each shard's documents: at most `rows` rows, or one document that has more. No shard is empty.
 
-    lengths: the stored rows of each document. Returns the numbers of each shard's documents.
+    lengths: the stored rows of each document
     """
-    borders, held = list[int](), rows + 1
+    borders, shard_rows = list[int](), rows + 1
     for number, length in enumerate(lengths):
-        if held + length > rows:
+        if shard_rows + length > rows:
             borders.append(number)
-            held = 0
-        held += length
+            shard_rows = 0
+        shard_rows += length
     return [range(*shard) for shard in zip(borders, [*borders[1:], len(lengths)], strict=True)]
-
-
-def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The signals of several documents, one after the other."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -10,8 +10,8 @@ from stillhouse.config import yaml_text
 from stillhouse.output.disk import atomic_folder
 from stillhouse.run.inputs import RunData
 from stillhouse.signals import SignalCache
-from stillhouse.signals.cache.exchange.distillkit import CONFIGURATION, Compression, write_parquet
 from stillhouse.signals.cache.files import document_id
+from stillhouse.signals.cache.formats.distillkit import CONFIGURATION, Compression, write_parquet
 from stillhouse.tools.write_cache import data_splits
 
 

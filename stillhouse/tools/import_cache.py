@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data import load_tokenizer
 from stillhouse.models import Decoder, check_finite_weights, evaluating, model_fingerprint
 from stillhouse.parallel.sharded_loading import local_folder
-from stillhouse.signals.cache.exchange.distillkit import Compression, DistillkitFiles
-from stillhouse.signals.cache.exchange.speculators import SpeculatorsFiles
 from stillhouse.signals.cache.files import Manifest, document_id
+from stillhouse.signals.cache.formats.distillkit import Compression, DistillkitFiles
+from stillhouse.signals.cache.formats.speculators import SpeculatorsFiles
 from stillhouse.signals.signal_spec import DTYPES, SignalSpec
 from stillhouse.signals.teacher_folder import save_teacher
-from stillhouse.tools.cache_folder import describe, joined, write_documents
+from stillhouse.tools.cache_folder import describe, write_documents
 
 #: how many documents the teacher computes, spread over all of them
 PROBES = 5
@@ -159,7 +159,7 @@ class _Teacher:
             out,
             describe(signal, self.name, self.fingerprint, self.tokenizer, vocabulary, self.width, packed=packed),
             documents,
-            lambda places: joined([read_one(place) for place in places]),
+            lambda places: [read_one(place) for place in places],
             lambda folder: save_teacher(folder, self.decoder, self.tokenizer, with_head=signal.is_exact),
             shard_bytes=shard_bytes,
         )

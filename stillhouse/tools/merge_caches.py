@@ -1,4 +1,4 @@
-"""Joins caches of one teacher: the command `stillhouse cache merge`."""
+"""Merges caches of one teacher: the command `stillhouse cache merge`."""
 
 import shutil
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from torch import Tensor
 from stillhouse.output.disk import flush
 from stillhouse.signals import SignalCache
 from stillhouse.signals.cache.files import TEACHER, Manifest
-from stillhouse.signals.compare import row_differences
-from stillhouse.tools.cache_folder import joined, write_documents
+from stillhouse.signals.signal_checks import row_differences
+from stillhouse.tools.cache_folder import write_documents
 
-#: what has to be the same in all of them
+#: the fields of the manifests that must be equal
 SAME = ("signal", "teacher_hash", "tokenizer_hash", "vocabulary", "width", "packed")
 #: how far the numbers of one teacher may differ, relative to their norm: its rounding depends on the batch
 TOLERANCE = 0.02
 
 
 def merge_caches(folders: Sequence[Path], out: Path, *, shard_bytes: int | None = None) -> Manifest:
-    """Write a cache with the documents of all given caches, in their order, or continue to write it.
+    """Write a cache with the documents of several caches, in their order, or continue to write it.
 
     Of a document that is in several caches, the first one counts. Raises ValueError for caches of different teachers,
     tokenizers or signals, and for a document of which two caches have different rows or different numbers.
@@ -40,9 +40,9 @@ def merge_caches(folders: Sequence[Path], out: Path, *, shard_bytes: int | None 
             rows_of.setdefault(document, rows)
     documents = list(rows_of.items())
 
-    def read(numbers: Sequence[int]) -> dict[str, Tensor]:
+    def read(numbers: Sequence[int]) -> list[dict[str, Tensor]]:
         chosen = (documents[number] for number in numbers)
-        return joined([owners[document].read_document(document, rows) for document, rows in chosen])
+        return [owners[document].read_document(document, rows) for document, rows in chosen]
 
     return write_documents(
         out,
@@ -83,7 +83,7 @@ def _require_equal(document: bytes, first_rows: range, rows: range, owner: Signa
 
 
 def _are_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    if "counts" in ours:  # drawn with the same random numbers: only a draw at a border may change
+    if "counts" in ours:  # the random numbers were the same: only a draw at a border may change
         differs_N = (ours["counts"] != theirs["counts"]).any(1) | (ours["ids"] != theirs["ids"]).any(1)
         return int(differs_N.sum()) <= max(1, TOLERANCE * len(differs_N))
     return bool(row_differences(ours, theirs).mean() <= TOLERANCE)

@@ -17,12 +17,12 @@ from stillhouse.run.inputs import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.setup import RunSetup
 from stillhouse.serving.client import RemoteSignals
-from stillhouse.signals.cache.content import problem_in
 from stillhouse.signals.cache.files import Manifest, document_id, target_rows
 from stillhouse.signals.scorer import Scorer, ScoreRequest
+from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 from stillhouse.signals.teacher_folder import head_of, save_teacher
-from stillhouse.tools.cache_folder import describe, joined, write_documents
+from stillhouse.tools.cache_folder import describe, write_documents
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _write_entries(
     read: the signals of some entries
     """
 
-    def read_checked(numbers: Sequence[int]) -> dict[str, Tensor]:
+    def read_checked(numbers: Sequence[int]) -> Sequence[dict[str, Tensor]]:
         chosen = [entries[number] for number in numbers]
         signals = read(chosen)
         for entry, tensors in zip(chosen, signals, strict=True):
@@ -164,7 +164,7 @@ def _write_entries(
                     f"the teacher's {problem} on {entry.documents.sources[entry.number]}: nothing of this shard is "
                     "written; expected a teacher that can run in this dtype"
                 )
-        return joined(signals)
+        return signals
 
     watchdog.enter("writing the cache", timed=False)
     documents = [(entry.id, entry.rows) for entry in entries]

@@ -17,14 +17,14 @@ import torch
 from kit.ranks import run_ranks
 from kit.runs import Command, contents, forward_backward, metrics, run, session_of, write_records, write_run
 from kit.signal_hooks import signal_at
-from kit.teacher_gradients import named_gradients
+from kit.teacher_gradients import gradients
 from kit.toy_tokenizer import PLAIN_TEMPLATE
 from kit.two_tokenizers import GOLD, ULD, K, demo_text, tokenizer, write_model, write_pair
 from torch import Tensor
 
 from stillhouse.data import DataError, Documents
 from stillhouse.models import Decoder
-from stillhouse.objective import SortedTopK, SpanSignal, TopK
+from stillhouse.objective import TEACHER, SortedTopK, SpanSignal, TopK
 from stillhouse.signals import CrossTokenizerStore, TeacherInJob
 from stillhouse.signals.cross_tokenizer import Method
 from stillhouse.signals.id_log_probs import labelled_log_probs
@@ -52,13 +52,13 @@ def store_of(
     return store
 
 
-def documents(student: str) -> list[np.ndarray]:
+def token_lists(student: str) -> list[np.ndarray]:
     made = tokenizer(student)
     texts = [*(text[:90] for text in demo_text()[:6]), "Hallå 😀  x1024\n\n中", "ab"]
     return [np.array([*made(text)["input_ids"], made.eos_token_id], dtype=np.int32) for text in texts]
 
 
-def whole(tokens: np.ndarray) -> DocumentRows:
+def all_rows(tokens: np.ndarray) -> DocumentRows:
     return DocumentRows(tokens, range(len(tokens) - 1))
 
 
@@ -77,10 +77,10 @@ def teacher_log_probs(folder: Path, teacher: str, ids: np.ndarray) -> Tensor:
 def test_merged_probabilities_by_brute_force(folder: Path, student: str, teacher: str, top_k: int) -> None:
     """Every event of the teacher's next token, one by one, from its whole distribution in float64."""
     store = store_of(folder, student, teacher, top_k=top_k)
-    given = documents(student)
+    documents = token_lists(student)
     merged = 0
-    for tokens, found, aligned in zip(
-        given, store.read([whole(each) for each in given]), store.aligner.align(given), strict=True
+    for tokens, tensors, aligned in zip(
+        documents, store.read([all_rows(tokens) for tokens in documents]), store.aligner.align(documents), strict=True
     ):
         log_p_NV = teacher_log_probs(folder, teacher, aligned.teacher_tokens)
         first, later = torch.zeros(len(tokens) - 1), torch.zeros(len(tokens) - 1, dtype=torch.float64)
@@ -90,22 +90,22 @@ def test_merged_probabilities_by_brute_force(folder: Path, student: str, teacher
             border = log_p_NV[span.teacher.start - 1].topk(top_k + 1).values[-2:]
             if border[0] - border[1] < 1e-3:  # which of the two is among the likeliest is a matter of rounding
                 first[span.student.start - 1], later[span.student.start : span.student.stop - 1] = (
-                    found["weight"][span.student.start - 1],
-                    found["continuation"][span.student.start : span.student.stop - 1],
+                    tensors["weight"][span.student.start - 1],
+                    tensors["continuation"][span.student.start : span.student.stop - 1],
                 )
                 continue
             actual = [int(aligned.teacher_tokens[at]) for at in span.teacher]
-            log_p = sum(float(log_p_NV[at - 1, each]) for at, each in zip(span.teacher, actual, strict=True))
+            log_p = sum(float(log_p_NV[at - 1, token]) for at, token in zip(span.teacher, actual, strict=True))
             row, y_0 = span.student.start - 1, int(tokens[span.student.start])
             begins = span.student.start in aligned.begins
             first_of = store.aligner.first_of_text if begins else store.aligner.first_of
             expected, tail = outcomes(first_of, log_p_NV[span.teacher.start - 1], actual[0], log_p, y_0, top_k)
-            check_row({name: each[row] for name, each in found.items()}, expected, tail, y_0)
+            check_row({name: values[row] for name, values in tensors.items()}, expected, tail, y_0)
             first[row] = 1.0
             later[span.student.start : span.student.stop - 1] = math.exp(log_p)
             merged += len(actual) > 1 or len(span.student) > 1
-        assert torch.equal(found["weight"], first)
-        torch.testing.assert_close(found["continuation"].double(), later, rtol=1e-4, atol=1e-12)
+        assert torch.equal(tensors["weight"], first)
+        torch.testing.assert_close(tensors["continuation"].double(), later, rtol=1e-4, atol=1e-12)
     assert merged > 0
 
 
@@ -116,9 +116,9 @@ def outcomes(
     p_V = log_p_V.exp()
     expected, tail = {y_0: math.exp(log_p)}, 0.0
     known = {*log_p_V.topk(top_k).indices.tolist(), x_0}
-    for each in range(len(p_V)):
-        probability = float(p_V[each]) - (math.exp(log_p) if each == x_0 else 0.0)
-        counts_for = int(first_of[each]) if each in known and each < len(first_of) else -1
+    for token in range(len(p_V)):
+        probability = float(p_V[token]) - (math.exp(log_p) if token == x_0 else 0.0)
+        counts_for = int(first_of[token]) if token in known and token < len(first_of) else -1
         if counts_for < 0:
             tail += probability
         else:
@@ -126,16 +126,16 @@ def outcomes(
     return expected, tail
 
 
-def check_row(found: dict[str, Tensor], expected: dict[int, float], tail: float, y_0: int) -> None:
-    ids, p = found["ids"].tolist(), found["log_probs"].double().exp()
+def check_row(tensors: dict[str, Tensor], expected: dict[int, float], tail: float, y_0: int) -> None:
+    ids, p = tensors["ids"].tolist(), tensors["log_probs"].double().exp()
     assert ids[0] == y_0
-    present = {each: float(p[at]) for at, each in enumerate(ids) if each >= 0}
-    assert len(present) == sum(each >= 0 for each in ids)  # no id comes twice
-    assert sum(present.values()) + math.exp(float(found["tail_log_prob"])) == pytest.approx(1.0, abs=1e-5)
-    for each, probability in expected.items():
-        assert present.pop(each, 0.0) == pytest.approx(probability, rel=2e-4, abs=1e-9)
+    present = {token: float(p[at]) for at, token in enumerate(ids) if token >= 0}
+    assert len(present) == sum(token >= 0 for token in ids)  # no id comes twice
+    assert sum(present.values()) + math.exp(float(tensors["tail_log_prob"])) == pytest.approx(1.0, abs=1e-5)
+    for token, probability in expected.items():
+        assert present.pop(token, 0.0) == pytest.approx(probability, rel=2e-4, abs=1e-9)
     assert not present
-    assert math.exp(float(found["tail_log_prob"])) == pytest.approx(tail, rel=2e-4, abs=1e-9)
+    assert math.exp(float(tensors["tail_log_prob"])) == pytest.approx(tail, rel=2e-4, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
@@ -143,45 +143,49 @@ def test_one_tokenizer_on_both_sides_gives_the_top_k_signal(folder: Path, name: 
     """All spans have one token, and the signal has the same ids and numbers as the live teacher's, with the label."""
     store = store_of(folder, name, name)
     model = Decoder.from_pretrained(folder / f"model {name}", dtype="float32")
-    for tokens, found in zip(documents(name), store.read([whole(each) for each in documents(name)]), strict=True):
+    for tokens, tensors in zip(
+        token_lists(name), store.read([all_rows(tokens) for tokens in token_lists(name)]), strict=True
+    ):
         first = len(store.aligner.teacher.prefix)
         with torch.no_grad():
             hidden = model(torch.from_numpy(tokens.astype(np.int64))[None], head=False)[0, :-1]
         labels = torch.from_numpy(tokens[1:].astype(np.int64))
         live = labelled_log_probs(hidden, model.output_head(), labels, K, TAU)
         counted = range(0 if first else 1, len(tokens) - 1)  # without a first token, no row predicts token 1
-        assert found["weight"].tolist() == [
+        assert tensors["weight"].tolist() == [
             float(row in counted) or float(not first) for row in range(len(tokens) - 1)
         ]
-        assert not found["continuation"].any()
+        assert not tensors["continuation"].any()
         for row in range(len(tokens) - 1):
-            ids, log_probs = found["ids"][row], found["log_probs"][row]
+            ids, log_probs = tensors["ids"][row], tensors["log_probs"][row]
             assert ids[0] == labels[row]
-            expected = {int(each): float(p) for each, p in zip(live["ids"][row], live["log_probs"][row], strict=True)}
+            expected = {
+                int(token): float(p) for token, p in zip(live["ids"][row], live["log_probs"][row], strict=True)
+            }
             expected.pop(-1, None)
-            same = {int(each): float(p) for each, p in zip(ids, log_probs, strict=True) if each >= 0}
+            same = {int(token): float(p) for token, p in zip(ids, log_probs, strict=True) if token >= 0}
             assert same.keys() == expected.keys()
-            assert all(same[each] == pytest.approx(expected[each], rel=1e-5, abs=1e-5) for each in same)
-            assert float(found["tail_log_prob"][row]) == pytest.approx(float(live["tail_log_prob"][row]), abs=1e-4)
+            assert all(same[token] == pytest.approx(expected[token], rel=1e-5, abs=1e-5) for token in same)
+            assert float(tensors["tail_log_prob"][row]) == pytest.approx(float(live["tail_log_prob"][row]), abs=1e-4)
 
 
 @pytest.mark.parametrize("method", ["gold", "uld"])
 def test_a_part_of_the_rows(folder: Path, method: Method) -> None:
     """A context rank asks for some rows of a document; spans may begin before them and end after them."""
     store = store_of(folder, "small", "pieces", method)
-    for tokens, found in zip(
-        documents("small"), store.read([whole(each) for each in documents("small")]), strict=True
+    for tokens, tensors in zip(
+        token_lists("small"), store.read([all_rows(tokens) for tokens in token_lists("small")]), strict=True
     ):
         for start in range(0, len(tokens) - 1, 7):
             rows = range(start, min(start + 5, len(tokens) - 1))
             (part,) = store.read([DocumentRows(tokens, rows)])
-            for name, each in part.items():
-                torch.testing.assert_close(each, found[name][rows.start : rows.stop], rtol=1e-5, atol=1e-6)
+            for name, values in part.items():
+                torch.testing.assert_close(values, tensors[name][rows.start : rows.stop], rtol=1e-5, atol=1e-6)
 
 
 def test_batches_do_not_matter(folder: Path) -> None:
-    given = [whole(each) for each in documents("small")]
-    few, many = (store_of(folder, "small", "large", tokens=tokens).read(given) for tokens in (1, 10_000))
+    requests = [all_rows(tokens) for tokens in token_lists("small")]
+    few, many = (store_of(folder, "small", "large", tokens=tokens).read(requests) for tokens in (1, 10_000))
     for one, other in zip(few, many, strict=True):
         for name in one:
             torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
@@ -190,38 +194,32 @@ def test_batches_do_not_matter(folder: Path) -> None:
 def test_sorted_probabilities(folder: Path) -> None:
     """The teacher's largest probabilities where both begin a span, and the mass of all others."""
     store = store_of(folder, "small", "large", "uld")
-    given = documents("small")
-    for found, aligned in zip(store.read([whole(each) for each in given]), store.aligner.align(given), strict=True):
+    documents = token_lists("small")
+    for tensors, aligned in zip(
+        store.read([all_rows(tokens) for tokens in documents]), store.aligner.align(documents), strict=True
+    ):
         log_p_NV = teacher_log_probs(folder, "large", aligned.teacher_tokens)
         spans = [span for span in aligned.spans if span.student.start > 0 and span.teacher.start > 0]
-        assert found["weight"].nonzero()[:, 0].tolist() == [span.student.start - 1 for span in spans]
+        assert tensors["weight"].nonzero()[:, 0].tolist() == [span.student.start - 1 for span in spans]
         for span in spans:
             ordered_V = log_p_NV[span.teacher.start - 1].sort(descending=True).values
             row = span.student.start - 1
-            torch.testing.assert_close(found["log_probs"][row].double(), ordered_V[:K], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(tensors["log_probs"][row].double(), ordered_V[:K], rtol=1e-4, atol=1e-4)
             tail = ordered_V[K:].logsumexp(0)
-            torch.testing.assert_close(found["tail_log_prob"][row].double(), tail, rtol=1e-4, atol=1e-4)
-    signal = store.signal.as_signal(found, "bucket")
+            torch.testing.assert_close(tensors["tail_log_prob"][row].double(), tail, rtol=1e-4, atol=1e-4)
+    signal = store.signal.as_signal(tensors, "bucket")
     assert isinstance(signal, SortedTopK)
 
 
 def test_the_signals_of_a_run(folder: Path) -> None:
     session = session_of(folder, **GOLD, **{"teacher.tail": "renormalize", "objective.temperature": TAU})
     micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
-    for each in session.source.request(micro_batches).result():
-        assert isinstance(each, SpanSignal)
-        assert isinstance(each.first, TopK)
-        assert (each.first.tail, each.first.temperature) == ("renormalize", TAU)
+    for signals in session.source.request(micro_batches).result():
+        span = signals[TEACHER]
+        assert isinstance(span, SpanSignal)
+        assert isinstance(span.first, TopK)
+        assert (span.first.tail, span.first.temperature) == ("renormalize", TAU)
     session.close()
-
-
-def gradients(folder: Path, **settings: Any) -> dict[str, Tensor]:
-    several = any(key.startswith("teachers.") for key in settings)
-    session = session_of(folder, cached=several, **settings)
-    forward_backward(session)
-    found = named_gradients(session.student)
-    session.close()
-    return found
 
 
 @pytest.mark.parametrize("loss", ["forward_kl", "0.3*cross_entropy + 0.7*jsd(0.5)", "reverse_kl"])
@@ -234,13 +232,12 @@ def test_all_ids_of_the_same_tokenizer_give_the_live_teachers_gradients(
     write_model(tmp_path / "student", "small", family="llama", seed=1)
     write_model(tmp_path / "teacher", "small", family="qwen3", seed=2)
     vocabulary = len(tokenizer("small"))
-    exact = gradients(tmp_path, **{"objective.loss": loss})
-    found = gradients(
-        tmp_path, **{"objective.loss": loss, "teacher.cross_tokenizer": "gold", "teacher.top_k": vocabulary}
-    )
-    assert found.keys() == exact.keys()
+    exact = gradients(tmp_path, **{"objective.loss": loss})[1]
+    gold = {"teacher.cross_tokenizer": "gold", "teacher.top_k": vocabulary}
+    merged = gradients(tmp_path, **{"objective.loss": loss, **gold})[1]
+    assert merged.keys() == exact.keys()
     for name, gradient in exact.items():
-        assert float((found[name] - gradient).norm() / gradient.norm()) < 2e-5, name
+        assert float((merged[name] - gradient).norm() / gradient.norm()) < 2e-5, name
 
 
 def test_one_of_several_teachers(folder: Path, tmp_path: Path) -> None:
@@ -253,11 +250,11 @@ def test_one_of_several_teachers(folder: Path, tmp_path: Path) -> None:
         folder,
         **loss,
         **{"teachers.same": {"model": str(tmp_path / "same")}, "teachers.other": other | {"weight": 3.0}},
-    )
-    same = gradients(folder, **loss, **{"teacher.model": str(tmp_path / "same")})
-    alone = gradients(folder, **loss, **GOLD, **{"objective.temperature": 2.0})
+    )[1]
+    same = gradients(folder, **loss, **{"teacher.model": str(tmp_path / "same")})[1]
+    only = gradients(folder, **loss, **GOLD, **{"objective.temperature": 2.0})[1]
     for name, gradient in both.items():
-        torch.testing.assert_close(gradient, 0.25 * same[name] + 0.75 * alone[name], rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(gradient, 0.25 * same[name] + 0.75 * only[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("settings", [GOLD, ULD], ids=["gold", "uld"])
@@ -267,12 +264,12 @@ def test_a_whole_run(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> 
     assert "an approximation" in checked.splitlines()[0]
     assert "the same for both" not in checked
     assert "an approximation" in run("distill", folder / "run.yaml").out.splitlines()[0]
-    found = metrics(tmp_path / "out")
+    records = metrics(tmp_path / "out")
     method = settings["teacher.cross_tokenizer"]
-    assert found[-1]["step"] == 6
-    assert ("eval/forward_kl" in found[-1]) == (method == "gold")
-    assert ("eval/uld" in found[-1]) == (method == "uld")
-    steps = [each for each in found if "loss/total_nats_per_token" in each]
+    assert records[-1]["step"] == 6
+    assert ("eval/forward_kl" in records[-1]) == (method == "gold")
+    assert ("eval/uld" in records[-1]) == (method == "uld")
+    steps = [record for record in records if "loss/total_nats_per_token" in record]
     assert ("loss/continuation_nats_per_token" in steps[0]) == (method == "gold")
     assert not (tmp_path / "out" / "tokens.json").exists()
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
@@ -281,8 +278,8 @@ def test_a_whole_run(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> 
 
 def test_a_run_resumes_to_the_same_weights(folder: Path, tmp_path: Path) -> None:
     write_run(folder, **GOLD, **{"checkpoint.every": 2})
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run("distill", folder / "run.yaml", f"out={whole}")
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    run("distill", folder / "run.yaml", f"out={uninterrupted}")
     command = Command(
         "distill", folder / "run.yaml", f"out={killed}", hook=signal_at, hook_arguments=(3, signal.SIGKILL)
     )
@@ -297,7 +294,7 @@ def test_a_run_resumes_to_the_same_weights(folder: Path, tmp_path: Path) -> None
     )
     resumed = run("distill", folder / "run.yaml", f"out={killed}")
     assert f"resuming from {killed}/checkpoints/step-00000002\n" in resumed.out
-    assert contents(killed / "model") == contents(whole / "model")
+    assert contents(killed / "model") == contents(uninterrupted / "model")
 
 
 @pytest.mark.slow

@@ -49,23 +49,25 @@ def test_every_student_process_gets_each_of_its_columns_once(
     teacher: Degrees, student: Degrees, shapes_BS: list[tuple[int, int]], uniform_shapes: bool
 ) -> None:
     theirs, ours = padded_shapes(shapes_BS, teacher), padded_shapes(shapes_BS, student, uniform_shapes=uniform_shapes)
-    shapes = [MicroBatchShape(*shape, theirs[at], ours[at], at) for at, shape in enumerate(shapes_BS)]
-    shapes += [MicroBatchShape(0, 0, (0, 0), padded) for padded in ours[len(shapes_BS) :]]
+    shapes = [MicroBatchShape(*shape_BS, theirs[at], ours[at], at) for at, shape_BS in enumerate(shapes_BS)]
+    shapes += [MicroBatchShape(0, 0, (0, 0), shape_BS) for shape_BS in ours[len(shapes_BS) :]]
     received: dict[tuple[int, int], list[int]] = {}
     for transfer in route(shapes, grid(teacher), grid(student)):
         shape = shapes[transfer.micro_batch]
-        source = (grid(teacher).ranks_DCT == transfer.source).nonzero()[0].tolist()
+        sender = (grid(teacher).ranks_DCT == transfer.sender).nonzero()[0].tolist()
         width = shape.teacher_BS[1] // teacher.context
-        assert source[0] == transfer.micro_batch % teacher.data
-        # these are columns of the source's part
-        assert source[1] * width <= transfer.start < transfer.stop <= (source[1] + 1) * width
-        received.setdefault((transfer.micro_batch, transfer.target), []).extend(range(transfer.start, transfer.stop))
+        assert sender[0] == transfer.micro_batch % teacher.data
+        # these are columns of the sender's part
+        assert sender[1] * width <= transfer.start < transfer.stop <= (sender[1] + 1) * width
+        received.setdefault((transfer.micro_batch, transfer.receiver), []).extend(
+            range(transfer.start, transfer.stop)
+        )
     for at, shape in enumerate(shapes):
         for target in range(student.processes):
             data, context, _ = (grid(student).ranks_DCT == target).nonzero()[0].tolist()
             width = shape.student_BS[1] // student.context
-            own = range(context * width, min((context + 1) * width, shape.tokens))
-            expected = list(own) if at % student.data == data else []
+            columns = range(context * width, min((context + 1) * width, shape.tokens))
+            expected = list(columns) if at % student.data == data else []
             assert sorted(received.get((at, target), [])) == expected
 
 
@@ -116,8 +118,7 @@ def engine_of(student: Decoder, teacher: Decoder | None) -> TorchEngine:
 
 def gradients(engine: TorchEngine, batch: MicroBatch, signals: Sequence[Signals]) -> dict[str, torch.Tensor]:
     engine.zero_grad()
-    own = engine.shard(StepMicroBatches([batch]))
-    engine.forward_backward(own, signals, batch.valid_tokens)
+    engine.forward_backward(engine.shard(StepMicroBatches([batch])), signals, batch.valid_tokens)
     return {name: gradient.clone() for name, gradient in named_gradients(engine.students[0]).items()}
 
 
@@ -130,9 +131,9 @@ def test_a_teachers_signal_is_the_same_however_it_comes() -> None:
     expected = gradients(engine_of(student, teacher), batch, [{TEACHER: IN_STAGE}])
     assert len(expected) > 10
     for model, signal in ((teacher, hidden), (None, exact)):
-        found = gradients(engine_of(student, model), batch, [{TEACHER: signal}])
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+        actual = gradients(engine_of(student, model), batch, [{TEACHER: signal}])
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
 
 
 def test_a_teacher_may_read_other_tokens_than_the_student() -> None:
@@ -140,9 +141,11 @@ def test_a_teacher_may_read_other_tokens_than_the_student() -> None:
     batch, other = micro_batch(), micro_batch(seed=1)
     exact: FullVocab = teacher.signal(**other.inputs)
     expected = gradients(engine_of(student, None), batch, [{TEACHER: exact}])
-    found = gradients(engine_of(student, teacher), replace(batch, teacher_inputs=other.inputs), [{TEACHER: IN_STAGE}])
+    actual = gradients(
+        engine_of(student, teacher), replace(batch, teacher_inputs=other.inputs), [{TEACHER: IN_STAGE}]
+    )
     same = gradients(engine_of(student, teacher), batch, [{TEACHER: IN_STAGE}])
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
     assert not any(torch.equal(same[name], gradient) for name, gradient in expected.items())
 
 
@@ -167,14 +170,14 @@ def test_models_get_every_input_of_a_micro_batch() -> None:
     types_BS = torch.randint(3, 251, (2, 13), generator=torch.Generator().manual_seed(2))
     typed = replace(batch, inputs={**batch.inputs, "token_type_ids": types_BS})
     engine = engine_of(student, None).with_losses(parse_objective("cross_entropy"))
-    found = gradients(engine, typed, [{}])
+    actual = gradients(engine, typed, [{}])
     student.zero_grad()
     logits_TV = student(**typed.inputs).flatten(0, 1)
     torch.nn.functional.cross_entropy(logits_TV, batch.labels_T).backward()
     named = named_gradients(student)
-    assert found.keys() == named.keys()
+    assert actual.keys() == named.keys()
     for name, gradient in named.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 def test_an_objective_without_a_teacher_requests_no_signals(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def interrupt_writer(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[objec
     """Interrupt these computations of a shard, counted from 1; return the list of all that are made."""
     compute, made = write_cache._Writer.compute, list[object]()
 
-    def interrupted(writer: write_cache._Writer, entries: Any) -> dict[str, Tensor]:
+    def interrupted(writer: write_cache._Writer, entries: Any) -> list[dict[str, Tensor]]:
         made.append(entries)
         if len(made) in calls:
             raise KeyboardInterrupt

@@ -1,13 +1,21 @@
 """Jobs for the ranks of test_extract.py: the tensors of a signal from a head whose vocabulary is sharded."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from kit.shard_ranks import Rank
 from torch import Tensor
 
 from stillhouse.objective import OutputHead, VocabShard
-from stillhouse.signals.id_log_probs import chosen_log_probs, ranked_log_probs, top_k_log_probs
+from stillhouse.signals.id_log_probs import (
+    chosen_log_probs,
+    labelled_log_probs,
+    ranked_log_probs,
+    top_k_log_probs,
+)
+
+#: the tensors of signals, by their kinds
+Signals = dict[str, dict[str, Tensor]]
 
 
 class Problem(NamedTuple):
@@ -27,32 +35,36 @@ def problem(borders: tuple[tuple[int, int], ...], top_k: int = 7, temperature: f
     """Peaked rows, so that one id has nearly all of the mass in some of them; absent and repeated ids."""
     torch.manual_seed(0)
     hidden_CE, weight_VE = torch.randn(37, 16) * 5, torch.randn(251, 16)
-    ids_CK = torch.randint(0, 251, (37, top_k))
+    ids_CK, labels_C = torch.randint(0, 251, (37, top_k)), torch.randint(0, 251, (37,))
     ids_CK[::3, 2] = -1
     ids_CK[1::3, 3] = ids_CK[1::3, 1]
     ids_CK[5] = -1
-    # the likeliest id is one of the chosen ones in some rows
-    ids_CK[::2, 0] = (hidden_CE @ weight_VE.T).argmax(1)[::2]
-    return Problem(
-        hidden_CE, weight_VE, torch.randn(251), ids_CK, torch.randint(0, 251, (37,)), temperature, top_k, borders
-    )
+    # the likeliest id is one of the chosen ones in some rows, and the label in others
+    top_C = (hidden_CE @ weight_VE.T).argmax(1)
+    ids_CK[::2, 0] = top_C[::2]
+    labels_C[:5] = top_C[:5]
+    return Problem(hidden_CE, weight_VE, torch.randn(251), ids_CK, labels_C, temperature, top_k, borders)
 
 
-def signals(rank: Rank, given: Problem) -> dict[str, dict[str, Tensor]] | None:
-    if rank.number >= len(given.borders):
+def signals(rank: Rank, case: Problem) -> Signals | None:
+    """Those of this rank's shard; None on a rank that has none."""
+    if rank.number >= len(case.borders):
         return None
-    start, stop = given.borders[rank.number]
-    shard = VocabShard(start, stop, rank.groups[len(given.borders)])
-    return _signals(OutputHead(given.weight_VE[start:stop], given.bias_V[start:stop], shard=shard), given)
+    start, stop = case.borders[rank.number]
+    shard = VocabShard(start, stop, rank.groups[len(case.borders)])
+    return _signals(OutputHead(case.weight_VE[start:stop], case.bias_V[start:stop], shard=shard), case)
 
 
-def whole(given: Problem) -> dict[str, dict[str, Tensor]]:
-    return _signals(OutputHead(given.weight_VE, given.bias_V), given)
+def unsharded_signals(case: Problem) -> Signals:
+    """Those of the whole vocabulary, and the one with a label, which shards cannot give."""
+    head = OutputHead(case.weight_VE, case.bias_V)
+    labelled = labelled_log_probs(case.hidden_CE, head, case.labels_C, case.top_k, case.temperature)
+    return _signals(head, case) | {"labelled": labelled}
 
 
-def _signals(head: OutputHead, given: Problem) -> dict[str, Any]:
+def _signals(head: OutputHead, case: Problem) -> Signals:
     return {
-        "top_k": top_k_log_probs(given.hidden_CE, head, given.top_k, given.temperature),
-        "chosen": chosen_log_probs(given.hidden_CE, head, given.ids_CK, given.temperature),
-        "ranked": ranked_log_probs(given.hidden_CE, head, given.labels_C, given.top_k),
+        "top_k": top_k_log_probs(case.hidden_CE, head, case.top_k, case.temperature),
+        "chosen": chosen_log_probs(case.hidden_CE, head, case.ids_CK, case.temperature),
+        "ranked": ranked_log_probs(case.hidden_CE, head, case.labels_C, case.top_k),
     }

@@ -18,21 +18,21 @@ Gradients = tuple[float, dict[str, Tensor]]
 
 
 def gradients(folder: Path, **settings: Any) -> Gradients:
-    """Of a run with these settings (see `write_run`); the teacher is in the job unless they name a cache or a URL."""
-    stored = "teacher.url" in settings or "teacher.cache" in settings
-    session = session_of(folder, cached=stored, **settings)
+    """Of a run with these settings (see `write_run`), which may name another teacher than the one in the job."""
+    is_other = any(key.startswith(("teacher.url", "teacher.cache", "teachers.")) for key in settings)
+    session = session_of(folder, cached=is_other, **settings)
     loss = forward_backward(session).sums["loss"]
-    found = loss, named_gradients(session.student)
+    named = named_gradients(session.student)
     session.close()
-    return found
+    return loss, named
 
 
 def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], Signal], **settings: Any) -> Gradients:
     """Of the same run with the teacher in the job, whose signals `signal` makes."""
     live = session_of(folder, **settings)
-    own = live.shard(live.step_schedule.micro_batches(live.train, 0))
-    signals = [{TEACHER: signal(live, micro_batch)} for micro_batch in own]
-    output = live.engine.forward_backward(own, signals, own.whole.normalizer)
+    micro_batches = live.shard(live.step_schedule.micro_batches(live.train, 0))
+    signals = [{TEACHER: signal(live, micro_batch)} for micro_batch in micro_batches]
+    output = live.engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
     return output.sums["loss"], named_gradients(live.student)
 
 

@@ -8,23 +8,23 @@ from kit.layout_runs import assert_same_weights
 from kit.ranks import run_ranks
 from kit.runs import Command, contents, run, write_run
 
+from stillhouse.signals.signal_spec import SignalKind
 from stillhouse.tools.write_cache import write_cache
 
 LIMIT = 180
 SHARD_BYTES = 5000
+LOSS = {"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"}
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a cache of hidden states, one of top-k ids, and for each a run from it in one process."""
     folder = tmp_path_factory.mktemp("cached")
-    write_run(folder, **{"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"})
-    for signal in ("hidden", "top_k"):
-        options = ("--signal", signal, "--top-k", "9") if signal == "top_k" else ("--signal", signal)
-        run("cache", folder / "run.yaml", "--out", folder / f"cache {signal}", *options)
-    for signal in ("hidden", "top_k"):
+    signals: tuple[SignalKind, ...] = ("hidden", "top_k")
+    for signal in signals:
+        write_cache(write_run(folder, **LOSS), folder / f"cache {signal}", signal, top_k=9)
         cached = {"teacher.cache": str(folder / f"cache {signal}"), "out": str(folder / f"one {signal}")}
-        write_run(folder, cached=True, **{"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"}, **cached)
+        write_run(folder, cached=True, **LOSS, **cached)
         shutil.copy(folder / "run.yaml", folder / f"{signal}.yaml")
         run("distill", folder / f"{signal}.yaml")
     return folder
@@ -48,21 +48,15 @@ def test_the_model_of_one_process(workspace: Path, signal: str, layout: str) -> 
 
 
 @pytest.mark.slow
-def test_two_processes_write_the_cache_of_one(workspace: Path) -> None:
-    write_run(workspace, **{"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"})
-    out = workspace / "of two"
-    run_ranks(2, "cache", workspace / "run.yaml", "--out", out)
-    assert contents(out) == contents(workspace / "cache hidden")
-
-
-@pytest.mark.slow
-def test_two_processes_draw_what_one_draws(workspace: Path) -> None:
+@pytest.mark.parametrize(("signal", "packed"), [("hidden", False), ("sampled", True)])
+def test_two_processes_write_the_cache_of_one(workspace: Path, signal: SignalKind, packed: bool) -> None:
     config = write_run(workspace, **{"objective.loss": "forward_kl"})
-    options = ("--signal", "sampled", "--packed")
-    run_ranks(2, "cache", workspace / "run.yaml", "--out", workspace / "two", *options, hook=small_shards)
-    write_cache(config, workspace / "one", "sampled", top_k=50, packed=True, shard_bytes=SHARD_BYTES)
-    assert len(list((workspace / "one" / "shards").glob("*.safetensors"))) > 3
-    assert contents(workspace / "two") == contents(workspace / "one")
+    options = ("--signal", signal, "--top-k", "50", *["--packed"] * packed)
+    one, two = workspace / f"one {signal} shards", workspace / f"two {signal} shards"
+    run_ranks(2, "cache", workspace / "run.yaml", "--out", two, *options, hook=small_shards)
+    write_cache(config, one, signal, top_k=50, packed=packed, shard_bytes=SHARD_BYTES)
+    assert len(list((one / "shards").glob("*.safetensors"))) > 3
+    assert contents(two) == contents(one)
 
 
 def small_shards() -> None:
@@ -74,7 +68,7 @@ def small_shards() -> None:
 @pytest.mark.slow
 def test_a_writer_that_is_killed_continues(workspace: Path) -> None:
     """Whatever it was doing: a kill at twenty instants of one cache."""
-    config = write_run(workspace, **{"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"})
+    config = write_run(workspace, **LOSS)
     out, kills = workspace / "killed", 0
     for instant in [*range(1, 21), 1000]:
         command = Command("cache", workspace / "run.yaml", "--out", out, hook=kill_at, hook_arguments=(instant,))

@@ -42,8 +42,8 @@ def measured(kind: str, dtype: torch.dtype, noise: float) -> tuple[float, float]
         rounded: Signal = FullVocab(teacher_TE.to(dtype).float(), head)
         reference = gradient(exact, student_TD, head)
     else:
-        found = top_k_log_probs(teacher_TE, head, K, 1.0)
-        ids, log_probs, tail = found["ids"], found["log_probs"], found["tail_log_prob"]
+        tensors = top_k_log_probs(teacher_TE, head, K, 1.0)
+        ids, log_probs, tail = tensors["ids"], tensors["log_probs"], tensors["tail_log_prob"]
         rounded = TopK(ids, log_probs.to(dtype).float(), "bucket", tail)
         reference = gradient(TopK(ids, log_probs, "bucket", tail), student_TD, head)
     error = gradient(rounded, student_TD, head) - reference
@@ -52,6 +52,6 @@ def measured(kind: str, dtype: torch.dtype, noise: float) -> tuple[float, float]
 
 @pytest.mark.parametrize(("kind", "dtype"), ERRORS)
 def test_rounded_signals_have_the_gradient_errors_of_the_documentation(kind: str, dtype: str) -> None:
-    found = [measured(kind, getattr(torch, dtype), noise) for noise in (0.356, 0.0356)]
-    assert [nats for _, nats in found] == pytest.approx([0.5, 0.005], rel=0.1)
-    assert [error for error, _ in found] == pytest.approx(ERRORS[kind, dtype], rel=0.15)
+    errors_and_nats = [measured(kind, getattr(torch, dtype), noise) for noise in (0.356, 0.0356)]
+    assert [nats for _, nats in errors_and_nats] == pytest.approx([0.5, 0.005], rel=0.1)
+    assert [error for error, _ in errors_and_nats] == pytest.approx(ERRORS[kind, dtype], rel=0.15)

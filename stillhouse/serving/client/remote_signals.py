@@ -25,7 +25,7 @@ from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.engines.vllm import VllmApi
 from stillhouse.serving.pool import Call, ServerPool
-from stillhouse.signals.cache.content import problem_in
+from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalKind, SignalSpec
 
 if TYPE_CHECKING:

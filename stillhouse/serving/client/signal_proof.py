@@ -25,8 +25,8 @@ from stillhouse.objective import OutputHead, linear_log_probs
 from stillhouse.serving.client.remote_signals import RemoteSignals
 from stillhouse.serving.engines.api import NeedsModelError
 from stillhouse.serving.pool import ServerError
-from stillhouse.signals.compare import largest_difference, row_differences
 from stillhouse.signals.extract import Extract, SignalRows
+from stillhouse.signals.signal_checks import largest_difference, row_differences
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: documents that are scored, and how many tokens of each

@@ -1,7 +1,10 @@
 """Unsigned integers of any width in a string of bits, the most significant bit first."""
 
+from typing import TypeVar
+
 import numpy as np
 
+Count = TypeVar("Count", int, np.ndarray)
 #: an integer of this width lies within `_REACH` bytes, wherever it begins
 WIDEST = 41
 _REACH = 6
@@ -12,14 +15,16 @@ def bits_for(values: int) -> int:
     return max(1, (values - 1).bit_length())
 
 
-def bytes_for(numbers: int, width: int) -> int:
+def bytes_for(numbers: Count, width: int) -> Count:
+    """The bytes of so many numbers, or of each of several counts of numbers."""
     return -(-numbers * width // 8)
 
 
 def write_bits(values: np.ndarray, positions: np.ndarray, width: int, size: int) -> np.ndarray:
-    """A string of `size` bytes with each value at its position. uint8.
+    """A string of `size` bytes, uint8, with each value at its position.
 
-    values: integers, 0 ≤ value < 2^width. positions: where each of them begins, in bits. No two may overlap.
+    values: integers, 0 ≤ value < 2^width
+    positions: where each of them begins, in bits; no two values may overlap
     """
     _require_width(width)
     shifts = (8 * _REACH - width - (positions & 7)).astype(np.uint64)

@@ -42,12 +42,16 @@ CACHE_KEY = "cache"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a cache holds and who computed it.
+    """What a cache holds and which teacher computed it.
 
-    teacher: the model's name. teacher_hash: of its files. tokenizer_hash: of its tokenizer. vocabulary: rows of the
-    teacher's head. width: the teacher's width. documents, rows: their number. documents_hash: of the ids and row
-    ranges of all documents. shards: their number. versions: of the libraries. packed: whether ids and counts have as
-    few bits as they need.
+    teacher: the model's name
+    teacher_hash, tokenizer_hash: of the teacher's files, and of its tokenizer
+    vocabulary: rows of the teacher's head
+    width: the teacher's width
+    documents, rows, shards: their numbers
+    documents_hash: of the ids and row ranges of all documents
+    versions: of the libraries
+    packed: whether ids and counts have as few bits as they need
 
     Raises ValueError for a signal that cannot be packed.
     """
@@ -75,9 +79,9 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """A hash of everything but the versions. Each shard holds it, so that one of another cache is refused."""
-        decisive = {key: value for key, value in asdict(self).items() if key != "versions"}
-        return json_hash(decisive)
+        """A hash of everything but the versions. Each shard holds it, so that a shard of another cache is refused."""
+        hashed = {key: value for key, value in asdict(self).items() if key != "versions"}
+        return json_hash(hashed)
 
     def summary(self, folder: Path) -> str:
         """A complete cache in two lines, for a terminal. Its size is that of its shards on disk."""
@@ -130,7 +134,7 @@ def documents_hash(documents: Iterable[tuple[bytes, range]]) -> str:
 def target_rows(targets: np.ndarray) -> range:
     """The rows of a document from the first to the last one that predicts a target; row t predicts token t + 1.
 
-    targets: [tokens] bool, whether a token is to be predicted.
+    targets: [tokens] bool, whether a token is to be predicted
     """
     predicting = np.flatnonzero(targets[1:])
     return range(int(predicting[0]), int(predicting[-1]) + 1) if len(predicting) else range(0)
@@ -139,7 +143,11 @@ def target_rows(targets: np.ndarray) -> range:
 def shard_tensors(
     layout: ShardLayout, documents: Sequence[tuple[bytes, range]], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """All tensors of a shard. documents: the id and the stored rows of each. tensors: the signal of these rows."""
+    """All tensors of a shard.
+
+    documents: the id and the stored rows of each document
+    tensors: the signal of these rows
+    """
     offsets = np.concatenate([[0], np.cumsum([len(rows) for _, rows in documents])]).astype(np.int64)
     ids = b"".join(document for document, _ in documents)
     return {
@@ -155,7 +163,7 @@ def shard_name(number: int) -> str:
 
 
 def shard_identity(manifest: Manifest, number: int) -> str:
-    """What a shard holds under `CACHE_KEY` in its header."""
+    """The value of `CACHE_KEY` in a shard's header."""
     return f"{manifest.identity} {number}"
 
 

@@ -1,4 +1,4 @@
-"""Opens a cache, proves that it is whole, and reads the rows of single documents.
+"""Opens a cache, checks that it is complete, and reads the rows of single documents.
 
 Nothing of a cache is trusted: the description, the index and every shard are compared with the hashes that were
 written last. The content of a shard is hashed when its first row is read, since a cache may be larger than memory.
@@ -19,7 +19,6 @@ from torch import Tensor
 from stillhouse.data import Documents
 from stillhouse.hashing import file_hash
 from stillhouse.libraries import reading
-from stillhouse.signals.cache.content import problem_in
 from stillhouse.signals.cache.files import (
     CACHE_KEY,
     ID_BYTES,
@@ -34,14 +33,18 @@ from stillhouse.signals.cache.files import (
     target_rows,
 )
 from stillhouse.signals.cache.shard_layout import StoredRows
-from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_checks import problem_in
+from stillhouse.signals.signal_spec import DocumentRows
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a document is: its shard, the rows of the document that are stored, and where they start in the shard.
+    """Where a document is stored.
 
-    number: of the document in the shard.
+    shard: the shard's number
+    rows: the rows of the document that are stored
+    start: the row of the shard at which they begin
+    number: of the document in the shard
     """
 
     shard: int
@@ -57,10 +60,15 @@ class SignalCache:
     truncated, of another cache or changed since it was written.
     """
 
+    may_take_long = False  # a step touches a few shards; a file system that does not answer is found by the watchdog
+
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self.name = folder, str(folder)
+        #: the teacher's configuration and tokenizer, and with hidden states its output head
+        self.teacher_folder = folder / TEACHER
         self.hashes = _index(folder)
         self.manifest = Manifest.from_json(self._checked(MANIFEST).decode(), folder / MANIFEST)
+        self.signal, self.width, self.identity = self.manifest.signal, self.manifest.width, self.manifest.identity
         self._layout = self.manifest.layout
         # files that were added count, too: a model folder's weights are found by their names' ending
         present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
@@ -78,35 +86,10 @@ class SignalCache:
         if digest != self.manifest.documents_hash:
             raise ValueError(f"{folder}: a shard's table of documents was changed: write the cache again")
 
-    @property
-    def signal(self) -> SignalSpec:
-        return self.manifest.signal
-
-    @property
-    def width(self) -> int:
-        return self.manifest.width
-
-    @property
-    def identity(self) -> str:
-        return self.manifest.identity
-
-    @property
-    def may_take_long(self) -> bool:
-        return False  # a step touches a few shards; a file system that does not answer is found by the watchdog
-
-    @property
-    def name(self) -> str:
-        return str(self.folder)
-
-    @property
-    def teacher_folder(self) -> Path:
-        """The teacher's configuration and tokenizer, and with hidden states its output head."""
-        return self.folder / TEACHER
-
     def require(self, documents: Documents, what: str) -> None:
         """Raise ValueError unless the cache has every row of these documents that predicts a target.
 
-        what: the documents' name in the error message.
+        what: the documents' name in the error message
         """
         missing = [number for number in range(len(documents)) if not self._covers(documents, number)]
         if missing:
@@ -119,7 +102,7 @@ class SignalCache:
             )
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
-        """For each of these, the tensors of `SignalSpec.tensors`.
+        """The tensors of `SignalSpec.tensors` of each document.
 
         Raises ValueError for rows that the cache lacks, for a shard whose content has changed, and for numbers that
         no teacher can give (`problem_in`).

@@ -35,9 +35,11 @@ TensorForms = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class StoredRows(NamedTuple):
-    """Some rows of a document. document: its number in the shard. start: its first row in the shard.
+    """Some rows of a document in a shard.
 
-    rows: the rows that are wanted, counted from `start`.
+    document: its number in the shard
+    start: its first row in the shard
+    rows: the rows that are wanted, counted from `start`
     """
 
     document: int
@@ -62,7 +64,10 @@ class ShardLayout(Protocol):
         ...
 
     def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
-        """The tensors of a shard from those of the signal. offsets: [D+1], where each document's rows begin."""
+        """The tensors of a shard from those of the signal.
+
+        offsets: [D+1], where each document's rows begin
+        """
         ...
 
     def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
@@ -71,7 +76,11 @@ class ShardLayout(Protocol):
 
 
 def layout_of(spec: SignalSpec, width: int, vocabulary: int, *, packed: bool) -> ShardLayout:
-    """width: of the teacher. vocabulary: V. Raises ValueError for hidden states, which have no packed form."""
+    """The layout of a signal. Raises ValueError for packed hidden states, which have no packed form.
+
+    width: of the teacher
+    vocabulary: V, the rows of its head
+    """
     if not packed:
         return Plain(spec, width)
     if spec.kind == "hidden":
@@ -173,7 +182,7 @@ class PackedDraws:
         _require_range(tensors["ids"], -1, self.vocabulary)
         if (present != (np.arange(self.draws) < distinct[:, None])).any() or (present != (counts > 0)).any():
             raise ValueError("the ids and counts of a row have gaps: expected its different ids first, then -1 and 0")
-        starts = np.concatenate([[0], np.cumsum(bytes_for_each(distinct, self._bits))])
+        starts = np.concatenate([[0], np.cumsum(bytes_for(distinct, self._bits))])
         # the counts of a row add up to the number of draws, so none is larger
         values = (ids.astype(np.int64) << self._count_bits) | (np.minimum(counts, self.draws).astype(np.int64) - 1)
         pairs = write_bits(values[present], self._positions(starts[:-1], distinct), self._bits, int(starts[-1]))
@@ -188,7 +197,7 @@ class PackedDraws:
         distinct = _rows(file, "distinct", until).numpy().astype(np.int64)
         if distinct.size and distinct.max() > self.draws:
             raise ValueError(f"'distinct' has {distinct.max()} ids in a row of {self.draws} draws")
-        starts = np.concatenate([[0], np.cumsum(bytes_for_each(distinct, self._bits))])
+        starts = np.concatenate([[0], np.cumsum(bytes_for(distinct, self._bits))])
         first, stop = (int(offset) for offset in file.get_slice("pair_offsets")[part.document : part.document + 2])
         low, high = int(starts[part.rows.start]), int(starts[part.rows.stop])
         if not 0 <= first <= first + high <= stop:
@@ -207,14 +216,13 @@ class PackedDraws:
         return {"ids": torch.from_numpy(ids), "counts": torch.from_numpy(counts)}
 
     def _positions(self, starts: np.ndarray, distinct: np.ndarray) -> np.ndarray:
-        """The position of every pair, in bits. starts: of each row, in bytes."""
+        """The position of every pair, in bits.
+
+        starts: of each row, in bytes
+        """
         before = np.concatenate([[0], np.cumsum(distinct)])
         place = np.arange(before[-1]) - np.repeat(before[:-1], distinct)
         return np.repeat(8 * starts, distinct) + place * self._bits
-
-
-def bytes_for_each(numbers: np.ndarray, width: int) -> np.ndarray:
-    return -(-numbers.astype(np.int64) * width // 8)
 
 
 def _rows(file: Any, name: str, part: StoredRows) -> Tensor:

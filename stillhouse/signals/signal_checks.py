@@ -1,9 +1,11 @@
-"""What the rows of a signal must satisfy, whoever wrote them: a hash only proves that a file was not changed since.
+"""Checks of the tensors of a signal: numbers that no teacher can give, and the difference between two answers.
 
-N rows, K ids per row, M draws per row, V vocabulary.
+A hash only proves that a file was not changed since it was written; `problem_in` checks what it holds.
+
+N rows, E the teacher's width, K ids per row, M draws per row, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,12 +17,36 @@ MASS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 
 
 def problem_in(spec: SignalSpec, vocabulary: int, tensors: Mapping[str, Tensor]) -> str:
-    """What is wrong with some rows, in a few words, or "". vocabulary: V, the rows of the teacher's head."""
+    """What is wrong with some rows, in a few words, or "".
+
+    vocabulary: V, the rows of the teacher's head
+    """
     if spec.kind == "hidden":
         return "" if tensors["hidden"].isfinite().all() else "'hidden' is not finite"
     if spec.kind == "sampled":
         return _problem_of_draws(tensors["ids"], tensors["counts"], spec.top_k or 0, vocabulary)
     return _problem_of_ids(spec, vocabulary, tensors["ids"], tensors["log_probs"], tensors["tail_log_prob"])
+
+
+def largest_difference(answers: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, Tensor]]) -> float:
+    """The largest difference of any row; NaN if one of them is NaN."""
+    return float(torch.cat([row_differences(*pair) for pair in zip(answers, expected, strict=True)]).max())
+
+
+def row_differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> Tensor:
+    """How much each row of two answers about the same rows differs, [N] from 0 to about 1.
+
+    For hidden states, this is the relative error. For ids, it is the total variation, where an id that one answer
+    lacks has probability 0 there.
+    """
+    if "hidden" in one:
+        one_NE, other_NE = one["hidden"].double(), other["hidden"].double()
+        return (one_NE - other_NE).norm(dim=1) / other_NE.norm(dim=1).clamp_min(1e-30)
+    one_NK, other_NK = one["log_probs"].double().exp(), other["log_probs"].double().exp()
+    same_NKK = one["ids"][:, :, None] == other["ids"][:, None, :]
+    shared_NK = (same_NKK * other_NK[:, None, :]).sum(2)
+    absent_NK = ~same_NKK.any(1)
+    return ((one_NK - shared_NK).abs().sum(1) + (other_NK * absent_NK).sum(1)) / 2
 
 
 def _problem_of_draws(ids_NM: Tensor, counts_NM: Tensor, draws: int, vocabulary: int) -> str:

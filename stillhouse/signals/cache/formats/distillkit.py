@@ -27,7 +27,7 @@ from torch import Tensor
 from stillhouse.libraries import reading
 from stillhouse.objective.signals import TAIL_FLOOR
 from stillhouse.signals.cache.bits import bytes_for, pack_rows, unpack_rows
-from stillhouse.signals.cache.content import MASS_TOLERANCE
+from stillhouse.signals.signal_checks import MASS_TOLERANCE
 from stillhouse.signals.signal_spec import DTYPES
 
 CONFIGURATION = "compression_config.yaml"
@@ -44,7 +44,10 @@ GROUP = 64
 class Compression:
     """The keys of DistillKit's configuration that decide the exact form.
 
-    d: the vocabulary. k: ids per row. exact_dtype: of the log-probabilities. delta_encoding: see above.
+    d: the vocabulary
+    k: ids per row
+    exact_dtype: of the log-probabilities
+    delta_encoding: whether a row has differences of log-probabilities after the first one
     """
 
     d: int
@@ -162,17 +165,20 @@ def encode(compression: Compression, ids: Tensor, log_probs: Tensor) -> tuple[np
 def write_parquet(
     path: Path, compression: Compression, documents: Iterator[tuple[np.ndarray, dict[str, Tensor]]]
 ) -> None:
-    """Write a Parquet file. documents: the token ids and the tensors of "top_k" of each, without the last row."""
+    """Write a Parquet file.
+
+    documents: the token ids of each document, and its tensors of "top_k" without the last row
+    """
     with pq.ParquetWriter(path, SCHEMA) as writer:
-        held: list[list[Any]] = []
+        group: list[list[Any]] = []
         for tokens, tensors in documents:
             log_probs, ids = encode(compression, tensors["ids"], tensors["log_probs"])
-            held.append([tokens.astype(np.uint64), list(log_probs), list(ids)])
-            if len(held) == GROUP:
-                writer.write_table(_table(held))
-                held = []
-        if held:
-            writer.write_table(_table(held))
+            group.append([tokens.astype(np.uint64), list(log_probs), list(ids)])
+            if len(group) == GROUP:
+                writer.write_table(_table(group))
+                group = []
+        if group:
+            writer.write_table(_table(group))
 
 
 def _checked(

@@ -1,1 +1,0 @@
-"""Caches in the formats of other tools."""

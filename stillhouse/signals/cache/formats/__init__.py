@@ -1,0 +1,1 @@
+"""Files of teacher signals in the formats of other projects."""
