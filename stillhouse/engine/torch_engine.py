@@ -19,7 +19,7 @@ from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import NotFiniteError, SavedTensors, StepOutput, add_up
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.optimizer import OptimizerSettings, embedding_weights, make_optimizer, make_step
-from stillhouse.engine.parts import FurtherTokens, LossPart
+from stillhouse.engine.parts import LossPart, MtpLoss
 from stillhouse.engine.state import TrainingState
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.generation.weights import publish
@@ -158,7 +158,7 @@ class TorchEngine:
     @property
     def _acceptance(self) -> tuple[LossPart, ...]:
         """What is measured of the depths of multi-token prediction."""
-        depths = [part for part in self.parts if isinstance(part, FurtherTokens)]
+        depths = [part for part in self.parts if isinstance(part, MtpLoss)]
         return tuple(replace(part, objective=ACCEPTANCE, scale=1.0, of_student=True) for part in depths)
 
     def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
@@ -209,15 +209,15 @@ class TorchEngine:
         other = copy.copy(self)
         other.optimizer, other.objective = self.optimizer, objective
         other.parts = tuple(parts)
-        if not any(isinstance(part, FurtherTokens) for part in parts):
-            depths = [part for part in self.parts if isinstance(part, FurtherTokens)]
+        if not any(isinstance(part, MtpLoss) for part in parts):
+            depths = [part for part in self.parts if isinstance(part, MtpLoss)]
             other.parts += tuple(replace(part, scale=0.0) for part in depths)
         return other
 
     def single_parts(self) -> Iterator[tuple[str, Self]]:
         none = ObjectiveSpec(entropy=0.0)  # a term of scale 0 has no gradient
         for part in self.parts:
-            if not isinstance(part, FurtherTokens) or part.scale:
+            if not isinstance(part, MtpLoss) or part.scale:
                 yield part.key, self.with_losses(none, [part])
 
     # ---- gradients

@@ -26,7 +26,7 @@ class TrainedStep:
 def record_trained(path: str) -> None:
     """A hook of a run's processes. They also print their errors at once, without waiting for rank 0."""
     from stillhouse import cli
-    from stillhouse.loops.step_samples import Rollouts
+    from stillhouse.loops.rollouts import Rollouts
 
     cli.SECONDS_FOR_FIRST = 0.0
     take, trained = Rollouts.take, Rollouts.trained
@@ -40,8 +40,8 @@ def record_trained(path: str) -> None:
         taken.update(step=step, numbers=numbers, versions=[int(oldest), int(newest)])
         return samples
 
-    def recording(rollouts: Rollouts) -> None:
-        trained(rollouts)
+    def recording(rollouts: Rollouts, step: int) -> None:
+        trained(rollouts, step)
         if os.environ.get("RANK", "0") == "0":
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             os.write(file, (json.dumps(taken) + "\n").encode())  # one call: a kill leaves a whole line or none
