@@ -45,7 +45,7 @@ class TorchEngine:
     optimizer: None: AdamW with the default settings.
     autocast: the dtype of matrix products; the weights keep their own. None: that of the weights.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
-    parts: further losses, which arise inside the student.
+    parts: the losses that arise inside the student.
     average: of the student's weights, if a teacher needs one; it follows every update.
     """
 
@@ -88,7 +88,7 @@ class TorchEngine:
         return StepOutput(outputs, partial(self._total, outputs, losses))
 
     def update(self, learning_rate: float) -> float:
-        norm = self._clip(self._settings.clip)
+        norm = float(self._runner.clip(self._settings.clip))
         if not math.isfinite(norm):
             raise NotFiniteError(norm)
         make_step(self.optimizer, learning_rate)
@@ -101,9 +101,6 @@ class TorchEngine:
     def optimizer(self) -> torch.optim.Optimizer:
         parameters = (parameter for _, parameter in self._runner.named_parameters())
         return make_optimizer(parameters, self._settings, embedding_weights(self.students))
-
-    def _clip(self, limit: float) -> float:
-        return float(self._runner.clip(limit))
 
     def _inputs(
         self,
@@ -124,16 +121,9 @@ class TorchEngine:
             for micro_batch, of_teachers in zip(micro_batches, signals, strict=True)
         ]
 
-    def _total(
-        self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]] = ()
-    ) -> dict[str, float]:
+    def _total(self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
         """Metric sums over all processes. losses: those inside this process's layers."""
-        of_layers: dict[str, float] = {}
-        if losses:
-            values = torch.stack([value for _, value in losses]).tolist()
-            for (name, _), value in zip(losses, values, strict=True):
-                of_layers[name] = of_layers.get(name, 0.0) + value
-        sums = add_up(self.ranks.gather(summed_metrics(outputs) | of_layers))
+        sums = add_up(self.ranks.gather(summed_metrics(outputs) | _summed(losses)))
         for part in self.parts if "loss" in sums else ():
             part.add_to(sums)
         return sums
@@ -158,8 +148,11 @@ class TorchEngine:
     @property
     def _acceptance(self) -> tuple[LossPart, ...]:
         """What is measured of the depths of multi-token prediction."""
-        depths = [part for part in self.parts if isinstance(part, MtpLoss)]
-        return tuple(replace(part, objective=ACCEPTANCE, scale=1.0, of_student=True) for part in depths)
+        return tuple(replace(part, objective=ACCEPTANCE, scale=1.0, of_student=True) for part in self._mtp_losses)
+
+    @property
+    def _mtp_losses(self) -> list[MtpLoss]:
+        return [part for part in self.parts if isinstance(part, MtpLoss)]
 
     def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
         """The cross-entropy, and the forward KL if there are signals."""
@@ -210,8 +203,7 @@ class TorchEngine:
         other.optimizer, other.objective = self.optimizer, objective
         other.parts = tuple(parts)
         if not any(isinstance(part, MtpLoss) for part in parts):
-            depths = [part for part in self.parts if isinstance(part, MtpLoss)]
-            other.parts += tuple(replace(part, scale=0.0) for part in depths)
+            other.parts += tuple(replace(part, scale=0.0) for part in self._mtp_losses)
         return other
 
     def single_parts(self) -> Iterator[tuple[str, Self]]:
@@ -226,7 +218,7 @@ class TorchEngine:
         self._runner.zero_grad()
 
     def gradient_norm(self) -> float:
-        return self._clip(0.0)
+        return float(self._runner.clip(0.0))
 
     def gradients_not_finite(self) -> list[str]:
         names = [
@@ -237,7 +229,7 @@ class TorchEngine:
         return list(dict.fromkeys(name for of_rank in self.ranks.gather(names) for name in of_rank))
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the whole gradient of each parameter on this process, by its name in the whole model.
+        """Yield the full gradient of each parameter on this process, by its name in the full model.
 
         Gathering a sharded gradient is a collective of the processes that share it.
         """
@@ -298,9 +290,13 @@ class TorchEngine:
 
 def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
     """Add up the metrics of several micro-batches; `loss` is the sum of their losses. Waits for the device once."""
-    if not outputs:
+    return _summed([pair for output in outputs for pair in [("loss", output.loss), *output.metrics.items()]])
+
+
+def _summed(named: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
+    """Add up values of the same name. Waits for the device."""
+    if not named:
         return {}
-    named = [(name, value) for output in outputs for name, value in [("loss", output.loss), *output.metrics.items()]]
     values = torch.stack([value for _, value in named]).tolist()
     return add_up([{name: value} for (name, _), value in zip(named, values, strict=True)])
 

@@ -60,13 +60,13 @@ def _of_samples(prompts: Documents, samples: Sequence[Sample], rules: TargetRule
         count, before = len(completion.ids_N), np.zeros(len(prompt_ids), dtype=np.float32)
         is_masked = rules.mask_truncated and completion.finish == "length"
         weights_N = _position_weights(count, rules)
-        written_N = sample.is_written_N & (not is_masked)
+        written_N = sample.is_generated_N & (not is_masked)
         ids.append(np.concatenate([prompt_ids, completion.ids_N]))
         targets.append(np.concatenate([before > 0, written_N]))
         weights.append(np.concatenate([before, weights_N]))
         advantages.append(np.concatenate([before, np.full(count, sample.advantage, np.float32)]))
         log_probs.append(np.concatenate([before, completion.log_probs_N]))
-        versions.append(np.concatenate([before - 1, np.where(sample.is_written_N, completion.versions_N, -1)]))
+        versions.append(np.concatenate([before - 1, np.where(sample.is_generated_N, completion.versions_N, -1)]))
     chosen = prompts.select([sample.prompt for sample in samples])
     is_sampled_N = np.full(sum(map(len, ids)), float(rules.by_student), np.float32)
     return replace(

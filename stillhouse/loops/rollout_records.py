@@ -175,7 +175,7 @@ def _shown(session: Session, step: int, sample: Sample, divergences: dict[int, f
     prompt_ids = session.train.documents.tokens(sample.prompt)
     by_student = session.rollout_config.writer == "student"
     generated = zip(
-        completion.ids_N.tolist(), completion.versions_N.tolist(), sample.is_written_N.tolist(), strict=True
+        completion.ids_N.tolist(), completion.versions_N.tolist(), sample.is_generated_N.tolist(), strict=True
     )
     tokens = [
         records.SampleToken(
@@ -186,7 +186,7 @@ def _shown(session: Session, step: int, sample: Sample, divergences: dict[int, f
         )
         for position, (token, version, is_generated) in enumerate(generated, start=len(prompt_ids))
     ]
-    oldest = int(completion.versions_N[sample.is_written_N].min())
+    oldest = int(completion.versions_N[sample.is_generated_N].min())
     return records.Sample(
         step=step + 1,
         prompt=tokenizer.decode(prompt_ids),

@@ -34,7 +34,7 @@ def record_trained(path: str) -> None:
 
     def taking(rollouts: Rollouts, step: int, *others: Any) -> Any:
         samples = take(rollouts, step, *others)
-        versions = [sample.completion.versions_N[sample.is_written_N] for sample in samples]
+        versions = [sample.completion.versions_N[sample.is_generated_N] for sample in samples]
         oldest, newest = min(version.min() for version in versions), max(version.max() for version in versions)
         numbers = [sample.number for sample in samples]
         taken.update(step=step, numbers=numbers, versions=[int(oldest), int(newest)])
