@@ -30,7 +30,7 @@ from stillhouse.objective import ObjectiveOutput, Signal, Signals, SortedTopK, S
 from stillhouse.objective.divergence import forward_kl, total_variation
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import Layout, Ranks, Runner, ShardedMicroBatches, StageInputs, shard_micro_batches
+from stillhouse.parallel import Runner, ShardedMicroBatches, StageInputs, shard_micro_batches
 from stillhouse.signals.weight_average import WeightAverage
 
 #: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
@@ -61,6 +61,7 @@ class TorchEngine:
         average: WeightAverage | None = None,
     ):
         self._runner, self.objective, self.parts = runner, objective, tuple(parts)
+        self.layout, self.ranks, self.device = runner.layout, runner.ranks, runner.device
         self._settings = optimizer or OptimizerSettings()
         self.autocast, self._chunk_tokens, self.average = autocast, chunk_tokens, average
 
@@ -264,18 +265,6 @@ class TorchEngine:
     @property
     def teacher(self) -> Decoder | None:
         return self._runner.teacher
-
-    @property
-    def layout(self) -> Layout:
-        return self._runner.layout
-
-    @property
-    def ranks(self) -> Ranks:
-        return self._runner.ranks
-
-    @property
-    def device(self) -> torch.device:
-        return self._runner.device
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         uniform_shapes = training and self.layout.stages > 1
