@@ -32,7 +32,7 @@ from stillhouse.config import load_config
 from stillhouse.generation import Sample
 from stillhouse.generation.weights import version_folder
 from stillhouse.loops import on_policy
-from stillhouse.loops.step_samples import Rollouts
+from stillhouse.loops.rollouts import Rollouts
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.run.run import distill

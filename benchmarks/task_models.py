@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from stillhouse.config.task_spec import TaskSpec
 from stillhouse.data.problems import Problem, problem
 from stillhouse.generation import Completion, GenerationRequest
-from stillhouse.loops.task_evaluation import evaluate_tasks
+from stillhouse.loops.greedy_evaluation import evaluate_tasks
 
 CHARACTERS = "0123456789+-=abcdefghijklmnopqrstuvwxyz :()[]{}"
 PAD, END = "<pad>", "</s>"

@@ -15,7 +15,7 @@ NAMES, NAME_WIDTH = 12, 60
 def escaped(text: str, *, lines: bool = False) -> str:
     r"""The text with control characters escaped as Python writes them (`\x1b`). lines: keep newlines and tabs."""
     pattern = _CONTROLS if lines else _CONTROLS_AND_LINES
-    return pattern.sub(lambda found: ascii(found[0])[1:-1], text)
+    return pattern.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def message(text: str) -> str:
@@ -28,9 +28,9 @@ def message(text: str) -> str:
 
 def name_list(names: Iterable[object]) -> str:
     """The names, sorted and escaped; only the first ones if there are many; "none" if there are none."""
-    every = sorted(map(str, names))
-    shown = [_cut(escaped(name), NAME_WIDTH) for name in every[:NAMES]]
-    more = [f"and {len(every) - NAMES:,} more"] if len(every) > NAMES else []
+    ordered = sorted(map(str, names))
+    shown = [_cut(escaped(name), NAME_WIDTH) for name in ordered[:NAMES]]
+    more = [f"and {len(ordered) - NAMES:,} more"] if len(ordered) > NAMES else []
     return ", ".join(shown + more) or "none"
 
 

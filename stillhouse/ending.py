@@ -1,4 +1,4 @@
-"""Ends a process without waiting for its main thread, and formats the error line that it prints."""
+"""Ends a process without waiting for its main thread, also if torchrun is gone, and formats its error line."""
 
 import os
 import sys
@@ -11,6 +11,9 @@ from typing import NoReturn
 FLUSH_SECONDS = 1.0
 #: how many seconds a command that has done its work waits for threads of other code
 SECONDS_FOR_THREADS = 30.0
+#: how often a process looks for torchrun, and how much later than the first process of a machine the others end, so
+#: that the first one does not report that it has lost contact with them
+SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def error_line(message: str) -> str:
@@ -50,7 +53,8 @@ def end_without_threads(code: int) -> None:
 
 def _end_without_threads(code: int) -> None:
     time.sleep(SECONDS_FOR_THREADS)
-    names = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    main = threading.main_thread()
+    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
     if names:
         which = ascii(", ".join(names))
         end_process(code, f"warning: the process ends without the threads {which}, which do not end by themselves")
@@ -59,3 +63,30 @@ def _end_without_threads(code: int) -> None:
 def _flush() -> None:
     with suppress(OSError, ValueError):  # ValueError: the stream is closed
         sys.stdout.flush()
+
+
+def end_with_launcher() -> None:
+    """Let this process end at once when torchrun, its parent, is gone. Without torchrun this does nothing.
+
+    torchrun stops its processes before it ends, unless it is killed by SIGKILL or by the kernel when memory runs out.
+    Its processes would then train on for nobody, occupy their devices and keep the folder of their run locked. The
+    operating system gives a process whose parent is gone another parent. A thread looks for that: unlike Linux's
+    `prctl(PR_SET_PDEATHSIG)`, this works on every system, and also if the thread that started the process ends
+    earlier.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_watch_launcher, args=(os.getppid(),), name="launcher", daemon=True).start()
+
+
+def _watch_launcher(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    line = None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        line = error_line(
+            f"torchrun (process {launcher}), which started this process, is gone; a run continues from its last "
+            "checkpoint"
+        )
+    else:
+        time.sleep(2 * SECONDS_BETWEEN_LOOKS)
+    end_process(1, line)

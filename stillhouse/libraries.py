@@ -7,6 +7,7 @@ AttributeError deep inside them. So each of their calls on files from outside, b
 
 import os
 import re
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.metadata import version
 from types import TracebackType
@@ -51,7 +52,7 @@ _LIBRARIES = (
 )
 
 
-class reading:
+class reading(AbstractContextManager[object]):
     """Within the block, turn a library's error into ValueError("{what}: {the error's first line}").
 
     passes: our own error types, which are not changed.
@@ -61,24 +62,18 @@ class reading:
         self.what = what
         self.passes = passes
 
-    def __enter__(self) -> None:
-        pass
-
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None and not isinstance(error, self.passes) and _about_files(error):
             raise ValueError(f"{self.what}: {first_line(error)}") from error
 
 
-class writing:
+class writing(AbstractContextManager[object]):
     """Within the block, turn an error of the disk into OSError: the Rust core of tokenizers raises an instance of
     Exception itself, and only its text has the number of the error.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = folder
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         number = re.search(r"\(os error (\d+)\)", str(error)) if type(error) is Exception else None

@@ -81,10 +81,10 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    own = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+    handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
     _listener = _Listener(message)
     descriptor = signal.set_wakeup_fd(_listener.descriptor, warn_on_full_buffer=False)
-    for number in own:
+    for number in handled:
         signal.signal(number, _listener.arrive)  # only a signal with a Python handler is written to the descriptor
     of_functions = {_INTERRUPT: _listener.interrupt, _YIELD: _yield}
     before_functions = {number: signal.signal(number, handler) for number, handler in of_functions.items()}
@@ -93,7 +93,7 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
     finally:
         for number, handler in before_functions.items():
             signal.signal(number, handler)
-        for number in own:
+        for number in handled:
             signal.signal(number, signal.SIG_IGN if ends_process else before[number])
         signal.set_wakeup_fd(descriptor)
         _listener.close()

@@ -48,7 +48,7 @@ def write_queue(folder: Path, state: QueueState) -> None:
         "ids_N": [completion.ids_N for completion in completions],
         "log_probs_N": [completion.log_probs_N for completion in completions],
         "versions_N": [completion.versions_N for completion in completions],
-        "is_written_N": [sample.is_written_N for sample in samples],
+        "is_written_N": [sample.is_generated_N for sample in samples],
     }
     arrays = {name: _joined(parts, _DTYPES[name]) for name, parts in values.items()}
     groups = {"asked_at": list(state.asked_at.items()), "trained": state.trained}
@@ -102,8 +102,10 @@ def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice) -> Sam
         _FINISHES[arrays["finish_R"][number]],
     )
     reward = float(arrays["reward_R"][number]) if arrays["has_reward_R"][number] else None
-    is_written_N = arrays["is_written_N"][tokens].astype(bool)
-    return Sample(int(arrays["number_R"][number]), int(arrays["prompt_R"][number]), completion, is_written_N, reward)
+    is_generated_N = arrays["is_written_N"][tokens].astype(bool)
+    return Sample(
+        int(arrays["number_R"][number]), int(arrays["prompt_R"][number]), completion, is_generated_N, reward
+    )
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:

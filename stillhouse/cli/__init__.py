@@ -28,8 +28,7 @@ from stillhouse.cli.report import report
 from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task
 from stillhouse.display import message as brief
-from stillhouse.ending import end_without_threads, error_line
-from stillhouse.launcher import end_with_launcher
+from stillhouse.ending import end_with_launcher, end_without_threads, error_line
 from stillhouse.preemption import Preempted, handling
 
 FAILED, USAGE = 1, 2

@@ -49,7 +49,7 @@ class StepOutput:
 
 
 class NotFiniteError(ValueError):
-    """The norm of a gradient is NaN or infinite; no weight was changed. norm: of the whole gradient."""
+    """The norm of a gradient is NaN or infinite; no weight was changed. norm: of the full gradient."""
 
     def __init__(self, norm: float):
         super().__init__(f"the gradient is not finite (norm {norm:g})")
@@ -58,7 +58,7 @@ class NotFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """elements: of the weights and moments of all processes; copies of an element count once.
+    """elements: the number of elements in the weights and moments of all processes; copies of an element count once.
     without_moments: the parameters that never had a gradient, so that the optimizer has no state for them.
     """
 
@@ -69,7 +69,8 @@ class SavedTensors:
 class Engine(Protocol):
     """Trains a student on micro-batches and the teachers' signals for them. Its methods are collectives of `ranks`.
 
-    parts: the losses beside the objective. autocast: the dtype of matrix products; None: that of the weights.
+    parts: the losses beside the objective.
+    autocast: the dtype of matrix products; None: that of the weights.
     """
 
     objective: ObjectiveSpec
@@ -92,15 +93,15 @@ class Engine(Protocol):
     ) -> StepOutput:
         """Add the gradient of the micro-batches' losses to the student's gradient.
 
-        signals: one for each micro-batch, from a `SignalSource`. normalizer: the number of target tokens of the whole
-        step, over all processes.
+        signals: one for each micro-batch, from a `SignalSource`.
+        normalizer: the number of target tokens of the step, over all processes.
         """
         ...
 
     def update(self, learning_rate: float) -> float:
         """Clip the gradient, apply it to the weights, then set every gradient to None.
 
-        Returns the norm of the whole gradient before clipping, the same on every process. Raises NotFiniteError
+        Returns the norm of the full gradient before clipping, the same on every process. Raises NotFiniteError
         before any weight is changed.
         """
         ...
@@ -112,8 +113,9 @@ class Engine(Protocol):
 
         Both are at temperature 1, but the forward KL of a sparse signal is at the signal's own temperature. They do
         not depend on the engine's own objective. Of sorted probabilities, the result is their distance, `uld`, at the
-        objective's temperature. Of MTP layers, the sums have what `ACCEPTANCE` measures. of_teacher: also the
-        teacher's own cross-entropy; the signals have to be exact.
+        objective's temperature. Of MTP layers, the sums have what `ACCEPTANCE` measures.
+
+        of_teacher: also the teacher's own cross-entropy; the signals have to be exact.
         """
         ...
 
@@ -141,8 +143,10 @@ class Engine(Protocol):
     ) -> list[Any]:
         """Run another output processor on each micro-batch, without gradients and in eval mode; returns its results.
 
-        The list is empty on processes whose results do not count. processor: its context is `DistillTargets`. parts:
-        further losses; without that of further tokens, MTP layers do not run.
+        The list is empty on processes whose results do not count.
+
+        processor: its context is `DistillTargets`.
+        parts: the losses beside it; without an `MtpLoss`, MTP layers do not run.
         """
         ...
 
@@ -171,7 +175,7 @@ class Engine(Protocol):
     def zero_grad(self) -> None: ...
 
     def gradient_norm(self) -> float:
-        """The norm of the whole gradient, the same on every process."""
+        """The norm of the full gradient, the same on every process."""
         ...
 
     def gradients_not_finite(self) -> list[str]:
@@ -193,7 +197,7 @@ class Engine(Protocol):
         ...
 
     def student_copy(self, build: Callable[[], Decoder]) -> StudentCopy:
-        """The whole student on this process, beside its part of it. build: see `StudentCopy`."""
+        """A copy of the full student on this process, beside its part of it. build: see `StudentCopy`."""
         ...
 
 

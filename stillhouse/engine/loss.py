@@ -1,4 +1,4 @@
-"""The whole loss of an optimizer step, as the output processor that the student's head calls on the last stage.
+"""The loss of an optimizer step, as the output processor that the student's head calls on the last stage.
 
     loss = StepLoss(parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)"), normalizer=tokens_of_the_step)
     decoder(input_ids, processor=loss, context=DistillTargets(labels, signals={TEACHER: teacher.signal(input_ids)}))
@@ -37,15 +37,15 @@ class StepLoss:
     """The loss of every micro-batch of a step. It gives an `ObjectiveOutput`; its context is `DistillTargets`.
 
     objective: for example `parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")`.
-    normalizer: divides the sums over tokens: the target tokens of the whole step.
+    normalizer: divides the sums over tokens: the number of target tokens of the step.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
-    parts: further losses, which arise inside the student (`engine/parts`).
+    parts: the losses that arise inside the student (`engine/parts`).
     with_teacher_cross_entropy: also report the metric `teacher_cross_entropy`, the teacher's own on the labels; the
         signal has to be exact.
 
     Besides the objective's own metrics there are `weights`, the sum of the rows' weights, by which the sums of
     entropies and agreement are divided for a mean, and with routed signals, for each teacher, `weights/<name>` and
-    the number of its rows, `tokens/<name>`. Further depths of multi-token prediction have the objective
+    the number of its rows, `tokens/<name>`. The depths of multi-token prediction have the objective
     `spec.at_further_depths()`.
     """
 
@@ -99,7 +99,7 @@ class StepLoss:
         """Return the terms of some rows. valid_index: the rows; None: those with a weight."""
         objective, per_token = self.objective, targets.per_token
         if depth:
-            # tokens are sampled from depth 0: only the kind of each token matters at further depths
+            # tokens are sampled from depth 0: only the kind of each token matters at the other depths
             objective = objective.at_further_depths() if objective.needs_rollouts else objective
             per_token = {name: value_T for name, value_T in per_token.items() if name == IS_SAMPLED}
         if valid_index is None and objective.needs_rollouts:

@@ -22,8 +22,8 @@ from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local, shard_slices
 from stillhouse.parallel import Layout
 
-#: optimizers whose update of a matrix that is divided over processes equals that of the whole matrix
-_OF_DIVIDED_WEIGHTS = ("adamw", "muon")
+#: optimizers whose update of a sharded matrix equals that of the full matrix
+_OF_SHARDED_WEIGHTS = ("adamw", "muon")
 _KEY = "train.optimizer"
 
 
@@ -31,7 +31,9 @@ _KEY = "train.optimizer"
 class OptimizerSettings:
     """The settings of an optimizer, and the gradient norm above which the gradient is clipped (0: never).
 
-    kind: adamw, muon, adafactor or adamw_8bit. betas, eps: of AdamW. momentum: of Muon.
+    kind: adamw, muon, adafactor or adamw_8bit.
+    betas, eps: of AdamW.
+    momentum: of Muon.
     """
 
     learning_rate: float = 1e-4
@@ -58,11 +60,11 @@ def optimizer_settings(train: TrainConfig) -> OptimizerSettings:
 def require_optimizer(train: TrainConfig, layout: Layout) -> None:
     """Raise ConfigError for an optimizer that this layout does not allow, or whose library is not installed."""
     degrees, kind = layout.degrees, train.optimizer
-    if degrees.processes > degrees.pipeline and kind not in _OF_DIVIDED_WEIGHTS:
+    if degrees.processes > degrees.pipeline and kind not in _OF_SHARDED_WEIGHTS:
         raise ConfigError(
             _KEY,
             f"got {kind} under {layout}, which divides single weights over processes: expected "
-            f"{' or '.join(_OF_DIVIDED_WEIGHTS)}, or pipeline stages alone",
+            f"{' or '.join(_OF_SHARDED_WEIGHTS)}, or pipeline stages alone",
         )
     if kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         raise ConfigError(_KEY, "torchao is not installed; pip install 'stillhouse[low-bit]'")
@@ -84,17 +86,15 @@ def make_optimizer(
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if settings.kind == "adafactor":
-        groups = _groups(trained, settings)
-        return torch.optim.Adafactor(groups, lr=settings.learning_rate)
+        return torch.optim.Adafactor(_groups(trained, settings), lr=settings.learning_rate)
     if settings.kind == "muon":
         excluded = {id(embedding) for embedding in embeddings}
-        hidden = {id(parameter) for parameter in trained if parameter.dim() == 2 and id(parameter) not in excluded}
-        muon = [parameter for parameter in trained if id(parameter) in hidden]
-        others = [parameter for parameter in trained if id(parameter) not in hidden]
-        made: list[torch.optim.Optimizer] = []
-        if muon:
-            made.append(Muon(muon, settings.learning_rate, settings.weight_decay, settings.momentum))
-        return CombinedOptimizer(made + [_adamw(others, settings)] if others else made)
+        by_muon = [parameter for parameter in trained if parameter.dim() == 2 and id(parameter) not in excluded]
+        by_adamw = [parameter for parameter in trained if parameter.dim() != 2 or id(parameter) in excluded]
+        parts: list[torch.optim.Optimizer] = []
+        if by_muon:
+            parts.append(Muon(by_muon, settings.learning_rate, settings.weight_decay, settings.momentum))
+        return CombinedOptimizer(parts + [_adamw(by_adamw, settings)] if by_adamw else parts)
     return _adamw(trained, settings)
 
 
@@ -108,10 +108,10 @@ def embedding_weights(students: Iterable[Decoder]) -> list[Tensor]:
 
 
 class Muon(torch.optim.Optimizer):
-    """torch's Muon with Nesterov momentum, also for matrices that are divided over processes.
+    """torch's Muon with Nesterov momentum, also for sharded matrices.
 
-    The momentum is divided like the matrix. Each process gathers the momentum of one whole matrix at a time, because
-    the orthogonalized momentum of a part is not the part of the orthogonalized momentum.
+    The momentum is sharded like the matrix. Each process gathers the full momentum of one matrix at a time, because
+    the orthogonalized momentum of a shard is not the shard of the orthogonalized momentum.
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, momentum: float):
@@ -189,11 +189,8 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
     if isinstance(optimizer, torch.optim.Adafactor):
         if parameter.dim() < 2:
             return state | {"variance": torch.zeros_like(parameter)}
-        rows, columns = (
-            parameter.new_zeros(parameter[..., :1].shape),
-            parameter.new_zeros(parameter[..., :1, :].shape),
-        )
-        return state | {"row_var": rows, "col_var": columns}
+        rows = parameter.new_zeros(parameter[..., :1].shape)
+        return state | {"row_var": rows, "col_var": parameter.new_zeros(parameter[..., :1, :].shape)}
     if isinstance(optimizer, torch.optim.AdamW):
         return state | {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     # torchao decides by the size whether a moment has 8 bits

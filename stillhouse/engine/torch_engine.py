@@ -19,7 +19,7 @@ from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import NotFiniteError, SavedTensors, StepOutput, add_up
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.optimizer import OptimizerSettings, embedding_weights, make_optimizer, make_step
-from stillhouse.engine.parts import FurtherTokens, LossPart
+from stillhouse.engine.parts import LossPart, MtpLoss
 from stillhouse.engine.state import TrainingState
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.generation.weights import publish
@@ -30,7 +30,7 @@ from stillhouse.objective import ObjectiveOutput, Signal, Signals, SortedTopK, S
 from stillhouse.objective.divergence import forward_kl, total_variation
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import Layout, Ranks, Runner, ShardedMicroBatches, StageInputs, shard_micro_batches
+from stillhouse.parallel import Runner, ShardedMicroBatches, StageInputs, shard_micro_batches
 from stillhouse.signals.weight_average import WeightAverage
 
 #: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
@@ -45,7 +45,7 @@ class TorchEngine:
     optimizer: None: AdamW with the default settings.
     autocast: the dtype of matrix products; the weights keep their own. None: that of the weights.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
-    parts: further losses, which arise inside the student.
+    parts: the losses that arise inside the student.
     average: of the student's weights, if a teacher needs one; it follows every update.
     """
 
@@ -61,6 +61,7 @@ class TorchEngine:
         average: WeightAverage | None = None,
     ):
         self._runner, self.objective, self.parts = runner, objective, tuple(parts)
+        self.layout, self.ranks, self.device = runner.layout, runner.ranks, runner.device
         self._settings = optimizer or OptimizerSettings()
         self.autocast, self._chunk_tokens, self.average = autocast, chunk_tokens, average
 
@@ -88,7 +89,7 @@ class TorchEngine:
         return StepOutput(outputs, partial(self._total, outputs, losses))
 
     def update(self, learning_rate: float) -> float:
-        norm = self._clip(self._settings.clip)
+        norm = float(self._runner.clip(self._settings.clip))
         if not math.isfinite(norm):
             raise NotFiniteError(norm)
         make_step(self.optimizer, learning_rate)
@@ -101,9 +102,6 @@ class TorchEngine:
     def optimizer(self) -> torch.optim.Optimizer:
         parameters = (parameter for _, parameter in self._runner.named_parameters())
         return make_optimizer(parameters, self._settings, embedding_weights(self.students))
-
-    def _clip(self, limit: float) -> float:
-        return float(self._runner.clip(limit))
 
     def _inputs(
         self,
@@ -124,16 +122,9 @@ class TorchEngine:
             for micro_batch, of_teachers in zip(micro_batches, signals, strict=True)
         ]
 
-    def _total(
-        self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]] = ()
-    ) -> dict[str, float]:
+    def _total(self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
         """Metric sums over all processes. losses: those inside this process's layers."""
-        of_layers: dict[str, float] = {}
-        if losses:
-            values = torch.stack([value for _, value in losses]).tolist()
-            for (name, _), value in zip(losses, values, strict=True):
-                of_layers[name] = of_layers.get(name, 0.0) + value
-        sums = add_up(self.ranks.gather(summed_metrics(outputs) | of_layers))
+        sums = add_up(self.ranks.gather(summed_metrics(outputs) | _summed(losses)))
         for part in self.parts if "loss" in sums else ():
             part.add_to(sums)
         return sums
@@ -158,8 +149,11 @@ class TorchEngine:
     @property
     def _acceptance(self) -> tuple[LossPart, ...]:
         """What is measured of the depths of multi-token prediction."""
-        depths = [part for part in self.parts if isinstance(part, FurtherTokens)]
-        return tuple(replace(part, objective=ACCEPTANCE, scale=1.0, of_student=True) for part in depths)
+        return tuple(replace(part, objective=ACCEPTANCE, scale=1.0, of_student=True) for part in self._mtp_losses)
+
+    @property
+    def _mtp_losses(self) -> list[MtpLoss]:
+        return [part for part in self.parts if isinstance(part, MtpLoss)]
 
     def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
         """The cross-entropy, and the forward KL if there are signals."""
@@ -209,15 +203,14 @@ class TorchEngine:
         other = copy.copy(self)
         other.optimizer, other.objective = self.optimizer, objective
         other.parts = tuple(parts)
-        if not any(isinstance(part, FurtherTokens) for part in parts):
-            depths = [part for part in self.parts if isinstance(part, FurtherTokens)]
-            other.parts += tuple(replace(part, scale=0.0) for part in depths)
+        if not any(isinstance(part, MtpLoss) for part in parts):
+            other.parts += tuple(replace(part, scale=0.0) for part in self._mtp_losses)
         return other
 
     def single_parts(self) -> Iterator[tuple[str, Self]]:
         none = ObjectiveSpec(entropy=0.0)  # a term of scale 0 has no gradient
         for part in self.parts:
-            if not isinstance(part, FurtherTokens) or part.scale:
+            if not isinstance(part, MtpLoss) or part.scale:
                 yield part.key, self.with_losses(none, [part])
 
     # ---- gradients
@@ -226,7 +219,7 @@ class TorchEngine:
         self._runner.zero_grad()
 
     def gradient_norm(self) -> float:
-        return self._clip(0.0)
+        return float(self._runner.clip(0.0))
 
     def gradients_not_finite(self) -> list[str]:
         names = [
@@ -237,7 +230,7 @@ class TorchEngine:
         return list(dict.fromkeys(name for of_rank in self.ranks.gather(names) for name in of_rank))
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the whole gradient of each parameter on this process, by its name in the whole model.
+        """Yield the full gradient of each parameter on this process, by its name in the full model.
 
         Gathering a sharded gradient is a collective of the processes that share it.
         """
@@ -273,18 +266,6 @@ class TorchEngine:
     def teacher(self) -> Decoder | None:
         return self._runner.teacher
 
-    @property
-    def layout(self) -> Layout:
-        return self._runner.layout
-
-    @property
-    def ranks(self) -> Ranks:
-        return self._runner.ranks
-
-    @property
-    def device(self) -> torch.device:
-        return self._runner.device
-
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         uniform_shapes = training and self.layout.stages > 1
         return shard_micro_batches(micro_batches, self._runner.mesh, uniform_shapes=uniform_shapes)
@@ -298,9 +279,13 @@ class TorchEngine:
 
 def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
     """Add up the metrics of several micro-batches; `loss` is the sum of their losses. Waits for the device once."""
-    if not outputs:
+    return _summed([pair for output in outputs for pair in [("loss", output.loss), *output.metrics.items()]])
+
+
+def _summed(named: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
+    """Add up values of the same name. Waits for the device."""
+    if not named:
         return {}
-    named = [(name, value) for output in outputs for name, value in [("loss", output.loss), *output.metrics.items()]]
     values = torch.stack([value for _, value in named]).tolist()
     return add_up([{name: value} for (name, _), value in zip(named, values, strict=True)])
 

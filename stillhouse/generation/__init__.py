@@ -2,7 +2,7 @@
 
 from stillhouse.generation.queue import RolloutQueue, require_versions, staleness
 from stillhouse.generation.queue_state import QueueState
-from stillhouse.generation.rollout_engine import RolloutEngine
+from stillhouse.generation.rollout_engines import RolloutEngine
 from stillhouse.generation.rollout_plan import RolloutPlan
 from stillhouse.generation.sample import (
     Completion,

@@ -8,7 +8,7 @@ B completions, S tokens of the longest prompt.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -28,13 +28,15 @@ _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torc
 
 
 class Generator:
-    """Writes completions with a decoder.
+    """Generates completions with a decoder.
 
-    device: where the decoder is. autocast: the dtype of matrix products; None: that of the weights. batch_tokens:
-    a batch has at most so many tokens of prompts, padding and completions, or a single completion. vocabulary: ids
-    from this one on are never drawn, because the tokenizer does not have them; None: all rows of the head.
-    counted_rows: the rows that log-probabilities are over; None: all rows of the head. tokenizer: needed for
-    `sampling.stop` alone.
+    device: where the decoder is.
+    autocast: the dtype of matrix products; None: that of the weights.
+    batch_tokens: a batch has at most so many tokens of prompts, padding and completions, or a single completion.
+    vocabulary: ids from this one on are never sampled, because the tokenizer does not have them; None: all rows of
+        the head.
+    counted_rows: the rows that log-probabilities are over; None: all rows of the head.
+    tokenizer: needed for `sampling.stop` alone.
 
     Raises ValueError for a model that cannot generate, and for stop texts without a tokenizer.
     """
@@ -82,10 +84,8 @@ class Generator:
 
         least: the least number of batches, if there are so many requests, for as many processes that share them.
         """
-        prompts, limits = (
-            [len(request.prompt_ids) for request in requests],
-            [self._limit(request) for request in requests],
-        )
+        prompts = [len(request.prompt_ids) for request in requests]
+        limits = [self._limit(request) for request in requests]
         most_rows = max(1, -(-len(requests) // least))
         batches: list[list[int]] = []
         prompt = limit = 0
@@ -101,12 +101,18 @@ class Generator:
         return batches
 
     @torch.no_grad()
-    def batch(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
-        """Return the completions of one batch of requests, which `check` has checked."""
-        width, limits = (
-            max(len(request.prompt_ids) for request in requests),
-            [self._limit(request) for request in requests],
-        )
+    def batch(
+        self,
+        requests: Sequence[GenerationRequest],
+        version: int,
+        errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
+    ) -> list[Completion]:
+        """Return the completions of one batch of requests, which `check` has checked.
+
+        errors: the context in which the model's own `generate` is called.
+        """
+        width = max(len(request.prompt_ids) for request in requests)
+        limits = [self._limit(request) for request in requests]
         ids_BS = np.zeros((len(requests), width), dtype=np.int64)
         mask_BS = np.zeros_like(ids_BS)
         for row, request in enumerate(requests):
@@ -115,26 +121,31 @@ class Generator:
         seeds = [request.seed for request in requests]
         sampler = TokenSampler(self.sampling, seeds, max(limits), self._vocabulary, self.device, self._counted)
         end = EndOfCompletion(self.sampling, limits, width, self._tokenizer, self.device)
-        model = self.decoder.pretrained
+        with errors:
+            self._run(ids_BS, mask_BS, max(limits), sampler, end)
+        return self._completions(sampler, end, version)
+
+    def _run(
+        self, ids_BS: np.ndarray, mask_BS: np.ndarray, tokens: int, sampler: TokenSampler, end: EndOfCompletion
+    ) -> None:
+        """Call the model's `generate` for at most so many new tokens, which `sampler` and `end` record."""
+        watchdog.progress()
+        model, dtype = self.decoder.pretrained, self._autocast
         settings = GenerationConfig(
-            max_new_tokens=max(limits), do_sample=False, use_cache=True, pad_token_id=0, disable_compile=True
+            max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0, disable_compile=True
         )
-        with evaluating(model), _without_own_settings(model), self._precision():
+        precision = torch.autocast(
+            self.device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False
+        )
+        with evaluating(model), _without_own_settings(model), precision:
             model.generate(
                 torch.from_numpy(ids_BS).to(self.device),
                 generation_config=settings,
                 attention_mask=torch.from_numpy(mask_BS).to(self.device),
-                past_key_values=roomy_cache(model, width + max(limits)),
+                past_key_values=roomy_cache(model, ids_BS.shape[1] + tokens),
                 logits_processor=[sampler],
                 stopping_criteria=[end],
             )
-        return self._completions(sampler, end, version)
-
-    def _precision(self) -> torch.autocast:
-        watchdog.progress()
-        dtype = self._autocast
-        kind = self.device.type
-        return torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
 
     def check(self, requests: Sequence[GenerationRequest]) -> None:
         """Raise ValueError for a request that the model cannot answer, naming its number."""
@@ -186,8 +197,8 @@ def check_generation(decoder: Decoder, device: torch.device) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     prompts = [(np.arange(tokens, dtype=np.int32) * 37 + 5) % rows for tokens in (3, 8)]
     generator = Generator(decoder, Sampling(max_new_tokens=4, temperature=0.0), device)
-    with reading(f"{describe(model)}: its generate() fails"):
-        completions = generator.batch([GenerationRequest(at, ids, 0) for at, ids in enumerate(prompts)], 0)
+    requests = [GenerationRequest(at, ids, 0) for at, ids in enumerate(prompts)]
+    completions = generator.batch(requests, 0, reading(f"{describe(model)}: its generate() fails"))
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.from_numpy(np.concatenate([prompt, completion.ids_N]).astype(np.int64)).to(device)
         with evaluating(decoder):

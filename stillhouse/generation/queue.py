@@ -206,7 +206,7 @@ class RolloutQueue:
 def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -> None:
     """Raise ValueError for a token whose version is newer than the step's, or older than the bound."""
     for sample in samples:
-        written_N = sample.completion.versions_N[sample.is_written_N]
+        written_N = sample.completion.versions_N[sample.is_generated_N]
         oldest, newest = int(written_N.min()), int(written_N.max())
         if not step - max_staleness <= oldest <= newest <= step:
             raise ValueError(
@@ -219,6 +219,6 @@ def staleness(samples: Sequence[Sample], step: int) -> Mapping[int, int]:
     """How many tokens of the samples were written how many versions ago."""
     counts: dict[int, int] = {}
     for sample in samples:
-        for version in sample.completion.versions_N[sample.is_written_N].tolist():
+        for version in sample.completion.versions_N[sample.is_generated_N].tolist():
             counts[step - version] = counts.get(step - version, 0) + 1
     return counts

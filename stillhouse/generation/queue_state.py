@@ -110,11 +110,11 @@ def _problem(sample: Sample, writer: SampleWriter, vocabulary: int, versions: ra
         return f"has {len(ids_N)} tokens: expected at most rollout.max_new_tokens, {writer.max_new_tokens}"
     if ids_N.min() < 0 or ids_N.max() >= vocabulary:
         return f"has the ids {ids_N.min()} to {ids_N.max()}: expected 0 to {vocabulary - 1}"
-    if (sample.is_written_N != (versions_N != NOT_WRITTEN)).any() or not sample.is_written_N.any():
+    if (sample.is_generated_N != (versions_N != NOT_WRITTEN)).any() or not sample.is_generated_N.any():
         return "has tokens with a version that no model wrote, or tokens of a model without one"
-    if writer.environment is None and not sample.is_written_N.all():
+    if writer.environment is None and not sample.is_generated_N.all():
         return "has tokens of an environment: this run has no rollout.environment"
-    written_N = versions_N[sample.is_written_N]
+    written_N = versions_N[sample.is_generated_N]
     if written_N.min() not in versions or written_N.max() not in versions or (written_N[1:] < written_N[:-1]).any():
         return (
             f"has tokens of versions {written_N.min()} to {written_N.max()}: expected versions {versions.start} to "

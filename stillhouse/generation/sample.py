@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it writes.
+"""What is asked of an engine, and what it generates.
 
 N tokens of a completion.
 """
@@ -12,11 +12,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; the same for all completions of a run.
+    """How tokens are sampled; the same for all completions of a run.
 
-    max_new_tokens: of a completion, its end of sequence included. temperature: divides the logits; 0 takes the
-    likeliest token. top_p: 1 for all tokens. top_k: 0 for all tokens. min_p: 0 for all tokens. stop: texts at whose
-    end a completion stops; they stay in it. eos_ids: the tokens that end a completion; the token stays in it.
+    max_new_tokens: of a completion, its end of sequence included.
+    temperature: divides the logits; 0 takes the token with the largest logit.
+    top_p: 1 for all tokens.
+    top_k, min_p: 0 for all tokens.
+    stop: texts at whose end a completion stops; they stay in it.
+    eos_ids: the tokens that end a completion; the token stays in it.
     """
 
     max_new_tokens: int
@@ -28,8 +31,8 @@ class Sampling:
     eos_ids: tuple[int, ...] = ()
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every token of the vocabulary can be drawn, so that log-probabilities are those of the draws."""
+    def samples_all_tokens(self) -> bool:
+        """Whether every token can be sampled, so that log-probabilities are those of the sampling."""
         return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
 
 
@@ -37,8 +40,10 @@ class Sampling:
 class GenerationRequest:
     """One completion that is asked for.
 
-    number: of the completion in the run; no other request has it. prompt_ids: int32, at least one token. seed: of the
-    draws, if the engine can be seeded. max_new_tokens: at most the number of `Sampling`; None: that number.
+    number: of the completion in the run; no other request has it.
+    prompt_ids: int32, at least one token.
+    seed: of the sampling, if the engine can be seeded.
+    max_new_tokens: at most the number of `Sampling`; None: that number.
     """
 
     number: int
@@ -59,10 +64,12 @@ class GenerationRequest:
 class Completion:
     """A completion and how it came about.
 
-    ids_N: int32, with the end of sequence, if the model wrote one. log_probs_N: float32, the engine's own
-    log-probabilities of these tokens over the whole vocabulary, after the temperature. versions_N: int32, of each
-    token, the version of the weights that wrote it: how many optimizer steps they had seen. finish: "stop" if the
-    completion has ended, "length" if it was cut.
+    ids_N: int32, with the end of sequence, if the model generated one.
+    log_probs_N: float32, the engine's own log-probabilities of these tokens over the full vocabulary, after the
+        temperature.
+    versions_N: int32, of each token, the version of the weights that generated it: how many optimizer steps they had
+        seen.
+    finish: "stop" if the completion has ended, "length" if it was cut.
 
     Raises ValueError for arrays of different lengths, no token, or a log-probability that is not finite or above 0.
     """
@@ -100,24 +107,26 @@ class Completion:
 class Sample:
     """A finished completion of a prompt.
 
-    number: of the sample in the run. prompt: the number of its document among the prompts. is_written_N: bool, which
-    tokens the model wrote; the others are an environment's. reward: None if the run has none. advantage: its reward
-    among those of the same prompt.
+    number: of the sample in the run.
+    prompt: the number of its document among the prompts.
+    is_generated_N: bool, which tokens the model generated; the others are an environment's.
+    reward: None if the run has none.
+    advantage: its reward among those of the same prompt.
     """
 
     number: int
     prompt: int
     completion: Completion
-    is_written_N: np.ndarray
+    is_generated_N: np.ndarray
     reward: float | None = None
     advantage: float = 0.0
 
     def as_json(self) -> list[Any]:
-        is_written = self.is_written_N.tolist()
+        is_written = self.is_generated_N.tolist()
         return [self.number, self.prompt, self.completion.as_json(), is_written, self.reward, self.advantage]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
         number, prompt, completion, is_written, reward, advantage = values
-        is_written_N = np.array(is_written, dtype=bool)
-        return cls(number, prompt, Completion.from_json(completion), is_written_N, reward, advantage)
+        is_generated_N = np.array(is_written, dtype=bool)
+        return cls(number, prompt, Completion.from_json(completion), is_generated_N, reward, advantage)

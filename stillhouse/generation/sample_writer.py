@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data import Documents
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.generation.hooks import UserFunction, checked_reply, checked_reward
-from stillhouse.generation.rollout_engine import RolloutEngine
+from stillhouse.generation.rollout_engines import RolloutEngine
 from stillhouse.generation.rollout_plan import RolloutPlan
 from stillhouse.generation.sample import Completion, GenerationRequest, Sample
 from stillhouse.preemption import OverdueError

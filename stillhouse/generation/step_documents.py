@@ -24,9 +24,9 @@ POLICY_VERSION = "policy_version"
 class TargetRules:
     """Which tokens of a sample count, and how much.
 
-    mask_truncated: no token of a completion without an end is a target. position_decay: the weight of the n-th token
-    of a completion is this number to the power n. by_student: the training student has written the samples; False:
-    a teacher has.
+    mask_truncated: no token of a completion without an end is a target.
+    position_decay: the weight of the n-th token of a completion is this number to the power n.
+    by_student: the student that is trained has generated the samples; False: a teacher has.
     """
 
     mask_truncated: bool = False
@@ -54,37 +54,42 @@ def step_documents(
 
 
 def _of_samples(prompts: Documents, samples: Sequence[Sample], rules: TargetRules) -> Documents:
-    ids, targets, weights, advantages, log_probs, versions = [], [], [], [], [], []
-    for sample in samples:
-        prompt_ids, completion = prompts.tokens(sample.prompt), sample.completion
-        count, before = len(completion.ids_N), np.zeros(len(prompt_ids), dtype=np.float32)
-        is_masked = rules.mask_truncated and completion.finish == "length"
-        weights_N = _position_weights(count, rules)
-        written_N = sample.is_written_N & (not is_masked)
-        ids.append(np.concatenate([prompt_ids, completion.ids_N]))
-        targets.append(np.concatenate([before > 0, written_N]))
-        weights.append(np.concatenate([before, weights_N]))
-        advantages.append(np.concatenate([before, np.full(count, sample.advantage, np.float32)]))
-        log_probs.append(np.concatenate([before, completion.log_probs_N]))
-        versions.append(np.concatenate([before - 1, np.where(sample.is_written_N, completion.versions_N, -1)]))
-    chosen = prompts.select([sample.prompt for sample in samples])
-    is_sampled_N = np.full(sum(map(len, ids)), float(rules.by_student), np.float32)
+    columns = [_columns(len(prompts.tokens(sample.prompt)), sample, rules) for sample in samples]
+    targets_N, weights_N, advantages_N, log_probs_N, versions_N = map(np.concatenate, zip(*columns, strict=True))
+    ids = [np.concatenate([prompts.tokens(sample.prompt), sample.completion.ids_N]) for sample in samples]
+    prompts_of_samples = prompts.select([sample.prompt for sample in samples])
     return replace(
-        chosen,
+        prompts_of_samples,
         tokens_N=np.concatenate(ids).astype(np.int32),
-        targets_N=np.concatenate(targets),
+        targets_N=targets_N > 0,
         offsets=offsets_of([len(ids_N) for ids_N in ids]),
         sources=[
-            f"{source} (sample {sample.number})" for source, sample in zip(chosen.sources, samples, strict=True)
+            f"{source} (sample {sample.number})"
+            for source, sample in zip(prompts_of_samples.sources, samples, strict=True)
         ],
         per_token={
-            ADVANTAGES: np.concatenate(advantages),
-            OLD_LOG_PROBS: np.concatenate(log_probs).astype(np.float32),
-            IS_SAMPLED: is_sampled_N,
-            POLICY_VERSION: np.concatenate(versions).astype(np.float32),
+            ADVANTAGES: advantages_N,
+            OLD_LOG_PROBS: log_probs_N,
+            IS_SAMPLED: np.full(len(targets_N), float(rules.by_student), np.float32),
+            POLICY_VERSION: versions_N,
         },
-        weights_N=np.concatenate(weights),
+        weights_N=weights_N,
     )
+
+
+def _columns(prompt_tokens: int, sample: Sample, rules: TargetRules) -> list[np.ndarray]:
+    """Targets, weights, advantages, log-probabilities and versions of a sample's tokens, float32."""
+    completion, is_generated_N = sample.completion, sample.is_generated_N
+    is_masked = rules.mask_truncated and completion.finish == "length"
+    count = len(completion.ids_N)
+    columns = (
+        (0, is_generated_N & (not is_masked)),
+        (0, _position_weights(count, rules)),
+        (0, np.full(count, sample.advantage)),
+        (0, completion.log_probs_N),
+        (-1, np.where(is_generated_N, completion.versions_N, -1)),
+    )
+    return [np.concatenate([np.full(prompt_tokens, value), column]).astype(np.float32) for value, column in columns]
 
 
 def _of_dataset(documents: Documents, rules: TargetRules) -> Documents:

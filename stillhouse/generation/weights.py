@@ -7,7 +7,7 @@
 
 Names and values are those that transformers' `save_pretrained` writes, so that any engine reads them. Of a student
 with an adapter, the adapter alone is written, as peft writes it. A version is written under another name and renamed:
-a reader finds a whole version or none.
+a reader finds a complete version or none.
 """
 
 import json
@@ -41,8 +41,6 @@ from stillhouse.parallel import Runner, gathered_tensor
 BUCKET_BYTES = 512 * 2**20
 #: so many versions stay in the folder: a server may still be reading the one before the last
 KEPT = 2
-#: what is raised where the files are written, for a full disk for example
-_WRITE_ERRORS = (OSError, SafetensorError, ValueError)
 _PARTIAL = ".partial"
 
 
@@ -96,7 +94,7 @@ def version_folder(folder: Path, version: int) -> Path:
 
 
 def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
-    full_decoder = _whole(runner)
+    full_decoder = _full_student(runner)
     names = {name: checkpoint_names(full_decoder, name)[0] for name in full_decoder.state_dict()}
     held = _held(runner, names)
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
@@ -108,7 +106,8 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
     rank = runner.ranks.rank
     before, total = sum(counts[:rank]), sum(counts)
     file_of: dict[str, str] = {}
-    with _written_on_all_ranks(runner) as failed:
+    failure: Exception | None = None
+    with _written_on_all_ranks(runner):
         for number, bucket in enumerate(buckets, start=before + 1):
             file = SAFE_WEIGHTS_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
             tensors: dict[str, Tensor] = {}
@@ -117,12 +116,14 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
                 if _collects(runner):
                     tensors |= _as_saved(full_decoder.pretrained, {name: tensor})
             # a rank that cannot write goes on with the collectives in which the others wait for it
-            if _collects(runner) and not failed:
+            if _collects(runner) and failure is None:
                 try:
                     save_file(tensors, partial / file, metadata={"format": "pt"})
-                except _WRITE_ERRORS as error:
-                    failed.append(error)
+                except (OSError, SafetensorError, ValueError) as error:
+                    failure = error
                 file_of |= dict.fromkeys(tensors, file)
+        if failure is not None:
+            raise failure
     files = {name: file for file_of_rank in runner.ranks.gather(file_of) for name, file in file_of_rank.items()}
     with _written_on_all_ranks(runner):
         if runner.ranks.is_first:
@@ -133,13 +134,8 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
 
 def _write_adapter(partial: Path, runner: Runner, bucket_bytes: int) -> None:
     """Each stage's matrices go through the shared folder to the rank that writes them in peft's format."""
-    held = {
-        name: tensor
-        for student in runner.students()
-        for name, tensor in student.state_dict().items()
-        if is_lora(name)
-    }
-    matrices = {name: _gather(tensor, runner) for name, tensor in held.items()}
+    weights = [pair for student in runner.students() for pair in student.state_dict().items()]
+    matrices = {name: _gather(tensor, runner) for name, tensor in weights if is_lora(name)}
     number = runner.ranks.rank if _collects(runner) else -1
     with _written_on_all_ranks(runner):
         if number >= 0:
@@ -153,8 +149,8 @@ def _write_adapter(partial: Path, runner: Runner, bucket_bytes: int) -> None:
                 part.unlink()
 
 
-def _whole(runner: Runner) -> Decoder:
-    """The whole student, for names and shapes: without memory under a layout, where no rank has it."""
+def _full_student(runner: Runner) -> Decoder:
+    """The full student, for names and shapes: without memory under a layout, where no rank has it."""
     (part, *_) = runner.students()
     if runner.ranks.size == 1:
         return part
@@ -174,7 +170,7 @@ def _held(runner: Runner, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _gather(tensor: Tensor, runner: Runner) -> Tensor:
-    """A whole tensor in host memory: a collective of the ranks that hold its shards."""
+    """A full tensor in host memory: a collective of the ranks that hold its shards."""
     tensor = gathered_tensor(tensor, runner.device)
     return tensor.detach().cpu().contiguous() if _collects(runner) else tensor
 
@@ -257,20 +253,10 @@ def _versions(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _written_on_all_ranks(runner: Runner) -> Iterator[list[Exception]]:
-    """All ranks leave the block together. If one of them could not write, all raise its OSError, or its ValueError:
-    otherwise the others would wait for it. Yields a list for such errors that this rank has caught in the block.
-    """
-    failed: list[Exception] = []
-    try:
-        yield failed
-    except _WRITE_ERRORS as error:
-        failed.append(error)
-    failures = [
-        [isinstance(error, ValueError), getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)]
-        for error in failed[:1]
-    ]
-    for is_wrong, number, text in [failure for rank in runner.ranks.gather(failures) for failure in rank][:1]:
-        if is_wrong:
-            raise ValueError(text)
-        raise OSError(text) if number is None else OSError(number, text)
+def _written_on_all_ranks(runner: Runner) -> Iterator[None]:
+    """If a rank cannot write in the block, all ranks raise its ValueError or OSError: otherwise they would wait."""
+    with runner.ranks.all_raise(ValueError, OSError):
+        try:
+            yield
+        except SafetensorError as error:
+            raise OSError(str(error)) from error

@@ -4,7 +4,6 @@ C rows of a micro-batch that are shown, or a part of them; E hidden size of a mo
 largest values.
 """
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import Documents, PackedSequences
+from stillhouse.loops.evaluate import in_shown_order
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import (
     TEACHER,
@@ -78,8 +78,7 @@ def held_out_tokens(session: Session, step: int) -> HeldOutTokens | None:
 def _choose(documents: Documents) -> list[int]:
     """Choose up to `DOCUMENTS` sufficiently long documents, the same ones in every run on this data."""
     long_enough = np.flatnonzero(documents.lengths_D >= min(TOKENS, documents.lengths_D.max()) // 2)
-    ranked = sorted(long_enough.tolist(), key=lambda d: hashlib.sha256(documents.tokens(d).tobytes()).digest())
-    return ranked[:DOCUMENTS]
+    return in_shown_order(documents, long_enough.tolist())[:DOCUMENTS]
 
 
 def _sequences_with(sequences: PackedSequences, documents: list[int]) -> list[np.ndarray]:

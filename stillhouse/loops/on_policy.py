@@ -1,4 +1,4 @@
-"""The training loop on the student's own completions: an engine writes them, the teacher judges every token.
+"""The training loop on the student's own completions: an engine generates them, the teacher scores every token.
 
 It differs from `off_policy.py` only in where micro-batches come from (`rollouts.py`), and in what it records of the
 completions; `training.py` does what all loops do.
@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from stillhouse.checkpoint.integrity import IntactCheckpoint
 from stillhouse.generation import Sample
-from stillhouse.loops.rollout_metrics import RolloutMetrics
-from stillhouse.loops.shown_samples import shown_samples
-from stillhouse.loops.step_samples import Rollouts
+from stillhouse.loops.rollout_records import RolloutMetrics, shown_samples
+from stillhouse.loops.rollouts import Rollouts
 from stillhouse.loops.training import training
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress

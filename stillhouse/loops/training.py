@@ -22,20 +22,15 @@ from stillhouse.checkpoint.checkpoint_folder import prune
 from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.checkpoint.queue_file import read_queue
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
-from stillhouse.config import CheckpointConfig, ConfigError, EvalConfig
-from stillhouse.engine.depths import by_depth, depth_key
+from stillhouse.config import ConfigError
 from stillhouse.engine.engine import NotFiniteError, StepOutput
-from stillhouse.engine.parts import ROUTER_LOSS
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.generation import RolloutQueue
-from stillhouse.loops.callbacks import Callbacks
-from stillhouse.loops.evaluate import evaluate, means
+from stillhouse.loops.evaluate import evaluate
 from stillhouse.loops.finite import explained, require_finite_loss
-from stillhouse.loops.sampled_completions import EvalSamples, eval_samples
-from stillhouse.loops.task_evaluation import evaluate_tasks, greedy_engine
-from stillhouse.models.hidden_match import HIDDEN
+from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
+from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.objective.keys import CHUNK_TOKENS
-from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import NoLog, RunLog, open_log
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name
@@ -43,16 +38,6 @@ from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_f
 from stillhouse.preemption import Preempted, finishing, requested
 from stillhouse.run.session import Session
 from stillhouse.signals import SignalsLostError
-
-#: the keys of metrics that are no summand of the loss, or not in nats
-_KEYS = {
-    ROUTER_LOSS: f"loss/{ROUTER_LOSS}",
-    "student_entropy": "train/student_entropy_nats",
-    "teacher_entropy": "train/teacher_entropy_nats",
-    "agreement": "train/agreement",
-    "teacher_mass": "train/teacher_mass",
-}
-
 
 #: how the keys of the teacher's own cross-entropy end, also on one of several evaluation sets
 _TEACHER = "/teacher_cross_entropy"
@@ -62,14 +47,13 @@ _NO_GRADIENT = (
     "warning: the gradient of step 1 is 0: a divergence is 0 between a model and itself (also with an adapter on it "
     "that has not been trained), and a policy gradient is 0 where all completions of a prompt have the same reward"
 )
-#: sums over drawn tokens, which `rollout_metrics.py` reports
-_OF_DRAWS = ("log_ratio", "sampled", "ratio", "clipped")
 
 
 class Training:
     """The state of a run between two steps. `progress` is up to date after each step.
 
     queue: of an on-policy run, whose samples a checkpoint keeps.
+    greedy: the evaluations that need completions; None if the run has none.
     """
 
     def __init__(
@@ -78,13 +62,13 @@ class Training:
         folder: RunFolder,
         progress: Progress,
         log: RunLog | NoLog,
-        queue: RolloutQueue | None = None,
+        queue: RolloutQueue | None,
+        greedy: GreedyEvaluation | None,
     ):
-        self.session, self.folder, self.progress, self.log, self.queue = session, folder, progress, log, queue
+        self.session, self.folder, self.progress, self.log = session, folder, progress, log
+        self.queue, self.greedy = queue, greedy
         self.last_step = session.step_schedule.steps
         self.steps = range(progress.step, self.last_step)
-        self.greedy = greedy_engine(session)
-        self.samples: EvalSamples | None = None
         self._of_teacher: dict[str, float] | None = None
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
@@ -118,20 +102,21 @@ class Training:
         """Log the step, and evaluate, save or stop where it is due. Raises Preempted after a rank got a signal."""
         session, progress = self.session, self.progress
         progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
-        speed = micro_batches.whole.tokens / self.seconds
-        metrics = _train_metrics(output.sums, session.spec, self._rate, self._norm, speed)
+        metrics = step_metrics(output.sums, session.spec) | {
+            "train/learning_rate": self._rate,
+            "train/gradient_norm": self._norm,
+            "speed/tokens_per_second": micro_batches.whole.tokens / self.seconds,
+            "speed/chunk_tokens": output.sums[CHUNK_TOKENS],
+        }
         self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))
         if progress.step == 1 and self._norm == 0.0:
             self.log.print_line(_NO_GRADIENT)
-        last = progress.step == self.last_step
-        saving = _due(progress.step, session.checkpoint_config.every) or last
         progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
-        compared = saving and _is_compared(session.eval_config, session.checkpoint_config)
-        if self.evaluates and (_due(progress.step, session.eval_config.every) or compared or last):
+        if _evaluation_is_due(session, progress.step):
             self.evaluate()
-        ranks = session.ranks
+        ranks, last = session.ranks, progress.step == self.last_step
         stopped_by = 0 if last else ranks.largest(requested())
-        if saving or stopped_by:
+        if stopped_by or last or _due(progress.step, session.checkpoint_config.every):
             saved = self.save()
             if not stopped_by and not last:
                 stopped_by = ranks.largest(requested())  # a signal may have come while the checkpoint was written
@@ -139,33 +124,16 @@ class Training:
             destroy_process_group()
             raise Preempted(stopped_by, progress.step, saved)
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is anything to evaluate: held-out data, tasks or callbacks."""
-        return self.session.evaluation is not None or self.greedy is not None
-
     def evaluate(self) -> None:
-        session, settings, greedy = self.session, self.session.eval_config, self.greedy
-        metrics = evaluate(session, of_teacher=self._of_teacher is None)
+        if self.session.evaluation is None and self.greedy is None:
+            return
+        metrics = evaluate(self.session, of_teacher=self._of_teacher is None)
         if self._of_teacher is None:  # it does not change during a run
             self._of_teacher = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
         metrics |= self._of_teacher
-        if greedy is not None:
-            watchdog.enter("the evaluation of tasks")
-            greedy.update_weights(self.progress.step, None)
-            metrics |= evaluate_tasks(
-                lambda requests: [pending.result() for pending in greedy.generate(requests)],
-                session.tokenizer,
-                settings.tasks,
-                settings.task_count,
-                session.seed,
-            )
-            if self.samples is not None:
-                self.samples.write(self.progress.step)
-            watchdog.enter("eval.callbacks", timed=False)  # they may take any time
-            callbacks = Callbacks(settings.callbacks, self.folder.path, session.tokenizer, greedy, session.ranks)
-            metrics |= callbacks.evaluate(self.progress.step, metrics)
-            checkpoint = session.checkpoint_config
+        if self.greedy is not None:
+            metrics |= self.greedy.evaluate(self.progress.step, metrics)
+            checkpoint = self.session.checkpoint_config
             if checkpoint.best_of_callback and checkpoint.best not in metrics:
                 raise ConfigError(
                     "checkpoint.best",
@@ -210,10 +178,11 @@ def training(
     with ExitStack() as stack:
         steps, track = session.step_schedule.steps, session.track
         log = stack.enter_context(open_log(folder, progress, steps, track, session.values, session.ranks))
-        run = Training(session, folder, progress, log, queue)
-        is_due = _lacks_evaluation(session, progress)
-        run.samples = stack.enter_context(eval_samples(session, folder, run.greedy, progress.step - is_due))
-        if run.evaluates and is_due:
+        # the first evaluation, or one that was interrupted
+        is_due = _evaluation_is_due(session, progress.step) and not progress.metrics
+        greedy = stack.enter_context(greedy_evaluation(session, folder, progress.step - is_due))
+        run = Training(session, folder, progress, log, queue, greedy)
+        if is_due:
             run.evaluate()
         stack.enter_context(finishing("this step and a checkpoint of it"))
         stack.enter_context(_saving_when_signals_are_lost(run))
@@ -281,42 +250,12 @@ def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
         raise SignalsLostError(f"{error}; the run has stopped after a checkpoint: {saved}") from error
 
 
-def _is_compared(evaluation: EvalConfig, checkpoint: CheckpointConfig) -> bool:
-    """Whether a checkpoint needs an evaluation, by which the best one is chosen."""
-    return evaluation.every > 0 and checkpoint.best is not None
-
-
-def _lacks_evaluation(session: Session, progress: Progress) -> bool:
-    """Whether the evaluation of the present step is still to be made: the first one, or one that was interrupted."""
-    step, evaluation, checkpoint = progress.step, session.eval_config, session.checkpoint_config
-    compared = _is_compared(evaluation, checkpoint) and _due(step, checkpoint.every)
-    is_due = step == 0 or _due(step, evaluation.every) or compared or step == session.step_schedule.steps
-    return is_due and not progress.metrics
+def _evaluation_is_due(session: Session, step: int) -> bool:
+    """Whether there is an evaluation after so many steps, also one that compares checkpoints."""
+    evaluation, checkpoint = session.eval_config, session.checkpoint_config
+    compared = evaluation.every > 0 and checkpoint.best is not None and _due(step, checkpoint.every)
+    return step in (0, session.step_schedule.steps) or _due(step, evaluation.every) or compared
 
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def _train_metrics(
-    sums: dict[str, float], objective: ObjectiveSpec, rate: float, norm: float, speed: float
-) -> dict[str, float]:
-    """A step's log record: each unscaled term and their scaled total, in nats per target token, and other metrics."""
-    metrics = {"loss/total_nats_per_token": sums["loss"]}
-    temperatures = {teacher_spec.temperature or objective.temperature for teacher_spec in objective.teachers.values()}
-    for depth, sums_of_depth in by_depth(sums).items():
-        for name, mean in means(sums_of_depth, objective, mixes_temperatures=len(temperatures) > 1).items():
-            kind, slash, teacher = name.partition("/")
-            if kind.partition("#")[0] in _OF_DRAWS:
-                continue
-            if kind.startswith(HIDDEN):
-                key = f"loss/{name}_per_token"  # no nats
-            else:
-                key = f"{_KEYS[kind]}{slash}{teacher}" if kind in _KEYS else f"loss/{name}_nats_per_token"
-            metrics[depth_key(key, depth)] = mean
-    return metrics | {
-        "train/learning_rate": rate,
-        "train/gradient_norm": norm,
-        "speed/tokens_per_second": speed,
-        "speed/chunk_tokens": sums[CHUNK_TOKENS],
-    }

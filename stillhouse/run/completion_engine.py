@@ -8,10 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig
 from stillhouse.generation import RolloutEngine, Sampling
-from stillhouse.generation.distributed import DistributedEngine
 from stillhouse.generation.generate import Generator, check_generation
-from stillhouse.generation.in_process import InProcessEngine
-from stillhouse.loops.weights_probe import probe_prompts
+from stillhouse.generation.rollout_engines import DistributedEngine, InProcessEngine
+from stillhouse.loops.weights_proof import probe_prompts
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.run.initial import configuration

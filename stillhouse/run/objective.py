@@ -13,10 +13,10 @@ from stillhouse.config import (
     TeacherConfig,
     TeachersConfig,
 )
-from stillhouse.engine.depths import depths_in_words, mtp_objective
-from stillhouse.engine.parts import FurtherTokens
+from stillhouse.engine.parts import MtpLoss
 from stillhouse.objective.correction import Correction
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
+from stillhouse.run.mtp_objective import depths_in_words, mtp_objective
 from stillhouse.signals import SignalStore
 
 
@@ -48,7 +48,7 @@ class RunObjective:
         return spec
 
     @property
-    def mtp(self) -> FurtherTokens | None:
+    def mtp(self) -> MtpLoss | None:
         """The objective of the student's MTP layers; None if it has none."""
         return self._mtp(self.spec)
 
@@ -90,7 +90,7 @@ class RunObjective:
         share = "" if rollout.is_on_student_alone else f" ({rollout.share:.0%}; the others are the dataset's)"
         return f" (completions), written by the {rollout.writer}{share}, schedule {rollout.schedule}"
 
-    def _mtp(self, spec: ObjectiveSpec) -> FurtherTokens | None:
+    def _mtp(self, spec: ObjectiveSpec) -> MtpLoss | None:
         if self.student.mtp is None:
             return None
         has_teacher = self.teacher is not None or self.teachers is not None

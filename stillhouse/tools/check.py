@@ -18,11 +18,10 @@ from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
 from stillhouse.config import RunConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped
-from stillhouse.engine.depths import mtp_in_words
 from stillhouse.engine.engine import Engine, StepOutput
-from stillhouse.engine.parts import FurtherTokens
+from stillhouse.engine.parts import MtpLoss
 from stillhouse.loops.finite import explained, require_finite_loss
-from stillhouse.loops.step_samples import first_rollouts
+from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
 from stillhouse.objective.divergence import weighted_parts
@@ -30,6 +29,7 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
 from stillhouse.parallel import ShardedMicroBatches, is_first
+from stillhouse.run.mtp_objective import mtp_in_words
 from stillhouse.run.session import Session, data_reports, prepare
 
 #: how many characters of the sample document are shown
@@ -75,7 +75,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
         name = "signals" if section == "teacher" else section.removeprefix("teachers.")
         yield _row(name, f"{store.signal}, from {store.name}")
     for part in session.engine.parts:
-        if student.mtp is not None and isinstance(part, FurtherTokens):
+        if student.mtp is not None and isinstance(part, MtpLoss):
             yield _row("mtp", mtp_in_words(student.mtp, session.student, part))
     if session.adapter_in_words is not None:
         yield _row("adapter", session.adapter_in_words)

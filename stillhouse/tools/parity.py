@@ -19,8 +19,8 @@ from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.generation import RolloutPlan, step_documents
-from stillhouse.generation.in_process import InProcessEngine
-from stillhouse.loops.step_samples import StepPacker, make_queue, target_rules
+from stillhouse.generation.rollout_engines import InProcessEngine
+from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
 from stillhouse.models import draw_lora, eos_ids
 from stillhouse.parallel import (
     SCHEMES,

@@ -32,9 +32,9 @@ from kit.runs import ROOT, Command, contents, metrics, wait_for, write_records, 
 from kit.trained_record import record_trained, trained, wrong_in
 from safetensors.torch import load_file
 
+from stillhouse.engine import torch_engine
 from stillhouse.generation.published import MANIFEST
 from stillhouse.generation.weights import version_folder
-from stillhouse.loops import step_samples as rollouts
 
 STEPS, EVERY, PROMPTS, SAMPLES = 8, 2, 4, 2
 #: seconds in which a server must answer, and a rank; what is stopped is continued after at most STOPPED seconds, and
@@ -387,7 +387,7 @@ def half_open(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
 def record_and_damage(record: str, kind: str, version: int) -> None:
     """A hook of the trainer: the folder of this version is damaged before the servers are told of it."""
     record_trained(record)
-    publish = rollouts.publish
+    publish = torch_engine.publish
 
     def publishing(runner: Any, folder: Path, number: int, **options: Any) -> Path:
         final = publish(runner, folder, number, **options)
@@ -395,7 +395,7 @@ def record_and_damage(record: str, kind: str, version: int) -> None:
             DAMAGES[kind](final, version_folder(folder, number - 1))
         return final
 
-    rollouts.publish = publishing
+    torch_engine.publish = publishing  # type: ignore[attr-defined]
 
 
 def _manifest_of(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -12,7 +12,7 @@ from kit.ranks import Ranks, run_ranks
 from kit.runs import wait_for
 from kit.serving import Server
 
-from stillhouse.loops.step_samples import Rollouts
+from stillhouse.loops.rollouts import Rollouts
 
 #: seconds after which a run must have ended: SECONDS_TO_STOP, and some for the checkpoint
 SOON = 20.0

@@ -10,9 +10,8 @@ from kit.shard_ranks import Rank
 from torch import Tensor
 
 from stillhouse.generation import GenerationRequest, Sampling
-from stillhouse.generation.distributed import DistributedEngine
 from stillhouse.generation.generate import Generator
-from stillhouse.generation.in_process import InProcessEngine
+from stillhouse.generation.rollout_engines import DistributedEngine, InProcessEngine
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.models import Decoder, add_lora, draw_lora
 from stillhouse.models.dtensors import local

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.optimizer import OptimizerSettings
-from stillhouse.engine.parts import ROUTER_LOSS, FurtherTokens, LossPart, RouterBalancing
+from stillhouse.engine.parts import ROUTER_LOSS, LossPart, MtpLoss, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
 from stillhouse.models.dtensors import gathered_tensor, local
@@ -189,7 +189,7 @@ class Side:
         parts: list[LossPart] = []
         if case.mtp:
             of_student = case.mtp != "teacher"
-            parts.append(FurtherTokens(case.spec, 2, 0.7, of_student=of_student, group=runner.context_group))
+            parts.append(MtpLoss(case.spec, 2, 0.7, of_student=of_student, group=runner.context_group))
         elif case.family == "qwen3_moe":
             parts.append(RouterBalancing(0.5, runner.context_group))
         optimizer = replace(OPTIMIZER, kind=case.optimizer)

@@ -26,7 +26,7 @@ class TrainedStep:
 def record_trained(path: str) -> None:
     """A hook of a run's processes. They also print their errors at once, without waiting for rank 0."""
     from stillhouse import cli
-    from stillhouse.loops.step_samples import Rollouts
+    from stillhouse.loops.rollouts import Rollouts
 
     cli.SECONDS_FOR_FIRST = 0.0
     take, trained = Rollouts.take, Rollouts.trained
@@ -34,14 +34,14 @@ def record_trained(path: str) -> None:
 
     def taking(rollouts: Rollouts, step: int, *others: Any) -> Any:
         samples = take(rollouts, step, *others)
-        versions = [sample.completion.versions_N[sample.is_written_N] for sample in samples]
+        versions = [sample.completion.versions_N[sample.is_generated_N] for sample in samples]
         oldest, newest = min(version.min() for version in versions), max(version.max() for version in versions)
         numbers = [sample.number for sample in samples]
         taken.update(step=step, numbers=numbers, versions=[int(oldest), int(newest)])
         return samples
 
-    def recording(rollouts: Rollouts) -> None:
-        trained(rollouts)
+    def recording(rollouts: Rollouts, step: int) -> None:
+        trained(rollouts, step)
         if os.environ.get("RANK", "0") == "0":
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             os.write(file, (json.dumps(taken) + "\n").encode())  # one call: a kill leaves a whole line or none

@@ -11,7 +11,7 @@ from kit.ranks import run_ranks
 from kit.runs import Command, run, session_of, write_records, write_run
 from transformers import AutoModelForCausalLM
 
-from stillhouse.loops.sampled_completions import PROMPT_TOKENS, choose_prompts
+from stillhouse.loops.greedy_evaluation import PROMPT_TOKENS, choose_prompts
 from stillhouse.output.records import EvalSample
 
 SETTINGS = {"eval.samples": 3, "eval.task_tokens": 7, "eval.every": 2, "checkpoint.every": 2, "checkpoint.keep": 9}

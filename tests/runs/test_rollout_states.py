@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a version before it was asked for": (first_sample(versions_N=np.array([2, 3], np.int32)), "versions 2 to 3"),
     "versions backwards": (first_sample(versions_N=np.array([4, 3], np.int32)), "in this order"),
     "tokens of an environment": (
-        first_sample(versions_N=np.array([4, -1], np.int32), is_written_N=np.array([True, False])),
+        first_sample(versions_N=np.array([4, -1], np.int32), is_generated_N=np.array([True, False])),
         "this run has no rollout.environment",
     ),
     "tokens without a version": (first_sample(versions_N=np.array([4, -1], np.int32)), "a version that no model"),
@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
             ids_N=np.ones(9, np.int32),
             log_probs_N=-np.ones(9, np.float32),
             versions_N=np.full(9, 4, np.int32),
-            is_written_N=np.ones(9, bool),
+            is_generated_N=np.ones(9, bool),
         ),
         "has 9 tokens: expected at most",
     ),

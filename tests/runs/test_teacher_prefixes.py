@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from stillhouse.config import load_config
 from stillhouse.data import Documents, StepMicroBatches
 from stillhouse.loops.evaluate import evaluate
-from stillhouse.loops.step_samples import first_rollouts
+from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.run.session import Session, prepare

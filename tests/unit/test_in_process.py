@@ -10,7 +10,7 @@ from kit.shard_ranks import shared_pool
 
 from stillhouse.generation import RolloutEngine, Sampling
 from stillhouse.generation.generate import Generator
-from stillhouse.generation.in_process import InProcessEngine
+from stillhouse.generation.rollout_engines import InProcessEngine
 from stillhouse.parallel import Degrees
 
 SAMPLED = Sampling(max_new_tokens=8, eos_ids=(2, 9), top_p=0.95)

@@ -18,7 +18,7 @@ from stillhouse.config.task_spec import LENGTHS, SHORTEST, TaskSpec
 from stillhouse.data import load_documents
 from stillhouse.data.problems import Problem, exact_match, is_held_out, problem
 from stillhouse.generation import Completion, GenerationRequest
-from stillhouse.loops.task_evaluation import evaluate_tasks
+from stillhouse.loops.greedy_evaluation import evaluate_tasks
 
 #: of seed 7: problems 0 and 4 for training, problem 1 held out
 GOLDEN = {

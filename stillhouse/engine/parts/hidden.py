@@ -1,20 +1,18 @@
 """The loss between hidden states of student and teacher (`models/hidden_match.py`) as a part of the step's loss."""
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from stillhouse.data import MicroBatch
+from stillhouse.engine.parts.loss_part import LossPart
 from stillhouse.models import Decoder, HiddenMatchLoss, HiddenPair, recorded
-from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import ObjectiveOutput, OutputHead
+from stillhouse.parallel.layer_loss import LayerLoss
 
 
 @dataclass(frozen=True)
-class HiddenStates:
+class HiddenStates(LossPart):
     """pairs: of layers of student and teacher, on all stages."""
 
     pairs: tuple[HiddenPair, ...]
@@ -25,31 +23,15 @@ class HiddenStates:
     def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> "_LayersOfStage":
         return _LayersOfStage(student, HiddenMatchLoss(micro_batch.weights_T, normalizer))
 
-    def at_head(
-        self,
-        loss: Any,
-        output: ObjectiveOutput,
-        depths: Sequence[Tensor],
-        head: OutputHead,
-        context: DistillTargets,
-    ) -> ObjectiveOutput:
-        return output
-
     def add_to(self, sums: dict[str, float]) -> None:
         for pair in self.pairs:
             sums["loss"] += pair.scale * sums.get(pair.name, 0.0) / max(1.0, sums["tokens"])
 
 
 @dataclass(frozen=True)
-class _LayersOfStage:
+class _LayersOfStage(LayerLoss):
     student: Decoder
     loss: HiddenMatchLoss
-
-    def losses(self) -> list[tuple[str, Tensor]]:
-        return list(self.loss.losses.items())
-
-    def student_inputs(self) -> Mapping[str, Tensor]:
-        return {}
 
     def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
         assert self.student.hidden_match is not None
@@ -57,3 +39,6 @@ class _LayersOfStage:
 
     def during_student(self) -> AbstractContextManager[None]:
         return self.student.matching(self.loss)
+
+    def losses(self) -> list[tuple[str, Tensor]]:
+        return list(self.loss.losses.items())

@@ -13,7 +13,8 @@ from stillhouse.parallel.layer_loss import LayerLosses
 class LossPart(LayerLosses, Protocol):
     """A loss beside the objective. It is immutable; the loss of each micro-batch is an object of its own.
 
-    key: of the configuration. needs_teacher: whether a step with it needs a teacher's signals.
+    key: of the configuration.
+    needs_teacher: whether a step with it needs a teacher's signals.
     """
 
     @property
@@ -32,10 +33,12 @@ class LossPart(LayerLosses, Protocol):
     ) -> ObjectiveOutput:
         """Add what is computed at the head, beside the objective.
 
-        loss: the `StepLoss`. output: that of the objective. depths: the hidden states [B, S, D] of each depth.
+        loss: the `StepLoss`.
+        output: that of the objective.
+        depths: the hidden states [B, S, D] of each depth.
         """
-        ...
+        return output
 
     def add_to(self, sums: dict[str, float]) -> None:
         """Add to the step's loss, sums["loss"], what arises in the layers. sums: of all processes."""
-        ...
+        return

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stillhouse.data import MicroBatch
+from stillhouse.engine.parts.loss_part import LossPart
 from stillhouse.models import Decoder
 from stillhouse.models.processors import full_vocab
 from stillhouse.models.targets import DistillTargets
@@ -31,14 +32,14 @@ PREFIX = "mtp_"
 
 
 @dataclass(frozen=True)
-class FurtherTokens:
+class MtpLoss(LossPart):
     """The objective of the further depths.
 
     depths: their number.
     scale: the factor of the depths' loss in the step's loss.
     of_student: the signal is the student's own distribution of the same token, without gradients, instead of the
         teacher's.
-    group: the context ranks, on which sequences continue; None: this process has whole sequences.
+    group: the context ranks, on which sequences continue; None: this process has full sequences.
 
     The depths' metrics and values per token have the prefix `mtp_<depth>/`.
     """
@@ -74,15 +75,12 @@ class FurtherTokens:
         of_depth = replace(loss, objective=self.objective, parts=(), with_teacher_cross_entropy=False)
         total, metrics, per_token = output.loss, dict(output.metrics), dict(output.per_token)
         for depth, hidden_BSD in enumerate(later, start=1):
-            further = of_depth(hidden_states=hidden_BSD, head=head, context=shifted, depth=depth)
-            total = total + self.scale * further.loss
-            named = {name: value for name, value in further.metrics.items() if name != CHUNK_TOKENS}
+            result = of_depth(hidden_states=hidden_BSD, head=head, context=shifted, depth=depth)
+            total = total + self.scale * result.loss
+            named = {name: value for name, value in result.metrics.items() if name != CHUNK_TOKENS}
             metrics |= {f"{PREFIX}{depth}/{name}": value for name, value in named.items()}
-            per_token |= {f"{PREFIX}{depth}/{name}": value_T for name, value_T in further.per_token.items()}
+            per_token |= {f"{PREFIX}{depth}/{name}": value_T for name, value_T in result.per_token.items()}
         return ObjectiveOutput(total, metrics, per_token)
-
-    def add_to(self, sums: dict[str, float]) -> None:
-        """The loss at the head has all of it."""
 
     @property
     def _next_tokens(self) -> NextTokens:

@@ -1,25 +1,25 @@
 """The load-balancing loss of the student's routers (`models/moe.py`) as a part of the step's loss."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stillhouse.data import MicroBatch
+from stillhouse.engine.parts.loss_part import LossPart
 from stillhouse.models import Decoder, RouterAuxLoss
-from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import ObjectiveOutput, OutputHead
+from stillhouse.parallel.layer_loss import LayerLoss
 
 #: the key of the routers' load-balancing loss among a step's sums
 ROUTER_LOSS = "router_aux"
 
 
 @dataclass(frozen=True)
-class RouterBalancing:
-    """coefficient: the factor of the loss. group: the context ranks, each of which has a part of every sequence."""
+class RouterBalancing(LossPart):
+    """coefficient: the factor of the loss.
+    group: the context ranks, each of which has a part of every sequence; None: this process has full sequences.
+    """
 
     coefficient: float
     group: ProcessGroup | None = None
@@ -34,33 +34,17 @@ class RouterBalancing:
             student, RouterAuxLoss(counts_BS, targets_B, self.coefficient / normalizer, self.group)
         )
 
-    def at_head(
-        self,
-        loss: Any,
-        output: ObjectiveOutput,
-        depths: Sequence[Tensor],
-        head: OutputHead,
-        context: DistillTargets,
-    ) -> ObjectiveOutput:
-        return output
-
     def add_to(self, sums: dict[str, float]) -> None:
         sums["loss"] += self.coefficient * sums.get(ROUTER_LOSS, 0.0) / max(1.0, sums["tokens"])
 
 
 @dataclass(frozen=True)
-class _RoutersOfStage:
+class _RoutersOfStage(LayerLoss):
     student: Decoder
     loss: RouterAuxLoss
 
-    def losses(self) -> list[tuple[str, Tensor]]:
-        return [(ROUTER_LOSS, value) for value in self.loss.losses.values()]
-
-    def student_inputs(self) -> Mapping[str, Tensor]:
-        return {}
-
-    def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def during_student(self) -> AbstractContextManager[None]:
         return self.student.balancing(self.loss)
+
+    def losses(self) -> list[tuple[str, Tensor]]:
+        return [(ROUTER_LOSS, value) for value in self.loss.losses.values()]

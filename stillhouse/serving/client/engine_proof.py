@@ -88,7 +88,7 @@ def prove_log_probs(url: str, top: TopLogProbs, sampling: Sampling, vocabulary: 
     log-probability is larger than among all.
     """
     temperature = sampling.temperature
-    if temperature == 0 or (temperature == 1 and sampling.is_whole):
+    if temperature == 0 or (temperature == 1 and sampling.samples_all_tokens):
         return
     plain = Sampling(1, temperature=1.0)
     for prompt in _PROMPTS:
@@ -101,7 +101,7 @@ def prove_log_probs(url: str, top: TopLogProbs, sampling: Sampling, vocabulary: 
                 continue
             if abs(scaled_gap - gap) < abs(scaled_gap - gap / temperature):
                 raise ValueError(_BEFORE.format(url=url, temperature=temperature))
-        if not sampling.is_whole:
+        if not sampling.samples_all_tokens:
             among_two = -math.log1p(math.exp((before[1] - before[0]) / temperature))
             if abs(among_two - after[0]) < _APART:
                 continue

@@ -1,21 +1,14 @@
-"""Multi-token prediction in a run: the objective of the depths, and their metrics.
+"""The objective of multi-token prediction, as the section student.mtp names it, and in words."""
 
-loss/mtp_1/forward_kl_nats_per_token     a term of depth 1, per token that depth 1 predicts
-eval/mtp_1/acceptance                    the share of held-out tokens at which a greedy draft is accepted
-"""
-
-from collections.abc import Mapping
 from dataclasses import replace
 
 from stillhouse.config import ConfigError, MtpConfig, ObjectiveConfig
-from stillhouse.engine.parts.mtp import PREFIX, FurtherTokens
+from stillhouse.engine.parts import MtpLoss
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 
-def mtp_objective(
-    mtp: MtpConfig, objective: ObjectiveConfig, spec: ObjectiveSpec, *, has_teacher: bool
-) -> FurtherTokens:
+def mtp_objective(mtp: MtpConfig, objective: ObjectiveConfig, spec: ObjectiveSpec, *, has_teacher: bool) -> MtpLoss:
     """The objective of the student's MTP layers.
 
     objective, spec: the run's objective, as it is configured and parsed
@@ -37,13 +30,13 @@ def mtp_objective(
     if mtp.signal == "student":
         if spec.divergence is None:
             raise ConfigError("student.mtp.signal", f"got student, but '{spec.in_words()}' has no divergence")
-        return FurtherTokens(replace(spec, teachers={}, is_mixture=False), mtp.depths, mtp.scale, of_student=True)
+        return MtpLoss(replace(spec, teachers={}, is_mixture=False), mtp.depths, mtp.scale, of_student=True)
     if spec.needs_teacher and not has_teacher:
         raise ConfigError(
             "student.mtp.objective",
             f"got '{mtp.objective}', which needs a teacher: set teacher.model, or student.mtp.signal=student",
         )
-    return FurtherTokens(spec, mtp.depths, mtp.scale)
+    return MtpLoss(spec, mtp.depths, mtp.scale)
 
 
 def depths_in_words(mtp: MtpConfig | None) -> str:
@@ -56,7 +49,7 @@ def depths_in_words(mtp: MtpConfig | None) -> str:
     return f" (+ {mtp.scale:g} × {what}{signal} at {_tokens(mtp)}{frozen})"
 
 
-def mtp_in_words(mtp: MtpConfig, part: Decoder, objective: FurtherTokens) -> str:
+def mtp_in_words(mtp: MtpConfig, part: Decoder, objective: MtpLoss) -> str:
     """The student's MTP layers. part: this process's part of the student."""
     count = "on the last stage"
     if part.mtp is not None:
@@ -70,34 +63,3 @@ def mtp_in_words(mtp: MtpConfig, part: Decoder, objective: FurtherTokens) -> str
 
 def _tokens(mtp: MtpConfig) -> str:
     return f"{mtp.depths} further token{'s' if mtp.depths > 1 else ''}"
-
-
-def by_depth(sums: Mapping[str, float]) -> dict[int, dict[str, float]]:
-    """The sums of a step or an evaluation by depth, without the prefixes of the depths."""
-    sums_by_depth: dict[int, dict[str, float]] = {0: {}}
-    for name, value in sums.items():
-        first, _, rest = name.partition("/")
-        if first.startswith(PREFIX):
-            sums_by_depth.setdefault(int(first.removeprefix(PREFIX)), {})[rest] = value
-        else:
-            sums_by_depth[0][name] = value
-    return sums_by_depth
-
-
-def depth_key(key: str, depth: int) -> str:
-    """The metric key of a depth: loss/jsd_nats_per_token is loss/mtp_1/jsd_nats_per_token at depth 1."""
-    namespace, _, rest = key.partition("/")
-    return f"{namespace}/{PREFIX}{depth}/{rest}" if depth else key
-
-
-def acceptance(sums: Mapping[str, float]) -> dict[str, float]:
-    """The held-out metrics of each depth, per token that it predicts (see `train.engine.ACCEPTANCE`)."""
-    metrics: dict[str, float] = {}
-    for depth, of_depth in by_depth(sums).items():
-        if depth and of_depth["tokens"]:
-            metrics |= {
-                depth_key("eval/acceptance", depth): of_depth["agreement"] / of_depth["tokens"],
-                depth_key("eval/sampled_acceptance", depth): 1 - of_depth["total_variation"] / of_depth["tokens"],
-                depth_key("eval/cross_entropy", depth): of_depth["cross_entropy"] / of_depth["tokens"],
-            }
-    return metrics

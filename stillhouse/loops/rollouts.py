@@ -3,8 +3,8 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,15 +23,8 @@ from stillhouse.generation import (
     require_versions,
     step_documents,
 )
-from stillhouse.generation.distributed import DistributedEngine
-from stillhouse.loops.waiting import waited_for
-from stillhouse.loops.weights_probe import (
-    gaps_of_servers,
-    probe_prompts,
-    probe_samples,
-    require_weights_in_use,
-    rounding,
-)
+from stillhouse.generation.rollout_engines import DistributedEngine
+from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
@@ -43,7 +36,7 @@ from stillhouse.run.session import Session
 from stillhouse.run.user_functions import ENVIRONMENT, REWARD, function_of
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
-from stillhouse.signals.stored import SECONDS_TO_STOP
+from stillhouse.signals.stored import SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP
 
 Result = TypeVar("Result")
 
@@ -56,8 +49,8 @@ _AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 class Rollouts:
     """queue: of the samples, on rank 0; None on the other ranks, which get the samples from it.
 
-    Rewards and environments run on rank 0 alone. An engine in this job writes on all ranks together: what rank 0 asks
-    it for, the other ranks ask theirs for, too.
+    Rewards and environments run on rank 0 alone. An engine in this job generates on all ranks together: what rank 0
+    asks it for, the other ranks ask theirs for, too.
     """
 
     def __init__(self, session: Session, folder: RunFolder):
@@ -95,7 +88,7 @@ class Rollouts:
     def _ask(self, step: int, timeline: Timeline) -> None:
         queue, number, folder = self.queue, step + 1, None
         if self.config.writer == "student" and self.config.urls:
-            # while the servers still write
+            # while the servers still generate
             with timeline.span(number, "weights", f"publish version {step}"), explained_write_errors(self.weights):
                 tokenizer = self.session.tokenizer
                 folder = self.session.engine.publish(self.weights, step, run=self.run, tokenizer=tokenizer)
@@ -107,7 +100,7 @@ class Rollouts:
                 self._update_weights(step, folder)
                 if folder is not None:
                     self._prove_weights(step)
-        # an engine in this job writes now; with servers, this only sends the requests
+        # an engine in this job generates now; with servers, this only sends the requests
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             self._on_first(lambda: None if queue is None else queue.ask(step))
 
@@ -130,11 +123,11 @@ class Rollouts:
 
     def micro_batches(self, step: int, samples: Sequence[Sample]) -> ShardedMicroBatches:
         """This process's part of a step on these samples, and on the dataset's completions of the step."""
-        numbers, prompts = self.plan.from_dataset(step), self.session.train.documents
-        rules = target_rules(self.config)
-        return self._sharded(step_documents(prompts, samples, rules, self.session.dataset, numbers))
+        dataset, numbers = self.session.dataset, self.plan.from_dataset(step)
+        prompts, rules = self.session.train.documents, target_rules(self.config)
+        return self._shard(step_documents(prompts, samples, rules, dataset, numbers))
 
-    def _sharded(self, documents: Documents) -> ShardedMicroBatches:
+    def _shard(self, documents: Documents) -> ShardedMicroBatches:
         layout = self.session.engine.layout
         return self.session.shard(self._packer.micro_batches(documents, layout.degrees.data * layout.stages))
 
@@ -160,32 +153,26 @@ class Rollouts:
         if folder is None:
             assert engine is not None
             engine.update_weights(step, None)
-        elif engine is None:
-            self._on_first(lambda: None)
         else:
-            update = partial(engine.update_weights, step, folder)
-            self._on_first(lambda: waited_for(update, partial(_alive, [])))
+            self._on_first(lambda: None if engine is None else _update_servers(engine, step, folder))
 
     def _prove_weights(self, step: int) -> None:
-        """Raise SignalsLostError on all ranks if a server writes with other weights than the student's."""
-        engine, prompts = self.engine, probe_prompts(self.session.train.documents)
-
-        def written() -> list[Any]:
-            assert isinstance(engine, ServedEngine)
-            engines_probed = engine.weights.probed
-            return [list(engines_probed), [sample.as_json() for sample in probe_samples(prompts, engines_probed)]]
-
-        urls, content = self._on_first(written)
+        """Raise SignalsLostError on all ranks if a server generates with other weights than the student's."""
+        urls, content = self._on_first(self._probes)
         if not urls:  # each was started anew at this moment, and is given the weights again
             return
         samples = [Sample.from_json(values) for values in content]
-        documents = step_documents(self.session.train.documents, samples, TargetRules())
-        micro_batches = self._sharded(documents)
-        gaps = gaps_of_servers(self.session, micro_batches, len(urls), len(prompts))
-        most = rounding(self.session, self.config)
-        require_weights_in_use(step, dict(zip(urls, gaps, strict=True)), most)
-        if isinstance(engine, ServedEngine):
-            engine.weights.set_proved(urls[0], most)
+        micro_batches = self._shard(step_documents(self.session.train.documents, samples, TargetRules()))
+        rounding = require_weights_in_use(self.session, self.config, step, urls, micro_batches)
+        if isinstance(self.engine, ServedEngine):
+            self.engine.weights.set_proved(urls[0], rounding)
+
+    def _probes(self) -> tuple[list[str], list[Any]]:
+        """On rank 0: the addresses of the servers, and the samples that show their weights, as JSON."""
+        assert isinstance(self.engine, ServedEngine)
+        by_server = self.engine.weights.probed
+        samples = probe_samples(self.session.train.documents, by_server)
+        return list(by_server), [sample.as_json() for sample in samples]
 
     def _on_first(self, action: Callable[[], Result]) -> Result:
         """The result of an action on rank 0, on all ranks. It must be something that JSON can represent.
@@ -203,19 +190,39 @@ class Rollouts:
 
 
 def first_rollouts(session: Session, folder: RunFolder) -> ShardedMicroBatches:
-    """The micro-batches of the first step of a run whose completions are written in this job; nothing is saved."""
+    """The micro-batches of the first step of a run whose completions are generated in this job; nothing is saved."""
     rollouts, timeline = Rollouts(session, folder), Timeline(time.monotonic)
     rollouts.ask(0, timeline)
     return rollouts.micro_batches(0, rollouts.take(0, timeline))
 
 
-def _alive(since: list[float]) -> None:
-    """Called while completions are waited for. Raises ServerError some seconds after a signal to end the run."""
-    watchdog.progress()
-    if requested():
-        since.append(time.monotonic())
-        if time.monotonic() - since[0] > SECONDS_TO_STOP:
-            raise ServerError("a signal came while the run waited for completions")
+def _update_servers(engine: RolloutEngine, step: int, folder: Path) -> None:
+    """Give servers new weights, which may take minutes, and look meanwhile whether the run is to end.
+
+    If it is, the thread goes on until what it waits for is closed.
+    """
+    threads, require_no_signal = ThreadPoolExecutor(1), _SignalWatch()
+    try:
+        update = threads.submit(engine.update_weights, step, folder)
+        while not wait([update], SECONDS_BETWEEN_LOOKS).done:
+            require_no_signal()
+        update.result()
+    finally:
+        threads.shutdown(wait=False)
+
+
+class _SignalWatch:
+    """Called again and again while servers are waited for: raises ServerError some seconds after a signal."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def __call__(self) -> None:
+        watchdog.progress()
+        if requested():
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > SECONDS_TO_STOP:
+                raise ServerError("a signal came while the run waited for completions")
 
 
 def make_queue(
@@ -246,7 +253,7 @@ def make_queue(
         last_step=steps - 1,
         advantage=rollout.advantage,
         deviation=rollout.deviation,
-        alive=partial(_alive, []),
+        alive=_SignalWatch(),
         by_student=rollout.writer == "student",
     )
 

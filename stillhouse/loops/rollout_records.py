@@ -1,31 +1,33 @@
-"""The metrics of a step's samples, and warnings of a policy that runs away."""
+"""What a run records of a step's samples: metrics, warnings of a policy that runs away, and a few completions."""
 
 import math
 import statistics
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from stillhouse.engine.engine import StepOutput
 from stillhouse.generation import POLICY_VERSION, RolloutPlan, Sample, staleness
 from stillhouse.generation.advantages import mean_and_deviation
-from stillhouse.output.rollout_log import Timeline
+from stillhouse.output import records
+from stillhouse.output.rollout_log import SAMPLES, Timeline
 from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
+from stillhouse.run.session import Session
 
 #: mean difference of log-probabilities in nats, above which the engine's and the trainer's computations disagree: of
-#: tokens that were written by the present weights, and of those by earlier ones, which training has changed since
+#: tokens that the present weights generated, and of those of earlier ones, which training has changed since
 MOST_LOG_RATIO, MOST_STALE_LOG_RATIO = 0.1, 1.0
 #: completions that are so many times longer than those of the first steps, and so often cut, have no end in sight
 LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
 #: or so many more of them are cut
 MORE_CUT = 0.3
+#: how the keys of per-token values begin that are no divergence of teacher and student
+_NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_")
 
 
 class RolloutMetrics:
-    """Of the steps since the run was started or resumed.
-
-    by_student: whether the student writes the completions
-    """
+    """Of the steps since the run was started or resumed. by_student: whether the student generates the samples."""
 
     def __init__(self, plan: RolloutPlan, ranks: Ranks, *, by_student: bool):
         self._plan, self._ranks, self._by_student = plan, ranks, by_student
@@ -48,11 +50,10 @@ class RolloutMetrics:
         metrics = {
             "rollout/completion_tokens": statistics.fmean(lengths),
             "rollout/truncated": statistics.fmean(sample.completion.finish == "length" for sample in samples),
+            "speed/waiting": timeline.waiting(step + 1),
+            "speed/sampled_tokens_per_second": sum(lengths) / seconds,
         }
-        metrics["speed/waiting"] = timeline.waiting(step + 1)
-        metrics["speed/sampled_tokens_per_second"] = sum(lengths) / seconds
-        rewards = [sample.reward for sample in samples if sample.reward is not None]
-        if rewards:
+        if rewards := [sample.reward for sample in samples if sample.reward is not None]:
             metrics["rollout/reward"], metrics["rollout/reward_std"] = mean_and_deviation(rewards)
         metrics["rollout/share"] = len(samples) / (len(samples) + len(self._plan.from_dataset(step)))
         if self._by_student:
@@ -63,22 +64,21 @@ class RolloutMetrics:
     def _policy(
         self, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
     ) -> dict[str, float]:
-        counts = staleness(samples, step)
-        tokens = sum(counts.values())
+        """How old the weights are that generated the tokens, and how much their log-probabilities differ."""
+        counts, sums = staleness(samples, step), output.sums
         metrics = {
-            "rollout/staleness": sum(steps * count for steps, count in counts.items()) / tokens,
+            "rollout/staleness": sum(steps * count for steps, count in counts.items()) / sum(counts.values()),
             "rollout/staleness_max": float(max(counts)),
         }
-        if "log_ratio" in output.sums:
+        if "log_ratio" in sums:
             metrics |= self._log_ratios(step, micro_batches, output)
-            for name in ("ratio", "clipped"):
-                if name in output.sums:
-                    metrics[f"rollout/{name}"] = output.sums[name] / (output.sums["sampled"] or 1.0)
+            tokens = sums["sampled"] or 1.0
+            metrics |= {f"rollout/{name}": sums[name] / tokens for name in ("ratio", "clipped") if name in sums}
         return metrics
 
     def _log_ratios(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> dict[str, float]:
-        """The mean and the largest difference of log-probabilities, and the mean of the tokens that were written by
-        the weights that learn from them, if there are any. A collective of all processes.
+        """The mean and the largest difference of log-probabilities, and the mean over the tokens that the present
+        weights generated, if there are any. A collective of all processes.
         """
         largest, total, count = 0.0, 0.0, 0
         for micro_batch, of_micro_batch in zip(micro_batches, output.outputs, strict=False):
@@ -96,8 +96,8 @@ class RolloutMetrics:
         return metrics
 
     def _watch(self, metrics: dict[str, float]) -> None:
-        length = metrics["rollout/completion_tokens"]
-        cut = metrics["rollout/truncated"]
+        """Warn once of completions without an end, and of log-probabilities that differ too much."""
+        length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
         if len(self._first) < FIRST_STEPS:
             self._first.append((length, cut))
         usual, usually_cut = (statistics.fmean(values) for values in zip(*self._first, strict=True))
@@ -127,3 +127,75 @@ class RolloutMetrics:
         if what not in self._warned:
             self._warned.add(what)
             log_rank0(f"warning: {line}")
+
+
+def shown_samples(
+    session: Session,
+    step: int,
+    samples: Sequence[Sample],
+    micro_batches: ShardedMicroBatches,
+    output: StepOutput,
+) -> list[records.Sample]:
+    """Some samples of a step, of different prompts if there are enough. A collective of all processes."""
+    numbers = list(range(0, len(samples), max(1, len(samples) // SAMPLES)))
+    divergences = _divergences(session, numbers, micro_batches, output)
+    return [_shown(session, step, samples[number], divergences[number]) for number in numbers]
+
+
+def _divergences(
+    session: Session, numbers: list[int], micro_batches: ShardedMicroBatches, output: StepOutput
+) -> dict[int, dict[int, float]]:
+    """For each document, the divergences of the distributions that predicted its tokens, by the tokens' positions.
+
+    numbers: of the documents in the step; samples are numbered as `step_documents` does.
+    """
+    rows_here: list[tuple[int, int, float]] = []
+    for micro_batch, processed in zip(micro_batches, output.outputs, strict=False):
+        per_token = processed.per_token.items()
+        divergences = [value_T for name, value_T in per_token if not name.startswith(_NO_DIVERGENCES)]
+        if not divergences:
+            continue
+        documents_T = micro_batch.document_T
+        is_shown_T = torch.isin(documents_T, torch.tensor(numbers, device=documents_T.device))
+        is_shown_T &= micro_batch.weights_T > 0
+        rows = is_shown_T.nonzero()[:, 0]
+        documents = documents_T[rows].tolist()
+        positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
+        rows_here += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
+    by_document: dict[int, dict[int, float]] = {number: {} for number in numbers}
+    for rows_of_rank in session.ranks.gather(rows_here):
+        for document, position, value in rows_of_rank:
+            by_document[document][position] = value
+    return by_document
+
+
+def _shown(session: Session, step: int, sample: Sample, divergences: dict[int, float]) -> records.Sample:
+    assert session.rollout_config is not None
+    completion, tokenizer = sample.completion, session.tokenizer
+    prompt_ids = session.train.documents.tokens(sample.prompt)
+    by_student = session.rollout_config.writer == "student"
+    generated = zip(
+        completion.ids_N.tolist(), completion.versions_N.tolist(), sample.is_generated_N.tolist(), strict=True
+    )
+    tokens = [
+        records.SampleToken(
+            text=tokenizer.decode([token]),
+            divergence=divergences.get(position),
+            version=version if is_generated and by_student else None,
+            target=is_generated,
+        )
+        for position, (token, version, is_generated) in enumerate(generated, start=len(prompt_ids))
+    ]
+    oldest = int(completion.versions_N[sample.is_generated_N].min())
+    return records.Sample(
+        step=step + 1,
+        prompt=tokenizer.decode(prompt_ids),
+        completion=tokenizer.decode(completion.ids_N),
+        tokens=tokens,
+        length=len(tokens),
+        reward=sample.reward,
+        advantage=None if sample.reward is None else sample.advantage,
+        finish=completion.finish,
+        source="student" if by_student else "teacher",
+        staleness=step - oldest if by_student else 0,
+    )

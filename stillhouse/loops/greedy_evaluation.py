@@ -1,0 +1,194 @@
+"""Evaluations for which the student completes prompts greedily: eval.tasks, eval.samples and eval.callbacks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.config.task_spec import TaskSpec
+from stillhouse.data import Documents
+from stillhouse.data.problems import exact_match, problem
+from stillhouse.data.render.templates import CompletionTemplate
+from stillhouse.generation import Completion, GenerationRequest, Sampling
+from stillhouse.generation.rollout_engines import InProcessEngine
+from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
+from stillhouse.loops.evaluate import in_shown_order
+from stillhouse.models import eos_ids
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.json_lines import LineFile
+from stillhouse.output.records import CHARACTERS, EvalSample
+from stillhouse.parallel import is_first, watchdog
+from stillhouse.preemption import OverdueError
+from stillhouse.run.completion_engine import in_process_engine
+from stillhouse.run.session import Session
+from stillhouse.signals import SignalsLostError
+
+#: tokens of a prompt at most, of a document that is no prompt and completion
+PROMPT_TOKENS = 32
+
+
+class GreedyEvaluation:
+    """The evaluations of a run that need completions.
+
+    engine: completes greedily, with a copy of the student's weights where the run has several processes.
+    file: of the shown completions; None without them, and on all ranks except rank 0.
+    """
+
+    def __init__(self, session: Session, folder: RunFolder, engine: InProcessEngine, file: LineFile | None):
+        self._session, self._folder, self._engine, self._file = session, folder, engine, file
+
+    def evaluate(self, step: int, known: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of tasks and callbacks, the same on all ranks, and show completions of held-out prompts.
+
+        A collective of all processes. Raises ValueError on all ranks for a callback that fails, and SignalsLostError
+        for one that does not return after a signal.
+
+        known: the other metrics of this evaluation, whose names a callback must not use.
+        """
+        session, settings = self._session, self._session.eval_config
+        watchdog.enter("the evaluation of tasks")
+        self._engine.update_weights(step, None)
+        metrics = evaluate_tasks(self._complete, session.tokenizer, settings.tasks, settings.task_count, session.seed)
+        if settings.samples:
+            self._show_completions(step)
+        watchdog.enter("eval.callbacks", timed=False)  # they may take any time
+        context = EvaluationContext(step, self._folder.path, session.tokenizer, self._complete_texts)
+        try:
+            return metrics | session.ranks.on_first(
+                lambda: callback_metrics(settings.callbacks, context, known | metrics), ValueError, OverdueError
+            )
+        except OverdueError as error:
+            raise SignalsLostError(str(error)) from error
+
+    def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return [future.result() for future in self._engine.generate(requests)]
+
+    def _complete_texts(self, texts: Sequence[str]) -> list[str]:
+        """Complete texts on this rank alone: the other ranks wait for its metrics."""
+        tokenizer = self._session.tokenizer
+        completions = self._engine.generate_on_this_rank(_text_requests(tokenizer, texts))
+        return [tokenizer.decode(completion.ids_N.tolist(), skip_special_tokens=True) for completion in completions]
+
+    def _show_completions(self, step: int) -> None:
+        """Complete the same held-out prompts at each evaluation, and append them to eval_samples.jsonl."""
+        session, settings, sequences = self._session, self._session.eval_config, self._session.evaluation
+        assert sequences is not None
+        prompts, requests = choose_prompts(sequences.documents, settings.samples), list[GenerationRequest]()
+        for number, prompt in enumerate(prompts):
+            tokens = min(settings.task_tokens, sequences.max_tokens - len(prompt.prompt_N))
+            requests.append(GenerationRequest(number, prompt.prompt_N, number, tokens))
+        completions, decode = self._complete(requests), session.tokenizer.decode
+        if self._file is None:
+            return
+        self._file.append(
+            [
+                EvalSample(
+                    step=step,
+                    number=request.number,
+                    source=prompt.source,
+                    prompt=decode(prompt.prompt_N.tolist())[-CHARACTERS:],
+                    reference=decode(prompt.reference_N[: request.max_new_tokens].tolist())[:CHARACTERS],
+                    completion=decode(completion.ids_N.tolist())[:CHARACTERS],
+                    tokens=len(completion.ids_N),
+                    finish=completion.finish,
+                )
+                for request, prompt, completion in zip(requests, prompts, completions, strict=True)
+            ]
+        )
+
+
+@contextmanager
+def greedy_evaluation(session: Session, folder: RunFolder, kept: int) -> Iterator[GreedyEvaluation | None]:
+    """The evaluations that need completions; None if the run has none.
+
+    kept: the last step whose shown completions are kept; those of later steps are removed, because they are written
+        again.
+    """
+    settings = session.eval_config
+    if not (settings.tasks or settings.callbacks or settings.samples):
+        yield None
+        return
+    eos = eos_ids(session.tokenizer, session.student)
+    engine = in_process_engine(session, Sampling(settings.task_tokens, temperature=0.0, eos_ids=eos))
+    writes = settings.samples and is_first()
+    with closing(LineFile(folder.eval_samples, kept)) if writes else nullcontext() as file:
+        yield GreedyEvaluation(session, folder, engine, file)
+
+
+def evaluate_tasks(
+    generate: Callable[[Sequence[GenerationRequest]], list[Completion]],
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    count: int,
+    seed: int,
+) -> dict[str, float]:
+    """The share of held-out problems that are completed exactly.
+
+    generate: completes prompts greedily, in their order.
+    tasks: as in `TaskSpec.parse`, each name once.
+    count: problems of each task; their lengths take turns.
+    seed: of the problems.
+
+    `eval/exact_match/<task>` is over all problems of a task, `eval/exact_match/<task>/length_<n>` over those of one
+    length, and `eval/tasks_truncated` is the share of all completions that were cut before they ended. Without tasks,
+    the result is empty.
+    """
+    specs = [TaskSpec.parse(text) for text in tasks]
+    problems = [(spec.name, problem(spec, seed, number, held_out=True)) for spec in specs for number in range(count)]
+    if not problems:
+        return {}
+    completions = generate(_text_requests(tokenizer, [item.prompt for _, item in problems]))
+    matches: dict[str, list[float]] = {}
+    for (name, item), completion in zip(problems, completions, strict=True):
+        text = tokenizer.decode(completion.ids_N.tolist(), skip_special_tokens=True)
+        matched = exact_match(item.prompt, text, item.record(name))
+        for key in (f"eval/exact_match/{name}", f"eval/exact_match/{name}/length_{item.length}"):
+            matches.setdefault(key, []).append(matched)
+    truncated = sum(completion.finish == "length" for completion in completions) / len(completions)
+    return {key: float(np.mean(values)) for key, values in matches.items()} | {"eval/tasks_truncated": truncated}
+
+
+def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[GenerationRequest]:
+    """Requests with the tokens that the texts have as prompts in training."""
+    # which tokens of a completion are targets does not matter to its prompt
+    prompts = CompletionTemplate(tokenizer, "completion").encode_prompts(list(texts))
+    return [
+        GenerationRequest(number, np.asarray(ids, dtype=np.int32), seed=number) for number, ids in enumerate(prompts)
+    ]
+
+
+@dataclass(frozen=True)
+class HeldOutPrompt:
+    """The beginning of a held-out document, and how it goes on there. source: its file and line."""
+
+    source: str
+    prompt_N: np.ndarray
+    reference_N: np.ndarray
+
+
+def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:
+    """Choose up to `count` prompts, the same ones in every run on this data. Several sets take turns.
+
+    A document with a prompt is cut where its first target begins. Another one is cut after half of its tokens, at
+    most `PROMPT_TOKENS`. One of a single token has no prompt.
+    """
+    by_set: dict[int, list[int]] = {}
+    for document in in_shown_order(documents, range(len(documents))):
+        if len(documents.tokens(document)) > 1:
+            set_number = 0 if documents.set_D is None else int(documents.set_D[document])
+            by_set.setdefault(set_number, []).append(document)
+    turns = sorted(
+        (turn, set_number, document)
+        for set_number, documents_of_set in by_set.items()
+        for turn, document in enumerate(documents_of_set)
+    )
+    return [_prompt(documents, document) for _, _, document in turns[:count]]
+
+
+def _prompt(documents: Documents, document: int) -> HeldOutPrompt:
+    ids_N = documents.tokens(document)
+    first = int(np.flatnonzero(documents.targets(document))[0])
+    cut = first if first > 1 else max(1, min(PROMPT_TOKENS, len(ids_N) // 2))
+    return HeldOutPrompt(documents.sources[document], ids_N[:cut].astype(np.int32), ids_N[cut:])

@@ -1,0 +1,128 @@
+"""The metrics of a step or an evaluation, from its sums over target tokens. The sums are those of the engine.
+
+loss/forward_kl_nats_per_token           a term of the objective, unscaled
+loss/mtp_1/forward_kl_nats_per_token     the same at depth 1 of multi-token prediction, per token predicted there
+eval/mtp_1/acceptance                    the share of held-out tokens at which a greedy draft of depth 1 is accepted
+"""
+
+from collections.abc import Collection, Mapping
+
+from stillhouse.engine.parts import ROUTER_LOSS
+from stillhouse.engine.parts.mtp import PREFIX
+from stillhouse.models.hidden_match import HIDDEN
+from stillhouse.objective.keys import CHUNK_TOKENS, WEIGHTS
+from stillhouse.objective.spec import ObjectiveSpec
+
+#: the keys of a step's metrics that are no summand of the loss, or not in nats
+_STEP_KEYS = {
+    ROUTER_LOSS: f"loss/{ROUTER_LOSS}",
+    "student_entropy": "train/student_entropy_nats",
+    "teacher_entropy": "train/teacher_entropy_nats",
+    "agreement": "train/agreement",
+    "teacher_mass": "train/teacher_mass",
+}
+#: sums over sampled tokens, which `rollout_records.py` reports
+_OF_SAMPLED_TOKENS = ("log_ratio", "sampled", "ratio", "clipped")
+#: the names of an evaluation's metrics, each with the key `eval/<name>`
+_EVALUATED = (
+    "cross_entropy",
+    "forward_kl",
+    "agreement",
+    "student_entropy",
+    "teacher_entropy",
+    "uld",
+    "teacher_cross_entropy",
+)
+#: metrics of one distribution at one temperature
+_ENTROPIES = ("student_entropy", "teacher_entropy")
+#: metrics that are no part of a loss
+_DESCRIPTIONS = (*_ENTROPIES, "agreement", "teacher_mass")
+
+
+def step_metrics(sums: Mapping[str, float], objective: ObjectiveSpec) -> dict[str, float]:
+    """Return each unscaled term and their scaled total, in nats per target token, and what describes the tokens."""
+    metrics = {"loss/total_nats_per_token": sums["loss"]}
+    temperatures = {share.temperature or objective.temperature for share in objective.teachers.values()}
+    for depth, sums_of_depth in by_depth(sums).items():
+        for name, mean in means(sums_of_depth, objective, mixes_temperatures=len(temperatures) > 1).items():
+            kind, slash, teacher = name.partition("/")
+            if kind.partition("#")[0] in _OF_SAMPLED_TOKENS:
+                continue
+            if kind in _STEP_KEYS:
+                key = f"{_STEP_KEYS[kind]}{slash}{teacher}"
+            else:
+                unit = "" if kind.startswith(HIDDEN) else "_nats"
+                key = f"loss/{name}{unit}_per_token"
+            metrics[_depth_key(key, depth)] = mean
+    return metrics
+
+
+def evaluation_metrics(
+    sums: Mapping[str, float], objective: ObjectiveSpec, temperatures: Collection[float]
+) -> dict[str, float]:
+    """Return the metrics of some held-out documents. temperatures: those at which the teachers' signals are known."""
+    sums_by_depth = by_depth(sums)
+    known = means(sums_by_depth[0], objective, mixes_temperatures=len(temperatures) > 1)
+    metrics: dict[str, float] = {}
+    for suffix in ("", *(f"/{teacher}" for teacher in objective.teachers)):
+        if f"continuation{suffix}" in known:  # the forward KL of spans at the rows of their later tokens
+            known[f"forward_kl{suffix}"] += known[f"continuation{suffix}"]
+        names = (name + suffix for name in _EVALUATED)
+        metrics |= {f"eval/{name}": known[name] for name in names if name in known}
+    for depth, of_depth in sums_by_depth.items():
+        if depth and of_depth["tokens"]:
+            tokens = of_depth["tokens"]
+            metrics |= {
+                _depth_key("eval/acceptance", depth): of_depth["agreement"] / tokens,
+                _depth_key("eval/sampled_acceptance", depth): 1 - of_depth["total_variation"] / tokens,
+                _depth_key("eval/cross_entropy", depth): of_depth["cross_entropy"] / tokens,
+            }
+    return metrics | {"eval/tokens": sums["tokens"]}
+
+
+def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperatures: bool) -> dict[str, float]:
+    """Return the means per target token, under the names that the objective gives the metrics.
+
+    A metric of one of several teachers is `<name>/<teacher>`, per token that this teacher scores. `<name>` is then
+    the mean over the teachers that report it: with their weights, or, if every token has one teacher, over tokens.
+
+    mixes_temperatures: the teachers have different ones, so that entropies have no mean.
+    """
+    averages, of_one, weights = dict[str, float](), dict[str, float](), dict[str, float]()
+    for name, value in sums.items():
+        kind, _, teacher = name.partition("/")
+        # a part of the loss is per token, as the loss is; what only describes the tokens is their mean, by weight
+        count = WEIGHTS if kind.partition("#")[0] in _DESCRIPTIONS and WEIGHTS in sums else "tokens"
+        tokens = sums[count] or 1.0
+        if kind in ("loss", "tokens", WEIGHTS, CHUNK_TOKENS) or (name == "student_entropy" and mixes_temperatures):
+            continue
+        if not teacher:
+            averages[name] = value / tokens
+            continue
+        routed = sums.get(f"{count}/{teacher}")
+        tokens_of_term = tokens if routed is None else routed
+        share = objective.teachers[teacher].weight if routed is None else 1.0
+        if tokens_of_term:
+            of_one[name] = value / tokens_of_term
+        if not (mixes_temperatures and kind in _ENTROPIES):
+            averages[kind] = averages.get(kind, 0.0) + share * value
+            weights[kind] = weights.get(kind, 0.0) + share * tokens_of_term
+    return {name: value / (weights.get(name) or 1.0) for name, value in averages.items()} | of_one
+
+
+def by_depth(sums: Mapping[str, float]) -> dict[int, dict[str, float]]:
+    """Return the sums of each depth of multi-token prediction, without the prefixes of the depths."""
+    sums_by_depth: dict[int, dict[str, float]] = {0: {}}
+    for name, value in sums.items():
+        first, _, rest = name.partition("/")
+        if first.startswith(PREFIX):
+            sums_by_depth.setdefault(int(first.removeprefix(PREFIX)), {})[rest] = value
+        else:
+            sums_by_depth[0][name] = value
+    return sums_by_depth
+
+
+def _depth_key(key: str, depth: int) -> str:
+    """Return the metric key of a depth: loss/jsd_nats_per_token is loss/mtp_1/jsd_nats_per_token at depth 1."""
+    namespace, _, rest = key.partition("/")
+    return f"{namespace}/{PREFIX}{depth}/{rest}" if depth else key

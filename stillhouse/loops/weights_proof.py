@@ -1,0 +1,93 @@
+"""Proves after each update that servers generate with the weights that they were given.
+
+A server's own word proves nothing: a load that changed nothing, half a load, or the files of another version have the
+right label, too. So each server completes a few of the run's prompts after an update, and the log-probabilities that
+it gives are compared with those that the trainer computes itself.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from stillhouse.config import RolloutConfig
+from stillhouse.data import Documents
+from stillhouse.generation import Completion, Sample
+from stillhouse.objective.keys import OLD_LOG_PROBS
+from stillhouse.parallel import ShardedMicroBatches
+from stillhouse.run.session import Session
+from stillhouse.serving.client.engine_proof import PROBES, ROUNDED
+from stillhouse.signals import SignalsLostError
+
+#: a difference of log-probabilities that rounding stays below where both sides compute in float32, in the same way
+_EXACT = 1e-3
+#: probes are the shortest of so many prompts
+_CHOICE = 256
+
+
+def probe_prompts(prompts: Documents) -> list[int]:
+    """The numbers of the prompts that servers complete."""
+    return [int(number) for number in np.argsort(prompts.lengths_D[:_CHOICE], kind="stable")[:PROBES]]
+
+
+def probe_samples(prompts: Documents, by_server: Mapping[str, Sequence[Completion]]) -> list[Sample]:
+    """What servers have generated for the probes among these prompts, one server after the other."""
+    probes = [
+        (number, completion)
+        for completions in by_server.values()
+        for number, completion in zip(probe_prompts(prompts), completions, strict=True)
+    ]
+    return [
+        Sample(at, number, completion, np.ones(len(completion.ids_N), dtype=bool))
+        for at, (number, completion) in enumerate(probes)
+    ]
+
+
+def require_weights_in_use(
+    session: Session, rollout: RolloutConfig, version: int, urls: Sequence[str], micro_batches: ShardedMicroBatches
+) -> float:
+    """Raise SignalsLostError for a server whose log-probabilities are those of other weights.
+
+    Returns how many nats of a difference can be rounding. A collective of all processes.
+
+    urls: of the servers.
+    micro_batches: of the servers' `probe_samples`.
+    """
+    rounding, gaps_by_server = _rounding(session, rollout), _gaps_by_server(session, micro_batches)
+    for number, url in enumerate(urls):
+        gaps = gaps_by_server[number]
+        median = statistics.median(gaps)
+        if not median <= rounding:  # a NaN is none
+            raise SignalsLostError(
+                f"{url} says that it writes with version {version}, and its log-probabilities are those of other "
+                f"weights: they differ from the trainer's by {median:.3g} nats (the median of {len(gaps)} "
+                f"tokens) and rounding is at most {rounding:g}: expected a server that reads the folder "
+                "that it is given, loads all of it, and computes the same model"
+            )
+    return rounding
+
+
+def _gaps_by_server(session: Session, micro_batches: ShardedMicroBatches) -> dict[int, list[float]]:
+    """For each server's number, how much its log-probabilities differ from the student's, in nats."""
+    probes, entries = len(probe_prompts(session.train.documents)), list[list[float]]()
+    for micro_batch, log_probs_T in zip(micro_batches, session.engine.log_probs(micro_batches), strict=False):
+        rows = micro_batch.valid_index
+        gaps = (log_probs_T - micro_batch.per_token[OLD_LOG_PROBS])[rows].abs()
+        entries += torch.stack([(micro_batch.document_T[rows] // probes).to(gaps.dtype), gaps], 1).tolist()
+    gaps_by_server: dict[int, list[float]] = {}
+    for entries_of_rank in session.ranks.gather(entries):
+        for server, gap in entries_of_rank:
+            gaps_by_server.setdefault(int(server), []).append(gap)
+    return gaps_by_server
+
+
+def _rounding(session: Session, rollout: RolloutConfig) -> float:
+    """So many nats can be rounding. What other engines compute in, they do not tell; ours has the student's dtype."""
+    is_exact = (
+        rollout.engine == "stillhouse"
+        and session.engine.autocast is None
+        and next(session.student.parameters()).dtype == torch.float32
+        and torch.get_float32_matmul_precision() == "highest"
+    )
+    return _EXACT if is_exact else ROUNDED
