@@ -132,7 +132,10 @@ class ObjectiveSpec:
         too. document_T: the document of each row, for a discount. valid_index: the rows that count; None:
         all rows. The sampled terms ask the signal for no other rows. student: the student's head, if its vocabulary
         is smaller than a teacher's, or sharded.
+
+        Raises ValueError for signals that are missing, or of teachers that the objective does not name.
         """
+        self._require_signals(signals)
         draws = Draws(labels_T, per_token or {}, document_T, valid_index, student)
         terms: list[Term] = []
         if self.cross_entropy is not None:
@@ -162,6 +165,24 @@ class ObjectiveSpec:
             old_T, at = draws.known(OLD_LOG_PROBS), self.sampling_temperature
             terms.append(LogRatio(labels_T, old_T, at, weights_T=draws.weights_T))
         return terms
+
+    def _require_signals(self, signals: Signals) -> None:
+        """Raise ValueError for signals with which a term would be absent, or have another weight."""
+        if not self.needs_teacher:
+            return
+        if not signals:
+            raise ValueError("signal is missing: expected the signals of the teachers, by their names")
+        if not self.teachers and len(signals) > 1:
+            raise ValueError(
+                f"signals of {', '.join(signals)}: expected one signal, or the share of each teacher in `teachers`"
+            )
+        unknown = signals.keys() - self.teachers.keys() if self.teachers else set()
+        missing = self.teachers.keys() - signals.keys() if self.is_mixture else set()
+        if unknown or missing:
+            raise ValueError(
+                f"signals of {', '.join(signals)}: expected those of {', '.join(self.teachers)}"
+                + ", all of which a mixture needs" * self.is_mixture
+            )
 
     def _scored(self, signals: Signals, temperature: float) -> list[tuple[str | None, Signal, TeacherShare]]:
         """Return each distribution that is compared with the student's: its label, signal and share."""

@@ -45,13 +45,14 @@ from stillhouse.objective import (
 )
 from stillhouse.objective.divergence import WeightedSum
 from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
-from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 
 NAN = math.nan
 CE = [CrossEntropy(make_labels())]
 KL = forward_kl()
 ZERO_T = torch.zeros(T)
 SORTED = make_sorted(torch.randn(T, V).log_softmax(1), 8)
+TWO_SIGNALS = {"math": make_full(), "code": make_full()}
 IDS, LOG_PROBS = torch.zeros(T, 4, dtype=torch.int64), torch.zeros(T, 4)
 ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: objective(hidden=torch.zeros(T, 9)), "hidden_TD of shape (37, 9): expected [tokens, 16]"),
@@ -177,6 +178,16 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
         )
     ),
     (lambda: fused(parse_objective("sampled_kl"), make_leaves(), make_batch(), None), "signal is missing"),
+    *(
+        (lambda text=text: parse_objective(text).terms(make_labels(), {}), "signal is missing")
+        for text in ("cross_entropy + forward_kl", "uld", "sampled_kl", "policy_gradient(teacher_kl=1)")
+    ),
+    (lambda: parse_objective("forward_kl").terms(make_labels(), TWO_SIGNALS), "signals of math, code: expected one"),
+    (lambda: mixture_of("math", "prose").terms(make_labels(), TWO_SIGNALS), "expected those of math, prose"),
+    (
+        lambda: mixture_of("math", "code", "prose").terms(make_labels(), TWO_SIGNALS),
+        "expected those of math, code, prose, all of which a mixture needs",
+    ),
     (lambda: fused(parse_objective("cross_entropy"), make_leaves(), short_batch(), None), "per_token['is_sampled']"),
     (
         lambda: replace(parse_objective("policy_gradient(teacher_kl=1)"), discount=0.5).terms(
@@ -222,6 +233,11 @@ def meta(*shape: int) -> Tensor:
 
 def unloaded() -> FullVocab:
     return FullVocab(torch.zeros(T, 24), OutputHead(meta(V, 24)))
+
+
+def mixture_of(*teachers: str) -> ObjectiveSpec:
+    shares = dict.fromkeys(teachers, TeacherShare(1.0))
+    return replace(parse_objective("forward_kl"), teachers=shares, is_mixture=True)
 
 
 def of_batch(spec: ObjectiveSpec, missing: str) -> None:
