@@ -119,8 +119,8 @@ def _problem(sample: Sample, writer: SampleWriter, vocabulary: int, versions: ra
     oldest, newest = generated_N.min(), generated_N.max()
     if oldest not in versions or newest not in versions or (generated_N[1:] < generated_N[:-1]).any():
         return (
-            f"has tokens of versions {oldest} to {newest}: expected versions {versions.start} to {versions.stop - 1}, "
-            "in this order"
+            f"has tokens of versions {oldest} to {newest}: expected versions {versions.start} to "
+            f"{versions.stop - 1}, in this order"
         )
     if (sample.reward is None) != (writer.reward is None):
         return f"has the reward {sample.reward}: this run has {'no' if writer.reward is None else 'a'} rollout.reward"
