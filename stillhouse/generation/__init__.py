@@ -1,4 +1,4 @@
-"""Rollouts: completions that a model writes, from an engine in this process or from servers, and their rewards."""
+"""Rollouts: completions that a model generates, from an engine in this process or from servers, and their rewards."""
 
 from stillhouse.generation.queue import RolloutQueue, require_versions, staleness
 from stillhouse.generation.queue_state import QueueState

@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, TracebackType
@@ -205,20 +206,17 @@ def _imported(name: str) -> ModuleType | None:
         return None
 
 
-class _ForeignCode:
-    """Within the block, turn whatever is raised into ValueError, also SystemExit, whose exit code 0 would tell of a
-    complete run. what, about: come before and after the error in its message.
+class _ForeignCode(AbstractContextManager[object]):
+    """Within the block, turn whatever is raised into ValueError, also SystemExit, whose exit code 0 would mean a
+    complete run. what, about: they come before and after the error in its message.
     """
 
     def __init__(self, what: str, about: str = ""):
         self._what, self._about = what, about
 
-    def __enter__(self) -> None:
-        pass
-
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None and not isinstance(error, OverdueError) and not _is_ctrl_c(error):
-            message = f"{self._what} raises {_told(error)}{self._about}{_frames(error.__traceback__)}"
+            message = f"{self._what} raises {_in_words(error)}{self._about}{_frames(error.__traceback__)}"
             raise ValueError(message) from error
 
 
@@ -242,7 +240,7 @@ def _require_parameters(path: str, function: Callable[..., Any], parameters: tup
         ) from error
 
 
-def _told(error: BaseException) -> str:
+def _in_words(error: BaseException) -> str:
     """The type of an error and the first line of its message, which may be of any length, or fail itself."""
     message = str(traceback.TracebackException(type(error), error, None))
     first = escaped(message.strip().partition("\n")[0])

@@ -1,4 +1,4 @@
-"""A cache of keys and values with room for a whole completion, so that a new token does not copy all earlier ones.
+"""A cache of keys and values with room for a full completion, so that a new token does not copy all earlier ones.
 
 transformers' own cache joins the old and the new keys of every layer for each token, which for long completions
 takes longer than the model itself. Only models whose layers all have plain full attention have this cache; one with

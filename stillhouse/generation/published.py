@@ -30,9 +30,13 @@ _AGAIN = "publish the weights again"
 class Manifest(BaseModel):
     """What a published folder holds.
 
-    version: how many optimizer steps the weights have seen. run: the identity of the run that has published them;
-    empty if none was given. kind: the whole model, or an adapter. dtypes: those of the tensors, as safetensors names
-    them. tensors: the file of each tensor. files: the sha256 of each file except this one. complete: written last.
+    version: how many optimizer steps the weights have seen.
+    run: the identity of the run that has published them; empty if it has none.
+    kind: a model, or an adapter alone.
+    dtypes: those of the tensors, as safetensors names them.
+    tensors: the file of each tensor.
+    files: the sha256 of each file except this one.
+    complete: written last.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -47,8 +51,11 @@ class Manifest(BaseModel):
 
 
 class PublishedFolder:
-    """A published folder that is being read. manifest: what it says. sha256: of the manifest's bytes, and so of all
-    that it names: two folders with the same one hold the same version of the same run.
+    """A published folder that is being read.
+
+    manifest: what the folder holds.
+    sha256: of the manifest's bytes, and so of all files that it names: two folders with the same hash hold the same
+        version of the same run.
     """
 
     def __init__(self, path: Path, descriptor: int):

@@ -1,4 +1,4 @@
-"""Which samples are written when, and which of them a step trains on. Every schedule has the same rule of asking:
+"""When samples are generated, and which of them a step trains on. Every schedule asks for them by the same rule:
 
     at step s, with the weights of version s, all groups of the steps up to s + ahead have been asked for
 
@@ -26,11 +26,14 @@ _TICK = 1.0
 
 
 class RolloutQueue:
-    """The samples of a run between the engine that writes them and the steps that train on them.
+    """The samples of a run between the engine that generates them and the steps that train on them.
 
+    ahead: how many steps ahead of its own a step's groups are asked for.
+    in_order: whether a step trains on its own groups, and not on those that are finished first.
     max_staleness: steps after which a group that was asked for has to be trained; with `in_order`, `ahead` or more.
-    advantage, deviation: how rewards become advantages (see `with_advantages`). alive: called now and then while
-    waiting. by_student: whether the versions of tokens are those of the student.
+    advantage, deviation: how rewards become advantages (see `with_advantages`).
+    alive: called now and then while waiting.
+    by_student: whether the versions of tokens are those of the student.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class RolloutQueue:
                 if number not in samples and number not in under_way
             ]
         )
-        # an engine in this process has written all of them by now
+        # an engine in this process has generated all of them by now
         while finished := self.writer.finished(0.0):
             self._keep(finished)
 
@@ -206,8 +209,8 @@ class RolloutQueue:
 def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -> None:
     """Raise ValueError for a token whose version is newer than the step's, or older than the bound."""
     for sample in samples:
-        written_N = sample.completion.versions_N[sample.is_generated_N]
-        oldest, newest = int(written_N.min()), int(written_N.max())
+        generated_N = sample.completion.versions_N[sample.is_generated_N]
+        oldest, newest = int(generated_N.min()), int(generated_N.max())
         if not step - max_staleness <= oldest <= newest <= step:
             raise ValueError(
                 f"sample {sample.number} has tokens of versions {oldest} to {newest} in step {step + 1}: expected "
@@ -216,7 +219,7 @@ def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -
 
 
 def staleness(samples: Sequence[Sample], step: int) -> Mapping[int, int]:
-    """How many tokens of the samples were written how many versions ago."""
+    """How many tokens of the samples are how many versions old."""
     counts: dict[int, int] = {}
     for sample in samples:
         for version in sample.completion.versions_N[sample.is_generated_N].tolist():

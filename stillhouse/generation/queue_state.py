@@ -17,7 +17,8 @@ from stillhouse.generation.sample_writer import NOT_WRITTEN, SampleWriter
 class QueueState:
     """What a checkpoint keeps of a queue.
 
-    samples: finished, and not trained. asked_at: for each group that was asked for and is not trained, the step.
+    samples: finished, and not trained.
+    asked_at: for each group that was asked for and is not trained, the step at which it was asked for.
     trained: the groups that were trained although an earlier one was not; `in_order` has none.
     """
 
@@ -114,10 +115,11 @@ def _problem(sample: Sample, writer: SampleWriter, vocabulary: int, versions: ra
         return "has tokens with a version that no model wrote, or tokens of a model without one"
     if writer.environment is None and not sample.is_generated_N.all():
         return "has tokens of an environment: this run has no rollout.environment"
-    written_N = versions_N[sample.is_generated_N]
-    if written_N.min() not in versions or written_N.max() not in versions or (written_N[1:] < written_N[:-1]).any():
+    generated_N = versions_N[sample.is_generated_N]
+    oldest, newest = generated_N.min(), generated_N.max()
+    if oldest not in versions or newest not in versions or (generated_N[1:] < generated_N[:-1]).any():
         return (
-            f"has tokens of versions {written_N.min()} to {written_N.max()}: expected versions {versions.start} to "
+            f"has tokens of versions {oldest} to {newest}: expected versions {versions.start} to "
             f"{versions.stop - 1}, in this order"
         )
     if (sample.reward is None) != (writer.reward is None):

@@ -18,8 +18,11 @@ _PROMPTS, _DATASET = 1, 2**31
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """prompts: number of documents with prompts. dataset: number of documents with completions. share: of a step's
-    completions that are samples; over many steps it is exact, and each step has whole groups.
+    """The prompts of each step.
+
+    prompts: the number of documents with prompts.
+    dataset: the number of documents with completions.
+    share: the share of a step's completions that are samples; over many steps it is exact, and no group is split.
     """
 
     prompts: int

@@ -1,4 +1,4 @@
-"""Writes samples turn by turn: the model writes, an environment may answer, and the model goes on.
+"""Generates samples turn by turn: the model generates, an environment may answer, and the model goes on.
 
 Without an environment, a sample is one turn. What the environment answers is part of the sample, but no target.
 """
@@ -20,7 +20,7 @@ from stillhouse.generation.rollout_plan import RolloutPlan
 from stillhouse.generation.sample import Completion, GenerationRequest, Sample
 from stillhouse.preemption import OverdueError
 
-#: the version of a token that no model wrote
+#: the version of a token that no model generated
 NOT_WRITTEN = -1
 #: so many characters of a reply are read at first for each token that there is room for; and so many tokens more than
 #: twice this room are enough
@@ -29,10 +29,12 @@ _CHARACTERS, _MARGIN = 16, 64
 
 @dataclass
 class _Open:
-    """A sample that is being written.
+    """A sample that is being generated.
 
-    parts: what the model wrote and what the environment answered so far, in turn. turns: of the model. is_cut: no
-    room is left for another turn, although the environment has answered. asked: when, in seconds of `time.monotonic`.
+    parts: what the model generated and what the environment answered so far, in turn.
+    turns: of the model.
+    is_cut: no room is left for another turn, although the environment has answered.
+    asked: when the sample was asked for, in seconds of `time.monotonic`.
     """
 
     number: int
@@ -50,8 +52,8 @@ class _Open:
 class SampleWriter:
     """Asks an engine for samples, and gives those that are finished.
 
-    max_new_tokens: of all turns of a sample together, the environment's included. reward, environment: see
-    `hooks.py`; they need the prompts' records.
+    max_new_tokens: of all turns of a sample together, the environment's included.
+    reward, environment: see `hooks.py`; they need the prompts' records.
     """
 
     def __init__(

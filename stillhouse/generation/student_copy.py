@@ -1,6 +1,6 @@
-"""A whole copy of a student that is distributed over processes, for generation.
+"""A full copy of a student that is distributed over processes, for generation.
 
-transformers' `generate` needs a whole model, and a layout leaves each process a part of one. So every process that
+transformers' `generate` needs a full model, and under a layout each process has a part of one. So every process that
 generates holds a copy, in the student's dtype and on the process's device, beside its part. It must fit there.
 """
 
@@ -18,7 +18,7 @@ from stillhouse.parallel.sharded_loading import allocate
 class StudentCopy:
     """The copy, and the refreshing of its weights. All ranks of the runner's mesh have one.
 
-    build: returns the whole student, as `ModelSource.build` does: with any weights, or on the meta device.
+    build: returns the full student, as `ModelSource.build` does: with any weights, or on the meta device.
 
     Raises ValueError if the copy has a tensor that no rank holds, and ProofError if it computes the wrong thing.
     """

@@ -29,7 +29,7 @@ from stillhouse.generation.sample import Sampling
 _FIRST, _SECOND, _GOLDEN = (value - 2**32 * (value >= 2**31) for value in (0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9))
 #: the largest float32 below 1
 _BELOW_1 = 1 - 2.0**-24
-#: tokens that are drawn together at first, so that most of the vocabulary needs no noise of its own
+#: tokens that are sampled together at first, so that most of the vocabulary needs no noise
 _BLOCK = 64
 #: the first counter of tokens' noise; blocks have smaller ones
 _TOKENS = 2**30
@@ -38,8 +38,10 @@ _TOKENS = 2**30
 class TokenSampler(LogitsProcessor):
     """Samples one token of each completion per call.
 
-    seeds: of each completion. vocabulary: rows of the head from this one on are never drawn. counted: the rows that
-    log-probabilities are over, those of the objective; None: all rows of the head.
+    seeds: of each completion.
+    tokens: the most that a completion has.
+    vocabulary: rows of the head from this one on are never sampled.
+    counted: the rows that log-probabilities are over, those of the objective; None: all rows of the head.
     """
 
     def __init__(
@@ -70,14 +72,14 @@ class TokenSampler(LogitsProcessor):
         if self._is_greedy:
             ids_B = scores_BV[:, : self._vocabulary].argmax(-1)
         else:
-            ids_B = self._draw(input_ids_BS, scores_BV, weights_BV)
+            ids_B = self._sample(input_ids_BS, scores_BV, weights_BV)
         self._ids_B.append(ids_B)
         self._log_probs_B.append(scores_BV.gather(1, ids_B[:, None])[:, 0] - log_sum_B)
         return scores_BV.fill_(-torch.inf).scatter_(1, ids_B[:, None], 0.0)
 
-    def _draw(self, input_ids_BS: Tensor, scores_BV: Tensor, weights_BV: Tensor) -> Tensor:
-        """Draw a block of `_BLOCK` tokens by the largest sum of its log-probability and Gumbel noise, then one of its
-        tokens in the same way. weights_BV: exp(scores_BV).
+    def _sample(self, input_ids_BS: Tensor, scores_BV: Tensor, weights_BV: Tensor) -> Tensor:
+        """Sample a block of `_BLOCK` tokens by the largest sum of its log-probability and Gumbel noise, then one of
+        its tokens in the same way. weights_BV: exp(scores_BV).
 
         Every block and token has noise of its own, so a difference in the last digits of the scores, as of another
         batch or layout, hardly ever samples another token.
@@ -161,7 +163,7 @@ def stop_texts(
 def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
     """A number of the Gumbel distribution for each counter and pair of seeds (all int32), as float32.
 
-    It is −log of an exponential number −log(1 − u). Large noise, which decides a draw, has a small u of 31 bits,
+    It is −log of an exponential number −log(1 − u). Large noise, which decides a sample, has a small u of 31 bits,
     which is exact in float32. A u that rounds to 1 would give −inf, so it becomes the number before 1. The bits are a
     hash of counter and seeds: the same on every device.
     """
@@ -178,7 +180,7 @@ def _mixed(state: Tensor, bits: int) -> Tensor:
 
 
 def _filters(sampling: Sampling) -> list[LogitsProcessor]:
-    """What leaves only some tokens to be drawn, in transformers' order. vLLM applies min_p first."""
+    """The filters that leave only some tokens to sample, in transformers' order. vLLM applies min_p first."""
     filters: list[LogitsProcessor] = []
     if sampling.top_k:
         filters.append(TopKLogitsWarper(sampling.top_k))

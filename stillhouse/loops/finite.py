@@ -20,20 +20,7 @@ from stillhouse.run.session import Session
 _NAMED = 5
 
 
-def require_finite_loss(
-    session: Session, checkpoints: Path, step: int, micro_batches: ShardedMicroBatches, output: StepOutput
-) -> None:
-    """Raise ValueError if the step's loss is NaN or infinite. The weights are unchanged.
-
-    checkpoints: the folder of the run's checkpoints
-    step: the step's number, counted from 1
-    output: of these micro-batches, whose gradient the student has
-    """
-    if not math.isfinite(output.sums["loss"]):
-        raise explained(session, checkpoints, step, micro_batches, output, session.engine.gradient_norm())
-
-
-def explained(
+def not_finite_error(
     session: Session,
     checkpoints: Path,
     step: int,
@@ -41,7 +28,13 @@ def explained(
     output: StepOutput,
     norm: float,
 ) -> ValueError:
-    """The error that names the cause of a loss or gradient norm that is NaN or infinite."""
+    """The error that names the cause of a loss or gradient norm that is NaN or infinite. The weights are unchanged.
+
+    checkpoints: the folder of the run's checkpoints
+    step: the step's number, counted from 1
+    output: of these micro-batches, whose gradient the student has
+    norm: of the gradient
+    """
     loss, packed = output.sums["loss"], micro_batches.whole
     assert isinstance(packed, PackedMicroBatches)
     findings = _losses(session, micro_batches, output.outputs) or _gradients(session, packed)

@@ -130,35 +130,26 @@ class _ShownTokens:
     ) -> list[Entry]:
         assert context.document_T is not None
         assert context.position_ids_BS is not None
+        assert context.weights_T is not None
         positions_T, document_T = context.position_ids_BS.flatten(), context.document_T
-        shown_T = torch.isin(document_T, torch.tensor(self.documents, device=document_T.device))
-        index_C = (shown_T & (positions_T < TOKENS - 1)).nonzero()[:, 0]
+        is_shown_T = torch.isin(document_T, torch.tensor(self.documents, device=document_T.device))
+        index_C = (is_shown_T & (positions_T < TOKENS - 1)).nonzero()[:, 0]
         student = FullVocab(hidden_states.flatten(0, -2)[index_C], head)
         (signal,) = context.signals.values()
         with signal.opened(head) as exact:
             assert isinstance(exact, FullVocab)
-            return self._entries(student, exact.rows(index_C), context, index_C)
-
-    def _entries(
-        self, student: FullVocab, teacher: FullVocab, context: DistillTargets, index_C: Tensor
-    ) -> list[Entry]:
-        head = student.head
-        kl_C = linear_objective(student.hidden_TE, head, [Distill(teacher, forward_kl())]).per_token["forward_kl"]
-        vocabulary = common_vocabulary([head, teacher.head])
-        student_top = top_tokens(student, vocabulary, head.shard)
-        assert context.weights_T is not None
-        assert context.document_T is not None
-        assert context.position_ids_BS is not None
-        labels_C, weights_C = context.labels_T[index_C], context.weights_T[index_C]
-        terms: list[dict[str, OfTerm]] = [{} for _ in range(len(index_C))]
-        if self.objective is not None:
-            terms = gradients_by_term(self.objective, student, teacher, labels_C, weights_C)
-        with torch.autocast(kl_C.device.type, enabled=False):
-            teacher_top = top_tokens(teacher, vocabulary, head.shard)
-        documents, positions = context.document_T[index_C], context.position_ids_BS.flatten()[index_C] + 1
-        return list(
-            zip(documents.tolist(), positions.tolist(), kl_C.tolist(), teacher_top, student_top, terms, strict=True)
-        )
+            teacher = exact.rows(index_C)
+            kl_C = linear_objective(student.hidden_TE, head, [Distill(teacher, forward_kl())]).per_token["forward_kl"]
+            vocabulary = common_vocabulary([head, teacher.head])
+            student_top = top_tokens(student, vocabulary, head.shard)
+            terms: list[dict[str, OfTerm]] = [{} for _ in range(len(index_C))]
+            if self.objective is not None:
+                labels_C, weights_C = context.labels_T[index_C], context.weights_T[index_C]
+                terms = gradients_by_term(self.objective, student, teacher, labels_C, weights_C)
+            with torch.autocast(kl_C.device.type, enabled=False):
+                teacher_top = top_tokens(teacher, vocabulary, head.shard)
+        documents, positions = document_T[index_C].tolist(), (positions_T[index_C] + 1).tolist()
+        return list(zip(documents, positions, kl_C.tolist(), teacher_top, student_top, terms, strict=True))
 
 
 def gradients_by_term(

@@ -12,6 +12,7 @@
 The loops are `off_policy.py` and `on_policy.py`.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from stillhouse.engine.engine import NotFiniteError, StepOutput
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.generation import RolloutQueue
 from stillhouse.loops.evaluate import evaluate
-from stillhouse.loops.finite import explained, require_finite_loss
+from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.objective.keys import CHUNK_TOKENS
@@ -84,13 +85,14 @@ class Training:
 
     def update(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
         """Make the optimizer step. Raises ValueError, before it, for a loss or gradient that is not finite."""
-        checkpoints = self.folder.checkpoints
-        require_finite_loss(self.session, checkpoints, step + 1, micro_batches, output)
-        self._rate = learning_rate(self.session.train_config, self.last_step, step)
+        session, checkpoints = self.session, self.folder.checkpoints
+        self._rate = learning_rate(session.train_config, self.last_step, step)
         try:
-            self._norm = self.session.engine.update(self._rate)
+            if not math.isfinite(output.sums["loss"]):
+                raise NotFiniteError(session.engine.gradient_norm())
+            self._norm = session.engine.update(self._rate)
         except NotFiniteError as error:
-            raise explained(self.session, checkpoints, step + 1, micro_batches, output, error.norm) from None
+            raise not_finite_error(session, checkpoints, step + 1, micro_batches, output, error.norm) from None
 
     def end(
         self,

@@ -20,7 +20,7 @@ from stillhouse.data import Documents
 from stillhouse.display import escaped
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.parts import MtpLoss
-from stillhouse.loops.finite import explained, require_finite_loss
+from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
@@ -167,9 +167,8 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
             micro_batches = first_rollouts(session, folder)
         first, output = _timed(lambda: _forward_backward(session, engine, micro_batches))
         norm = engine.gradient_norm()
-    require_finite_loss(session, folder.checkpoints, 1, micro_batches, output)
-    if not math.isfinite(norm):
-        raise explained(session, folder.checkpoints, 1, micro_batches, output, norm)
+    if not math.isfinite(output.sums["loss"]) or not math.isfinite(norm):
+        raise not_finite_error(session, folder.checkpoints, 1, micro_batches, output, norm)
     optimizer_bytes = 2 * sum(local(weight).numel() * weight.element_size() for weight in parameters)
     tokens = sum(micro_batch.input_ids_BS.numel() for micro_batch in micro_batches)
     loss = output.sums["loss"]

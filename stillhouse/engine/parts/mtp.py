@@ -1,8 +1,8 @@
-"""Multi-token prediction as a part of the step's loss: one objective for all further depths.
+"""Multi-token prediction as a part of the step's loss: one objective for all depths after the first.
 
     loss = objective + scale · Σ_k (depth k)
 
-Each depth's loss is a sum over the rows that have a label k tokens further in their document. All sums are divided by
+Each depth's loss is a sum over the rows that have a label k tokens later in their document. All sums are divided by
 the same normalizer, the step's number of target tokens. So the loss does not depend on the layout.
 
 B rows, S tokens per row, T = B·S tokens in the rows' order, D width.
@@ -33,7 +33,7 @@ PREFIX = "mtp_"
 
 @dataclass(frozen=True)
 class MtpLoss(LossPart):
-    """The objective of the further depths.
+    """The objective of the depths of multi-token prediction.
 
     depths: their number.
     scale: the factor of the depths' loss in the step's loss.
