@@ -1,8 +1,8 @@
 #!/bin/bash
 # sbatch examples/slurm_engine.sh Qwen/Qwen3-0.6B
 #
-# A vLLM that writes the completions of an on-policy run. It takes new weights from the folder rollout.weights, which
-# both jobs must see under the same path. If it is killed and starts again, the run gives it the newest weights.
+# A vLLM that generates the completions of an on-policy run. It loads new weights from the folder rollout.weights,
+# which both jobs must see under the same path. If it is killed and starts again, the run sends it the newest weights.
 #SBATCH --job-name=stillhouse-engine
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=1

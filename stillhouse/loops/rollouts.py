@@ -80,7 +80,7 @@ class Rollouts:
     def ask(self, step: int, timeline: Timeline) -> None:
         """Give the engine the weights of this step, and ask for the completions that the step asks for.
 
-        Except under async, the completions of this step are finished before: they have tokens of one version.
+        Except under async, the completions of this step are finished before the weights change.
         """
         with watchdog.untimed(f"the completions of step {step + 1}"):
             self._ask(step, timeline)

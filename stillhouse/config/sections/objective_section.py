@@ -8,7 +8,7 @@ from stillhouse.config.section import Section, Text
 
 
 class HiddenPairConfig(Section):
-    """A layer of the student that learns the output of a layer of the teacher, at every target token."""
+    """A layer of the student that is trained on the output of a layer of the teacher, at every target token."""
 
     student: int = Field(description="The student's layer: 0 is the first one, -1 the last one.")
     teacher: int = Field(description="The teacher's layer, numbered in the same way.")

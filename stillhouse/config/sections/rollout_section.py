@@ -8,7 +8,7 @@ from stillhouse.config.section import FunctionPath, PathText, Section, Text, Url
 
 
 class RolloutConfig(Section):
-    """On-policy training: in each step, the student writes completions of prompts and learns from them."""
+    """On-policy training: in each step, the student generates completions of prompts and is trained on them."""
 
     share: float = Field(
         default=1.0,
@@ -50,11 +50,11 @@ class RolloutConfig(Section):
     )
     engine: Literal["transformers", "stillhouse", "vllm", "sglang"] = Field(
         default="transformers",
-        description="What writes completions. transformers: the student in this process. The others: servers at url.",
+        description="What generates completions. transformers: the student in the job. The others: servers at url.",
     )
     url: Urls = Field(
         default=None,
-        description="The address of a server that writes completions, or a list of addresses. The environment"
+        description="The address of a server that generates completions, or a list of addresses. The environment"
         " variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token.",
         examples=["http://127.0.0.1:8001"],
     )
@@ -70,14 +70,14 @@ class RolloutConfig(Section):
     )
     schedule: Literal["sync", "one_step_off", "two_step_off", "async"] = Field(
         default="sync",
-        description="When completions are written. sync: in their own step. one_step_off, two_step_off: one or two"
+        description="When completions are generated. sync: in their own step. one_step_off, two_step_off: one or two"
         " steps ahead, while earlier steps are trained. async: ahead, too, and with new weights in the middle of"
         " completions; a step trains on those that are finished first, as far as max_staleness allows.",
     )
     max_staleness: int = Field(
         default=2,
         ge=0,
-        description="How many optimizer steps the weights that wrote a token may be behind those that learn from it."
+        description="How many optimizer steps the weights that generated a token may be behind those that it trains."
         " It limits all schedules: 0 makes each of them the same as sync.",
     )
     correction: Literal["none", "truncated", "masked"] = Field(
@@ -113,7 +113,7 @@ class RolloutConfig(Section):
     max_turns: int = Field(default=8, ge=1, description="Turns of the student with an environment.")
     writer: Literal["student", "teacher"] = Field(
         default="student",
-        description="Who writes the completions. teacher: the teacher does, as for sequence-level distillation"
+        description="What generates the completions. teacher: the teacher, as for sequence-level distillation"
         " (SeqKD): teacher.model in this process, or the model that the servers at url have. cross_entropy in"
         " objective.loss then counts on them.",
     )

@@ -43,7 +43,7 @@ class MtpConfig(Section):
     )
     signal: Literal["teacher", "student"] = Field(
         default="teacher",
-        description="The distribution that the depths learn. teacher: the teacher's distribution of the same token;"
+        description="The target distribution of the depths. teacher: the teacher's distribution of the same token;"
         " student: the student's own, without gradients, which is what decides on the drafts in speculative decoding."
         " No effect on cross_entropy.",
     )
