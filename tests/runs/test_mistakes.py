@@ -1,6 +1,6 @@
 """Mistakes that users make, each in a process of its own: one line that says what to do, the right exit code.
 
-tests/mistakes/*.yaml lists them. `run` is the command line in a folder with run.yaml, the models `student` and
+tests/kit/mistakes/*.yaml lists them. `run` is the command line in a folder with run.yaml, the models `student` and
 `teacher`, train.jsonl and eval.jsonl; `files` are written first (a value of null removes a file), and `environment`
 are variables. `fresh` asks for a process that has imported nothing yet. `error` is a part of what is printed on
 stderr, and `code` the exit code. Nothing that was in the folder may change.
