@@ -1,5 +1,9 @@
-"""The reward of tasks, under the name that configurations use: `stillhouse.tasks:exact_match`."""
+"""Tasks with answers that can be verified, under the names that configurations and scripts use.
 
-from stillhouse.data.problems import exact_match
+For example `rollout.reward: stillhouse.tasks:exact_match`.
+"""
 
-__all__ = ["exact_match"]
+from stillhouse.config.task_spec import TaskSpec
+from stillhouse.data.problems import Problem, exact_match, is_held_out, problem
+
+__all__ = ["Problem", "TaskSpec", "exact_match", "is_held_out", "problem"]

@@ -124,7 +124,10 @@ class Engine(Protocol):
         ...
 
     def save(self, folder: Path) -> SavedTensors:
-        """Write the weights, the optimizer's state and the random states to a folder that all processes share."""
+        """Write the weights, the optimizer's state and the random states to a folder that all processes share.
+
+        `bytes_to_save`, called before, has refused state that is not finite.
+        """
         ...
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:

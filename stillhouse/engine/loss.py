@@ -61,8 +61,6 @@ class StepLoss:
         """hidden_states: [B, S, D], or a tuple of those of depths 0, 1, … of multi-token prediction."""
         depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         hidden_TD, targets = depths[0].flatten(0, -2), context.at(depth)
-        if self.objective.needs_teacher and not targets.signals:
-            raise ValueError(f"signal is missing: expected a teacher's signal for {len(targets.labels_T)} tokens")
         options: dict[str, Any] = {"weights_T": targets.weights_T, "normalizer": self.normalizer}
         options["chunk_tokens"] = self.chunk_tokens
         with ExitStack() as heads:

@@ -135,7 +135,7 @@ class ObjectiveSpec:
 
         Raises ValueError for signals that are missing, or of teachers that the objective does not name.
         """
-        self._require_signals(signals)
+        self._require_signals(signals, len(labels_T))
         draws = Draws(labels_T, per_token or {}, document_T, valid_index, student)
         terms: list[Term] = []
         if self.cross_entropy is not None:
@@ -166,12 +166,12 @@ class ObjectiveSpec:
             terms.append(LogRatio(labels_T, old_T, at, weights_T=draws.weights_T))
         return terms
 
-    def _require_signals(self, signals: Signals) -> None:
+    def _require_signals(self, signals: Signals, tokens: int) -> None:
         """Raise ValueError for signals with which a term would be absent, or have another weight."""
         if not self.needs_teacher:
             return
         if not signals:
-            raise ValueError("signal is missing: expected the signals of the teachers, by their names")
+            raise ValueError(f"signal is missing: expected a teacher's signal for {tokens} tokens")
         if not self.teachers and len(signals) > 1:
             raise ValueError(
                 f"signals of {', '.join(signals)}: expected one signal, or the share of each teacher in `teachers`"

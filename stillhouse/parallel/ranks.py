@@ -108,8 +108,8 @@ class Ranks:
     def all_raise(self, *kinds: type[BaseException]) -> Iterator[None]:
         """If the block raises an error of one of these kinds on any process, raise it on all processes.
 
-        Otherwise the other processes would wait for the one that failed. Of several processes with an error, the
-        first one decides; of several kinds that an error has, the first one.
+        Otherwise the other processes would wait for the one that failed. Of several errors, that of the first kind
+        counts, and of several processes with this kind, that of the first one.
         """
         failure: BaseException | None = None
         try:
@@ -133,10 +133,11 @@ class Ranks:
     def _raise(
         self, failures: Sequence[Any], local_failure: BaseException | None, kinds: Sequence[type[BaseException]]
     ) -> None:
-        """Raise the first error of all processes, if there is one."""
-        rank = next((rank for rank, encoded in enumerate(failures) if encoded is not None), None)
-        if rank is None:
+        """Raise the error of the first kind of all processes, if there is one."""
+        failed = [rank for rank, encoded in enumerate(failures) if encoded is not None]
+        if not failed:
             return
+        rank = min(failed, key=lambda rank: failures[rank][0])
         if rank == self.rank:
             assert local_failure is not None
             raise local_failure

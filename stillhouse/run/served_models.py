@@ -26,7 +26,7 @@ class _Writer(BaseModel):
 
 
 def require_same_writer(engine: ServedEngine, folder: RunFolder) -> None:
-    """Keep what the servers' weights are known by. Raises ValueError if a run that goes on has others."""
+    """Store the answers that identify the servers' weights. Raises ValueError if a run that goes on has others."""
     path, now = folder.path / WRITER, _Writer(likeliest=engine.weights.top_tokens)
     if not path.exists():
         if any(folder.checkpoints.glob("step-*")):

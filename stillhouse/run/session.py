@@ -109,8 +109,8 @@ class Session:
         """The student's adapter; None if it has none."""
         if self.student.lora is None:
             return None
-        is_base = "; the teacher is the same model without the adapter, so only one model is in memory"
-        return f"{self.student.lora}{is_base if self.models.teacher_is_base else ''}"
+        base_note = "; the teacher is the same model without the adapter, so only one model is in memory"
+        return f"{self.student.lora}{base_note if self.models.teacher_is_base else ''}"
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""

@@ -42,9 +42,12 @@ class RunSetup:
     """The objects that a configuration describes; each is made when it is first needed, and once.
 
     warnings: for each library whose version differs between ranks, after `ranks` was used
+
+    Raises ConfigError for a configuration that breaks a rule between keys, wherever it comes from.
     """
 
     def __init__(self, config: RunConfig):
+        check_rules(config)
         self.config = config
         self.teachers = config.teacher_sections
         self.values = dotted_values(config)
@@ -131,7 +134,8 @@ class RunSetup:
         config, mesh = self.config, models.mesh
         separate = self._separate_layout(mesh)
         head_only = separate is not None or bool(self.stores) or config.teachers is not None
-        with as_config_error("parallel" if mesh.ranks.size > 1 else None):
+        key_of_one_process = None if separate is None else "teacher.offload"
+        with as_config_error("parallel" if mesh.ranks.size > 1 else key_of_one_process):
             student = models.student_source()
             if separate is not None:
                 require_own_teacher(layout, student, teacher_head_only=True)

@@ -94,6 +94,7 @@ def write_cache(
         lambda folder: save_teacher(folder, teacher, data.tokenizer, with_head=spec.is_exact),
         setup.ranks,
         shard_bytes,
+        expected="a teacher that can run in this dtype",
     )
 
 
@@ -136,7 +137,9 @@ def _write_served(setup: RunSetup, out: Path, *, packed: bool, shard_bytes: int 
 
     try:
         read = lambda chosen: store.read([entry.document for entry in chosen])  # noqa: E731
-        return _write_entries(out, description, entries, read, save, ranks, shard_bytes)
+        return _write_entries(
+            out, description, entries, read, save, ranks, shard_bytes, expected="signals that a teacher can give"
+        )
     finally:
         store.close()
 
@@ -149,10 +152,13 @@ def _write_entries(
     save_teacher: Callable[[Path], None],
     ranks: Ranks,
     shard_bytes: int | None,
+    *,
+    expected: str,
 ) -> Manifest:
     """Write entries with `write_documents`. Raises ValueError for signals that no teacher can give.
 
     read: the signals of some entries
+    expected: the end of that error's message
     """
 
     def read_checked(numbers: Sequence[int]) -> Sequence[dict[str, Tensor]]:
@@ -162,7 +168,7 @@ def _write_entries(
             if problem := problem_in(description.signal, description.vocabulary, tensors):
                 raise ValueError(
                     f"the teacher's {problem} on {entry.documents.sources[entry.number]}: nothing of this shard is "
-                    "written; expected a teacher that can run in this dtype"
+                    f"written; expected {expected}"
                 )
         return signals
 

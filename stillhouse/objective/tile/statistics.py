@@ -29,7 +29,7 @@ class RowStatistics:
     student_log_mass, teacher_log_mass: log Σe^l of each softmax.
     student_entropy, teacher_entropy: in nats.
     mass_ratio: log(Σe^l of the student / Σe^l of the teacher) of each couple.
-    both_top: for each dense teacher, 1 where teacher and student have the same likeliest token.
+    both_top: for each dense teacher, 1 where teacher and student have the same argmax.
     outside_reference, outside_log_mass: the same as above over the tokens outside each bucket's ids (finite if there
         is no such token).
     tail: the student's log-probability of all tokens outside each bucket's ids together.

@@ -158,7 +158,7 @@ class Plan:
     signals: the dense signals, in the order of their tiles.
     buckets: (sparse signal, student softmax) whose outside is needed.
     ids: the ids [T] or [T, N] whose logits are needed.
-    ranks: how many of the student's likeliest tokens (the top k) are needed.
+    ranks: how many of the student's top tokens are needed.
     """
 
     pointwise: PointwisePlan
@@ -248,7 +248,7 @@ class PlanBuilder:
             self._ids.append(ids)
 
     def top_k(self, ranks: int) -> None:
-        """Request the student's `ranks` likeliest tokens."""
+        """Request the student's `ranks` top tokens."""
         self._ranks = max(self._ranks, ranks)
 
     def build(self) -> Plan:

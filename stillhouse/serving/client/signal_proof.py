@@ -253,7 +253,7 @@ class _ServerProof:
             )
 
     def prove_signal_of_run(self) -> None:
-        """Ask for what the run will ask for, if that is not what was compared."""
+        """Request the run's own signal, if the proof has compared another one."""
         if self.spec == self.store.signal:
             return
         is_chosen = self.store.signal.kind == "chosen"

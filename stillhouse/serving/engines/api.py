@@ -31,7 +31,7 @@ class NeedsModelError(ValueError):
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a teacher's server says of itself; None is what it does not say.
+    """What a teacher's server says of itself; None: the server does not report it.
 
     model: the name under which it serves the teacher. identity: a hash of the teacher's weights.
     vocabulary: rows of the teacher's head. width: E. dtype: in which the teacher computes.

@@ -64,6 +64,10 @@ def serve(
             f"--generate under {process_count()} processes: expected one process, which has the whole model; start a "
             "server for each GPU, or vLLM for a model that does not fit on one"
         )
+    if generate and quantize is not None:
+        raise ValueError(
+            f"quantize={quantize} with generate: expected None, since weights are updated in their dtype"
+        )
     queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens
     # before the model is loaded, so that a port in use is reported at once
     sockets = [bound(host, port)] if is_first() else []
