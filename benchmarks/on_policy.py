@@ -120,8 +120,8 @@ def until(points: list[tuple[int, int, float]], target: float) -> dict[str, int]
 
 def by_length(log: Log, tokens: int) -> dict[str, float]:
     """The exact match by length at the last evaluation within so many tokens."""
-    line = [line for line in log if KEY in line and line["tokens"] <= tokens][-1]
-    return {key.rpartition("_")[2]: value for key, value in line.items() if key.startswith(f"{KEY}/length")}
+    evaluation = [line for line in log if KEY in line and line["tokens"] <= tokens][-1]
+    return {key.rpartition("_")[2]: value for key, value in evaluation.items() if key.startswith(f"{KEY}/length")}
 
 
 def write_problems(path: Path, seed: int) -> Path:
@@ -137,10 +137,10 @@ def write_completions(path: Path, problems: Path, teacher: Path) -> Path:
     sampling = Sampling(ANSWER_TOKENS, eos_ids=(tokenizer.eos_token_id,))
     records = [json.loads(line) for line in problems.read_text().splitlines()]
     ids = tokenizer([record["prompt"] for record in records], return_tensors="np")["input_ids"]
-    requests = [GenerationRequest(number, ids_N.astype("int32"), number) for number, ids_N in enumerate(ids)]
-    written = Generator(decoder, sampling, torch.device("cpu"), batch_tokens=32768).generate(requests, 0)
-    for record, ids_N in zip(records, written, strict=True):
-        record["completion"] = tokenizer.decode(ids_N.ids_N, skip_special_tokens=True)
+    requests = [GenerationRequest(number, prompt_N.astype("int32"), number) for number, prompt_N in enumerate(ids)]
+    completions = Generator(decoder, sampling, torch.device("cpu"), batch_tokens=32768).generate(requests, 0)
+    for record, completion in zip(records, completions, strict=True):
+        record["completion"] = tokenizer.decode(completion.ids_N, skip_special_tokens=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records if record["completion"]))
     return path
 
@@ -222,7 +222,7 @@ def main() -> None:
         print(f"\n{name}\n\n{table(summary[name])}\n\n{length_table(list(found[name].values()))}")
     draw(found, Path("docs/results/on_policy.png"), TARGET)
     settings = {"task": TASK, "target": TARGET, "completions per step": COMPLETIONS, "settings": COMMON}
-    shares = [seed["start"] for seeds in found.values() for seed in seeds.values()]
+    shares = [figures["start"] for by_seed in found.values() for figures in by_seed.values()]
     settings["start"] = [min(shares), statistics.median(shares), max(shares)]
     write_result(result_file("on_policy"), settings | {"summary": summary, "starts": found})
 

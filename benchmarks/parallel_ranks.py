@@ -30,7 +30,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.optimizer import OptimizerSettings, make_optimizer
 from stillhouse.models import Decoder
-from stillhouse.objective import TEACHER as ITS_NAME
+from stillhouse.objective import TEACHER as TEACHER_NAME
 from stillhouse.objective import OutputHead
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import (
@@ -176,7 +176,7 @@ def inputs(case: Case, mesh: Mesh) -> list[StageInputs]:
     normalizer = case.micro_batches * ROWS * TOKENS * mesh.degrees.data
     loss = StepLoss(parse_objective(LOSS), normalizer, CHUNK)
     autocast = torch.bfloat16 if case.bf16 else None
-    return [StageInputs(part, {ITS_NAME: IN_STAGE}, loss, autocast=autocast) for part in parts]
+    return [StageInputs(part, {TEACHER_NAME: IN_STAGE}, loss, autocast=autocast) for part in parts]
 
 
 def batch(seed: int) -> MicroBatch:

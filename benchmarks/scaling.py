@@ -33,18 +33,18 @@ def main() -> None:
     jobs = [job(*layout) for layout in LAYOUTS]
     columns = [(job, 0) for job in jobs]
     columns.insert(3, (jobs[-1], jobs[-1].layout.degrees.pipeline - 1))
-    names = [
-        f"{column.layout.degrees}, m {column.micro_batches}, rank {rank} of the pipeline" for column, rank in columns
-    ]
+    names = [f"{job.layout.degrees}, m {job.micro_batches}, rank {rank} of the pipeline" for job, rank in columns]
     print("\n".join(names))
     table("held, GB", [held(*column) for column in columns])
     table("sent in a step, GB", [traffic(*column) for column in columns])
     gathered = [job(*layout, torch.bfloat16) for layout in LAYOUTS]
     both_ways = ("student's weights, forward", "student's weights, backward")
-    for row in gathered:
-        sent = sum(traffic(row, 0)[name] for name in both_ways)
-        taken = held(row, 0)["gathered weights"]
-        print(f"{row.layout.degrees}, gathered in bf16: weights sent {sent / 1e9:.2f} GB, held {taken / 1e9:.2f} GB")
+    for gathered_job in gathered:
+        sent = sum(traffic(gathered_job, 0)[name] for name in both_ways)
+        taken = held(gathered_job, 0)["gathered weights"]
+        print(
+            f"{gathered_job.layout.degrees}, gathered in bf16: weights sent {sent / 1e9:.2f} GB, held {taken / 1e9:.2f} GB"
+        )
     products = [8 * weights(STUDENT) + 2 * weights(TEACHER), *map(weights, (STUDENT, TEACHER))]
     print("operations of a step on each GPU", f"{products[0] * STEP_TOKENS / 256:.2e}", "weights", products[1:])
     served()

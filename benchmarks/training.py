@@ -82,8 +82,8 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     for turn in range(arguments.turns):
         run_seconds += steps_of_a_run(session, turn)
         part_seconds += itertools.islice(steps_by_hand(session), 1, arguments.steps + 1)
-    parts = {part: statistics.median(second[part] for second in part_seconds) for part in PARTS}
-    by_hand = statistics.median(sum(second.values()) for second in part_seconds)
+    parts = {part: statistics.median(seconds[part] for seconds in part_seconds) for part in PARTS}
+    by_hand = statistics.median(sum(seconds.values()) for seconds in part_seconds)
     run = statistics.median(run_seconds)
     return {
         "ratio": round(by_hand / run, 4),

@@ -209,7 +209,7 @@ def speed(folder: Path, vocabulary: int, rounds: int) -> dict[str, Any]:
             seconds[name].append(runs[name][-1].step_seconds)
         for name, part in zip(("layers", "products of the heads"), floor_seconds(task, vocabulary), strict=True):
             seconds[name].append(part)
-        print("round", number + 1, {name: round(second[-1], 2) for name, second in seconds.items()}, flush=True)
+        print("round", number + 1, {name: round(times[-1], 2) for name, times in seconds.items()}, flush=True)
     floor = [sum(parts) for parts in zip(seconds["layers"], seconds["products of the heads"], strict=True)]
     return {
         "processor seconds of a step": seconds,

@@ -105,7 +105,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character."""
-    backend = Tokenizer(models.WordLevel({character: id for id, character in enumerate([PAD, END, *"0123456789+="])}))
+    backend = Tokenizer(models.WordLevel({token: id for id, token in enumerate([PAD, END, *"0123456789+="])}))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=END)
@@ -135,7 +135,8 @@ def imitate(
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3)
     for _ in range(steps):
         texts = [
-            ask(choice) + answer(choice, wrong_by=chance.randrange(3)) for choice in chance.choices(problems, k=128)
+            ask(problem) + answer(problem, wrong_by=chance.randrange(3))
+            for problem in chance.choices(problems, k=128)
         ]
         ids_BS = tokenizer(texts, padding=True, return_tensors="pt").input_ids
         labels_BS = labels_of(ids_BS, tokenizer)

@@ -134,7 +134,9 @@ def train(
         signals = [batch.signals for batch in batches]
         if teacher is not None and teacher_hook is not None and spec.needs_teacher:
             signals = [{TEACHER: signal} for signal in teacher_signals(teacher, teacher_hook, batches)] or signals
-        contexts = [DistillTargets(batch.labels_BS, signals=its) for batch, its in zip(batches, signals, strict=True)]
+        contexts = [
+            DistillTargets(batch.labels_BS, signals=named) for batch, named in zip(batches, signals, strict=True)
+        ]
         student.zero_grad_buffer()
         optimizer.zero_grad()
         sums = schedule(student, hook, batches, contexts)
@@ -241,7 +243,7 @@ def micro_batches(config: GkdConfig, rows: dict[str, Tensor], step: int) -> list
     batches = []
     for start in range(first, first + train.micro_batches * train.rows, train.rows):
         index_B = torch.arange(start, start + train.rows) % len(rows["input_ids"])
-        batch = {name: row[index_B].to(torch.cuda.current_device()) for name, row in rows.items()}
+        batch = {name: tensor[index_B].to(torch.cuda.current_device()) for name, tensor in rows.items()}
         ids_BS = batch.pop("input_ids")
         signals = {TEACHER: top_k_signal(batch)} if batch else {}
         batches.append(MicroBatch(ids_BS[:, :-1], ids_BS[:, 1:], signals))
@@ -320,7 +322,8 @@ def read_rows(config: GkdConfig) -> dict[str, Tensor]:
             if tensor.shape[:2] != (count, tokens - 1):
                 raise ConfigError(
                     "teacher.top_k",
-                    f"{name} of shape {tuple(tensor.shape)}: expected {count} rows of {tokens - 1}, as in data",
+                    f"{name} of shape {tuple(tensor.shape)}: expected {count} rows of {tokens - 1} tokens, "
+                    "as in data",
                 )
         rows |= top_k
     return rows

@@ -21,7 +21,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 #: is a group of its own, so that what its tests share is made once
 TOGETHER = {
     "test_objective_compiled": "compiled",
-    "test_objective_compiling": "compiled",
     "test_parity": "ranks of parity",
     "test_teacher_prefetch": "ranks of parity",
     "test_gathering": "ranks of parity",

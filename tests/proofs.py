@@ -55,11 +55,6 @@ def proof_rows(page: str) -> list[Row]:
     return rows
 
 
-def files_of_tests() -> dict[str, Path]:
-    """Return all files of tests by their names, of which no two are the same; rows and results name no folders."""
-    return {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
-
-
 def _proofs(line: str) -> Iterable[tuple[str, str]]:
     """Yield the tests of a row: `test_a.py::test_one`, `::test_two` of the same file, or only a file."""
     file = ""

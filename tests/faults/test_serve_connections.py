@@ -201,14 +201,13 @@ def test_two_servers_on_one_port_the_second_ends_with_one_line(folder: Path) -> 
     assert winner.wait() == 0
 
 
-@pytest.mark.parametrize("seconds", [0.1])
-def test_a_writing_server_refuses_what_comes_after_sigterm(folder: Path, seconds: float) -> None:
+def test_a_writing_server_refuses_what_comes_after_sigterm(folder: Path) -> None:
     def ask(seed: int) -> httpx2.Response:
         sampling = {"max_tokens": 30, "seed": seed, "temperature": 1.0, "ignore_eos": True}
         return httpx2.post(server.url + GENERATE, json={"token_ids": [5], "sampling_params": sampling}, timeout=60)
 
     with (
-        Server(folder, "--generate", hook=slow_generation, hook_arguments=(seconds,)) as server,
+        Server(folder, "--generate", hook=slow_generation, hook_arguments=(0.1,)) as server,
         ThreadPoolExecutor(4) as threads,
     ):
         accepted = [threads.submit(ask, seed) for seed in range(3)]

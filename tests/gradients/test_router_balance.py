@@ -1,4 +1,4 @@
-"""The routers' load balancing in one process; under layouts it is compared in tests/parity.
+"""The routers' load balancing in one process; under layouts it is compared in `tests/layouts/test_parity.py`.
 
 T tokens, X experts.
 """

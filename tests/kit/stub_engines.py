@@ -1,6 +1,6 @@
 """HTTP servers on loopback that answer as vLLM and SGLang do, with a real model behind them.
 
-The forms are those of recorded answers (tests/engines), which `test_teacher_engines.py` compares with these. The
+The forms are those of recorded answers (tests/kit/engines), which `test_teacher_engines.py` compares with these. The
 real engine is tried by `make test-engines`.
 """
 

@@ -16,19 +16,21 @@ from kit.toy_tokenizer import toy_tokenizer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 LEAKS = "lets documents that share a row see each other"
-#: settings of two processes, and the side that leaks: the proof is the same for both
+#: settings of two processes, and the side that leaks
 LAYOUTS = {
     "fsdp": ("student", ["parallel.fsdp=2"]),
     "bf16 gathered": ("teacher", ["parallel.fsdp=2", "parallel.gather_dtype=bfloat16", "train.precision=bf16"]),
+    "fsdp of a teacher": ("teacher", ["parallel.fsdp=2"]),
     "replicate": ("student", ["parallel.replicate=2"]),
     "tensor": ("teacher", ["parallel.tensor=2"]),
     "context": ("student", ["parallel.context=2"]),
     "pipeline": ("teacher", ["parallel.pipeline=2"]),
+    "pipeline of a student": ("student", ["parallel.pipeline=2"]),
     "ahead": ("teacher", ["parallel.pipeline=2", "parallel.schedule=1f1b_ahead"]),
     "a teacher of one pipeline": ("teacher", ["teacher.parallel={fsdp: 1, pipeline: 2}"]),
     "a teacher of one fsdp": ("teacher", ["teacher.parallel={fsdp: 2}", "parallel={fsdp: 1, tensor: 2}"]),
 }
-SLOW = {"bf16 gathered", "replicate", "ahead", "a teacher of one fsdp"}
+SLOW = {"bf16 gathered", "fsdp of a teacher", "pipeline of a student", "replicate", "ahead", "a teacher of one fsdp"}
 
 
 def slow(*case: Any) -> Any:
@@ -141,6 +143,9 @@ def save_family(folder: Path, family: str, **options: Any) -> None:
         slow("qwen3_5_text", "context", "teacher"),
         slow("gpt_oss", "replicate", "student"),
         slow("jamba", "fsdp", "teacher"),
+        slow("falcon_h1", "fsdp", "student"),
+        slow("lfm2", "fsdp", "teacher"),
+        slow("gpt_oss", "fsdp", "teacher"),
     ],
 )
 def test_real_families_are_refused(tmp_path: Path, family: str, axis: str, side: str) -> None:

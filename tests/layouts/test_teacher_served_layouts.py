@@ -44,6 +44,7 @@ def rows_asked(proxy: Proxy) -> int:
     ("kind", "layout"),
     [
         ("hidden", "fsdp=2"),
+        ("hidden", "tensor=2"),
         ("hidden", "context=2"),
         ("hidden", "pipeline=2"),
         ("chosen", "tensor=2"),

@@ -25,6 +25,7 @@ from stillhouse.generation.generate import Generator
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.engines.stillhouse import StillhouseApi
+from stillhouse.serving.server.run_server import serve
 
 CPU = torch.device("cpu")
 PATH = "/inference/v1/generate"
@@ -334,3 +335,46 @@ def test_the_client_of_runs_gets_completions_of_the_version_that_it_gave(folder:
                 assert given.finish == expected.finish
             assert {each.finish for each in found} == {"stop", "length"}
         engine.close()
+
+
+@pytest.mark.slow
+def test_a_full_queue_answers_429_and_loses_no_completion(folder: Path) -> None:
+    limits = ("--batch-tokens", 128, "--queue-tokens", 128)
+    with Server(folder, "--generate", *limits, hook=slow_generation, hook_arguments=(0.03,)) as server:
+        with ThreadPoolExecutor(8) as threads:
+            answers = list(threads.map(lambda seed: ask(server, prompt(1, 30), seed=seed, max_tokens=30), range(8)))
+        assert {answer.status_code for answer in answers} == {200, 429}
+        for seed, answer in enumerate(answers):
+            if answer.status_code == 429:
+                assert int(answer.headers["retry-after"]) >= 1
+            else:
+                assert_same(choice(answer), own(folder, prompt(1, 30), seed, Sampling(max_new_tokens=30)))
+        assert ask(server, prompt(1), max_tokens=3).status_code == 200
+
+
+@pytest.mark.slow
+def test_sigterm_loses_no_accepted_completion(folder: Path) -> None:
+    with (
+        Server(folder, "--generate", hook=slow_generation, hook_arguments=(0.1,)) as server,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        answers = [threads.submit(ask, server, prompt(seed), seed=seed, max_tokens=20) for seed in range(3)]
+        time.sleep(0.5)
+        server.end()
+        for seed, answer in enumerate(answers):
+            assert_same(choice(answer.result()), own(folder, prompt(seed), seed, Sampling(max_new_tokens=20)))
+        assert server.first.wait(60) == 0
+
+
+def test_every_route_of_a_writing_server_but_healthz_needs_the_token(folder: Path) -> None:
+    headers = {"authorization": "Bearer secret"}
+    with Server(folder, "--generate", environment={"STILLHOUSE_TOKEN": "secret"}, headers=headers) as server:
+        assert ask(server, [5], max_tokens=1).status_code == 200
+        for path, method in ((PATH, "POST"), ("/v1/weights", "POST"), ("/v1/info", "GET"), ("/metrics", "GET")):
+            assert httpx2.request(method, server.url + path, json={}).status_code == 401
+        assert httpx2.get(server.url + "/healthz").status_code == 200
+
+
+def test_a_writing_server_of_quantized_weights_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="quantize=int8 with generate"):
+        serve(str(folder), port=0, generate=True, quantize="int8")

@@ -1,6 +1,6 @@
 """Multi-token prediction in complete runs: gradients, acceptance, checkpoints, the exported model, refusals.
 
-`parity/` compares layouts; `test_mtp.py` compares the depths with each document alone.
+`test_parity.py` compares layouts; `test_mtp.py` compares the depths with each document alone.
 
 T tokens, V vocabulary.
 """

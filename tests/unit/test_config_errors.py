@@ -25,7 +25,7 @@ def test_a_mistake_is_one_line_with_key_and_expectation(tmp_path: Path, mistake:
     assert error.key == key
     start = "" if key is None else f"{key}: "
     assert str(error).startswith(start)
-    assert mistake.get("error", "") in str(error).removeprefix(start)
+    assert mistake["error"] in str(error).removeprefix(start)
     assert "\n" not in str(error)
 
 

@@ -1,6 +1,8 @@
 """Documents: limits and their report, skipped records, empty datasets, the held-out share."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from kit.documents import ANSWER, EOS, QUESTION, load_records
+from kit.runs import ROOT
 from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.data import DataError, Documents, load_documents
@@ -249,3 +252,21 @@ def test_the_documents_are_the_same_on_every_day(tmp_path: Path, date: str, chat
     tokenizer.chat_template = date + tokenizer.chat_template
     documents = load_records(tmp_path, [{"messages": CHAT}], tokenizer, max_tokens=256, prompts=prompts)
     assert tokenizer.decode(documents.tokens_N).startswith("26 Jul 2024, 000000<|im_start|>user")
+
+
+def test_another_process_loads_the_same(tmp_path: Path) -> None:
+    """With another seed of Python's hashes, on which no order may depend."""
+    here = load_records(tmp_path, numbered(50)).split(0.3)
+    code = (
+        "import sys; from kit.toy_tokenizer import toy_tokenizer; from stillhouse.data import load_documents;"
+        "train, held_out = load_documents(sys.argv[1], toy_tokenizer(), max_tokens=64).split(0.3);"
+        "print(train.fingerprint(), held_out.fingerprint())"
+    )
+    there = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "train.jsonl")],
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert there.stdout.split() == [part.fingerprint() for part in here]

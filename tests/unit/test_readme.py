@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.config_cases import MISTAKES
 from kit.families import build
 from proofs import proof_rows
+from ruamel.yaml import YAML
 
 import stillhouse.objective
 from stillhouse import Decoder
@@ -28,6 +30,16 @@ def test_every_row_names_its_proofs() -> None:
         rows = proof_rows((ROOT / page).read_text())
         assert most // 3 < len(rows) <= most
         assert all(row.proofs for row in rows)
+
+
+def test_the_numbers_of_mistakes_are_true() -> None:
+    lists = (ROOT / "tests" / "kit" / "mistakes").glob("*.yaml")
+    in_processes = sum(len(YAML(typ="safe").load(path.read_text())) for path in lists)
+    in_configurations = len(MISTAKES)
+    assert f"{in_processes + in_configurations} mistakes give one line each" in README
+    proofs = (ROOT / "docs" / "proofs.md").read_text()
+    assert f"{in_processes} mistakes in configurations, objectives" in proofs
+    assert f"{in_configurations} more in configurations" in proofs
 
 
 def test_the_readme_fits_two_screens() -> None:
