@@ -43,7 +43,8 @@ def main() -> None:
         sent = sum(traffic(gathered_job, 0)[name] for name in both_ways)
         taken = held(gathered_job, 0)["gathered weights"]
         print(
-            f"{gathered_job.layout.degrees}, gathered in bf16: weights sent {sent / 1e9:.2f} GB, held {taken / 1e9:.2f} GB"
+        degrees = gathered_job.layout.degrees
+        print(f"{degrees}, gathered in bf16: weights sent {sent / 1e9:.2f} GB, held {taken / 1e9:.2f} GB")
         )
     products = [8 * weights(STUDENT) + 2 * weights(TEACHER), *map(weights, (STUDENT, TEACHER))]
     print("operations of a step on each GPU", f"{products[0] * STEP_TOKENS / 256:.2e}", "weights", products[1:])
