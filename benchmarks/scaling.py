@@ -42,10 +42,8 @@ def main() -> None:
     for gathered_job in gathered:
         sent = sum(traffic(gathered_job, 0)[name] for name in both_ways)
         taken = held(gathered_job, 0)["gathered weights"]
-        print(
         degrees = gathered_job.layout.degrees
         print(f"{degrees}, gathered in bf16: weights sent {sent / 1e9:.2f} GB, held {taken / 1e9:.2f} GB")
-        )
     products = [8 * weights(STUDENT) + 2 * weights(TEACHER), *map(weights, (STUDENT, TEACHER))]
     print("operations of a step on each GPU", f"{products[0] * STEP_TOKENS / 256:.2e}", "weights", products[1:])
     served()

@@ -26,7 +26,7 @@ from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder, OutputProcessor, evaluating
 from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.models.processors import cross_entropy
-from stillhouse.objective import ObjectiveOutput, Signal, Signals, SortedTopK, SpanSignal
+from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import forward_kl, total_variation
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
@@ -158,7 +158,11 @@ class TorchEngine:
     def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
         """The cross-entropy, and the forward KL if there are signals."""
         # a micro-batch may lack the signals of a teacher to which none of its documents is routed
-        named = {name: signal for of_teachers in signals for name, signal in of_teachers.items()}
+        named = {
+            name: signal.signal if isinstance(signal, RoutedSignal) else signal
+            for of_teachers in signals
+            for name, signal in of_teachers.items()
+        }
         if not named:
             return ObjectiveSpec(cross_entropy=1.0)
         first, shares = next(iter(named.values())), self.objective.teachers

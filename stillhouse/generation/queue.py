@@ -111,7 +111,7 @@ class RolloutQueue:
         self.wait_for(step)
         groups = sorted(self._chosen(step))
         times = [self.writer.times.pop(number, None) for group in groups for number in self._samples[group]]
-        known = [time_ for time_ in times if time_ is not None]  # those of an earlier process are not
+        known = [seconds for seconds in times if seconds is not None]  # an earlier process's times are unknown
         self.taken_times = (
             min((asked for asked, _ in known), default=0.0),
             max((end for _, end in known), default=0.0),

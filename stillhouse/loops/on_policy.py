@@ -1,6 +1,6 @@
 """The training loop on the student's own completions: an engine generates them, the teacher scores every token.
 
-It differs from `off_policy.py` in where micro-batches come from (`step_samples.py`) and in what it records of the
+It differs from `off_policy.py` in where micro-batches come from (`rollouts.py`) and in what it records of the
 completions; `training.py` does what all loops do.
 """
 

@@ -49,8 +49,8 @@ _AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 class Rollouts:
     """queue: of the samples, on rank 0; None on the other ranks, which get the samples from it.
 
-    Rewards and environments run on rank 0 alone. An engine in this job generates on all ranks together: what rank 0
-    asks it for, the other ranks ask theirs for, too.
+    Rewards and environments run on rank 0 alone. An engine in this job generates on all ranks together: the
+    other ranks get the requests of rank 0.
     """
 
     def __init__(self, session: Session, folder: RunFolder):

@@ -56,13 +56,15 @@ def require_weights_in_use(
     """
     rounding, gaps_by_server = _rounding(session, rollout), _gaps_by_server(session, micro_batches)
     for number, url in enumerate(urls):
-        gaps = gaps_by_server[number]
+        gaps = gaps_by_server.get(number)
+        if not gaps:
+            raise SignalsLostError(f"{url} has generated no token for the probes of its weights: expected some")
         median = statistics.median(gaps)
         if not median <= rounding:  # a NaN is none
             raise SignalsLostError(
-                f"{url} says that it writes with version {version}, and its log-probabilities are those of other "
+                f"{url} says that it generates with version {version}, and its log-probabilities are those of other "
                 f"weights: they differ from the trainer's by {median:.3g} nats (the median of {len(gaps)} "
-                f"tokens) and rounding is at most {rounding:g}: expected a server that reads the folder "
+                f"tokens), and rounding is at most {rounding:g}: expected a server that reads the folder "
                 "that it is given, loads all of it, and computes the same model"
             )
     return rounding
@@ -83,7 +85,7 @@ def _gaps_by_server(session: Session, micro_batches: ShardedMicroBatches) -> dic
 
 
 def _rounding(session: Session, rollout: RolloutConfig) -> float:
-    """So many nats can be rounding. What other engines compute in, they do not tell; ours has the student's dtype."""
+    """So many nats can be rounding. Other engines do not report their dtype; ours has the student's."""
     is_exact = (
         rollout.engine == "stillhouse"
         and session.engine.autocast is None

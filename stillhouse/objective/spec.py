@@ -93,7 +93,7 @@ class ObjectiveSpec:
 
     @property
     def needs_rollouts(self) -> bool:
-        """Whether a term learns from tokens that the student has drawn, with their old log-probabilities."""
+        """Whether a term needs tokens that the student has sampled, with their old log-probabilities."""
         return self.sampled_kl is not None or self.policy_gradient is not None
 
     @property
@@ -150,9 +150,10 @@ class ObjectiveSpec:
                 for term in self._of_one_teacher(self.divergence, labels_T, signal, share, label)
             ]
         if self.uld is not None:
-            ((_, signal, _),) = self._scored(signals, self.temperature)
-            if not isinstance(signal, SortedTopK):
-                raise ValueError(f"uld with {type(signal).__name__}: expected sorted probabilities, SortedTopK")
+            signal, *others = (signal for _, signal, _ in self._scored(signals, self.temperature))
+            if others or not isinstance(signal, SortedTopK):
+                types = ", ".join(type(signal).__name__ for signal in signals.values())
+                raise ValueError(f"uld with {types}: expected the sorted probabilities of one teacher, SortedTopK")
             of_uld = (self.uld, self.temperature, self.scale_by_temperature_squared)
             terms.append(SortedL1(signal, *of_uld, weights_T=signal.weights_T))
         if self.entropy is not None:
@@ -167,7 +168,10 @@ class ObjectiveSpec:
         return terms
 
     def _require_signals(self, signals: Signals, tokens: int) -> None:
-        """Raise ValueError for signals with which a term would be absent, or have another weight."""
+        """Raise ValueError for signals that the terms cannot use.
+
+        Without a mixture, teachers may be absent: a routed teacher has only its own rows.
+        """
         if not self.needs_teacher:
             return
         if not signals:

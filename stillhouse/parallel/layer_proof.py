@@ -80,8 +80,8 @@ def _compare(
 ) -> None:
     """A forward hook of a layer: add the error of its output to `errors`, in units of the allowed one.
 
-    shadows: by the identity of a dict that the layers of a model share, such as of shared keys and values: the dict,
-    which thus keeps its identity, and that of the whole copies.
+    shadows: for each dict that the layers of a model share, such as shared keys and values, by its `id`: the dict
+        itself, so that no other object gets this `id`, and the dict of the complete copies.
     """
     input_BSD = options["hidden_states"] if "hidden_states" in options else arguments[0]
     named = (*layer.named_parameters(), *layer.named_buffers())

@@ -130,6 +130,7 @@ class TeacherStudentPair(nn.Module):
                 dtype = inputs.autocast if self.teacher_is_base else None
                 teacher_BSE = self.teacher_forward(micro_batch, teacher_BSE, dtype=dtype)
             if self.student.has_head:
+                assert len(signals) == 1, "a teacher in the stages is the only one"
                 signals = {in_stage: self._exact(teacher_BSE)}
         arguments = _model_inputs(micro_batch.inputs, student_BSD)
         context = _targets(micro_batch, signals) if self.student.has_head else None

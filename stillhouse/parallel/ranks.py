@@ -138,10 +138,10 @@ class Ranks:
         if not failed:
             return
         rank = min(failed, key=lambda rank: failures[rank][0])
-        if rank == self.rank:
-            assert local_failure is not None
+        if self.size == 1 and local_failure is not None:
             raise local_failure
-        raise _decoded(failures[rank], kinds)
+        # the rank that failed raises this type, too: a caller may treat a subclass in another way than its base
+        raise _decoded(failures[rank], kinds) from (local_failure if rank == self.rank else None)
 
     def on_first(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
         """The result of a function that the first process alone calls, on all of them.
@@ -153,8 +153,11 @@ class Ranks:
             try:
                 message["result"] = result = function()
             except kinds as error:
-                self.from_first({"error": _encoded(error, kinds)})
-                raise
+                message["error"] = _encoded(error, kinds)
+                self.from_first(message)
+                if self.size == 1:
+                    raise
+                raise _decoded(message["error"], kinds) from error
             self.from_first(message)
             return result
         return self.outcome(self.from_first(message), *kinds)

@@ -126,7 +126,8 @@ class TeacherSources:
                 sources[name] = SeparateTeacher(layers, layout, mesh, layout, mesh, head=head, keep_head=True)
             else:
                 sources[name] = self._in_job(section, teacher, head)
-        return SeveralTeachers(sources, self.student, teachers.route)
+        is_sharded = bool(heads) and self.student.mesh.sharding is not None
+        return SeveralTeachers(sources, self.student, teachers.route, heads_are_sharded=is_sharded)
 
     def _unsplit_teachers(self, teachers: TeachersConfig) -> dict[str, Decoder]:
         """In one process, the teachers whose layers and head cannot be loaded separately."""

@@ -53,9 +53,11 @@ def labelled_log_probs(
     """The top-k ids of each row and its label, their log-probabilities, and the log of the mass outside all of them.
 
     Returns ids and log_probs [C, K+1] and tail_log_prob [C]. The last entry is the label; its id is -1 and its
-    log-probability -inf if it is among the K ids. The head must have the whole vocabulary. Raises ValueError if the
-    vocabulary has fewer ids.
+    log-probability -inf if it is among the K ids. Raises ValueError if the vocabulary has fewer ids, and if this
+    rank has only a part of the head.
     """
+    if head.shard is not None and not head.shard.is_alone:
+        raise ValueError("a label's log-probability needs the whole vocabulary on one rank: expected tensor=1")
     _require_ids(k, head)
     parts = []
     for rows, logits_CV in _logits(hidden_CE, head, temperature):

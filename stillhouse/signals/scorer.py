@@ -100,7 +100,7 @@ class _ExtractAll:
 
 def _documents(tokens: Sequence[np.ndarray]) -> Documents:
     tokens_N = np.concatenate(tokens).astype(np.int32)
-    offsets = np.concatenate([[0], np.cumsum([len(token) for token in tokens])]).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum([len(ids_N) for ids_N in tokens])]).astype(np.int64)
     keys_D = np.zeros(len(tokens), dtype=np.uint64)
     targets_N = np.zeros(len(tokens_N), dtype=bool)
     return Documents(tokens_N, targets_N, offsets, keys_D, [""] * len(tokens), DataReport("requests"))

@@ -22,10 +22,19 @@ class SeveralTeachers:
     teachers: the sources of their signals, by their names
     runner: of the student
     route: the column of the data that names each document's teacher; None: each teacher scores all documents
+    heads_are_sharded: whether FSDP shards output heads of teachers, on the student's last stage
     """
 
-    def __init__(self, teachers: Mapping[str, SignalSource], runner: Runner, route: str | None = None):
+    def __init__(
+        self,
+        teachers: Mapping[str, SignalSource],
+        runner: Runner,
+        route: str | None = None,
+        *,
+        heads_are_sharded: bool = False,
+    ):
         self.teachers, self._runner, self._route = teachers, runner, route
+        self._heads_are_sharded = heads_are_sharded
 
     @property
     def steps_ahead(self) -> int:
@@ -51,7 +60,7 @@ class SeveralTeachers:
         Where FSDP shards the heads, none is left out: all processes gather the heads together, in the same order.
         """
         routed = {name: RoutedSignal(signal, rows[name]) for name, signal in signals.items()}
-        if self._runner.mesh.sharding is not None:
+        if self._heads_are_sharded:
             return routed
         return {name: signal for name, signal in routed.items() if len(signal.index)} or dict(
             list(routed.items())[:1]

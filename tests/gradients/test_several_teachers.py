@@ -299,6 +299,30 @@ def test_held_out_micro_batches_that_lack_a_teachers_documents(folder: Path) -> 
     session.close()
 
 
+def test_held_out_top_k_of_a_routed_server_has_its_temperature(folder: Path, server: str) -> None:
+    """Its log-probabilities are known at one temperature alone, the training's."""
+    rows = json.loads((folder / "code" / "config.json").read_text())["vocab_size"]
+    served = {"url": server, "signal": "top_k", "temperature": 2.0, "top_k": rows}
+    keys = LOSS | {"data.eval": 0.3, "teachers.route": "subject"}
+    session = session_of(folder, cached=True, **keys, **named(folder, {}, served))
+    metrics = evaluate(session)
+    assert session.evaluation is not None
+    documents = session.evaluation.documents
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
+        for name in ("student", "code")
+    )
+    divergences = []
+    for number in range(len(documents)):
+        if documents.columns["subject"][number] == "code":
+            ids, targets = torch.tensor(documents.tokens(number)).long(), torch.tensor(documents.targets(number))
+            with torch.no_grad():
+                q_log, p_log = ((model(ids[None]).logits[0] / 2).log_softmax(1) for model in (student, teacher))
+            divergences.append((p_log.exp() * (p_log - q_log)).sum(1)[targets[1:].nonzero()[:, 0]])
+    assert metrics["eval/forward_kl/code"] == pytest.approx(torch.cat(divergences).mean().item(), rel=1e-5)
+    session.close()
+
+
 def test_heads_of_one_shape_share_a_buffer() -> None:
     """Unless they are used at the same time; the buffer of a weight that was there last is not copied again."""
     one, other, third = (torch.randn(7, 3) for _ in range(3))

@@ -197,7 +197,7 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: parse_objective("uld").terms(make_labels(), {TEACHER: make_spans()}),
-        "uld with SpanSignal: expected sorted",
+        "uld with SpanSignal: expected the sorted probabilities",
     ),
     (
         lambda: parse_objective("forward_kl").terms(make_labels(), {TEACHER: SORTED}),
