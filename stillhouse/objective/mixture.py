@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.head import OutputHead
-from stillhouse.objective.signals import DenseLogits, FullVocab, RowIndex, Signal, check_temperature
+from stillhouse.objective.signals import DenseLogits, FullVocab, Signal, check_temperature
 from stillhouse.objective.tile.compiled import pointwise
 from stillhouse.objective.tile.pointwise import log_mean
 from stillhouse.objective.tile.statistics import statistics
@@ -66,9 +66,6 @@ class Mixture(Signal):
         largest = max(logs)
         total = largest + math.log(math.fsum(math.exp(log - largest) for log in logs))
         return [log - total for log in logs]
-
-    def rows(self, rows: RowIndex) -> "Mixture":
-        return replace(self, signals=[signal.rows(rows) for signal in self.signals])
 
     def heads(self) -> list[OutputHead]:
         return [head for signal in self.signals for head in signal.heads()]

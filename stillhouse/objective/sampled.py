@@ -25,7 +25,7 @@ from stillhouse.objective.signals import RowIndex, check_temperature
 from stillhouse.objective.stable import expect
 from stillhouse.objective.terms import Term, check_labels, check_scale, labelled
 from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.tile.tile_plan import PlanBuilder
+from stillhouse.objective.tile.tile_plan import Plan
 
 
 class AtLabel(Term):
@@ -45,7 +45,7 @@ class AtLabel(Term):
     def has_value(self, rows: RowIndex) -> Tensor:
         return self.labels_T[rows] >= 0
 
-    def request(self, plan: PlanBuilder) -> None:
+    def request(self, plan: Plan) -> None:
         plan.softmax(self.temperature)
         plan.logits_at(self.labels_T)
 
@@ -117,7 +117,7 @@ class SampledKL(AtLabel):
     def name(self) -> str:
         return labelled(f"sampled_{self.descends}", self.label)
 
-    def request(self, plan: PlanBuilder) -> None:
+    def request(self, plan: Plan) -> None:
         super().request(plan)
         if self.correction.kind != "none":
             plan.softmax(self._sampling_temperature)

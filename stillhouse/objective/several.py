@@ -5,6 +5,7 @@ T tokens, D width of the student.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
@@ -17,13 +18,6 @@ class StudentHidden(Signal):
     """The exact signal of a teacher that has the student's head: its hidden states [T, D] after the last norm."""
 
     hidden_TD: Tensor
-
-    @property
-    def tokens(self) -> int:
-        return len(self.hidden_TD)
-
-    def rows(self, rows: RowIndex) -> "StudentHidden":
-        return StudentHidden(self.hidden_TD[rows])
 
     def opened(self, student: OutputHead) -> AbstractContextManager[Signal]:
         return nullcontext(FullVocab(self.hidden_TD.detach(), detached(student)))
@@ -40,11 +34,7 @@ class RoutedSignal(Signal):
     signal: Signal
     index: Tensor
 
-    @property
-    def tokens(self) -> int:
-        return self.signal.tokens
-
-    def rows(self, rows: RowIndex) -> "RoutedSignal":
+    def rows(self, rows: RowIndex) -> Self:
         raise ValueError("the rows of a routed signal cannot be cut: expected one teacher for all tokens")
 
 

@@ -18,11 +18,10 @@ T tokens, E teacher width, V vocabulary, K ids per token, M sampled ids per toke
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Literal, Self, TypeAlias, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -37,17 +36,22 @@ RowIndex: TypeAlias = Tensor | slice
 TAIL_FLOOR = torch.finfo(torch.float32).eps
 
 
-class Signal(ABC):
-    """A teacher's output for T tokens. Its tensors are constants: none receives a gradient."""
+@dataclass(frozen=True, eq=False)
+class Signal:
+    """A teacher's output for T tokens: a dataclass whose tensors and signals have one row per token.
+
+    Its tensors are constants: none receives a gradient. The first field is a tensor or a signal.
+    """
 
     @property
-    @abstractmethod
     def tokens(self) -> int:
         """T, the number of rows."""
+        first = getattr(self, fields(self)[0].name)
+        return first.tokens if isinstance(first, Signal) else len(first)
 
-    @abstractmethod
     def rows(self, rows: RowIndex) -> Self:
-        """Return the signal of the given rows."""
+        """Return the signal of these rows."""
+        return replace(self, **{field.name: _rows_of(getattr(self, field.name), rows) for field in fields(self)})
 
     def heads(self) -> list[OutputHead]:
         """The output heads in the signal; they help to determine the size of the common vocabulary."""
@@ -81,13 +85,6 @@ class FullVocab(Signal):
                 f"hidden_TE of shape {tuple(self.hidden_TE.shape)}: expected [tokens, {width}] for this head"
             )
 
-    @property
-    def tokens(self) -> int:
-        return self.hidden_TE.shape[0]
-
-    def rows(self, rows: RowIndex) -> "FullVocab":
-        return replace(self, hidden_TE=self.hidden_TE[rows])
-
     def heads(self) -> list[OutputHead]:
         return [self.head]
 
@@ -101,13 +98,6 @@ class DenseLogits(Signal):
     def __post_init__(self) -> None:
         if self.logits_TV.dim() != 2:
             raise ValueError(f"logits_TV of shape {tuple(self.logits_TV.shape)}: expected [tokens, vocabulary]")
-
-    @property
-    def tokens(self) -> int:
-        return self.logits_TV.shape[0]
-
-    def rows(self, rows: RowIndex) -> "DenseLogits":
-        return replace(self, logits_TV=self.logits_TV[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,22 +127,9 @@ class SparseSignal(Signal):
                 "one per token"
             )
 
-    @property
-    def tokens(self) -> int:
-        return self.ids_TK.shape[0]
-
-    def rows(self, rows: RowIndex) -> Self:
-        tail_T = self.tail_log_prob_T
-        return replace(
-            self,
-            ids_TK=self.ids_TK[rows],
-            log_probs_TK=self.log_probs_TK[rows],
-            tail_log_prob_T=None if tail_T is None else tail_T[rows],
-        )
-
 
 class TopK(SparseSignal):
-    """The teacher's K likeliest ids, as a server or a cache can provide them."""
+    """The teacher's top K ids, as a server or a cache can provide them."""
 
 
 class Chosen(SparseSignal):
@@ -174,12 +151,14 @@ class Sampled(Signal):
     def __post_init__(self) -> None:
         check_pairs("ids_TM", self.ids_TM, "weights_TM", self.weights_TM)
 
-    @property
-    def tokens(self) -> int:
-        return self.ids_TM.shape[0]
 
-    def rows(self, rows: RowIndex) -> "Sampled":
-        return replace(self, ids_TM=self.ids_TM[rows], weights_TM=self.weights_TM[rows])
+def _rows_of(value: Any, rows: RowIndex) -> Any:
+    """Return these rows of a field: of a tensor, of a signal or of several ones. Other values have no rows."""
+    if isinstance(value, tuple):
+        return tuple(_rows_of(element, rows) for element in value)
+    if isinstance(value, Signal):
+        return value.rows(rows)
+    return value[rows] if isinstance(value, Tensor) else value
 
 
 def check_temperature(temperature: float) -> None:

@@ -10,21 +10,20 @@ T tokens, C rows of a chunk, K ranks, B = K + 1 outcomes.
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from stillhouse.objective.signals import RowIndex, Signal
+from stillhouse.objective.signals import Signal
 from stillhouse.objective.stable import expect
 from stillhouse.objective.terms import Term, check_scale, check_temperature
 from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.tile.tile_plan import PlanBuilder
+from stillhouse.objective.tile.tile_plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
 class SortedTopK(Signal):
-    """The log-probabilities of the teacher's K likeliest tokens in any order, whatever these tokens are.
+    """The log-probabilities of the teacher's top K tokens in any order, whatever these tokens are.
 
     tail_log_prob_T: the log of the teacher's mass outside of them. weights_T: 1 at rows whose distributions can be
     compared, else 0.
@@ -42,13 +41,6 @@ class SortedTopK(Signal):
             actual = tuple(getattr(self, name).shape)
             if actual != shape[:1]:
                 raise ValueError(f"{name} of shape {actual}: expected ({shape[0]},), one per token")
-
-    @property
-    def tokens(self) -> int:
-        return self.log_probs_TK.shape[0]
-
-    def rows(self, rows: RowIndex) -> Self:
-        return type(self)(self.log_probs_TK[rows], self.tail_log_prob_T[rows], self.weights_T[rows])
 
     def sorted_probabilities(self, dtype: torch.dtype) -> Tensor:
         """p_(1) ≥ … ≥ p_(K), then the mass outside, [T, B]."""
@@ -85,7 +77,7 @@ class SortedL1(Term):
     def signals(self) -> list[Signal]:
         return [self.signal]
 
-    def request(self, plan: PlanBuilder) -> None:
+    def request(self, plan: Plan) -> None:
         plan.softmax(self.temperature)
         plan.top_k(self.signal.log_probs_TK.shape[1])
 
@@ -109,7 +101,7 @@ class SortedL1(Term):
 
 
 def sorted_l1(log_p_TB: Tensor, log_q_TV: Tensor) -> Tensor:
-    """The value in plain autograd, [T]. log_p_TB: the teacher's K likeliest in any order, then its mass outside."""
+    """The value in plain autograd, [T]. log_p_TB: the teacher's top K in any order, then its mass outside."""
     ranks = log_p_TB.shape[1] - 1
     p_TK = log_p_TB[:, :-1].exp().sort(1, descending=True).values
     missing = max(0, ranks - log_q_TV.shape[1])

@@ -13,7 +13,6 @@ T tokens, C rows of a chunk. p is the teacher's probability, q the student's.
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from stillhouse.objective.signals import RowIndex, Signal, TopK, check_temperatu
 from stillhouse.objective.stable import expect
 from stillhouse.objective.terms import Term, check_labels, check_scale, labelled
 from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.tile.tile_plan import PlanBuilder
+from stillhouse.objective.tile.tile_plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +41,6 @@ class SpanSignal(Signal):
             shape = tuple(getattr(self, name).shape)
             if shape != (self.first.tokens,):
                 raise ValueError(f"{name} of shape {shape}: expected ({self.first.tokens},), one weight per token")
-
-    @property
-    def tokens(self) -> int:
-        return self.first.tokens
-
-    def rows(self, rows: RowIndex) -> Self:
-        return type(self)(self.first.rows(rows), self.first_weights_T[rows], self.continuation_weights_T[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +74,7 @@ class Continuation(Term):
     def has_value(self, rows: RowIndex) -> Tensor:
         return self.labels_T[rows] >= 0
 
-    def request(self, plan: PlanBuilder) -> None:
+    def request(self, plan: Plan) -> None:
         plan.softmax(self.temperature)
         plan.logits_at(self.labels_T)
 

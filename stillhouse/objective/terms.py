@@ -20,7 +20,7 @@ from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal
 from stillhouse.objective.sparse import sampled, sparse
 from stillhouse.objective.stable import expect
 from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.tile.tile_plan import PlanBuilder
+from stillhouse.objective.tile.tile_plan import Plan
 
 
 class Term(ABC):
@@ -42,7 +42,7 @@ class Term(ABC):
         """T of the term's tensors; None if it has no tensors."""
 
     @abstractmethod
-    def request(self, plan: PlanBuilder) -> None:
+    def request(self, plan: Plan) -> None:
         """Request everything that `add_to` will read from a tile and add to it."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class CrossEntropy(Term):
     def has_value(self, rows: RowIndex) -> Tensor:
         return self.labels_T[rows] >= 0
 
-    def request(self, plan: PlanBuilder) -> None:
+    def request(self, plan: Plan) -> None:
         plan.softmax(1.0)
         plan.logits_at(self.labels_T)
         if self.label_smoothing:
@@ -204,7 +204,7 @@ class Distill(Term):
     def signals(self) -> list[Signal]:
         return [self.signal]
 
-    def request(self, plan: PlanBuilder) -> None:
+    def request(self, plan: Plan) -> None:
         signal = self.signal
         plan.softmax(self.temperature)
         if isinstance(signal, SparseSignal | Sampled):
@@ -215,7 +215,7 @@ class Distill(Term):
                 plan.entropy(self.temperature)
         else:
             for _, part in weighted_parts(self.divergence):
-                plan.divergence(part, signal, self.temperature)
+                plan.pair(part, signal, self.temperature)
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         factor = self.temperature**2 if self.scale_by_temperature_squared else 1.0
@@ -252,7 +252,7 @@ class Entropy(Term):
     def tokens(self) -> None:
         return None
 
-    def request(self, plan: PlanBuilder) -> None:
+    def request(self, plan: Plan) -> None:
         plan.entropy(self.temperature)
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:

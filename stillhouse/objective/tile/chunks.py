@@ -16,7 +16,7 @@ from stillhouse.objective.signals import RowIndex
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.logits_provider import LogitsProvider
 from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.tile.tile_plan import Plan, PlanBuilder
+from stillhouse.objective.tile.tile_plan import Plan
 
 #: memory budget of one tile of logits, in bytes; a tile is float32, or float64 for float64 inputs. A pass keeps one
 #: tile for the student and one for each dense teacher, and over vocabulary shards twice as many (for two chunks).
@@ -61,14 +61,14 @@ def run_chunks(
     totals = Totals(terms, tokens, provider)
     one = torch.ones(1, dtype=provider.dtype, device=provider.device)
     weights_T = one.expand(tokens) if weights_T is None else weights_T.to(provider.device, provider.dtype)
-    requests = PlanBuilder(provider.scale, provider.softcap)
+    plan = Plan(provider.scale, provider.softcap)
     for term in terms:
-        term.request(requests)
-    plan = requests.build()
+        term.request(plan)
+    plan.close()
     size = chunk_tokens or tile_rows(provider, tokens if valid_index is None else len(valid_index))
     # over several ranks, the next chunk's products run while the collective of this chunk is under way
     in_flight = 0 if provider.shard is None or provider.shard.is_alone else 1
-    started: deque[_Chunk] = deque()
+    started: deque[Tile] = deque()
     for number, rows in enumerate(chunks(tokens, valid_index, size)):
         started.append(_start(provider, plan, terms, rows, weights_T[rows], number % (in_flight + 1)))
         if len(started) > in_flight:
@@ -78,26 +78,9 @@ def run_chunks(
     return totals
 
 
-@dataclass
-class _Chunk:
-    """A chunk whose collective may still be under way.
-
-    counted_C: the rows that at least one term of the loss counts. The other rows get no gradient, whatever they hold.
-    """
-
-    tile: Tile
-    weights_C: Tensor
-    counted_C: Tensor
-
-
 def _start(
-    provider: LogitsProvider,
-    plan: Plan,
-    terms: Sequence[Term],
-    rows: RowIndex,
-    weights_C: Tensor,
-    buffer: int,
-) -> _Chunk:
+    provider: LogitsProvider, plan: Plan, terms: Sequence[Term], rows: RowIndex, weights_C: Tensor, buffer: int
+) -> Tile:
     # a term of scale 0 is only reported: its rows are computed, but it adds nothing to the loss
     seen_C = counted_C = torch.zeros_like(weights_C, dtype=torch.bool)
     for term in terms:
@@ -105,23 +88,24 @@ def _start(
         seen_C = seen_C | of_term_C
         counted_C = counted_C | of_term_C if term.scale else counted_C
     tiles_CV = provider.tiles(rows, seen_C, plan.signals, buffer)
-    tile = Tile(plan, rows, counted_C, tiles_CV, provider.vocabulary, provider.shard, provider.needs_gradient)
+    vocabulary, shard, needs_gradient = provider.vocabulary, provider.shard, provider.needs_gradient
+    tile = Tile(plan, rows, weights_C, counted_C, tiles_CV, vocabulary, shard, needs_gradient)
     tile.start()
-    return _Chunk(tile, weights_C, counted_C)
+    return tile
 
 
-def _finish(provider: LogitsProvider, terms: Sequence[Term], chunk: _Chunk, totals: "Totals") -> None:
-    tile, weights_C = chunk.tile, chunk.weights_C
+def _finish(provider: LogitsProvider, terms: Sequence[Term], tile: Tile, totals: "Totals") -> None:
+    """Finish a chunk whose collective may still be under way."""
     tile.wait()
-    totals.sums["tokens"] += (weights_C != 0).sum()
-    totals.chunk_tokens = max(totals.chunk_tokens, len(weights_C))
+    totals.sums["tokens"] += (tile.weights_C != 0).sum()
+    totals.chunk_tokens = max(totals.chunk_tokens, len(tile.weights_C))
     for position, term in enumerate(terms):
-        term_weights_C = weights_C
+        weights_C = tile.weights_C
         if term.weights_T is not None:
-            term_weights_C = weights_C * tile.take(term.weights_T).to(provider.dtype)
-        totals.add(position, tile.rows, term_weights_C, term.add_to(tile, term_weights_C * term.scale))
+            weights_C = weights_C * tile.take(term.weights_T).to(provider.dtype)
+        totals.add(position, tile.rows, weights_C, term.add_to(tile, weights_C * term.scale))
     if provider.needs_gradient:
-        provider.pull_back(tile.rows, chunk.counted_C, tile.gradient())
+        provider.pull_back(tile.rows, tile.counted_C, tile.gradient())
 
 
 class Totals:

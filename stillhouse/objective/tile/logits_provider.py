@@ -3,7 +3,7 @@
 T tokens, C rows of a chunk, D student width, E teacher width, V vocabulary (of this rank).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class LogitsProvider:
         """Return the dtype in which a leaf's gradient is kept until backward multiplies by the incoming gradient."""
         raise NotImplementedError
 
-    def tiles(self, rows: RowIndex, seen_C: Tensor, signals: Sequence[Signal], buffer: int) -> list[Tensor]:
+    def tiles(self, rows: RowIndex, seen_C: Tensor, signals: Iterable[Signal], buffer: int) -> list[Tensor]:
         """Return the logits [C, V] of the student and of dense teachers, in buffers that the pass may overwrite.
 
         seen_C: false for a row that no term reads. `buffer`: the number of the buffers; chunks that are under way at

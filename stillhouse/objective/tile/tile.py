@@ -48,24 +48,24 @@ class TermResult:
 class Tile:
     """The logits [C, V] of the student and of dense teachers (at least float32), and later the student's gradient.
 
-    counted_C: the rows that at least one term counts. The other rows may hold anything; their gradient is 0.
+    weights_C: the objective's weights.
+    counted_C: the rows that at least one term of the loss counts. The other rows may hold anything; they get gradient 0.
     """
 
     def __init__(
         self,
         plan: Plan,
         rows: RowIndex,
+        weights_C: Tensor,
         counted_C: Tensor,
         tiles_CV: list[Tensor],
         vocabulary: int,
         shard: VocabShard | None,
         needs_gradient: bool,
     ):
-        self.rows = rows
-        self.vocabulary = vocabulary
-        self.needs_gradient = needs_gradient
+        self.rows, self.weights_C, self.counted_C = rows, weights_C, counted_C
+        self.vocabulary, self.needs_gradient = vocabulary, needs_gradient
         self._plan, self._pointwise, self._shard = plan, plan.pointwise, shard
-        self._counted_C = counted_C
         self._tiles_CV = tiles_CV
         self._first = 0 if shard is None else shard.within(vocabulary)[0]
         self._coefficients: dict[Column, Tensor] = {}
@@ -143,9 +143,9 @@ class Tile:
         return self._entries[self._plan.logits_at(ids)] == self._known.references[0][:, None]
 
     def top_k(self, ranks: int, temperature: float) -> tuple[Tensor, Tensor]:
-        """The student's likeliest ids and their log q, in descending order, [C, K]; −inf beyond the vocabulary."""
+        """The student's top ids and their log q, in descending order, [C, K]; −inf beyond the vocabulary."""
         if ranks > self._plan.ranks:
-            raise LookupError(f"the {ranks} likeliest tokens: no term has requested them")
+            raise LookupError(f"the top {ranks} tokens: no term has requested them")
         logits_CK, ids_CK = (top_CK[:, :ranks] for top_CK in self._top_k)
         gap_CK = logits_CK - self._known.references[0][:, None]
         return ids_CK, gap_CK / temperature - self._log_mass(temperature)[:, None]
@@ -159,7 +159,7 @@ class Tile:
         return self._known.teacher_entropy[self._plan.teacher(signal, temperature)]
 
     def agreement(self, signal: Signal) -> Tensor:
-        """1 where a dense teacher and the student have the same likeliest token, [C]."""
+        """1 where a dense teacher and the student have the same argmax, [C]."""
         return self._known.both_top[self._plan.tile(signal) - 1]
 
     def tail(self, signal: SparseSignal, temperature: float) -> Tensor:
@@ -196,7 +196,7 @@ class Tile:
         local_CN, is_here_CN = self._local(ids_CN)
         scale, softcap = self._pointwise.scale, self._pointwise.softcap
         values_CN = before_head(values_CN, self.logits_CV.gather(1, local_CN), scale, softcap)
-        self._added.append((local_CN, torch.where(is_here_CN & self._counted_C[:, None], values_CN, 0.0)))
+        self._added.append((local_CN, torch.where(is_here_CN & self.counted_C[:, None], values_CN, 0.0)))
 
     # this rank's part
 
@@ -235,7 +235,7 @@ class Tile:
     def _gradient_rows(self) -> Tensor:
         """Return the columns of `plan.normalizers` and `plan.coefficients`, [C, X]."""
         zero_C = torch.zeros_like(self._known.references[0])
-        known = self._coefficients | {("counted", 0): self._counted_C.to(zero_C.dtype)}
+        known = self._coefficients | {("counted", 0): self.counted_C.to(zero_C.dtype)}
         for at in range(len(self._plan.buckets)):
             known["outside_reference", at] = self._known.outside_reference[at]
             known["outside_log_mass", at] = self._known.outside_log_mass[at]

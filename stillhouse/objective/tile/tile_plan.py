@@ -1,9 +1,8 @@
 """What the terms of an objective read from a chunk's logits: softmaxes, sums and single logits, each computed once.
 
-Before the first chunk, each term requests from a `PlanBuilder` what it will read. The `Plan` that is built from these
-requests does not change any more. It gives everything that was requested an index, the same in every chunk, and
-raises LookupError for anything else. Its part `Plan.pointwise` is what the pointwise functions are compiled for:
-hashable, without tensors.
+Before the first chunk, each term requests from a `Plan` what it will read. The plan gives everything that was requested
+an index, the same in every chunk. Its part `Plan.pointwise` is what the pointwise functions are compiled for: hashable,
+without tensors.
 
 The functions of a pass give each other numbers per row as the columns of one tensor [C, X]. The key of a column is
 its name and the index of the softmax, tile or pair that it belongs to (0 if there is only one).
@@ -11,7 +10,7 @@ its name and the index of the softmax, tile or pair that it belongs to (0 if the
 C rows of a chunk of T tokens, N ids per token, X columns. q is the student's probability.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal, NewType, TypeAlias, TypeVar, cast
 
@@ -151,128 +150,97 @@ class PointwisePlan:
         return columns
 
 
-@dataclass(frozen=True, eq=False)
 class Plan:
-    """The index of everything that terms requested. All lookups raise LookupError for what no term requested.
+    """The index of everything that terms request. A repeated request is the same as one.
 
+    Before the first chunk, a term calls these methods in `Term.request` to request what it will read. After `close`
+    they only look up: they raise LookupError for anything that no term has requested.
+
+    scale, softcap: those of the student's head.
     signals: the dense signals, in the order of their tiles.
     buckets: (sparse signal, student softmax) whose outside is needed.
     ids: the ids [T] or [T, N] whose logits are needed.
     ranks: how many of the student's top tokens are needed.
     """
 
-    pointwise: PointwisePlan
-    signals: tuple[Signal, ...]
-    buckets: tuple[tuple[SparseSignal, StudentSoftmax], ...]
-    ids: tuple[Tensor, ...]
-    ranks: int = 0
-
-    def softmax(self, temperature: float) -> StudentSoftmax:
-        at = _index(self.pointwise.temperatures, temperature, f"the student's softmax at temperature {temperature}")
-        return StudentSoftmax(at)
-
-    def entropy(self, temperature: float) -> StudentSoftmax:
-        """The softmax at this temperature, if the gradient of its entropy was requested."""
-        softmax = self.softmax(temperature)
-        _index(self.pointwise.entropic, softmax, f"the gradient of the entropy at temperature {temperature}")
-        return softmax
-
-    def tile(self, signal: Signal) -> TileIndex:
-        return TileIndex(_index(self.signals, signal, "this teacher signal") + 1)
-
-    def teacher(self, signal: Signal, temperature: float) -> TeacherSoftmax:
-        softmax = (self.tile(signal), temperature)
-        at = _index(self.pointwise.teachers, softmax, f"the teacher's softmax at temperature {temperature}")
-        return TeacherSoftmax(at)
-
-    def pair(self, divergence: Divergence, signal: Signal, temperature: float) -> PairIndex:
-        pair = (divergence, self.teacher(signal, temperature), self.softmax(temperature))
-        return PairIndex(_index(self.pointwise.pairs, pair, f"{divergence} at temperature {temperature}"))
-
-    def outside(self, signal: SparseSignal, temperature: float) -> BucketIndex:
-        bucket = (signal, self.softmax(temperature))
-        return BucketIndex(_index(self.buckets, bucket, "the student's mass outside these ids"))
-
-    def logits_at(self, ids: Tensor) -> IdsIndex:
-        # by identity: == compares tensors element by element
-        return IdsIndex(_index([id(known) for known in self.ids], id(ids), "the logits at these ids"))
-
-
-class PlanBuilder:
-    """Collects the requests of terms. A repeated request is the same as one.
-
-    scale, softcap: those of the student's head.
-    """
-
     def __init__(self, scale: float = 1.0, softcap: float | None = None):
         self._scale, self._softcap = scale, softcap
-        self._temperatures: list[float] = []
-        self._entropic: list[StudentSoftmax] = []
+        self._temperatures: dict[float, int] = {}
+        self._entropic: dict[StudentSoftmax, int] = {}
         self._uniform = False
-        self._signals: list[Signal] = []
-        self._teachers: list[tuple[TileIndex, float]] = []
-        self._pairs: list[tuple[Divergence, TeacherSoftmax, StudentSoftmax]] = []
-        self._buckets: list[tuple[SparseSignal, StudentSoftmax]] = []
-        self._ids: list[Tensor] = []
-        self._ranks = 0
+        self._teachers: dict[tuple[TileIndex, float], int] = {}
+        self._pairs: dict[tuple[Divergence, TeacherSoftmax, StudentSoftmax], int] = {}
+        self._pointwise: PointwisePlan | None = None
+        self.signals: dict[Signal, int] = {}
+        self.buckets: dict[tuple[SparseSignal, StudentSoftmax], int] = {}
+        self.ids: dict[Tensor, int] = {}  # a tensor is equal to itself alone
+        self.ranks = 0
+
+    @property
+    def pointwise(self) -> PointwisePlan:
+        """What the pointwise functions are compiled for; only after `close`."""
+        assert self._pointwise is not None
+        return self._pointwise
 
     def softmax(self, temperature: float) -> StudentSoftmax:
-        """Request the student's softmax at a temperature."""
-        return StudentSoftmax(_add(self._temperatures, temperature))
+        """The student's softmax at a temperature."""
+        name = f"the student's softmax at temperature {temperature}"
+        return StudentSoftmax(self._index(self._temperatures, temperature, name))
 
-    def entropy(self, temperature: float) -> None:
-        """Request the student's softmax at a temperature, and the gradient of its entropy."""
-        _add(self._entropic, self.softmax(temperature))
+    def entropy(self, temperature: float) -> StudentSoftmax:
+        """The student's softmax at a temperature, and the gradient of its entropy."""
+        softmax = self.softmax(temperature)
+        self._index(self._entropic, softmax, f"the gradient of the entropy at temperature {temperature}")
+        return softmax
 
     def uniform(self) -> None:
         """Request the mean over the vocabulary of log q."""
         self.softmax(1.0)
         self._uniform = True
 
-    def divergence(self, divergence: Divergence, signal: Signal, temperature: float) -> None:
-        """Request a divergence between a dense teacher and the student; it must not be a weighted sum.
+    def tile(self, signal: Signal) -> TileIndex:
+        """The tile of a dense signal, which all terms with this signal share."""
+        return TileIndex(self._index(self.signals, signal, "this teacher signal") + 1)
 
-        Terms with the same signal share its tile.
-        """
-        tile = TileIndex(_add(self._signals, signal) + 1)
-        teacher = TeacherSoftmax(_add(self._teachers, (tile, temperature)))
-        _add(self._pairs, (divergence, teacher, self.softmax(temperature)))
+    def teacher(self, signal: Signal, temperature: float) -> TeacherSoftmax:
+        """A dense teacher's softmax at a temperature."""
+        softmax = (self.tile(signal), temperature)
+        name = f"the teacher's softmax at temperature {temperature}"
+        return TeacherSoftmax(self._index(self._teachers, softmax, name))
 
-    def outside(self, signal: SparseSignal, temperature: float) -> None:
-        """Request the student's probabilities outside a sparse signal's ids."""
-        _add(self._buckets, (signal, self.softmax(temperature)))
+    def pair(self, divergence: Divergence, signal: Signal, temperature: float) -> PairIndex:
+        """A divergence between a dense teacher and the student; it must not be a weighted sum."""
+        pair = (divergence, self.teacher(signal, temperature), self.softmax(temperature))
+        return PairIndex(self._index(self._pairs, pair, f"{divergence} at temperature {temperature}"))
 
-    def logits_at(self, ids: Tensor) -> None:
-        """Request the student's logits at some ids, [T] or [T, N]."""
-        if not any(known is ids for known in self._ids):
-            self._ids.append(ids)
+    def outside(self, signal: SparseSignal, temperature: float) -> BucketIndex:
+        """The student's probabilities outside a sparse signal's ids."""
+        bucket = (signal, self.softmax(temperature))
+        return BucketIndex(self._index(self.buckets, bucket, "the student's mass outside these ids"))
+
+    def logits_at(self, ids: Tensor) -> IdsIndex:
+        """The student's logits at some ids, [T] or [T, N]."""
+        return IdsIndex(self._index(self.ids, ids, "the logits at these ids"))
 
     def top_k(self, ranks: int) -> None:
         """Request the student's `ranks` top tokens."""
-        self._ranks = max(self._ranks, ranks)
+        self.ranks = max(self.ranks, ranks)
 
-    def build(self) -> Plan:
-        pointwise = PointwisePlan(
-            1 + len(self._signals),
+    def close(self) -> None:
+        """Allow no further requests."""
+        self._pointwise = PointwisePlan(
+            1 + len(self.signals),
             tuple(self._temperatures),
             tuple(self._teachers),
             tuple(self._pairs),
-            tuple(softmax for _, softmax in self._buckets),
+            tuple(softmax for _, softmax in self.buckets),
             tuple(self._entropic),
             self._uniform,
             self._scale,
             self._softcap,
         )
-        return Plan(pointwise, tuple(self._signals), tuple(self._buckets), tuple(self._ids), self._ranks)
 
-
-def _add(known: list[T], requested: T) -> int:
-    if requested not in known:
-        known.append(requested)
-    return known.index(requested)
-
-
-def _index(known: Sequence[Hashable], wanted: Hashable, what: str) -> int:
-    if wanted not in known:
-        raise LookupError(f"{what}: no term has requested it; expected a request for it in Term.request")
-    return known.index(wanted)
+    def _index(self, requested: dict[T, int], key: T, name: str) -> int:
+        if self._pointwise is not None and key not in requested:
+            raise LookupError(f"{name}: no term has requested it; expected a request for it in Term.request")
+        return requested.setdefault(key, len(requested))
