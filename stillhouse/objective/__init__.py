@@ -5,7 +5,6 @@ It depends only on torch. Start with `linear_objective`; `reference.dense_object
 
 from stillhouse.objective.correction import Correction
 from stillhouse.objective.divergence import (
-    Divergence,
     alpha_beta,
     forward_kl,
     jsd,
@@ -15,12 +14,13 @@ from stillhouse.objective.divergence import (
     skew_reverse_kl,
     total_variation,
 )
-from stillhouse.objective.draws import discounted_sum
+from stillhouse.objective.formulas import Divergence
 from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective, routed_objective
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.log_probs import linear_log_probs
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled import LogRatio, PolicyGradient, SampledKL
+from stillhouse.objective.sampled_tokens import discounted_sum
 from stillhouse.objective.several import RoutedSignal, StudentHidden, detached
 from stillhouse.objective.signals import TEACHER, Chosen, DenseLogits, FullVocab, Sampled, Signal, Signals, TopK
 from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK

@@ -3,10 +3,12 @@
 The formulas and their sources are in `formulas.py`. p is the teacher's probability, q the student's.
 """
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
 
 from stillhouse.objective.alpha_beta import alpha_beta_class
-from stillhouse.objective.expression import parse_sum, unknown_name
+from stillhouse.objective.expression import Summand, parse_sum, unknown_name
 from stillhouse.objective.formulas import (
     Divergence,
     ForwardKL,
@@ -15,25 +17,7 @@ from stillhouse.objective.formulas import (
     SkewForwardKL,
     SkewReverseKL,
     TotalVariation,
-    WeightedSum,
-    weighted_parts,
 )
-
-__all__ = [
-    "DIVERGENCES",
-    "Divergence",
-    "WeightedSum",
-    "alpha_beta",
-    "forward_kl",
-    "jsd",
-    "parse_divergence",
-    "reverse_kl",
-    "skew_forward_kl",
-    "skew_reverse_kl",
-    "total_variation",
-    "weighted_parts",
-]
-
 
 def forward_kl() -> Divergence:
     """KL(p‖q): the student must cover everything that the teacher covers. Tokens with p = 0 add nothing."""
@@ -85,16 +69,16 @@ def parse_divergence(text: str) -> Divergence:
 
     Raises ValueError for an unknown name (the message has the nearest known one), wrong arguments, or a weight ≤ 0.
     """
-    total: Divergence | None = None
-    for part in parse_sum(text):
-        if part.name not in DIVERGENCES:
-            raise unknown_name(part.name, DIVERGENCES)
-        divergence: Divergence = part.call(DIVERGENCES[part.name])
-        if part.coefficient != 1.0:
-            divergence = part.coefficient * divergence
-        total = divergence if total is None else total + divergence
-    assert total is not None  # an expression has at least one part
-    return total
+    summands = parse_sum(text)
+    for summand in summands:
+        if summand.name not in DIVERGENCES:
+            raise unknown_name(summand.name, DIVERGENCES)
+    return weighted_sum(summands)
+
+
+def weighted_sum(summands: Sequence[Summand]) -> Divergence:
+    """Return the sum of one or more named divergences with their coefficients."""
+    return reduce(operator.add, (summand.coefficient * summand.call(DIVERGENCES[summand.name]) for summand in summands))
 
 
 DIVERGENCES: dict[str, Callable[..., Divergence]] = {

@@ -56,7 +56,7 @@ from stillhouse.objective.stable import (
 
 
 class Pivot(NamedTuple):
-    """log q and log(q/p) of a row's likeliest outcome, [rows, 1]."""
+    """log q and log(q/p) of a row's argmax outcome, [rows, 1]."""
 
     log_q: Tensor
     ratio: Tensor
@@ -307,7 +307,7 @@ class TotalVariation(Divergence):
         return 0.5 * difference(pair.p, pair.q, pair.ratio).abs()
 
     def balanced_slope(self, pair: Sides) -> Tensor:
-        """½ q sign(q − p), less q times the pivot's ½ sign: so it is 0, not ±½, at the likeliest outcome."""
+        """½ q sign(q − p), less q times the pivot's ½ sign: so it is 0, not ±½, at the argmax."""
         sign = torch.sign(pair.ratio)
         return 0.5 * expect(pair.q, sign if pair.pivot is None else sign - torch.sign(pair.pivot.ratio))
 

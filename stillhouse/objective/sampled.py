@@ -6,8 +6,8 @@ q is the student's probability, z its logits, τ the temperature. On-policy, y i
 the expectation over y of the term's gradient, which is not the gradient of the term's expected value. The two differ
 for the estimators k1, k2, k3 of a KL (Schulman 2020).
 
-Tokens of older weights, or of an engine that computes differently, are drawn from q_old instead of q. A `Correction`
-weights each of them by a limited ρ = q(y) / q_old(y), at the temperature of the draws.
+Tokens of older weights, or of an engine that computes differently, are sampled from q_old instead of q. A
+`Correction` weights each of them by a limited ρ = q(y) / q_old(y), at the sampling temperature.
 
 C rows of a chunk of T tokens.
 """
@@ -21,44 +21,30 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.correction import NO_CORRECTION, Correction
-from stillhouse.objective.signals import RowIndex, check_temperature
+from stillhouse.objective.signals import check_temperature
 from stillhouse.objective.stable import expect
-from stillhouse.objective.terms import Term, check_labels, check_scale, labelled
+from stillhouse.objective.terms import LabelTerm, check_scale, labelled
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
 
 
-class AtLabel(Term):
-    """A term that reads log q at labels_T. A row with a negative label has no value."""
-
-    labels_T: Tensor
-    temperature: float
-
-    @property
-    def tokens(self) -> int:
-        return self.labels_T.shape[0]
+class SampledTerm(LabelTerm):
+    """A term whose value is a function φ of log q at the labels."""
 
     @abstractmethod
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return φ, φ' and further statistics, [C] each."""
 
-    def has_value(self, rows: RowIndex) -> Tensor:
-        return self.labels_T[rows] >= 0
-
-    def request(self, plan: Plan) -> None:
-        plan.softmax(self.temperature)
-        plan.logits_at(self.labels_T)
+    def per_logit(self, weights_C: Tensor) -> Tensor:
+        """Return the weights of φ' in the gradient of the logits, which the temperature divides."""
+        return weights_C / self.temperature
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        label_C = tile.take(self.labels_T)
-        check_labels(label_C, tile.vocabulary)
-        has_label_C = label_C >= 0
-        # rows without a label have log q = −inf, which φ need not support
-        log_q_C = tile.log_probs_at(self.labels_T, self.temperature)[:, 0].masked_fill(~has_label_C, 0.0)
+        label_C, has_label_C, log_q_C = self.read_labels(tile)
         value_C, slope_C, statistics = self.of(tile, log_q_C)
         if tile.needs_gradient and self.scale:
             # a row that does not count may hold anything, and its slope may be infinite
-            weighted_C = expect(weights_C * has_label_C / self.temperature, slope_C)
+            weighted_C = expect(self.per_logit(weights_C * has_label_C), slope_C)
             tile.add_probability(self.temperature, -weighted_C)
             tile.add_at(label_C[:, None], weighted_C[:, None])
         statistics = {name: values_C.masked_fill(~has_label_C, 0.0) for name, values_C in statistics.items()}
@@ -66,7 +52,7 @@ class AtLabel(Term):
 
 
 @dataclass(frozen=True, eq=False)
-class SampledKL(AtLabel):
+class SampledKL(SampledTerm):
     """KL between student q and teacher p, estimated at tokens that the student sampled; r = log p(y) − log q(y).
 
     estimator: "k2" is r²/2; its expected on-policy gradient is the gradient of reverse KL, KL(q‖p). "k3" is
@@ -75,8 +61,8 @@ class SampledKL(AtLabel):
 
     teacher_log_probs_T: log p(y) at the term's temperature.
     correction: multiplies each value by a constant weight of ρ = q(y) / q_old(y). It needs old_log_probs_T, which is
-        log q_old(y) at the temperature of the draws, `sampling_temperature` (None: the term's). Its statistics are
-        `ratio`, ρ, and `clipped`, 1 where the limit changed the weight.
+        log q_old(y) at `sampling_temperature` (None: the term's). Its statistics are `ratio`, ρ, and `clipped`, 1
+        where the limit changed the weight.
     `label`: as in `Distill`.
     """
 
@@ -93,20 +79,16 @@ class SampledKL(AtLabel):
     label: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_estimator(self.estimator)
-        per_token = {"teacher_log_probs_T": self.teacher_log_probs_T}
-        if self.old_log_probs_T is not None:
-            per_token["old_log_probs_T"] = self.old_log_probs_T
-        elif self.correction.kind != "none":
+        if self.old_log_probs_T is None and self.correction.kind != "none":
             raise ValueError(
                 f"correction={self.correction.kind!r} without old_log_probs_T: expected the log-probabilities with "
-                "which the tokens were drawn"
+                "which the tokens were sampled"
             )
+        per_token = {"teacher_log_probs_T": self.teacher_log_probs_T, "old_log_probs_T": self.old_log_probs_T}
         check_sampled_tokens(self.labels_T, **per_token)
-        check_temperature(self.temperature)
-        if self.sampling_temperature is not None:
-            check_temperature(self.sampling_temperature)
-        check_scale(self.scale)
+        check_temperature(self._sampling_temperature)
 
     @property
     def descends(self) -> str:
@@ -140,7 +122,7 @@ class SampledKL(AtLabel):
 
 
 @dataclass(frozen=True, eq=False)
-class PolicyGradient(AtLabel):
+class PolicyGradient(SampledTerm):
     """The clipped surrogate of PPO and GRPO at sampled tokens y, and a penalty for deviating from a reference policy.
 
     value = −min(ρA, clip(ρ)·A) + kl_scale·(e^r − 1 − r),
@@ -181,11 +163,16 @@ class PolicyGradient(AtLabel):
     surrogate: Literal["clip", "cispo", "corrected"] = "clip"
     correction: Correction = NO_CORRECTION
 
+    name = "policy_gradient"
+
     def __post_init__(self) -> None:
-        per_token = {"advantages_T": self.advantages_T, "old_log_probs_T": self.old_log_probs_T}
-        if self.reference_log_probs_T is not None:
-            per_token["reference_log_probs_T"] = self.reference_log_probs_T
-        check_sampled_tokens(self.labels_T, **per_token)
+        super().__post_init__()
+        check_sampled_tokens(
+            self.labels_T,
+            advantages_T=self.advantages_T,
+            old_log_probs_T=self.old_log_probs_T,
+            reference_log_probs_T=self.reference_log_probs_T,
+        )
         if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
             raise ValueError(
                 f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 ≤ clip_low ≤ 1 and clip_high ≥ 0 "
@@ -208,12 +195,6 @@ class PolicyGradient(AtLabel):
         if self.kl_scale and self.reference_log_probs_T is None:
             raise ValueError(f"kl_scale={self.kl_scale} without reference_log_probs_T: expected both, or kl_scale=0")
         check_scale(self.kl_scale)
-        check_temperature(self.temperature)
-        check_scale(self.scale)
-
-    @property
-    def name(self) -> str:
-        return "policy_gradient"
 
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         advantage_C = tile.take(self.advantages_T).to(log_q_C.dtype)
@@ -246,11 +227,11 @@ class PolicyGradient(AtLabel):
 
 
 @dataclass(frozen=True, eq=False)
-class LogRatio(AtLabel):
+class LogRatio(SampledTerm):
     """|log q(y) − log q_old(y)|, how far the student is from what drew a token. It is reported and never in the loss.
 
-    old_log_probs_T: log q_old(y) at the term's temperature, which is that of the draws. The statistic `sampled` is 1
-    at every row with a value, so that `log_ratio` / `sampled` is a mean.
+    old_log_probs_T: log q_old(y) at the term's temperature, the sampling temperature. The statistic `sampled` is 1 at
+    every row with a value, so that `log_ratio` / `sampled` is a mean.
     """
 
     labels_T: Tensor
@@ -263,8 +244,8 @@ class LogRatio(AtLabel):
     scale = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_sampled_tokens(self.labels_T, old_log_probs_T=self.old_log_probs_T)
-        check_temperature(self.temperature)
 
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         value_C = (log_q_C - tile.take(self.old_log_probs_T).to(log_q_C.dtype)).abs()
@@ -272,7 +253,7 @@ class LogRatio(AtLabel):
 
 
 @dataclass(frozen=True, eq=False)
-class LogProb(AtLabel):
+class LogProb(SampledTerm):
     """log q_y itself, for `linear_log_probs`."""
 
     labels_T: Tensor
@@ -295,7 +276,7 @@ def k3(r_C: Tensor) -> tuple[Tensor, Tensor]:
 def check_estimator(estimator: str) -> None:
     if estimator == "k1":
         raise ValueError(
-            "estimator='k1' as a loss: the expected on-policy gradient of log q − log p at the drawn token is 0; "
+            "estimator='k1' as a loss: the expected on-policy gradient of log q − log p at the sampled token is 0; "
             "expected 'k2' (descends reverse KL) or 'k3' (forward KL). k1 is an advantage: pass log p − log q to "
             "PolicyGradient"
         )
@@ -303,13 +284,16 @@ def check_estimator(estimator: str) -> None:
         raise ValueError(f"estimator={estimator!r}: expected 'k2' (descends reverse KL) or 'k3' (forward KL)")
 
 
-def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor) -> None:
+def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor | None) -> None:
+    """Require labels of the sampled tokens, and constants with one finite number per sampled token. None: not needed."""
     if labels_T.dim() != 1 or labels_T.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"labels_T of shape {tuple(labels_T.shape)} and dtype {labels_T.dtype}: expected the ids of the drawn "
+            f"labels_T of shape {tuple(labels_T.shape)} and dtype {labels_T.dtype}: expected the ids of the sampled "
             "tokens, [tokens] of int32 or int64"
         )
     for name, values_T in per_token.items():
+        if values_T is None:
+            continue
         if values_T.shape != labels_T.shape or not values_T.is_floating_point():
             raise ValueError(
                 f"{name} of shape {tuple(values_T.shape)} and dtype {values_T.dtype}: expected ({len(labels_T)},), a "
@@ -320,4 +304,4 @@ def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor) -> None:
         has_label_T = labels_T >= 0
         if values_T.device.type == "cpu" == labels_T.device.type and not values_T[has_label_T].isfinite().all():
             worst = values_T[has_label_T & ~values_T.isfinite()][0]
-            raise ValueError(f"{name} holds {float(worst):g} at a drawn token: expected finite numbers there")
+            raise ValueError(f"{name} holds {float(worst):g} at a sampled token: expected finite numbers there")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stillhouse.objective.signals import Signal
 from stillhouse.objective.stable import expect
-from stillhouse.objective.terms import Term, check_scale, check_temperature
+from stillhouse.objective.terms import SignalTerm
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
 
@@ -49,7 +49,7 @@ class SortedTopK(Signal):
 
 
 @dataclass(frozen=True, eq=False)
-class SortedL1(Term):
+class SortedL1(SignalTerm):
     """Σ_b |p_(b) − q_(b)| over the sorted outcomes, at a temperature that divides the student's logits.
 
     `scale_by_temperature_squared` multiplies by τ², as in `Distill`.
@@ -62,20 +62,7 @@ class SortedL1(Term):
     _: KW_ONLY
     weights_T: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        check_scale(self.scale)
-
-    @property
-    def name(self) -> str:
-        return "uld"
-
-    @property
-    def tokens(self) -> int:
-        return self.signal.tokens
-
-    def signals(self) -> list[Signal]:
-        return [self.signal]
+    name = "uld"
 
     def request(self, plan: Plan) -> None:
         plan.softmax(self.temperature)
@@ -89,15 +76,14 @@ class SortedL1(Term):
         q_tail_C1 = (1 - q_CK.sum(1, keepdim=True)).clamp(min=0.0)
         p_CB = self.signal.rows(tile.rows).sorted_probabilities(q_CK.dtype)
         gap_CB = torch.cat([q_CK, q_tail_C1], 1) - p_CB
-        factor = self.temperature**2 if self.scale_by_temperature_squared else 1.0
         if tile.needs_gradient:
             slope_CB = gap_CB.sign()
             relative_CK = q_CK * (slope_CB[:, :-1] - slope_CB[:, -1:])
-            weights_C = weights_C * (factor / self.temperature)
+            weights_C = weights_C * (self.factor / self.temperature)
             # q·(h − Σq·h) with h less the tail's slope, which is the slope of all other tokens
             tile.add_probability(self.temperature, expect(weights_C, -relative_CK.sum(1)))
             tile.add_at(ids_CK, expect(weights_C[:, None], relative_CK))
-        return TermResult(gap_CB.abs().sum(1) * factor, {})
+        return TermResult(gap_CB.abs().sum(1) * self.factor, {})
 
 
 def sorted_l1(log_p_TB: Tensor, log_q_TV: Tensor) -> Tensor:

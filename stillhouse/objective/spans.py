@@ -17,11 +17,10 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from stillhouse.objective.signals import RowIndex, Signal, TopK, check_temperature
-from stillhouse.objective.stable import expect
-from stillhouse.objective.terms import Term, check_labels, check_scale, labelled
-from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.tile.tile_plan import Plan
+from stillhouse.objective.sampled import SampledTerm
+from stillhouse.objective.signals import Signal, TopK
+from stillhouse.objective.terms import labelled
+from stillhouse.objective.tile.tile import Tile
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +43,7 @@ class SpanSignal(Signal):
 
 
 @dataclass(frozen=True, eq=False)
-class Continuation(Term):
+class Continuation(SampledTerm):
     """−log q(label) at a temperature that divides the student's logits, for the later tokens of spans.
 
     It has a name of its own in metrics, because it is a part of the divergence and not a cross-entropy with the data.
@@ -59,33 +58,12 @@ class Continuation(Term):
     weights_T: Tensor | None = None
     label: str | None = None
 
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        check_scale(self.scale)
-
     @property
     def name(self) -> str:
         return labelled("continuation", self.label)
 
-    @property
-    def tokens(self) -> int:
-        return self.labels_T.shape[0]
+    def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return -log_q_C * self.factor, torch.full_like(log_q_C, -1.0), {}
 
-    def has_value(self, rows: RowIndex) -> Tensor:
-        return self.labels_T[rows] >= 0
-
-    def request(self, plan: Plan) -> None:
-        plan.softmax(self.temperature)
-        plan.logits_at(self.labels_T)
-
-    def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        label_C = tile.take(self.labels_T)
-        check_labels(label_C, tile.vocabulary)
-        has_label_C = label_C >= 0
-        factor = self.temperature**2 if self.scale_by_temperature_squared else 1.0
-        value_C = -tile.log_probs_at(self.labels_T, self.temperature)[:, 0] * factor
-        if tile.needs_gradient:
-            weights_C = weights_C * has_label_C * (factor / self.temperature)
-            tile.add_probability(self.temperature, expect(weights_C, torch.ones_like(weights_C)))
-            tile.add_at(label_C[:, None], -weights_C[:, None])
-        return TermResult(value_C.masked_fill(~has_label_C, 0.0), {})
+    def per_logit(self, weights_C: Tensor) -> Tensor:
+        return weights_C * (self.factor / self.temperature)

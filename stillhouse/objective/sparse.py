@@ -1,4 +1,4 @@
-"""Divergences from a teacher that gives only some ids per row: its likeliest, the student's choice, or sampled ids.
+"""Divergences from a teacher that gives only some ids per row: its top K, the student's choice, or sampled ids.
 
 Each function reads the chunk's statistics from its `Tile` and adds weights · ∂value/∂logits to the tile's gradient.
 

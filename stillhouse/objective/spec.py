@@ -4,28 +4,29 @@ The grammar is that of `parse_divergence` with more names: `cross_entropy(label_
 entropy bonus has a negative coefficient) and `uld` (`sorted_l1.py`). All divergences of the sum become one term, so
 that they share one pass over the tile; the term's name in metrics is the divergences' expression.
 
-Two more names learn from tokens that the student has drawn, and need a batch of rollouts: `sampled_kl(k2)` or
+Two more names learn from tokens that the student has sampled, and need a batch of rollouts: `sampled_kl(k2)` or
 `sampled_kl(k3)`, and `policy_gradient(clip_low=…, clip_high=…, teacher_kl=…)`. In such a batch, cross-entropy and
-z-loss count at the tokens that the student has not drawn, these two at those that it has, and divergences and the
+z-loss count at the tokens that the student has not sampled, these two at those that it has, and divergences and the
 entropy at all of them. Divergences and the entropy need no correction for tokens of older weights: at each row they
-are exact, whatever token was drawn there.
+are exact, whatever token was sampled there.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import Tensor
 
 from stillhouse.objective.correction import NO_CORRECTION, Correction
-from stillhouse.objective.divergence import DIVERGENCES, Divergence, weighted_parts
-from stillhouse.objective.draws import Draws
+from stillhouse.objective.divergence import DIVERGENCES, weighted_sum
 from stillhouse.objective.expression import Summand, parse_sum, unknown_name
+from stillhouse.objective.formulas import Divergence, weighted_parts
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled import LogRatio, PolicyGradient, SampledKL, check_estimator
+from stillhouse.objective.sampled_tokens import SampledTokens
 from stillhouse.objective.signals import Signal, Signals
 from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
 from stillhouse.objective.spans import Continuation, SpanSignal
@@ -33,16 +34,14 @@ from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 #: the names of the grammar that are no divergences
 OTHERS = ("cross_entropy", "z_loss", "entropy", "uld", "sampled_kl", "policy_gradient")
-#: the names whose arguments are words
-TAKE_WORDS = ("sampled_kl",)
 
 
 @dataclass(frozen=True)
 class TeacherShare:
     """The part of one of several teachers in an objective.
 
-    weight: multiplies its divergence, or, in a mixture, its probabilities. temperature: of its divergence; None: the
-    objective's.
+    weight: multiplies its divergence, or, in a mixture, its probabilities.
+    temperature: of its divergence; None: the objective's.
     """
 
     weight: float = 1.0
@@ -61,8 +60,10 @@ class ObjectiveSpec:
         is "clip" (a missing one is 0.2), otherwise "corrected".
     teacher_kl: the advantage gets teacher_kl · (log p(y) − log q_old(y)), the k1 of reverse KL, with p and q_old at
         the sampling temperature, whatever the temperatures of divergences are.
-    discount: γ in 0 … 1; a token's advantage gets the later tokens' log-ratios, too (`draws.py`). 0: its own alone.
-    correction: of sampled_kl and of policy_gradient without clipping. sampling_temperature: of the draws.
+    discount: γ in 0 … 1; a token's advantage gets the later tokens' log-ratios, too (`sampled_tokens.py`). 0: only its
+        own.
+    correction: of sampled_kl and of policy_gradient without clipping.
+    sampling_temperature: the one at which the student samples tokens.
     """
 
     cross_entropy: float | None = None
@@ -88,8 +89,8 @@ class ObjectiveSpec:
 
     @property
     def needs_teacher(self) -> bool:
-        of_draws = self.sampled_kl is not None or bool(self.policy_gradient and self.teacher_kl)
-        return self.divergence is not None or self.uld is not None or of_draws
+        of_sampled = self.sampled_kl is not None or bool(self.policy_gradient and self.teacher_kl)
+        return self.divergence is not None or self.uld is not None or of_sampled
 
     @property
     def needs_rollouts(self) -> bool:
@@ -104,13 +105,13 @@ class ObjectiveSpec:
     def at_further_depths(self) -> "ObjectiveSpec":
         """Return the objective of further depths of multi-token prediction: without sampled_kl and policy_gradient.
 
-        Tokens are drawn from depth 0 alone. Raises ValueError if nothing remains.
+        Tokens are sampled from depth 0 alone. Raises ValueError if nothing remains.
         """
         rest = replace(self, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
         if all(term is None for term in (rest.cross_entropy, rest.divergence, rest.uld, rest.entropy)):
             raise ValueError(
                 f"{self.in_words()} at further depths of multi-token prediction: expected a divergence or "
-                "cross_entropy beside it, since tokens are drawn from depth 0 alone, or by_depth(…) with another "
+                "cross_entropy beside it, since tokens are sampled from depth 0 alone, or by_depth(…) with another "
                 "objective for the other depths"
             )
         return rest
@@ -129,28 +130,26 @@ class ObjectiveSpec:
 
         signals: of all teachers that score its rows, by their names; empty if no term needs a teacher.
         per_token: the tensors of `keys.py` for a batch of rollouts. If it has `OLD_LOG_PROBS`, there is a `LogRatio`,
-        too. document_T: the document of each row, for a discount. valid_index: the rows that count; None:
-        all rows. The sampled terms ask the signal for no other rows. student: the student's head, if its vocabulary
-        is smaller than a teacher's, or sharded.
+            too.
+        document_T: the document of each row, for a discount.
+        valid_index: the rows that count; None: all rows. The sampled terms ask the signal for no other rows.
+        student: the student's head, if its vocabulary is smaller than a teacher's, or sharded.
 
         Raises ValueError for signals that are missing, or of teachers that the objective does not name.
         """
         self._require_signals(signals, len(labels_T))
-        draws = Draws(labels_T, per_token or {}, document_T, valid_index, student)
+        heads = [head for signal in signals.values() for head in signal.heads()]
+        tokens = SampledTokens(labels_T, per_token or {}, document_T, valid_index, student, heads)
         terms: list[Term] = []
         if self.cross_entropy is not None:
             # the term's scale multiplies its whole value, but in the expression z-loss has its own coefficient
             z_loss = self.z_loss / self.cross_entropy
             settings = (self.cross_entropy, self.label_smoothing, z_loss)
-            terms.append(CrossEntropy(labels_T, *settings, weights_T=draws.others_T))
+            terms.append(CrossEntropy(labels_T, *settings, weights_T=tokens.others_T))
         if self.divergence is not None:
-            terms += [
-                term
-                for label, signal, share in self._scored(signals, self.temperature)
-                for term in self._of_one_teacher(self.divergence, labels_T, signal, share, label)
-            ]
+            terms += self._divergence_terms(self.divergence, labels_T, signals)
         if self.uld is not None:
-            signal, *others = (signal for _, signal, _ in self._scored(signals, self.temperature))
+            signal, *others = (signal for _, signal, *_ in self._shares(signals, self.temperature))
             if others or not isinstance(signal, SortedTopK):
                 types = ", ".join(type(signal).__name__ for signal in signals.values())
                 raise ValueError(f"uld with {types}: expected the sorted probabilities of one teacher, SortedTopK")
@@ -159,12 +158,12 @@ class ObjectiveSpec:
         if self.entropy is not None:
             terms.append(Entropy(self.entropy, self.temperature))
         if self.sampled_kl is not None:
-            terms += self._sampled_kl_terms(self.sampled_kl, draws, signals)
+            terms += self._sampled_kl_terms(self.sampled_kl, tokens, signals)
         if self.policy_gradient is not None:
-            terms.append(self._policy_gradient_term(self.policy_gradient, draws, signals))
-        if OLD_LOG_PROBS in draws.per_token and draws.weights_T is not None:
-            old_T, at = draws.known(OLD_LOG_PROBS), self.sampling_temperature
-            terms.append(LogRatio(labels_T, old_T, at, weights_T=draws.weights_T))
+            terms.append(self._policy_gradient_term(self.policy_gradient, tokens, signals))
+        if OLD_LOG_PROBS in tokens.per_token and tokens.weights_T is not None:
+            old_T = tokens.at_sampled(OLD_LOG_PROBS)
+            terms.append(LogRatio(labels_T, old_T, self.sampling_temperature, weights_T=tokens.weights_T))
         return terms
 
     def _require_signals(self, signals: Signals, tokens: int) -> None:
@@ -188,76 +187,86 @@ class ObjectiveSpec:
                 + ", all of which a mixture needs" * self.is_mixture
             )
 
-    def _scored(self, signals: Signals, temperature: float) -> list[tuple[str | None, Signal, TeacherShare]]:
-        """Return each distribution that is compared with the student's: its label, signal and share."""
-        if not self.teachers:
-            return [(None, signal, TeacherShare()) for signal in signals.values()]
-        if self.is_mixture:
-            weights = [self.teachers[name].weight for name in signals]
-            return [(None, Mixture(list(signals.values()), weights, temperature), TeacherShare())]
-        return [(name, signal, self.teachers[name]) for name, signal in signals.items()]
+    def _shares(self, signals: Signals, temperature: float) -> list[tuple[str | None, Signal, float, float]]:
+        """Return each distribution that is compared with the student's: its label, signal, weight and temperature.
 
-    def _sampled_kl_terms(self, scale: float, draws: Draws, signals: Signals) -> list[Term]:
+        temperature: of the teachers that have none of their own.
+        """
+        if not self.teachers:
+            return [(None, signal, 1.0, temperature) for signal in signals.values()]
+        shares = [self.teachers[name] for name in signals]
+        if self.is_mixture:
+            mixture = Mixture(list(signals.values()), [share.weight for share in shares], temperature)
+            return [(None, mixture, 1.0, temperature)]
+        return [
+            (name, signal, share.weight, temperature if share.temperature is None else share.temperature)
+            for (name, signal), share in zip(signals.items(), shares, strict=True)
+        ]
+
+    def _divergence_terms(self, divergence: Divergence, labels_T: Tensor, signals: Signals) -> list[Term]:
         terms: list[Term] = []
-        is_corrected = self.correction.kind != "none"
-        for label, signal, share in self._scored(signals, self.temperature):
-            temperature = self.temperature if share.temperature is None else share.temperature
-            terms.append(
-                SampledKL(
-                    draws.labels_T,
-                    draws.log_probs(signal, _heads(signals), temperature),
-                    self.estimator,
-                    scale * share.weight,
-                    temperature,
-                    weights_T=draws.weights_T,
-                    correction=self.correction,
-                    old_log_probs_T=draws.known(OLD_LOG_PROBS) if is_corrected else None,
-                    sampling_temperature=self.sampling_temperature,
-                    label=label,
-                )
-            )
+        for label, signal, weight, temperature in self._shares(signals, self.temperature):
+            if isinstance(signal, SortedTopK):
+                raise ValueError(f"{divergence} with sorted probabilities: expected uld, which alone needs no ids")
+            scale, settings = self.divergence_scale * weight, (temperature, self.scale_by_temperature_squared)
+            if not isinstance(signal, SpanSignal):
+                terms.append(Distill(signal, divergence, scale, *settings, label=label))
+                continue
+            # a sum has its coefficients inside: the continuation has their sum as its scale
+            total = scale * sum(coefficient for coefficient, _ in weighted_parts(divergence))
+            first_T, later_T = signal.first_weights_T, signal.continuation_weights_T
+            terms.append(Distill(signal.first, divergence, scale, *settings, weights_T=first_T, label=label))
+            terms.append(Continuation(labels_T, total, *settings, weights_T=later_T, label=label))
         return terms
 
-    def _policy_gradient_term(self, scale: float, draws: Draws, signals: Signals) -> PolicyGradient:
-        """The policy is the distribution that tokens are drawn from, so the term has the sampling temperature."""
-        old_T, is_clipped = draws.known(OLD_LOG_PROBS), not (self.clip_low is None and self.clip_high is None)
-        advantages_T = draws.known(ADVANTAGES) if self.needs_rewards or ADVANTAGES in draws.per_token else None
+    def _sampled_kl_terms(self, scale: float, tokens: SampledTokens, signals: Signals) -> list[Term]:
+        old_T = None if self.correction.kind == "none" else tokens.at_sampled(OLD_LOG_PROBS)
+        return [
+            SampledKL(
+                tokens.labels_T,
+                tokens.log_probs(signal, temperature),
+                self.estimator,
+                scale * weight,
+                temperature,
+                weights_T=tokens.weights_T,
+                correction=self.correction,
+                old_log_probs_T=old_T,
+                sampling_temperature=self.sampling_temperature,
+                label=label,
+            )
+            for label, signal, weight, temperature in self._shares(signals, self.temperature)
+        ]
+
+    def _policy_gradient_term(self, scale: float, tokens: SampledTokens, signals: Signals) -> PolicyGradient:
+        """The policy is the distribution that tokens are sampled from, so the term has the sampling temperature."""
+        old_T = tokens.at_sampled(OLD_LOG_PROBS)
+        has_rewards = self.needs_rewards or ADVANTAGES in tokens.per_token
+        advantages_T = tokens.at_sampled(ADVANTAGES) if has_rewards else None
         if self.teacher_kl:
-            for _, signal, share in self._scored(signals, self.sampling_temperature):
-                log_p_T = draws.log_probs(signal, _heads(signals), self.sampling_temperature)
-                of_teacher_T = self.teacher_kl * share.weight * draws.log_ratio(log_p_T, self.discount)
+            for _, signal, weight, _ in self._shares(signals, self.sampling_temperature):
+                log_p_T = tokens.log_probs(signal, self.sampling_temperature)
+                of_teacher_T = self.teacher_kl * weight * tokens.log_ratio(log_p_T, self.discount)
                 advantages_T = of_teacher_T if advantages_T is None else advantages_T + of_teacher_T
         assert advantages_T is not None
+        settings: dict[str, Any] = {"surrogate": "corrected", "correction": self.correction}
+        if self._clips is not None:
+            settings = dict(zip(("clip_low", "clip_high"), self._clips, strict=True))
         return PolicyGradient(
-            draws.labels_T,
+            tokens.labels_T,
             advantages_T,
             old_T,
-            clip_low=0.2 if self.clip_low is None else self.clip_low,
-            clip_high=0.2 if self.clip_high is None else self.clip_high,
             scale=scale,
             temperature=self.sampling_temperature,
-            weights_T=draws.weights_T,
-            surrogate="clip" if is_clipped else "corrected",
-            correction=NO_CORRECTION if is_clipped else self.correction,
+            weights_T=tokens.weights_T,
+            **settings,
         )
 
-    def _of_one_teacher(
-        self, divergence: Divergence, labels_T: Tensor, signal: Signal, share: TeacherShare, label: str | None = None
-    ) -> list[Term]:
-        if isinstance(signal, SortedTopK):
-            raise ValueError(f"{divergence} with sorted probabilities: expected uld, which alone needs no ids")
-        scale = self.divergence_scale * share.weight
-        temperature = self.temperature if share.temperature is None else share.temperature
-        squared = self.scale_by_temperature_squared
-        if not isinstance(signal, SpanSignal):
-            return [Distill(signal, divergence, scale, temperature, squared, label=label)]
-        # a sum has its coefficients inside: the continuation has their sum as its scale
-        whole = scale * sum(coefficient for coefficient, _ in weighted_parts(divergence))
-        first, later_T = signal.first, signal.continuation_weights_T
-        return [
-            Distill(first, divergence, scale, temperature, squared, weights_T=signal.first_weights_T, label=label),
-            Continuation(labels_T, whole, temperature, squared, weights_T=later_T, label=label),
-        ]
+    @property
+    def _clips(self) -> tuple[float, float] | None:
+        """clip_low and clip_high of the surrogate "clip"; None with "corrected"."""
+        if self.clip_low is None and self.clip_high is None:
+            return None
+        return 0.2 if self.clip_low is None else self.clip_low, 0.2 if self.clip_high is None else self.clip_high
 
     def in_words(self) -> str:
         """Return the objective in words, for the first lines of a run's output."""
@@ -268,8 +277,8 @@ class ObjectiveSpec:
         if self.z_loss:
             parts.append(_times(self.z_loss, "z-loss"))
         if self.divergence is not None:
-            own = any(teacher.temperature is not None for teacher in self.teachers.values())
-            value = "" if own else f", τ = {self.temperature:g}"
+            is_several = any(teacher.temperature is not None for teacher in self.teachers.values())
+            value = "" if is_several else f", τ = {self.temperature:g}"
             factor = f"·τ²{value}" if self.scale_by_temperature_squared else ""
             parts.append(_times(self.divergence_scale, f"{self.divergence}{factor} of teacher and student"))
         if self.uld is not None:
@@ -294,9 +303,9 @@ class ObjectiveSpec:
         if self.teacher_kl:
             discounted = f" discounted by {self.discount:g}" if self.discount else ""
             advantage += _times(self.teacher_kl, f"(log p − log q){discounted} of teacher and student")
-        if self.clip_low is None and self.clip_high is None:
+        if self._clips is None:
             return advantage + self._corrected_in_words()
-        low, high = (0.2 if clip is None else clip for clip in (self.clip_low, self.clip_high))
+        low, high = self._clips
         return f"{advantage}, ratio clipped to {1 - low:g} … {1 + high:g}"
 
 
@@ -308,58 +317,58 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
     """
     others: dict[str, Summand] = {}
     divergences: list[Summand] = []
-    for part in parse_sum(text, TAKE_WORDS):
-        if part.name in DIVERGENCES:
-            divergences.append(part)
-        elif part.name not in OTHERS:
-            raise unknown_name(part.name, [*DIVERGENCES, *OTHERS])
-        elif part.name in others:
-            raise ValueError(f"{part.name} comes twice in {text!r}; expected one coefficient for it")
+    for summand in parse_sum(text, take_words=("sampled_kl",)):
+        if summand.name in DIVERGENCES:
+            divergences.append(summand)
+        elif summand.name not in OTHERS:
+            raise unknown_name(summand.name, [*DIVERGENCES, *OTHERS])
+        elif summand.name in others:
+            raise ValueError(f"{summand.name} comes twice in {text!r}; expected one coefficient for it")
         else:
-            others[part.name] = part
+            others[summand.name] = summand
     _check_coefficients(others, text)
-    divergence, divergence_scale = _sum_of(divergences)
-    policy = others["policy_gradient"].call(_policy_gradient) if "policy_gradient" in others else {}
+    fields: dict[str, Any] = {name: summand.coefficient for name, summand in others.items()}
+    if divergences:
+        fields |= _of_divergences(divergences)
+    for name, of_arguments in ARGUMENTS.items():
+        if name in others:
+            fields |= others[name].call(of_arguments)
     return ObjectiveSpec(
-        cross_entropy=others["cross_entropy"].coefficient if "cross_entropy" in others else None,
-        label_smoothing=others["cross_entropy"].call(_label_smoothing) if "cross_entropy" in others else 0.0,
-        z_loss=others["z_loss"].coefficient if "z_loss" in others else 0.0,
-        divergence=divergence,
-        divergence_scale=divergence_scale,
-        entropy=others["entropy"].coefficient if "entropy" in others else None,
-        uld=others["uld"].coefficient if "uld" in others else None,
-        sampled_kl=others["sampled_kl"].coefficient if "sampled_kl" in others else None,
-        estimator=others["sampled_kl"].call(_estimator) if "sampled_kl" in others else "k2",
-        policy_gradient=others["policy_gradient"].coefficient if "policy_gradient" in others else None,
-        **policy,
-        temperature=temperature,
-        scale_by_temperature_squared=scale_by_temperature_squared,
+        **fields, temperature=temperature, scale_by_temperature_squared=scale_by_temperature_squared
     )
 
 
 def _check_coefficients(others: dict[str, Summand], text: str) -> None:
-    for name, part in others.items():
-        if not math.isfinite(part.coefficient):
-            raise ValueError(f"{part.coefficient:g}*{name} in {text!r}: expected a finite coefficient")
-    for name in ("cross_entropy", "z_loss", "uld", "sampled_kl", "policy_gradient"):
-        if name in others and not others[name].coefficient > 0:
-            raise ValueError(f"{others[name].coefficient:g}*{name} in {text!r}: expected a positive coefficient")
+    for name, summand in others.items():
+        if not math.isfinite(summand.coefficient):
+            raise ValueError(f"{summand.coefficient:g}*{name} in {text!r}: expected a finite coefficient")
+        if name != "entropy" and not summand.coefficient > 0:
+            raise ValueError(f"{summand.coefficient:g}*{name} in {text!r}: expected a positive coefficient")
+        if name not in ARGUMENTS and (summand.arguments or summand.keywords):
+            raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
     if "z_loss" in others and "cross_entropy" not in others:
         raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it steadies the cross-entropy")
-    for name in ("z_loss", "entropy", "uld"):
-        if name in others and (others[name].arguments or others[name].keywords):
-            raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
 
 
-def _label_smoothing(label_smoothing: float = 0.0) -> float:
+def _of_divergences(summands: list[Summand]) -> dict[str, Any]:
+    """Return one divergence and its scale.
+
+    A single divergence keeps its coefficient as the scale, so that its reported value is unscaled; a sum has scale 1.
+    """
+    total = weighted_sum(summands)  # raises ValueError for a coefficient that is not positive
+    (scale, first), *others = weighted_parts(total)
+    return {"divergence": total} if others else {"divergence": first, "divergence_scale": scale}
+
+
+def _cross_entropy(label_smoothing: float = 0.0) -> dict[str, Any]:
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"cross_entropy(label_smoothing={label_smoothing}): expected 0 ≤ label_smoothing < 1")
-    return label_smoothing
+    return {"label_smoothing": label_smoothing}
 
 
-def _estimator(estimator: str = "k2") -> Literal["k2", "k3"]:
+def _sampled_kl(estimator: str = "k2") -> dict[str, Any]:
     check_estimator(estimator)
-    return cast("Literal['k2', 'k3']", estimator)
+    return {"estimator": estimator}
 
 
 def _policy_gradient(
@@ -377,25 +386,12 @@ def _policy_gradient(
     return {"clip_low": clip_low, "clip_high": clip_high, "teacher_kl": teacher_kl or 0.0}
 
 
-def _heads(signals: Signals) -> list[OutputHead]:
-    """The heads of all teachers of a batch."""
-    return [head for signal in signals.values() for head in signal.heads()]
-
-
-def _sum_of(parts: list[Summand]) -> tuple[Divergence | None, float]:
-    """Return one divergence and its scale.
-
-    A single divergence keeps its coefficient as the scale, so that its reported value is unscaled; a sum has scale 1.
-    """
-    if not parts:
-        return None, 1.0
-    made: list[Divergence] = [part.call(DIVERGENCES[part.name]) for part in parts]
-    first = parts[0].coefficient * made[0]  # raises ValueError for a weight that is not positive
-    if len(parts) == 1:
-        return made[0], parts[0].coefficient
-    for part, divergence in zip(parts[1:], made[1:], strict=True):
-        first = first + part.coefficient * divergence
-    return first, 1.0
+#: the names with arguments, and the functions that return the specification's fields for them
+ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "cross_entropy": _cross_entropy,
+    "sampled_kl": _sampled_kl,
+    "policy_gradient": _policy_gradient,
+}
 
 
 def _times(coefficient: float, what: str) -> str:

@@ -27,9 +27,16 @@ class Term(ABC):
     """A summand of an objective. `weights_T` is multiplied by the objective's own weights per token."""
 
     scale: float
+    temperature: float = 1.0
+    #: whether the value is multiplied by τ², so that the size of gradients hardly depends on the temperature
+    scale_by_temperature_squared: bool = False
     weights_T: Tensor | None
     #: distinguishes terms of one class in metrics
     label: str | None = None
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+        check_scale(self.scale)
 
     @property
     @abstractmethod
@@ -37,9 +44,14 @@ class Term(ABC):
         """The key of the term's value in metrics."""
 
     @property
-    @abstractmethod
     def tokens(self) -> int | None:
         """T of the term's tensors; None if it has no tensors."""
+        return None
+
+    @property
+    def factor(self) -> float:
+        """τ² if the term is scaled by it, otherwise 1."""
+        return self.temperature**2 if self.scale_by_temperature_squared else 1.0
 
     @abstractmethod
     def request(self, plan: Plan) -> None:
@@ -66,8 +78,53 @@ class Term(ABC):
         return counted_C if has_value_C is None else counted_C & has_value_C
 
 
+class LabelTerm(Term):
+    """A term that reads log q at labels_T. A row with a negative label has no value."""
+
+    labels_T: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return len(self.labels_T)
+
+    def has_value(self, rows: RowIndex) -> Tensor:
+        return self.labels_T[rows] >= 0
+
+    def request(self, plan: Plan) -> None:
+        plan.softmax(self.temperature)
+        plan.logits_at(self.labels_T)
+
+    def read_labels(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the chunk's labels, which rows have one, and log q of the labels, 0 where there is none; [C] each.
+
+        Raises ValueError for a label beyond the vocabulary; only on a CPU, since a check on a GPU would wait for it.
+        """
+        label_C = tile.take(self.labels_T)
+        if label_C.device.type == "cpu" and bool((label_C >= tile.vocabulary).any()):
+            raise ValueError(
+                f"labels_T holds {int(label_C.max())}: expected labels below {tile.vocabulary}, the size of the "
+                "vocabulary, or a negative one where there is nothing to predict"
+            )
+        has_label_C = label_C >= 0
+        log_q_C = tile.log_probs_at(self.labels_T, self.temperature)[:, 0]
+        return label_C, has_label_C, log_q_C.masked_fill(~has_label_C, 0.0)
+
+
+class SignalTerm(Term):
+    """A term that compares the student with the teacher of one signal."""
+
+    signal: Signal
+
+    @property
+    def tokens(self) -> int:
+        return self.signal.tokens
+
+    def signals(self) -> list[Signal]:
+        return [self.signal]
+
+
 @dataclass(frozen=True, eq=False)
-class CrossEntropy(Term):
+class CrossEntropy(LabelTerm):
     """−log q(label), with label smoothing and z-loss.
 
     value = (1 − ε)(−log q_y) + ε·mean_v(−log q_v) + z_loss·(log Σ e^logits)²,   ε = label_smoothing
@@ -83,7 +140,10 @@ class CrossEntropy(Term):
     _: KW_ONLY
     weights_T: Tensor | None = None
 
+    name = "cross_entropy"
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.labels_T.dim() != 1:
             raise ValueError(f"labels_T of shape {tuple(self.labels_T.shape)}: expected one dim, [tokens]")
         if self.labels_T.dtype not in (torch.int32, torch.int64):
@@ -92,30 +152,15 @@ class CrossEntropy(Term):
             raise ValueError(f"label_smoothing={self.label_smoothing}: expected 0 ≤ label_smoothing < 1")
         if not 0.0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss={self.z_loss}: expected a finite number, 0 or more")
-        check_scale(self.scale)
-
-    @property
-    def name(self) -> str:
-        return "cross_entropy"
-
-    @property
-    def tokens(self) -> int:
-        return self.labels_T.shape[0]
-
-    def has_value(self, rows: RowIndex) -> Tensor:
-        return self.labels_T[rows] >= 0
 
     def request(self, plan: Plan) -> None:
-        plan.softmax(1.0)
-        plan.logits_at(self.labels_T)
+        super().request(plan)
         if self.label_smoothing:
             plan.uniform()
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        label_C = tile.take(self.labels_T)
-        check_labels(label_C, tile.vocabulary)
-        has_label_C = label_C >= 0
-        value_C = -tile.log_probs_at(self.labels_T, 1.0)[:, 0]
+        label_C, has_label_C, log_q_C = self.read_labels(tile)
+        value_C = -log_q_C
         parts = {"negative_log_likelihood": value_C} if self.label_smoothing or self.z_loss else {}
         if self.label_smoothing:
             value_C = (1 - self.label_smoothing) * value_C - self.label_smoothing * tile.mean_log_prob()
@@ -137,7 +182,7 @@ class CrossEntropy(Term):
 
 
 @dataclass(frozen=True, eq=False)
-class Distill(Term):
+class Distill(SignalTerm):
     """A divergence between the teacher of `signal` and the student, at a temperature that divides both logits.
 
     `scale_by_temperature_squared` multiplies by τ², so that the size of gradients hardly depends on the temperature.
@@ -163,8 +208,7 @@ class Distill(Term):
             )
         if not isinstance(self.divergence, Divergence):
             raise ValueError(f"divergence={self.divergence!r}: expected one such as forward_kl() or jsd(0.5)")
-        check_temperature(self.temperature)
-        check_scale(self.scale)
+        super().__post_init__()
         if self.label is not None and (not self.label or "#" in self.label):
             raise ValueError(
                 f"label={self.label!r}: expected a name without '#', which numbers terms of the same name, or None"
@@ -197,13 +241,6 @@ class Distill(Term):
         name = "sampled_cross_entropy" if isinstance(self.signal, Sampled) else str(self.divergence)
         return labelled(name, self.label)
 
-    @property
-    def tokens(self) -> int:
-        return self.signal.tokens
-
-    def signals(self) -> list[Signal]:
-        return [self.signal]
-
     def request(self, plan: Plan) -> None:
         signal = self.signal
         plan.softmax(self.temperature)
@@ -218,17 +255,16 @@ class Distill(Term):
                 plan.pair(part, signal, self.temperature)
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        factor = self.temperature**2 if self.scale_by_temperature_squared else 1.0
         # the temperature divides the logits, so it also divides the gradient
-        weights_C = weights_C * (factor / self.temperature)
+        weights_C = weights_C * (self.factor / self.temperature)
         if isinstance(self.signal, SparseSignal):
             result = sparse(tile, self.signal, self.divergence, self.temperature, weights_C)
         elif isinstance(self.signal, Sampled):
             result = sampled(tile, self.signal, self.temperature, weights_C)
         else:
             result = _dense(tile, self.signal, self.divergence, self.temperature, weights_C)
-        parts = {name: part_C * factor for name, part_C in result.parts.items()}
-        return TermResult(result.value_C * factor, result.statistics, parts)
+        parts = {name: part_C * self.factor for name, part_C in result.parts.items()}
+        return TermResult(result.value_C * self.factor, result.statistics, parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,17 +276,7 @@ class Entropy(Term):
     _: KW_ONLY
     weights_T: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        check_scale(self.scale)
-
-    @property
-    def name(self) -> str:
-        return "entropy"
-
-    @property
-    def tokens(self) -> None:
-        return None
+    name = "entropy"
 
     def request(self, plan: Plan) -> None:
         plan.entropy(self.temperature)
@@ -267,15 +293,6 @@ class Entropy(Term):
 def labelled(name: str, label: str | None) -> str:
     """Return the name of a value or statistic of a term with this label."""
     return name if label is None else f"{name}/{label}"
-
-
-def check_labels(label_C: Tensor, vocabulary: int) -> None:
-    """Raise ValueError for a label beyond the vocabulary; only on a CPU, since a check on a GPU would wait for it."""
-    if label_C.device.type == "cpu" and bool((label_C >= vocabulary).any()):
-        raise ValueError(
-            f"labels_T holds {int(label_C.max())}: expected labels below {vocabulary}, the size of the vocabulary, "
-            "or a negative one where there is nothing to predict"
-        )
 
 
 def check_scale(scale: float) -> None:

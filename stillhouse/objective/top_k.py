@@ -1,4 +1,4 @@
-"""The K likeliest tokens of each row, and the mass of all others, over a whole vocabulary or over shards of it.
+"""The top K tokens of each row, and the mass of all others, over a whole vocabulary or over shards of it.
 
 A rank with fewer than K rows of the vocabulary pads its candidates: id −1, logit −∞.
 
@@ -18,10 +18,10 @@ from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
 @dataclass(frozen=True)
 class TopKLogits:
-    """The likeliest ids of each row, the likeliest one first.
+    """The top K ids of each row, the argmax first.
 
     gap_CK: their logits less the largest one. largest_C: the largest logit.
-    outside_C: the mass of all other ids, in units of the likeliest id's mass.
+    outside_C: the mass of all other ids, in units of the argmax's mass.
     """
 
     ids_CK: Tensor
@@ -31,7 +31,7 @@ class TopKLogits:
 
     @property
     def log_mass_C(self) -> Tensor:
-        """The log of the mass of all ids, in units of the likeliest id's mass."""
+        """The log of the mass of all ids, in units of the argmax's mass."""
         return log_sum_exp(torch.ones_like(self.outside_C), self.gap_CK[:, 1:].exp().sum(1) + self.outside_C)
 
     @property
@@ -40,12 +40,12 @@ class TopKLogits:
 
     @property
     def tail_log_prob_C(self) -> Tensor:
-        """The log of the mass outside the ids: a sum of its own, since 1 − Σp has no correct digit on peaked rows."""
+        """The log of the mass outside the ids: a separate sum, since 1 − Σp has no correct digit on peaked rows."""
         return self.outside_C.log() - self.log_mass_C
 
 
 def top_k(logits_CV: Tensor, k: int, shard: VocabShard | None, inside_C1: Tensor | None = None) -> TopKLogits:
-    """Return the K likeliest ids and the mass outside them. Over several ranks, this is one all-gather.
+    """Return the top K ids and the mass outside them. Over several ranks, this is one all-gather.
 
     logits_CV: this rank's part of the logits, over the temperature; it is overwritten.
     inside_C1: one more id of each row, whose mass does not count as outside; only for a whole vocabulary.

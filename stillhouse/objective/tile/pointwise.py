@@ -161,7 +161,7 @@ def _sides(
             of_p_BV - rows["teacher_log_mass", teacher],
             of_q_BV - rows["student_log_mass", student],
             of_q_BV - of_p_BV - ratio_B1,
-            # both l are 0 at the pivot: the likeliest token, if teacher and student agree on it
+            # both l are 0 at the pivot: the argmax, if teacher and student have the same one
             Pivot(-rows["student_log_mass", student], -ratio_B1),
         )
     return both

@@ -1,9 +1,9 @@
-"""The tokens of a batch that the student's policy has drawn, and what terms need to know of them.
+"""The tokens of a batch that the student's policy has sampled, and what terms need to know of them.
 
     advantage_t += Σ_{u ≥ t} γ^(u−t) (log p_u − log q_old_u)        MiniLLM (arXiv:2306.08543), in the same document
 
-p is the teacher's probability of a row's label and q_old the one with which it was drawn. A row of a packed batch may
-also hold a token of the dataset, or none; such a row has no part in anything here. T tokens.
+p is the teacher's probability of a row's label and q_old the one with which it was sampled. A row of a packed batch
+may also hold a token of the dataset, or none; such a row has no part in anything here. T tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,14 @@ from stillhouse.objective.teacher_log_probs import teacher_log_probs
 
 
 @dataclass(frozen=True, eq=False)
-class Draws:
-    """The drawn tokens of a batch.
+class SampledTokens:
+    """The sampled tokens of a batch.
 
-    per_token: the tensors of `keys.py`, [T] each. document_T: the document of each row. valid_index: the rows that
-    count; None: all rows. student: the student's head; teachers' probabilities are over the tokens that all heads
-    have.
+    per_token: the tensors of `keys.py`, [T] each.
+    document_T: the document of each row.
+    valid_index: the rows that count; None: all rows.
+    student: the student's head.
+    teacher_heads: those of all teachers of the batch. Their probabilities are over the tokens that all heads have.
     """
 
     labels_T: Tensor
@@ -33,6 +35,7 @@ class Draws:
     document_T: Tensor | None = None
     valid_index: Tensor | None = None
     student: OutputHead | None = None
+    teacher_heads: Sequence[OutputHead] = ()
 
     def __post_init__(self) -> None:
         for name, values_T in self.per_token.items():
@@ -44,52 +47,52 @@ class Draws:
 
     @property
     def weights_T(self) -> Tensor | None:
-        """1 at drawn tokens, 0 elsewhere; None if the batch does not tell which tokens were drawn."""
+        """1 at sampled tokens, 0 elsewhere; None if the batch does not say which tokens were sampled."""
         return self.per_token.get(IS_SAMPLED)
 
     @property
     def others_T(self) -> Tensor | None:
-        """1 at tokens that the student has not drawn, 0 elsewhere; None if all are of this kind."""
+        """1 at tokens that the student has not sampled, 0 elsewhere; None if all are of this kind."""
         return None if self.weights_T is None else 1 - self.weights_T
 
     @cached_property
     def is_sampled_T(self) -> Tensor:
-        """True at rows that count, with a label that the student has drawn."""
-        is_sampled_T = (self.labels_T >= 0) & (self.needed(IS_SAMPLED) != 0)
+        """True at rows that count, with a label that the student has sampled."""
+        is_sampled_T = (self.labels_T >= 0) & (self.require(IS_SAMPLED) != 0)
         if self.valid_index is None:
             return is_sampled_T
         index = self.valid_index.to(is_sampled_T.device)
         return torch.zeros_like(is_sampled_T).index_copy(0, index, is_sampled_T[index])
 
-    def needed(self, name: str) -> Tensor:
+    def require(self, name: str) -> Tensor:
         """Return a tensor of `per_token`. Raises ValueError if it is missing."""
         if name not in self.per_token:
             raise ValueError(
                 f"{name} is missing in per_token (it has {', '.join(sorted(self.per_token)) or 'nothing'}): "
-                "sampled_kl and policy_gradient learn from tokens that the student has drawn; expected a batch of "
+                "sampled_kl and policy_gradient learn from tokens that the student has sampled; expected a batch of "
                 "rollouts, or another loss"
             )
         return self.per_token[name]
 
-    def known(self, name: str) -> Tensor:
-        """Return a tensor of `per_token`, with 0 at rows without a drawn token."""
-        return self.needed(name).masked_fill(~self.is_sampled_T, 0.0)
+    def at_sampled(self, name: str) -> Tensor:
+        """Return a tensor of `per_token`, with 0 at rows without a sampled token."""
+        return self.require(name).masked_fill(~self.is_sampled_T, 0.0)
 
-    def log_probs(self, signal: Signal, heads: Sequence[OutputHead], temperature: float) -> Tensor:
-        """Return a teacher's log p of the drawn tokens, 0 elsewhere. heads: those of all teachers of the batch."""
-        vocabulary = None if self.student is None else common_vocabulary([self.student, *heads])
+    def log_probs(self, signal: Signal, temperature: float) -> Tensor:
+        """Return a teacher's log p of the sampled tokens, 0 elsewhere."""
+        student = self.student
         return teacher_log_probs(
             signal,
             self.labels_T.masked_fill(~self.is_sampled_T, -1),
             temperature,
-            vocabulary=vocabulary,
-            shard=None if self.student is None else self.student.shard,
+            vocabulary=None if student is None else common_vocabulary([student, *self.teacher_heads]),
+            shard=None if student is None else student.shard,
             valid_index=self.valid_index,
         )
 
     def log_ratio(self, log_p_T: Tensor, discount: float) -> Tensor:
-        """Return the discounted sum of log p − log q_old from each drawn token on, [T]."""
-        ratio_T = (log_p_T - self.needed(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_sampled_T, 0.0)
+        """Return the discounted sum of log p − log q_old from each sampled token on, [T]."""
+        ratio_T = (log_p_T - self.require(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_sampled_T, 0.0)
         if not discount:
             return ratio_T
         if self.document_T is None:
@@ -118,7 +121,7 @@ def discounted_sum(values_T: Tensor, document_T: Tensor, discount: float) -> Ten
     sums_T, distance, factor = values_T, 1, float(discount)
     while distance < tokens and factor:
         is_same = piece_T[distance:] == piece_T[:-distance]
-        further_T = torch.zeros_like(sums_T)
-        further_T[:-distance] = torch.where(is_same, factor * sums_T[distance:], 0.0)
-        sums_T, distance, factor = sums_T + further_T, 2 * distance, factor * factor
+        later_T = torch.zeros_like(sums_T)
+        later_T[:-distance] = torch.where(is_same, factor * sums_T[distance:], 0.0)
+        sums_T, distance, factor = sums_T + later_T, 2 * distance, factor * factor
     return sums_T
