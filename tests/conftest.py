@@ -24,7 +24,6 @@ TOGETHER = {
     "test_parity": "ranks of parity",
     "test_teacher_prefetch": "ranks of parity",
     "test_gathering": "ranks of parity",
-    "test_objective_mixture_shards": "ranks of shards",
     "test_objective_shards": "ranks of shards",
     "test_objective_shards_layout": "ranks of shards",
     "test_megatron": "ranks of megatron",

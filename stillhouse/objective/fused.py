@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from stillhouse.objective.head import OutputHead, require_head
-from stillhouse.objective.input_checks import check_index, check_leaves, check_normalizer, check_terms, check_weights
+from stillhouse.objective.input_checks import Leaves, check_leaves, check_pass, first_leaf
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.chunks import Totals, run_chunks
@@ -87,16 +87,7 @@ def linear_objective(
     tangents, and for weights or a normalizer that require grad. For numbers and for tensors on a CPU it also raises
     ValueError for a normalizer that is not positive, weights that are not finite, and repeated rows in valid_index.
     """
-    require_head(head)
-    leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
-    check_leaves(leaves)
-    if hidden_TD.dim() != 2 or hidden_TD.shape[1] != head.weight_VD.shape[1]:
-        raise ValueError(
-            f"hidden_TD of shape {tuple(hidden_TD.shape)}: expected [tokens, {head.weight_VD.shape[1]}] for this head"
-        )
-    _check(leaves, terms, weights_T, normalizer, valid_index, chunk_tokens)
-    provider = HeadLogits(hidden_TD, head, terms)
-    return _objective([(provider, terms, valid_index)], leaves, weights_T, normalizer, chunk_tokens)
+    return _of_hidden_states(hidden_TD, head, [(valid_index, terms)], weights_T, normalizer, chunk_tokens)
 
 
 @_disable_dynamo
@@ -117,19 +108,7 @@ def routed_objective(
 
     Raises ValueError without a group, and for what `linear_objective` refuses.
     """
-    require_head(head)
-    leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
-    check_leaves(leaves)
-
-    def passes() -> Iterator[tuple[LogitsProvider, Sequence[Term], Tensor]]:
-        gradients = None
-        for index, terms in groups:
-            _check(leaves, terms, weights_T, normalizer, index, chunk_tokens)
-            provider = HeadLogits(hidden_TD, head, terms, gradients)
-            gradients = provider.gradients
-            yield provider, terms, index
-
-    return _objective(passes(), leaves, weights_T, normalizer, chunk_tokens)
+    return _of_hidden_states(hidden_TD, head, groups, weights_T, normalizer, chunk_tokens)
 
 
 @_disable_dynamo
@@ -145,20 +124,48 @@ def logits_objective(
 
     shard: which columns of the whole vocabulary the logits are; None: all columns.
     """
-    leaves: dict[str, Tensor | None] = {"logits_TV": logits_TV}
+    leaves: Leaves = {"logits_TV": logits_TV}
     check_leaves(leaves)
     if logits_TV.dim() != 2:
         raise ValueError(f"logits_TV of shape {tuple(logits_TV.shape)}: expected [tokens, vocabulary]")
     if shard is not None:
         check_shard(shard, logits_TV.shape[1])
-    _check(leaves, terms, weights_T, normalizer, None, None)
+    check_pass(leaves, terms, weights_T, normalizer, None, None)
     provider = GivenLogits(logits_TV, shard, terms)
     return _objective([(provider, terms, None)], leaves, weights_T, normalizer, None)
 
 
+def _of_hidden_states(
+    hidden_TD: Tensor,
+    head: OutputHead,
+    groups: Iterable[tuple[Tensor | None, Sequence[Term]]],
+    weights_T: Tensor | None,
+    normalizer: float | Tensor,
+    chunk_tokens: int | None,
+) -> ObjectiveOutput:
+    """groups: the rows (None: all rows) and the terms of each group."""
+    require_head(head)
+    leaves: Leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
+    check_leaves(leaves)
+    if hidden_TD.dim() != 2 or hidden_TD.shape[1] != head.weight_VD.shape[1]:
+        raise ValueError(
+            f"hidden_TD of shape {tuple(hidden_TD.shape)}: expected [tokens, {head.weight_VD.shape[1]}] for this head"
+        )
+
+    def passes() -> Iterator[tuple[LogitsProvider, Sequence[Term], Tensor | None]]:
+        gradients = None
+        for index, terms in groups:
+            check_pass(leaves, terms, weights_T, normalizer, index, chunk_tokens)
+            provider = HeadLogits(hidden_TD, head, terms, gradients)
+            gradients = provider.gradients
+            yield provider, terms, index
+
+    return _objective(passes(), leaves, weights_T, normalizer, chunk_tokens)
+
+
 def _objective(
     passes: Iterable[tuple[LogitsProvider, Sequence[Term], Tensor | None]],
-    leaves: dict[str, Tensor | None],
+    leaves: Leaves,
     weights_T: Tensor | None,
     normalizer: float | Tensor,
     chunk_tokens: int | None,
@@ -166,7 +173,7 @@ def _objective(
     """passes: the provider of the logits, the terms and the rows (None: all rows) of each group. All providers have
     the same gradients.
     """
-    tokens = _tokens(leaves)
+    tokens = len(first_leaf(leaves)[1])
     totals: Totals | None = None
     for provider, terms, index in passes:
         index = _valid_rows(weights_T, index, provider.device)
@@ -217,54 +224,23 @@ class _Attach(torch.autograd.Function):
         factor = factor * grad_loss
         if torch._C._autograd._get_current_graph_task_keep_graph():
             scaled = [None if gradient is None else gradient * factor for gradient in ctx.gradients]
-        else:  # no further backward will follow: multiply in place, without a copy as large as the weight
-            scaled, ctx.gradients = (
-                [None if gradient is None else gradient.mul_(factor) for gradient in ctx.gradients],
-                [],
-            )
+        else:  # no other backward will follow: multiply in place, without a copy as large as the weight
+            scaled = [None if gradient is None else gradient.mul_(factor) for gradient in ctx.gradients]
+            ctx.gradients = []
         # the hidden states' gradient needs the sum over ranks; a gradient of logits belongs to one rank alone
         if scaled[0] is not None and len(scaled) > 1:
             scaled[0] = reduce_hidden_grad(scaled[0], ctx.shard)
-        rounded = (
-            None if gradient is None else gradient.to(dtype)
-            for gradient, dtype in zip(scaled, ctx.dtypes, strict=True)
-        )
+        rounded = (grad if grad is None else grad.to(dtype) for grad, dtype in zip(scaled, ctx.dtypes, strict=True))
         return (None, None, None, None, *rounded)
-
-
-def _check(
-    leaves: dict[str, Tensor | None],
-    terms: Sequence[Term],
-    weights_T: Tensor | None,
-    normalizer: float | Tensor,
-    valid_index: Tensor | None,
-    chunk_tokens: int | None,
-) -> None:
-    tokens, (first, leaf) = _tokens(leaves), next(iter(leaves.items()))
-    assert leaf is not None
-    check_terms(terms, tokens, first, leaf)
-    check_weights(
-        {"weights_T": weights_T} | {f"terms[{i}].weights_T": term.weights_T for i, term in enumerate(terms)}, tokens
-    )
-    if valid_index is not None:
-        check_index(valid_index, tokens)
-    check_normalizer(normalizer)
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
-
-
-def _tokens(leaves: dict[str, Tensor | None]) -> int:
-    """Return T: the first leaf of every pass is hidden states or logits, with one row per token."""
-    rows = next(iter(leaves.values()))
-    assert rows is not None
-    return rows.shape[0]
 
 
 def _valid_rows(weights_T: Tensor | None, valid_index: Tensor | None, device: torch.device) -> Tensor | None:
     if valid_index is None and weights_T is not None and weights_T.device.type == "cpu":
         valid_index = weights_T.nonzero()[:, 0]
-    if valid_index is None or device.type != "cuda" or valid_index.device.type != "cpu":
-        return None if valid_index is None else valid_index.to(device)
+    if valid_index is None:
+        return None
+    if device.type != "cuda" or valid_index.device.type != "cpu":
+        return valid_index.to(device)
     return valid_index.pin_memory().to(device, non_blocking=True)
 
 

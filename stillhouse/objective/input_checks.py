@@ -6,7 +6,7 @@ The values of a tensor are checked only on a CPU: on a GPU, the check would have
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,13 +15,23 @@ from torch.autograd import forward_ad
 from stillhouse.objective.terms import Term
 
 
-def check_leaves(leaves: dict[str, Tensor | None]) -> None:
-    """Require that all leaves are on one device and have no forward-mode tangent. Keys: names for error messages."""
-    first, *_ = leaves
+#: the tensors of a pass that receive a gradient, by their names in error messages. The first one is the hidden states
+#: or logits, with one row per token
+Leaves: TypeAlias = dict[str, Tensor | None]
+
+
+def first_leaf(leaves: Leaves) -> tuple[str, Tensor]:
+    name, tensor = next(iter(leaves.items()))
+    assert tensor is not None
+    return name, tensor
+
+
+def check_leaves(leaves: Leaves) -> None:
+    """Require that all leaves are on one device and have no forward-mode tangent."""
     for name, tensor in leaves.items():
         if tensor is None:
             continue
-        check_device(name, tensor, first, leaves[first])
+        check_device(name, tensor, *first_leaf(leaves))
         if forward_ad.unpack_dual(tensor).tangent is not None:
             raise ValueError(
                 f"{name} carries a forward-mode tangent (torch.func.jvp): expected none, since an objective's "
@@ -29,8 +39,29 @@ def check_leaves(leaves: dict[str, Tensor | None]) -> None:
             )
 
 
-def check_terms(terms: Sequence[Term], tokens: int, first: str, leaf: Tensor) -> None:
-    """Require at least one term, `tokens` rows in each, and tensors on the device of `leaf`; first: its name."""
+def check_pass(
+    leaves: Leaves,
+    terms: Sequence[Term],
+    weights_T: Tensor | None,
+    normalizer: float | Tensor,
+    valid_index: Tensor | None,
+    chunk_tokens: int | None,
+) -> None:
+    """Check the arguments of `linear_objective`."""
+    tokens = len(first_leaf(leaves)[1])
+    _check_terms(terms, tokens, leaves)
+    _check_weights("weights_T", weights_T, tokens)
+    for at, term in enumerate(terms):
+        _check_weights(f"terms[{at}].weights_T", term.weights_T, tokens)
+    if valid_index is not None:
+        _check_index(valid_index, tokens)
+    _check_normalizer(normalizer)
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
+
+
+def _check_terms(terms: Sequence[Term], tokens: int, leaves: Leaves) -> None:
+    """Require at least one term, `tokens` rows in each, and tensors on the device of the leaves."""
     if not terms:
         raise ValueError("no terms: expected at least one of CrossEntropy, Distill, Entropy")
     for at, term in enumerate(terms):
@@ -40,22 +71,20 @@ def check_terms(terms: Sequence[Term], tokens: int, first: str, leaf: Tensor) ->
                 "token on all sides"
             )
         for name, tensor in _tensors(f"terms[{at}]", term):
-            check_device(name, tensor, first, leaf)
+            check_device(name, tensor, *first_leaf(leaves))
 
 
-def check_weights(weights: dict[str, Tensor | None], tokens: int) -> None:
-    """Check the weights per token of the objective and the terms. Keys: names for error messages."""
-    for name, values_T in weights.items():
-        if values_T is None:
-            continue
-        if values_T.shape != (tokens,):
-            raise ValueError(f"{name} of shape {tuple(values_T.shape)}: expected ({tokens},), one weight per token")
-        _check_constant(name, values_T)
-        if values_T.device.type == "cpu" and not values_T.isfinite().all():
-            raise ValueError(f"{name} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
+def _check_weights(name: str, weights_T: Tensor | None, tokens: int) -> None:
+    if weights_T is None:
+        return
+    if weights_T.shape != (tokens,):
+        raise ValueError(f"{name} of shape {tuple(weights_T.shape)}: expected ({tokens},), one weight per token")
+    _check_constant(name, weights_T)
+    if weights_T.device.type == "cpu" and not weights_T.isfinite().all():
+        raise ValueError(f"{name} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
 
 
-def check_normalizer(normalizer: float | Tensor) -> None:
+def _check_normalizer(normalizer: float | Tensor) -> None:
     if isinstance(normalizer, Tensor):
         _check_constant("normalizer", normalizer)
         if normalizer.device.type != "cpu":
@@ -64,7 +93,7 @@ def check_normalizer(normalizer: float | Tensor) -> None:
         raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
 
 
-def check_index(valid_index: Tensor, tokens: int) -> None:
+def _check_index(valid_index: Tensor, tokens: int) -> None:
     if valid_index.dim() != 1 or valid_index.dtype != torch.int64:
         raise ValueError(
             f"valid_index of shape {tuple(valid_index.shape)} and dtype {valid_index.dtype}: expected row numbers, "
@@ -93,10 +122,9 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(f"{name}[{at}]", element)
 
 
-def check_device(name: str, tensor: Tensor, first: str, leaf: Tensor | None) -> None:
+def check_device(name: str, tensor: Tensor, first: str, leaf: Tensor) -> None:
     """Require a tensor with data on the device of `leaf`; first: the name of `leaf`."""
     _check_has_data(name, tensor)
-    assert leaf is not None
     if tensor.device != leaf.device:
         raise ValueError(
             f"{name} is on {tensor.device}, {first} on {leaf.device}: expected both on one device; move it with "

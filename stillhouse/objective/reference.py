@@ -41,7 +41,7 @@ def dense_objective(
     """
     heads = [head, *(teacher_head for term in terms for signal in term.signals() for teacher_head in signal.heads())]
     if any(one.shard is not None and not one.shard.is_alone for one in heads):
-        raise ValueError("a head over several ranks: expected whole ones, gather the rows for the reference")
+        raise ValueError("a head over several ranks: expected one that holds all rows: gather them for the reference")
     vocabulary = common_vocabulary(heads)
     dtype = torch.promote_types(torch.promote_types(hidden_TD.dtype, head.weight_VD.dtype), torch.float32)
     weights_T = _weights(weights_T, valid_index, hidden_TD.detach().to(dtype))
@@ -51,19 +51,17 @@ def dense_objective(
     logits_TV = _logits(hidden_TD, head, vocabulary, dtype)
     loss, metrics, per_token = logits_TV.new_zeros(()), {"tokens": (weights_T != 0).sum().to(dtype)}, {}
     for name, term, counted_T in zip(unique_names(terms), terms, counted, strict=True):
-        own_T = weights_T if term.weights_T is None else weights_T * term.weights_T.to(dtype)
-        value_T = _value(term, _attached(logits_TV, counted_T), vocabulary)
-        value_T = torch.where(own_T == 0, torch.zeros_like(value_T), value_T)
+        term_weights_T = weights_T if term.weights_T is None else weights_T * term.weights_T.to(dtype)
+        # no gradient, not even 0·inf, reaches the rows that are not counted
+        attached_TV = torch.where(counted_T[:, None], logits_TV, logits_TV.detach())
+        value_T = _value(term, attached_TV, vocabulary)
+        value_T = torch.where(term_weights_T == 0, torch.zeros_like(value_T), value_T)
+        total = (term_weights_T * value_T).sum()
         if term.scale:  # a term of scale 0 is only reported: it may be infinite
-            loss = loss + term.scale * (own_T * value_T).sum()
-        metrics[name] = (own_T * value_T).sum().detach()
+            loss = loss + term.scale * total
+        metrics[name] = total.detach()
         per_token[name] = value_T.detach()
     return ObjectiveOutput(loss / normalizer, metrics, per_token)
-
-
-def _attached(logits_TV: Tensor, counted_T: Tensor) -> Tensor:
-    """Return the same logits, detached in rows that are not counted: no gradient, not even 0·inf, reaches them."""
-    return torch.where(counted_T[:, None], logits_TV, logits_TV.detach())
 
 
 def _weights(weights_T: Tensor | None, valid_index: Tensor | None, hidden_TD: Tensor) -> Tensor:
@@ -81,37 +79,31 @@ def _logits(hidden: Tensor, head: OutputHead, vocabulary: int, dtype: torch.dtyp
 
 
 def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
+    log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
     match term:
         case CrossEntropy():
             return _cross_entropy(term, logits_TV)
         case Entropy():
-            log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
             return -(log_q_TV.exp() * log_q_TV.masked_fill(log_q_TV == -math.inf, 0)).sum(1)
         case Distill():
-            log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
             value_T = _distill(term.signal, term.divergence, log_q_TV, term.temperature, vocabulary)
-            return value_T * term.temperature**2 if term.scale_by_temperature_squared else value_T
         case Continuation():
-            log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
-            log_q_T = log_q_TV.gather(1, term.labels_T.clamp_min(0)[:, None].long())[:, 0]
-            value_T = -log_q_T.masked_fill(term.labels_T < 0, 0.0)
-            return value_T * term.temperature**2 if term.scale_by_temperature_squared else value_T
+            value_T = -_at_labels(log_q_TV, term.labels_T).masked_fill(term.labels_T < 0, 0.0)
         case SortedL1():
-            log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
-            signal = term.signal
-            log_p_TB = torch.cat([signal.log_probs_TK, signal.tail_log_prob_T[:, None]], 1).detach()
+            log_p_TB = torch.cat([term.signal.log_probs_TK, term.signal.tail_log_prob_T[:, None]], 1).detach()
             value_T = sorted_l1(log_p_TB.to(log_q_TV.dtype), log_q_TV)
-            return value_T * term.temperature**2 if term.scale_by_temperature_squared else value_T
         case SampledKL() | PolicyGradient() | LogRatio():
             has_label_T = term.labels_T >= 0
-            log_q_T = _log_q(term.labels_T, logits_TV, term.temperature)
+            log_q_T = _at_labels(log_q_TV, term.labels_T)
             value_T = _at_sampled(term, log_q_T[has_label_T], has_label_T)
             if isinstance(term, SampledKL) and term.old_log_probs_T is not None:
                 sampling = term.temperature if term.sampling_temperature is None else term.sampling_temperature
-                sampled_log_q_T = _log_q(term.labels_T, logits_TV, sampling)[has_label_T]
+                sampled_log_q_T = _at_labels(torch.log_softmax(logits_TV / sampling, 1), term.labels_T)[has_label_T]
                 value_T = _correction(term.correction, sampled_log_q_T, term.old_log_probs_T[has_label_T]) * value_T
             return torch.zeros_like(log_q_T).index_put((has_label_T,), value_T)
-    raise TypeError(f"no reference for {type(term).__name__}")
+        case _:
+            raise TypeError(f"no reference for {type(term).__name__}")
+    return value_T * term.factor
 
 
 def _cross_entropy(term: CrossEntropy, logits_TV: Tensor) -> Tensor:
@@ -125,13 +117,12 @@ def _cross_entropy(term: CrossEntropy, logits_TV: Tensor) -> Tensor:
     return value_T + term.z_loss * torch.where(term.labels_T >= 0, z_T, torch.zeros_like(z_T))
 
 
-def _log_q(labels_T: Tensor, logits_TV: Tensor, temperature: float) -> Tensor:
-    log_q_TV = torch.log_softmax(logits_TV / temperature, 1)
+def _at_labels(log_q_TV: Tensor, labels_T: Tensor) -> Tensor:
     return log_q_TV.gather(1, labels_T.clamp_min(0)[:, None].long())[:, 0]
 
 
 def _correction(correction: Correction, log_q_T: Tensor, old_log_probs_T: Tensor) -> Tensor:
-    """Return the constant weight of each drawn token, one token at a time."""
+    """Return the constant weight of each sampled token, one token at a time."""
     weights = []
     for log_q, old in zip(log_q_T.tolist(), old_log_probs_T.tolist(), strict=True):
         ratio = math.exp(min(log_q - old, 700.0))

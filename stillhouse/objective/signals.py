@@ -53,6 +53,19 @@ class Signal:
         """Return the signal of these rows."""
         return replace(self, **{field.name: _rows_of(getattr(self, field.name), rows) for field in fields(self)})
 
+    @property
+    def temperature(self) -> float | None:
+        """The temperature of its probabilities; None: it has logits, or the probabilities are at the term's."""
+        return None
+
+    def require_temperature(self, temperature: float) -> None:
+        """Raise ValueError if its probabilities are at another temperature."""
+        if self.temperature not in (None, temperature):
+            raise ValueError(
+                f"the teacher's probabilities were taken at temperature {self.temperature}, the term needs them at "
+                f"{temperature}; expected the same: take them again, or set the term's temperature"
+            )
+
     def heads(self) -> list[OutputHead]:
         """The output heads in the signal; they help to determine the size of the common vocabulary."""
         return []

@@ -1,4 +1,4 @@
-"""What a teacher says about one token of each row: log p of the label, from any signal that knows it.
+"""A teacher's log-probability of one token of each row, the label, from any signal that has it.
 
 The dense signals project their hidden states once more for it, in chunks and without a gradient. So an objective that
 also has a divergence from the same teacher computes that teacher's matrix product twice.
@@ -7,12 +7,13 @@ T tokens, V vocabulary, K ids per token.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective
+from stillhouse.objective.fused import linear_objective, logits_objective
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled import LogProb, check_sampled_tokens
 from stillhouse.objective.signals import DenseLogits, FullVocab, Signal, SparseSignal, check_temperature
@@ -47,47 +48,42 @@ def teacher_log_probs(
     check_temperature(temperature)
     if signal.tokens != len(labels_T):
         raise ValueError(f"a signal of {signal.tokens} tokens with {len(labels_T)} labels: expected one for each row")
+    signal.require_temperature(temperature)
     match signal:
         case FullVocab():
-            head = signal.head if vocabulary is None else replace(signal.head, vocab_size=vocabulary)
-            # a teacher's products have its own dtype in every pass, also if autocast is on for the student
-            with torch.autocast(signal.hidden_TE.device.type, enabled=False):
-                output = linear_objective(
-                    signal.hidden_TE,
-                    head,
-                    [LogProb(labels_T, temperature)],
-                    weights_T=_has_label(labels_T),
-                    valid_index=valid_index,
-                )
-            return output.per_token["log_prob"]
+            return _of_hidden_states(signal, labels_T, temperature, vocabulary, valid_index)
         case DenseLogits():
-            return _of_logits(signal.logits_TV, labels_T, temperature, vocabulary, shard).per_token["log_prob"]
+            return _of_logits(signal.logits_TV, labels_T, temperature, vocabulary, shard)
         case Mixture():
-            if signal.temperature != temperature:
-                raise ValueError(
-                    f"a mixture at temperature {signal.temperature}, asked for log-probabilities at {temperature}: "
-                    "expected the same"
-                )
+            options: dict[str, Any] = {"vocabulary": vocabulary, "shard": shard, "valid_index": valid_index}
             parts = [
-                log_weight
-                + teacher_log_probs(
-                    member, labels_T, temperature, vocabulary=vocabulary, shard=shard, valid_index=valid_index
-                )
+                log_weight + teacher_log_probs(member, labels_T, temperature, **options)
                 for member, log_weight in zip(signal.signals, signal.log_weights, strict=True)
             ]
             return torch.logsumexp(torch.stack(parts), 0).masked_fill(labels_T < 0, 0.0)
         case SparseSignal():
-            return _of_ids(signal, labels_T, temperature)
+            return _of_ids(signal, labels_T)
     raise ValueError(
-        f"{type(signal).__name__} does not tell the probability of a given token: expected FullVocab, DenseLogits, a "
-        "Mixture of them, or TopK or Chosen with the drawn token among the ids; sampled_kl and "
+        f"{type(signal).__name__} does not give the probability of a certain token: expected FullVocab, DenseLogits, a "
+        "Mixture of them, or TopK or Chosen with the sampled token among the ids; sampled_kl and "
         "policy_gradient(teacher_kl=…) need it, a divergence or uld does not"
     )
 
 
+def _of_hidden_states(
+    signal: FullVocab, labels_T: Tensor, temperature: float, vocabulary: int | None, valid_index: Tensor | None
+) -> Tensor:
+    head = signal.head if vocabulary is None else replace(signal.head, vocab_size=vocabulary)
+    terms, weights_T = [LogProb(labels_T, temperature)], _has_label(labels_T)
+    # a teacher's products have its own dtype in every pass, also if autocast is on for the student
+    with torch.autocast(signal.hidden_TE.device.type, enabled=False):
+        output = linear_objective(signal.hidden_TE, head, terms, weights_T=weights_T, valid_index=valid_index)
+    return output.per_token["log_prob"]
+
+
 def _of_logits(
     logits_TV: Tensor, labels_T: Tensor, temperature: float, vocabulary: int | None, shard: VocabShard | None
-) -> ObjectiveOutput:
+) -> Tensor:
     columns = logits_TV.shape[1]
     if shard is None or shard.is_alone or columns == vocabulary:
         shard = None
@@ -106,23 +102,19 @@ def _of_logits(
             )
         # padded rows of the vocabulary have no probability
         logits_TV = pad(logits_TV[:, : stop - start], (0, rows - (stop - start)), value=-torch.inf)
-    return logits_objective(logits_TV, [LogProb(labels_T, temperature)], shard=shard, weights_T=_has_label(labels_T))
+    terms, weights_T = [LogProb(labels_T, temperature)], _has_label(labels_T)
+    return logits_objective(logits_TV, terms, shard=shard, weights_T=weights_T).per_token["log_prob"]
 
 
-def _of_ids(signal: SparseSignal, labels_T: Tensor, temperature: float) -> Tensor:
-    if signal.temperature not in (None, temperature):
-        raise ValueError(
-            f"the teacher's log-probabilities were taken at temperature {signal.temperature}, the drawn tokens' are "
-            f"asked for at {temperature}; expected the same: set both temperatures alike, or take them again"
-        )
+def _of_ids(signal: SparseSignal, labels_T: Tensor) -> Tensor:
     has_label_T = labels_T >= 0
     is_label_TK = (signal.ids_TK == labels_T[:, None]) & has_label_T[:, None]
     missing_T = has_label_T & ~is_label_TK.any(1)
     if bool(missing_T.any()):
         raise ValueError(
             f"{type(signal).__name__} with {signal.ids_TK.shape[1]} ids per row: at {int(missing_T.sum())} of "
-            f"{int(has_label_T.sum())} rows the drawn token is not among them; expected top_k with the actual token "
-            "(a server gives its log-probability beside the likeliest ones), or another loss: a divergence such as "
+            f"{int(has_label_T.sum())} rows the sampled token is not among them; expected top_k with the actual token "
+            "(a server gives its log-probability beside the top ones), or another loss: a divergence such as "
             "reverse_kl needs only the ids that are there"
         )
     # argmax gives the first of several equal ids

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.formulas import Divergence, ForwardKL, ReverseKL, WeightedSum, weighted_parts
-from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal, check_temperature
 from stillhouse.objective.sparse import sampled, sparse
 from stillhouse.objective.stable import expect
@@ -214,21 +213,11 @@ class Distill(SignalTerm):
                 f"label={self.label!r}: expected a name without '#', which numbers terms of the same name, or None"
             )
         signal = self.signal
-        if isinstance(signal, SparseSignal) and signal.temperature not in (None, self.temperature):
-            raise ValueError(
-                f"the teacher's log-probabilities were taken at temperature {signal.temperature}, the term asks for "
-                f"{self.temperature}; expected the same: take them again, or set the term's temperature"
-            )
-        if isinstance(signal, Mixture) and signal.temperature != self.temperature:
-            raise ValueError(
-                f"the mixture's distributions are taken at temperature {signal.temperature}, the term asks for "
-                f"{self.temperature}; expected the same: set the temperature of the mixture, or of the term"
-            )
+        signal.require_temperature(self.temperature)
         if isinstance(signal, Sampled) and not isinstance(self.divergence, ForwardKL):
             raise ValueError(
                 f"sampled teacher ids estimate forward_kl only, not {self.divergence}; send top-k ids for it"
             )
-
         if isinstance(signal, SparseSignal) and signal.tail == "zero" and not isinstance(self.divergence, ReverseKL):
             raise ValueError(
                 f"tail='zero' with {self.divergence}: expected reverse_kl, which alone asks for the teacher's "
@@ -242,27 +231,30 @@ class Distill(SignalTerm):
         return labelled(name, self.label)
 
     def request(self, plan: Plan) -> None:
-        signal = self.signal
         plan.softmax(self.temperature)
-        if isinstance(signal, SparseSignal | Sampled):
-            plan.logits_at(signal.ids_TK if isinstance(signal, SparseSignal) else signal.ids_TM)
-            if isinstance(signal, SparseSignal) and signal.tail in ("bucket", "zero"):
-                plan.outside(signal, self.temperature)
-            if isinstance(signal, SparseSignal) and signal.tail == "zero":
-                plan.entropy(self.temperature)
-        else:
-            for _, part in weighted_parts(self.divergence):
-                plan.pair(part, signal, self.temperature)
+        match self.signal:
+            case Sampled():
+                plan.logits_at(self.signal.ids_TM)
+            case SparseSignal():
+                plan.logits_at(self.signal.ids_TK)
+                if self.signal.tail in ("bucket", "zero"):
+                    plan.outside(self.signal, self.temperature)
+                if self.signal.tail == "zero":
+                    plan.entropy(self.temperature)
+            case _:
+                for _, part in weighted_parts(self.divergence):
+                    plan.pair(part, self.signal, self.temperature)
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         # the temperature divides the logits, so it also divides the gradient
         weights_C = weights_C * (self.factor / self.temperature)
-        if isinstance(self.signal, SparseSignal):
-            result = sparse(tile, self.signal, self.divergence, self.temperature, weights_C)
-        elif isinstance(self.signal, Sampled):
-            result = sampled(tile, self.signal, self.temperature, weights_C)
-        else:
-            result = _dense(tile, self.signal, self.divergence, self.temperature, weights_C)
+        match self.signal:
+            case Sampled():
+                result = sampled(tile, self.signal, self.temperature, weights_C)
+            case SparseSignal():
+                result = sparse(tile, self.signal, self.divergence, self.temperature, weights_C)
+            case _:
+                result = _dense(tile, self.signal, self.divergence, self.temperature, weights_C)
         parts = {name: part_C * self.factor for name, part_C in result.parts.items()}
         return TermResult(result.value_C * self.factor, result.statistics, parts)
 

@@ -55,9 +55,8 @@ class VocabShard:
     @cached_property
     def borders(self) -> tuple[Range, ...]:
         """(start, stop) of every rank of the group. The first access runs a collective."""
-        border = torch.tensor([self.start, self.stop])
-        all_ranks = border[None] if self.is_alone else _gathered(border.to(_device(self.group)), self.group)
-        borders = tuple((start, stop) for start, stop in all_ranks.tolist())
+        border = torch.tensor([self.start, self.stop], device="cpu" if self.is_alone else _device(self.group))
+        borders = tuple((start, stop) for start, stop in AsyncAllGather(border, self).wait().tolist())
         held = sorted(border for border in borders if border[0] < border[1])
         expected_start = 0
         for start, stop in held:
@@ -134,7 +133,7 @@ def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | Non
     if student is None or student.is_alone:
         raise ValueError(
             f"a teacher head of rows {shard.start}:{shard.stop} over {len(shard.borders)} ranks, a student head that "
-            "is whole here: expected the student's head sharded over the same ranks, or the teacher's gathered"
+            "has all rows here: expected the student's head sharded over the same ranks, or the teacher's gathered"
         )
     if _ranks(shard) != _ranks(student):
         raise ValueError(
@@ -182,12 +181,6 @@ def _overlap(one: Range, other: Range) -> Range:
 
 def _contains(outer: Range, inner: Range) -> bool:
     return inner[0] >= inner[1] or (outer[0] <= inner[0] and inner[1] <= outer[1])
-
-
-def _gathered(local: Tensor, group: ProcessGroup | None) -> Tensor:
-    all_ranks = local.new_empty(dist.get_world_size(group), *local.shape)
-    _all_gather(all_ranks.flatten(0, 1), local, group=group)
-    return all_ranks
 
 
 def _ranks(shard: VocabShard) -> list[int]:

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from kit.objective_cases import (
-    SIGNALS,
     D,
     Leaves,
+    Result,
     T,
     V,
+    all_terms,
     assert_same,
     converted,
     distance,
@@ -20,7 +21,6 @@ from kit.objective_cases import (
     make_labels,
     make_leaves,
     make_signal,
-    other_terms,
     run,
     sums,
 )
@@ -31,7 +31,6 @@ from stillhouse.objective import (
     Distill,
     ObjectiveOutput,
     OutputHead,
-    Term,
     forward_kl,
     jsd,
     linear_objective,
@@ -176,35 +175,33 @@ def test_views_and_strides_do_not_matter() -> None:
     assert distance(weight.grad.t(), expected.gradients["weight"]) < 1e-12
 
 
-def all_terms(tokens: int = T) -> list[Term]:
-    divergences = [Distill(make_signal(each, tokens), jsd(0.3)) for each in SIGNALS]
-    return [*divergences, *every_term(tokens), *other_terms(tokens).values()]
+EMPTY: dict[str, dict[str, Any]] = {
+    "no tokens": {},
+    "no weights": {"weights_T": torch.zeros(T)},
+    "empty valid_index": {"valid_index": torch.zeros(0, dtype=torch.int64)},
+}
 
 
-@pytest.mark.parametrize("case", ["no tokens", "no weights", "no labels", "empty valid_index"])
+@pytest.mark.parametrize("case", EMPTY)
 def test_an_empty_micro_batch_is_zero_and_still_reaches_every_leaf(case: str) -> None:
+    """It has the metrics of another one, because metrics are summed by key over micro-batches and ranks."""
     tokens = 0 if case == "no tokens" else T
-    options: dict[str, Any] = {
-        "no tokens": {},
-        "no weights": {"weights_T": torch.zeros(T)},
-        "no labels": {},
-        "empty valid_index": {"valid_index": torch.zeros(0, dtype=torch.int64)},
-    }[case]
-    terms = [CrossEntropy(torch.full((T,), -1), z_loss=0.1)] if case == "no labels" else all_terms(tokens)
-    result = run(linear_objective, make_leaves(tokens), terms, normalizer=100.0, **options)
+    result = run(linear_objective, make_leaves(tokens), all_terms(tokens), normalizer=100.0, **EMPTY[case])
+    assert_zero(result)
+    assert not any(sums(result.output).values())
+    other = run(linear_objective, make_leaves(), all_terms()).output
+    assert result.output.metrics.keys() == other.metrics.keys()
+    assert result.output.per_token.keys() == other.per_token.keys()
+
+
+def test_a_micro_batch_without_labels_is_zero() -> None:
+    assert_zero(run(linear_objective, make_leaves(), [CrossEntropy(torch.full((T,), -1), z_loss=0.1)]))
+
+
+def assert_zero(result: Result) -> None:
     assert result.output.loss.item() == 0
     assert result.gradients.keys() == {"hidden", "weight", "bias"}
     assert all((gradient == 0).all() for gradient in result.gradients.values())
-    assert all(total == 0 for total in sums(result.output).values() if case != "no labels")
-
-
-def test_an_empty_micro_batch_has_the_metrics_of_another() -> None:
-    """The keys must be the same, because metrics are summed by key over micro-batches and ranks."""
-    full = run(linear_objective, make_leaves(), all_terms()).output
-    unweighted = run(linear_objective, make_leaves(), all_terms(), weights_T=torch.zeros(T)).output
-    for empty in (unweighted, run(linear_objective, make_leaves(0), all_terms(0)).output):
-        assert empty.metrics.keys() == full.metrics.keys()
-        assert empty.per_token.keys() == full.per_token.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from kit.largest import Largest
 from kit.objective_cases import HEADS, Leaves, V, distance, make_labels, make_leaves
 from torch import Tensor
 
@@ -81,15 +80,6 @@ def test_log_probs_in_bfloat16_are_as_exact_as_plain_ones(autocast: bool) -> Non
     for name, gradient in exact[2].items():
         assert actual[2][name].dtype == dtype
         assert distance(actual[2][name], gradient) <= distance(plain[2][name], gradient) + 1e-3, name
-
-
-def test_no_logits_of_all_tokens_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 64))
-    tokens, vocabulary = 640, 1021
-    leaves, labels_T = make_leaves(tokens, vocabulary, dtype=torch.float32), make_labels(tokens, vocabulary)
-    with Largest() as largest:
-        of_leaves(lambda each: linear_log_probs(each.hidden, OutputHead(each.weight, each.bias), labels_T), leaves)
-    assert largest.numbers <= 64 * vocabulary
 
 
 def test_only_the_gradients_that_are_asked_for() -> None:

@@ -90,20 +90,6 @@ def test_names_and_scales() -> None:
     torch.testing.assert_close(output.metrics["cross_entropy"], alone.metrics["cross_entropy"])
 
 
-def test_rows_of_signals() -> None:
-    index_C = torch.tensor([30, 4, 4, 0])
-    spans, ranked = make_spans(), make_sorted(torch.randn(T, V, dtype=torch.float64).log_softmax(1), K)
-    for rows in (index_C, slice(3, 9)):
-        of_spans, of_ranked = spans.rows(rows), ranked.rows(rows)
-        assert of_spans.tokens == of_ranked.tokens == len(torch.arange(T)[rows])
-        assert torch.equal(of_spans.first.ids_TK, spans.first.ids_TK[rows])
-        assert torch.equal(of_spans.first_weights_T, spans.first_weights_T[rows])
-        assert torch.equal(of_spans.continuation_weights_T, spans.continuation_weights_T[rows])
-        assert torch.equal(of_ranked.log_probs_TK, ranked.log_probs_TK[rows])
-        assert torch.equal(of_ranked.tail_log_prob_T, ranked.tail_log_prob_T[rows])
-        assert torch.equal(of_ranked.weights_T, ranked.weights_T[rows])
-
-
 def whole_uld(log_p_TV: Tensor, logits_TV: Tensor, tau: float) -> Tensor:
     """Σ_i |p_(i) − q_(i)| over all ranks, the shorter side padded with zeros, [T]."""
     q_TV = torch.softmax(logits_TV / tau, 1).sort(1, descending=True).values

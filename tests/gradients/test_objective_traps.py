@@ -180,17 +180,6 @@ def test_padded_logits_meet_a_padded_teacher() -> None:
     assert (logits.grad[:, V:] == 0).all()
 
 
-# 11. A server's log-probabilities are at another temperature.
-
-
-@pytest.mark.parametrize(("taken", "requested"), [(1.0, 2.0), (2.0, 1.0)])
-def test_log_probabilities_of_another_temperature_are_refused(taken: float, requested: float) -> None:
-    signal = TopK(torch.tensor([[0]]), torch.zeros(1, 1), temperature=taken)
-    with pytest.raises(ValueError, match=f"temperature {taken}, the term asks for {requested}"):
-        Distill(signal, forward_kl(), temperature=requested)
-    Distill(signal, forward_kl(), temperature=taken)
-
-
 # 13. The weight's gradient is summed over chunks in float32, not in the weight's dtype.
 
 

@@ -1,4 +1,4 @@
-"""A teacher's log-probability of drawn tokens from every signal: against plain log-softmax, over shards, refusals.
+"""A teacher's log-probability of sampled tokens from every signal: against plain log-softmax, over shards, refusals.
 
 T tokens, V vocabulary, K ids per token.
 """
@@ -118,7 +118,7 @@ def test_logits_of_minus_infinity() -> None:
     impossible = teacher_log_probs(DenseLogits(logits_TV), torch.full((T,), 3))
     assert (impossible == -torch.inf).all()
     batch = make_batch()
-    with pytest.raises(ValueError, match="teacher_log_probs_T holds -inf at a drawn token"):
+    with pytest.raises(ValueError, match="teacher_log_probs_T holds -inf at a sampled token"):
         fused(parse_objective("sampled_kl"), make_leaves(), batch, DenseLogits(logits_TV))
 
 
@@ -147,14 +147,14 @@ def span() -> SpanSignal:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sparse(TopK, 0.7), "taken at temperature 0.7, the drawn tokens' are asked for at 1.0"),
-        (lambda: make_mixture(temperature=2.0), "a mixture at temperature 2.0, asked for log-probabilities at 1.0"),
+        (lambda: sparse(TopK, 0.7), "taken at temperature 0.7, the term needs them at 1.0"),
+        (lambda: make_mixture(temperature=2.0), "taken at temperature 2.0, the term needs them at 1.0"),
         (lambda: make_full().rows(slice(0, 3)), "a signal of 3 tokens with 37 labels"),
-        (lambda: Sampled(torch.zeros(T, 2, dtype=torch.int64), torch.ones(T, 2)), "Sampled does not tell the"),
-        (lambda: SortedTopK(torch.zeros(T, 2), torch.zeros(T), torch.ones(T)), "SortedTopK does not tell the"),
-        (span, "SpanSignal does not tell the probability of a given token: expected FullVocab"),
-        (lambda: RoutedSignal(make_full(), torch.arange(T)), "RoutedSignal does not tell"),
-        (lambda: StudentHidden(torch.zeros(T, 8)), "StudentHidden does not tell"),
+        (lambda: Sampled(torch.zeros(T, 2, dtype=torch.int64), torch.ones(T, 2)), "Sampled does not give the"),
+        (lambda: SortedTopK(torch.zeros(T, 2), torch.zeros(T), torch.ones(T)), "SortedTopK does not give the"),
+        (span, "SpanSignal does not give the probability of a certain token: expected FullVocab"),
+        (lambda: RoutedSignal(make_full(), torch.arange(T)), "RoutedSignal does not give"),
+        (lambda: StudentHidden(torch.zeros(T, 8)), "StudentHidden does not give"),
     ],
     ids=["temperature", "mixture", "rows", "sampled", "sorted", "spans", "routed", "not opened"],
 )
@@ -163,13 +163,13 @@ def test_signals_that_are_refused(make: Callable[[], Signal], message: str) -> N
         teacher_log_probs(make(), LABELS)
 
 
-def test_a_drawn_token_that_is_not_among_the_ids() -> None:
+def test_a_sampled_token_that_is_not_among_the_ids() -> None:
     signal = sparse(TopK)
     ids_TK = signal.ids_TK.clone()
     ids_TK[[1, 6]] = -1
     ids_TK[0] = -1  # a row without a label needs none
     message = (
-        "TopK with 5 ids per row: at 2 of 29 rows the drawn token is not among them; expected top_k with the actual"
+        "TopK with 5 ids per row: at 2 of 29 rows the sampled token is not among them; expected top_k with the actual"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         teacher_log_probs(replace(signal, ids_TK=ids_TK), LABELS)

@@ -36,6 +36,7 @@ from stillhouse.objective import (
     Term,
     TopK,
     forward_kl,
+    jsd,
     linear_objective,
     logits_objective,
     reverse_kl,
@@ -72,6 +73,7 @@ DIVERGENCES_OF_PEAKED_ROWS = F_DIVERGENCES + [expression for expression in ALPHA
 T, V, D = 37, 251, 16
 TAILS = ["bucket", "renormalize", "drop"]
 SIGNALS = ["full", "dense", *TAILS]
+ALL_SIGNALS = [*SIGNALS, "mixture"]
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -239,6 +241,12 @@ def make_spans(tail: str = "bucket", dtype: torch.dtype = torch.float64, tempera
     third_T = torch.arange(T) % 3
     continuation_T = torch.rand(T, generator=random) * (third_T == 1)
     return SpanSignal(first, (third_T == 0).to(dtype), continuation_T.to(dtype))
+
+
+def all_terms(tokens: int = T) -> list[Term]:
+    """Make every term, and a divergence on every signal, float64."""
+    divergences = [Distill(make_signal(signal, tokens), jsd(0.3)) for signal in ALL_SIGNALS]
+    return [*divergences, *every_term(tokens), *other_terms(tokens).values()]
 
 
 def other_terms(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from kit.objective_cases import (
+    SIGNALS,
     Leaves,
     T,
     V,
@@ -182,7 +183,7 @@ def labelled(first: int, last: int) -> Problem:
 
 
 def weighted(weights: str, valid_index: bool = False) -> Problem:
-    """Terms with their own weights, which are multiplied by the objective's weights."""
+    """Terms with their own weights, which are multiplied by the objective's weights, and a mixture."""
     patterns = {
         "some are zero": some_weights(),
         "one is not": torch.zeros(T).index_fill(0, torch.tensor([30]), 0.7),
@@ -194,7 +195,8 @@ def weighted(weights: str, valid_index: bool = False) -> Problem:
         options["valid_index"] = (
             torch.ones(T).nonzero()[:, 0] if weights == "none" else patterns[weights].nonzero()[:, 0]
         )
-    return Problem(make_leaves(dtype=torch.float32), every_term(dtype=torch.float32), options=options)
+    mixture = Distill(make_signal("mixture", dtype=torch.float32), jsd(0.3), 0.4)
+    return Problem(make_leaves(dtype=torch.float32), [*every_term(dtype=torch.float32), mixture], options=options)
 
 
 def with_nan() -> Problem:
@@ -248,12 +250,12 @@ TWO_ROUNDS = [
 TOKENS = 24
 
 
-#: the names of terms of `counted` that need one collective per chunk
-SUMS = [*GROUPS, "one round"]
-
-
 def counted(terms: str) -> Problem:
-    """24 tokens. terms: a name of `SUMS`, "all" (these and `TWO_ROUNDS`), or "divergence on signal"."""
+    """24 tokens.
+
+    terms: "one round", all terms that need one collective per chunk; "all", these and `TWO_ROUNDS`; a name of `GROUPS`;
+        or "divergence on signal".
+    """
     return Problem(make_leaves(TOKENS, dtype=torch.float32), list(_counted(terms)))
 
 
@@ -262,14 +264,17 @@ def _counted(terms: str) -> Iterator[Term]:
         case name if name in GROUPS:
             yield from other_term(name, tokens=TOKENS).terms
         case "one round":
-            dense, sparse = (make_signal(each, TOKENS, dtype=torch.float32) for each in ("dense", "drop"))
+            signals = {each: make_signal(each, TOKENS, dtype=torch.float32) for each in SIGNALS}
+            yield from other_terms(TOKENS, dtype=torch.float32).values()
             yield from every_term(TOKENS, dtype=torch.float32)
-            yield from (Distill(dense, parse_divergence(each), 0.2, 1.3) for each in ONE_ROUND)
-            yield from (Distill(sparse, parse_divergence(each), 0.2) for each in TWO_ROUNDS)
+            for kind, signal in signals.items():
+                expressions = ONE_ROUND if kind in ("full", "dense") else [*ONE_ROUND, *TWO_ROUNDS]
+                yield from (Distill(signal, parse_divergence(each), 0.2) for each in expressions)
         case "all":
             yield from _counted("one round")
-            full = make_signal("full", TOKENS, dtype=torch.float32)
-            yield from (Distill(full, parse_divergence(each), 0.2) for each in TWO_ROUNDS)
+            full, dense = (make_signal(each, TOKENS, dtype=torch.float32) for each in ("full", "dense"))
+            yield from (Distill(full, parse_divergence(each), 0.2, 1.3) for each in TWO_ROUNDS)
+            yield from (Distill(dense, parse_divergence(each), 0.2) for each in TWO_ROUNDS)
         case _:
             expression, signal = terms.split(" on ")
             yield Distill(make_signal(signal, TOKENS, dtype=torch.float32), parse_divergence(expression))

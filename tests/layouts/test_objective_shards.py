@@ -13,10 +13,10 @@ from kit import shard_jobs as jobs
 from kit import shard_problems as problems
 from kit.objective_cases import (
     ALL_DIVERGENCES,
+    ALL_SIGNALS,
     DIVERGENCES_OF_PEAKED_ROWS,
     F_DIVERGENCES,
     HEADS,
-    SIGNALS,
     TAILS,
     D,
     Leaves,
@@ -47,7 +47,7 @@ def pool() -> RankPool:
     return shared_pool()
 
 
-@pytest.mark.parametrize("signal", SIGNALS)
+@pytest.mark.parametrize("signal", ALL_SIGNALS)
 def test_every_divergence_on_every_signal(pool: RankPool, signal: str) -> None:
     """2, 3 and 4 ranks with uneven shards, several chunks, and weights of zero; over 3 ranks in float64."""
     named = {each: partial(problems.distillation, each, signal) for each in ALL_DIVERGENCES}
@@ -76,7 +76,7 @@ def test_ten_rows_over_four_ranks(pool: RankPool, borders: Borders) -> None:
     check(pool, over(Layout(borders), named))
 
 
-@pytest.mark.parametrize("signal", ["full", "dense", "bucket"])
+@pytest.mark.parametrize("signal", ["full", "dense", "bucket", "mixture"])
 def test_peaked_rows(pool: RankPool, signal: str) -> None:
     """The logits have standard deviation 30: the maxima of two ranks may differ by a hundred."""
     peaked = partial(problems.distillation, signal=signal, sharpness=30.0)
@@ -95,7 +95,8 @@ def test_half_precision(pool: RankPool) -> None:
     """The allowed error is that of one rounding to bfloat16: a sum over ranks is rounded once, not on every rank."""
     make = partial(problems.distillation, dtype=torch.bfloat16)
     divergences = ONE_ROUND + TWO_ROUNDS
-    named = {f"{each} on {kind}": partial(make, each, kind) for each in divergences for kind in ("full", "bucket")}
+    kinds = ("full", "bucket", "mixture")
+    named = {f"{each} on {kind}": partial(make, each, kind) for each in divergences for kind in kinds}
     check(pool, over(Layout(FOUR), named), within=3e-3)
 
 
@@ -224,7 +225,7 @@ def test_logits_objective(pool: RankPool, teacher: Any) -> None:
 def test_all_metrics_are_those_of_the_whole_vocabulary(pool: RankPool) -> None:
     """Entropies, agreement, the teacher's mass and the parts of a term have the same names and values."""
     named = {"every term": partial(problems.other_term, "all", V, torch.float64)}
-    for signal in SIGNALS:
+    for signal in ALL_SIGNALS:
         named[signal] = partial(problems.distillation, "0.9*forward_kl + 0.1*jsd(0.5)", signal, torch.float64)
     cases = over(Layout(FOUR), named)
     for case, outcomes in zip(cases, check(pool, cases, within=1e-11), strict=True):
@@ -236,6 +237,35 @@ def test_all_metrics_are_those_of_the_whole_vocabulary(pool: RankPool) -> None:
         for name, value in whole.items():
             actual = outcomes[0].metrics[name]
             assert actual == pytest.approx(float(value), rel=1e-11, abs=1e-11), f"{name} of {case.name}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "layout"),
+    [
+        ((V, (V, V), None), Layout(SHARDS[3], cut(0, 7, 77, V))),
+        ((V, (256, 260), None), Layout(SHARDS[3], "whole")),
+        ((256, (300, 260), V), Layout(cut(0, 100, 256), "whole")),
+        ((V, (256, 256), 180), Layout(FOUR, cut(0, 64, 128, 192, 256))),
+        ((10, (10, 12), None), Layout(cut(0, 0, 7, 7, 10), "whole")),
+    ],
+    ids=["other borders", "whole teachers with more rows", "padding", "a shard of padding", "ranks without a row"],
+)
+def test_mixtures_of_heads_with_other_row_counts(pool: RankPool, rows: tuple[Any, ...], layout: Layout) -> None:
+    named = {each: partial(problems.mixture_of, each, *rows) for each in ("forward_kl", "jsd(0.3)")}
+    for outcomes in check(pool, over(layout, named)):
+        for (start, _), outcome in zip(layout.student, outcomes, strict=True):
+            assert not outcome.gradients["weight"][max((rows[2] or rows[0]) - start, 0) :].any()
+
+
+@pytest.mark.parametrize("teacher", [None, "whole"], ids=["its columns", "all columns"])
+def test_mixtures_with_logits_of_minus_infinity(pool: RankPool, teacher: Any) -> None:
+    """A whole shard in which one teacher has no probability, or all columns but one of it, or a few columns."""
+    named = {
+        f"{expression}, {first} to {last}": partial(problems.masked_mixture, expression, first, last)
+        for expression in ("forward_kl", "jsd(0.3)", "total_variation")
+        for first, last in ((63, 125), (1, 62), (187, 190))
+    }
+    check(pool, over(Layout(FOUR, teacher), named))
 
 
 @pytest.mark.slow

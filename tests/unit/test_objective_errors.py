@@ -126,7 +126,7 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Distill(make_full(), KL, temperature=0.0), "temperature=0.0: expected a positive number"),
     (lambda: Entropy(1.0, temperature=NAN), "temperature=nan"),
     (lambda: Distill(Chosen(IDS, LOG_PROBS, temperature=1.0), KL, temperature=2.0), "taken at temperature 1.0, the"),
-    (lambda: Distill(Mixture([make_full()], [1.0], 1.5), KL), "the mixture's distributions are taken at"),
+    (lambda: Distill(Mixture([make_full()], [1.0], 1.5), KL), "were taken at temperature 1.5, the term needs"),
     (lambda: Mixture([make_full()], [1.0], 0.0), "temperature=0.0: expected a positive"),
     (lambda: Mixture([], []), "a mixture of 0 signals with 0 weights: expected one signal"),
     (lambda: Mixture([make_full()], [0.5, 0.5]), "a mixture of 1 signals with 2 weights: expected one signal or"),
@@ -148,7 +148,7 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: SampledKL(make_labels(), ZERO_T, "k4"), "estimator='k4': expected 'k2'"),  # type: ignore[arg-type]
     (lambda: SampledKL(make_labels(), torch.zeros(T + 1)), "teacher_log_probs_T of shape (38,)"),
     (lambda: SampledKL(make_labels(), torch.zeros(T, requires_grad=True)), "requires grad: expected a constant"),
-    (lambda: SampledKL(make_labels(), ZERO_T - math.inf), "holds -inf at a drawn token"),
+    (lambda: SampledKL(make_labels(), ZERO_T - math.inf), "holds -inf at a sampled token"),
     (lambda: PolicyGradient(make_labels(), ZERO_T.long(), ZERO_T), "advantages_T of"),
     (lambda: policy(clip_low=1.5), "clip_low=1.5"),
     (lambda: policy(kl_scale=0.1), "without reference_log"),
@@ -160,7 +160,7 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: policy(correction=Correction("masked")), "correction='masked' with surrogate='clip'"),
     (lambda: discounted_sum(torch.zeros(3), torch.zeros(4), 0.5), "values_T of shape (3,)"),
     (lambda: discounted_sum(ZERO_T, ZERO_T, 1.5), "discount=1.5: expected a number from 0 to 1"),
-    (lambda: LogRatio(make_labels(), ZERO_T + NAN), "old_log_probs_T holds nan at a drawn"),
+    (lambda: LogRatio(make_labels(), ZERO_T + NAN), "old_log_probs_T holds nan at a sampled"),
     (
         lambda: of_batch(replace(parse_objective("sampled_kl"), correction=Correction("masked")), OLD_LOG_PROBS),
         "old_log_probs is missing in per_token",

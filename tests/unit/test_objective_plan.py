@@ -7,7 +7,7 @@ from stillhouse.objective import DenseLogits, OutputHead, linear_objective
 from stillhouse.objective.divergence import forward_kl, jsd, reverse_kl
 from stillhouse.objective.terms import Entropy
 from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.tile.tile_plan import PlanBuilder
+from stillhouse.objective.tile.tile_plan import Plan
 
 
 class ReadsTooMuch(Entropy):
@@ -19,18 +19,18 @@ class ReadsTooMuch(Entropy):
 
 def test_a_repeated_request_is_computed_once() -> None:
     signal, other, labels_T = DenseLogits(torch.zeros(37, 251)), DenseLogits(torch.ones(37, 251)), torch.arange(37)
-    requests = PlanBuilder()
+    plan = Plan()
     for _ in range(2):
-        requests.logits_at(labels_T)
-        requests.entropy(1.0)
-        requests.divergence(jsd(0.3), signal, 2.0)
-        requests.divergence(forward_kl(), signal, 2.0)
-    requests.divergence(forward_kl(), other, 2.0)
-    plan = requests.build()
+        plan.logits_at(labels_T)
+        plan.entropy(1.0)
+        plan.pair(jsd(0.3), signal, 2.0)
+        plan.pair(forward_kl(), signal, 2.0)
+    plan.pair(forward_kl(), other, 2.0)
+    plan.close()
     assert plan.pointwise.temperatures == (1.0, 2.0)
     assert plan.pointwise.teachers == ((1, 2.0), (2, 2.0))
-    assert plan.signals == (signal, other)
-    assert plan.ids == (labels_T,)
+    assert list(plan.signals) == [signal, other]
+    assert [ids is labels_T for ids in plan.ids] == [True]
     assert (plan.pair(jsd(0.3), signal, 2.0), plan.pair(forward_kl(), other, 2.0)) == (0, 2)
     assert plan.pointwise.two_sweep == [0]
     assert list(plan.pointwise.renormalizable) == [1, 2]
@@ -38,9 +38,9 @@ def test_a_repeated_request_is_computed_once() -> None:
 
 def test_a_quantity_that_no_term_requested_cannot_be_read() -> None:
     signal = DenseLogits(torch.zeros(37, 251))
-    requests = PlanBuilder()
-    requests.divergence(forward_kl(), signal, 2.0)
-    plan = requests.build()
+    plan = Plan()
+    plan.pair(forward_kl(), signal, 2.0)
+    plan.close()
     for read in (
         lambda: plan.softmax(1.0),
         lambda: plan.entropy(2.0),

@@ -6,7 +6,6 @@ T tokens, C rows of a chunk.
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
 """What the terms of an objective read from a chunk's logits: softmaxes, sums and single logits, each computed once.
 
-Before the first chunk, each term requests from a `Plan` what it will read. The plan gives everything that was requested
-an index, the same in every chunk. Its part `Plan.pointwise` is what the pointwise functions are compiled for: hashable,
-without tensors.
+Before the first chunk, each term requests from a `Plan` what it will read. The plan gives everything that was
+requested an index, the same in every chunk. Its part `Plan.pointwise` is what the pointwise functions are compiled
+for: hashable, without tensors.
 
 The functions of a pass give each other numbers per row as the columns of one tensor [C, X]. The key of a column is
 its name and the index of the softmax, tile or pair that it belongs to (0 if there is only one).
