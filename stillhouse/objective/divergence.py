@@ -19,6 +19,7 @@ from stillhouse.objective.formulas import (
     TotalVariation,
 )
 
+
 def forward_kl() -> Divergence:
     """KL(p‖q): the student must cover everything that the teacher covers. Tokens with p = 0 add nothing."""
     return ForwardKL()
@@ -78,7 +79,9 @@ def parse_divergence(text: str) -> Divergence:
 
 def weighted_sum(summands: Sequence[Summand]) -> Divergence:
     """Return the sum of one or more named divergences with their coefficients."""
-    return reduce(operator.add, (summand.coefficient * summand.call(DIVERGENCES[summand.name]) for summand in summands))
+    return reduce(
+        operator.add, (summand.coefficient * summand.call(DIVERGENCES[summand.name]) for summand in summands)
+    )
 
 
 DIVERGENCES: dict[str, Callable[..., Divergence]] = {

@@ -14,7 +14,6 @@ from torch.autograd import forward_ad
 
 from stillhouse.objective.terms import Term
 
-
 #: the tensors of a pass that receive a gradient, by their names in error messages. The first one is the hidden states
 #: or logits, with one row per token
 Leaves: TypeAlias = dict[str, Tensor | None]

@@ -285,7 +285,7 @@ def check_estimator(estimator: str) -> None:
 
 
 def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor | None) -> None:
-    """Require labels of the sampled tokens, and constants with one finite number per sampled token. None: not needed."""
+    """Require labels of the sampled tokens, and constants with a finite number at each of them. None: not needed."""
     if labels_T.dim() != 1 or labels_T.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"labels_T of shape {tuple(labels_T.shape)} and dtype {labels_T.dtype}: expected the ids of the sampled "

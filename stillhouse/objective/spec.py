@@ -60,8 +60,8 @@ class ObjectiveSpec:
         is "clip" (a missing one is 0.2), otherwise "corrected".
     teacher_kl: the advantage gets teacher_kl · (log p(y) − log q_old(y)), the k1 of reverse KL, with p and q_old at
         the sampling temperature, whatever the temperatures of divergences are.
-    discount: γ in 0 … 1; a token's advantage gets the later tokens' log-ratios, too (`sampled_tokens.py`). 0: only its
-        own.
+    discount: γ in 0 … 1; a token's advantage gets the later tokens' log-ratios, too (`sampled_tokens.py`). 0: only
+        its own.
     correction: of sampled_kl and of policy_gradient without clipping.
     sampling_temperature: the one at which the student samples tokens.
     """
@@ -333,9 +333,7 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
     for name, of_arguments in ARGUMENTS.items():
         if name in others:
             fields |= others[name].call(of_arguments)
-    return ObjectiveSpec(
-        **fields, temperature=temperature, scale_by_temperature_squared=scale_by_temperature_squared
-    )
+    return ObjectiveSpec(**fields, temperature=temperature, scale_by_temperature_squared=scale_by_temperature_squared)
 
 
 def _check_coefficients(others: dict[str, Summand], text: str) -> None:

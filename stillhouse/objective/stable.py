@@ -1,9 +1,9 @@
 """Elementwise functions that keep their digits where two probabilities are close, or one of them is 0.
 
 Late in distillation, the student is close to the teacher and both give one token a probability near 1. There every
-divergence is a small difference of large numbers: p log(p/q) of the most probable token cancels against the sum over all
-other tokens, and q − p of two numbers near 1 has no correct digits left in float32. So these functions do not compute
-such differences. They use the small quantity t = log(b/a), which the caller knows to its last digit:
+divergence is a small difference of large numbers: p log(p/q) of this token cancels against the sum over all other
+tokens, and q − p of two numbers near 1 has no correct digits left in float32. So these functions do not compute such
+differences. They use the small quantity t = log(b/a), which the caller knows to its last digit:
 
     b − a           = a (e^t − 1)
     b − a − a·t     = a (e^t − 1 − t)  ≥ 0

@@ -64,8 +64,8 @@ def teacher_log_probs(
         case SparseSignal():
             return _of_ids(signal, labels_T)
     raise ValueError(
-        f"{type(signal).__name__} does not give the probability of a certain token: expected FullVocab, DenseLogits, a "
-        "Mixture of them, or TopK or Chosen with the sampled token among the ids; sampled_kl and "
+        f"{type(signal).__name__} does not give the probability of a certain token: expected FullVocab, DenseLogits, "
+        "a Mixture of them, or TopK or Chosen with the sampled token among the ids; sampled_kl and "
         "policy_gradient(teacher_kl=…) need it, a divergence or uld does not"
     )
 
@@ -113,8 +113,8 @@ def _of_ids(signal: SparseSignal, labels_T: Tensor) -> Tensor:
     if bool(missing_T.any()):
         raise ValueError(
             f"{type(signal).__name__} with {signal.ids_TK.shape[1]} ids per row: at {int(missing_T.sum())} of "
-            f"{int(has_label_T.sum())} rows the sampled token is not among them; expected top_k with the actual token "
-            "(a server gives its log-probability beside the top ones), or another loss: a divergence such as "
+            f"{int(has_label_T.sum())} rows the sampled token is not among them; expected top_k with the actual "
+            "token (a server gives its log-probability beside the top ones), or another loss: a divergence such as "
             "reverse_kl needs only the ids that are there"
         )
     # argmax gives the first of several equal ids

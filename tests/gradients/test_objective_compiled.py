@@ -96,8 +96,8 @@ def test_heads_against_float64(head: str) -> None:
 def test_compiled_results_equal_uncompiled_ones(
     plan: str, ran_compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is compiled if it is turned off (TORCH_COMPILE_DISABLE), for a small vocabulary, or under a dispatch mode,
-    which counts operations or memory.
+    """Nothing is compiled if it is turned off (TORCH_COMPILE_DISABLE), for a small vocabulary, or under a dispatch
+    mode, which counts operations or memory.
     """
     fast = run(linear_objective, leaves_of(), PLANS[plan]())
     ran_compiled.clear()

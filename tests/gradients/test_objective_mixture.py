@@ -73,7 +73,8 @@ def masked_mixture(temperature: float = 1.0) -> Mixture:
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(
-    "expression", [expression for expression in F_DIVERGENCES if expression not in ("reverse_kl", "skew_reverse_kl(0)")]
+    "expression",
+    [expression for expression in F_DIVERGENCES if expression not in ("reverse_kl", "skew_reverse_kl(0)")],
 )
 def test_tokens_without_probability(expression: str, temperature: float) -> None:
     term = Distill(masked_mixture(temperature), parse_divergence(expression), 0.7, temperature)

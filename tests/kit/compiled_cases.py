@@ -40,7 +40,7 @@ def plain_terms(tokens: int = T, dtype: torch.dtype = torch.float32) -> list[Ter
 
 
 def full_terms(tokens: int = T, dtype: torch.dtype = torch.float32) -> list[Term]:
-    """Return terms that use every part of a plan: pairs of both kinds, a mixture, two temperatures, a bucket, an entropy.
+    """Return terms that use every part of a plan: both kinds of pairs, a mixture, two temperatures, a bucket.
 
     The kernels do not compute the divergence of a sparse signal, and the tail "bucket" needs the most of them.
     """

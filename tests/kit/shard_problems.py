@@ -253,8 +253,8 @@ TOKENS = 24
 def counted(terms: str) -> Problem:
     """24 tokens.
 
-    terms: "one round", all terms that need one collective per chunk; "all", these and `TWO_ROUNDS`; a name of `GROUPS`;
-        or "divergence on signal".
+    terms: "one round", all terms that need one collective per chunk; "all", these and `TWO_ROUNDS`; a name of
+        `GROUPS`; or "divergence on signal".
     """
     return Problem(make_leaves(TOKENS, dtype=torch.float32), list(_counted(terms)))
 

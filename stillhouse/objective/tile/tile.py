@@ -49,7 +49,8 @@ class Tile:
     """The logits [C, V] of the student and of dense teachers (at least float32), and later the student's gradient.
 
     weights_C: the objective's weights.
-    counted_C: the rows that at least one term of the loss counts. The other rows may hold anything; they get gradient 0.
+    counted_C: the rows that at least one term of the loss counts. The other rows may hold anything; they get no
+        gradient.
     """
 
     def __init__(
