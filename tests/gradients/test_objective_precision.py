@@ -41,6 +41,7 @@ from stillhouse.objective import (
     Distill,
     Entropy,
     FullVocab,
+    Mixture,
     PolicyGradient,
     SampledKL,
     SortedL1,
@@ -197,14 +198,13 @@ def sampled_log_probs(at_dead: float) -> Tensor:
     return (torch.randn(T, generator=generator(42), dtype=torch.float64) - 5.0).index_fill(0, DEAD, at_dead)
 
 
-def assert_left_out(found: Result, expected: Result) -> None:
+def assert_close(result: Result, expected: Result) -> None:
     for name, gradient in expected.gradients.items():
-        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
-    assert (found.gradients["hidden"][DEAD] == 0).all()
-    torch.testing.assert_close(found.output.loss, expected.output.loss, rtol=1e-12, atol=0)
+        assert gradient.isfinite().all()
+        torch.testing.assert_close(result.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result.output.loss, expected.output.loss, rtol=1e-12, atol=0)
     for name, total in sums(expected.output).items():
-        torch.testing.assert_close(found.output.metrics[name], total, rtol=1e-10, atol=1e-12)
-    assert all((values[DEAD] == 0).all() for values in found.output.per_token.values())
+        torch.testing.assert_close(result.output.metrics[name], total, rtol=1e-10, atol=1e-12)
 
 
 def terms_without(rows_by: str, far: float = -1000.0) -> list[Term]:
@@ -232,6 +232,7 @@ def terms_without(rows_by: str, far: float = -1000.0) -> list[Term]:
         policy(old_T, clip_high=math.inf, surrogate="cispo"),
         Distill(poisoned, jsd(0.3), **own),
         Distill(poisoned, forward_kl(), **own),
+        Distill(Mixture([poisoned, make_signal("dense")], [2, 1]), jsd(0.3), **own),
         Distill(poisoned_sparse, reverse_kl(), **own),
         Entropy(0.2, **own),
         Continuation(labels_T, **of_labels),
@@ -256,8 +257,10 @@ def test_rows_that_no_term_counts_may_hold_anything(
     options: dict[str, Any] = {"head": head, "chunk_tokens": chunk_tokens}
     if rows_by == "weights_T":
         options |= {"weights_T": kept()} | ({"valid_index": torch.arange(T)} if chunk_tokens else {})
-    found = run(objective, poisoned_leaves(), terms_without(rows_by), **options)
-    assert_left_out(found, run(objective, make_leaves(), terms_without(rows_by, far=-5.0), **options))
+    result = run(objective, poisoned_leaves(), terms_without(rows_by), **options)
+    assert_close(result, run(objective, make_leaves(), terms_without(rows_by, far=-5.0), **options))
+    assert (result.gradients["hidden"][DEAD] == 0).all()
+    assert all((values[DEAD] == 0).all() for values in result.output.per_token.values())
 
 
 def test_rows_of_logits_without_weight_may_hold_nan() -> None:
@@ -271,35 +274,27 @@ def test_rows_of_logits_without_weight_may_hold_nan() -> None:
 
 
 def test_a_teacher_that_is_missing_on_rows_that_another_term_counts() -> None:
-    found, expected = (
+    result, expected = (
         run(linear_objective, make_leaves(), [*terms_without("own weights", far), Entropy(0.1)], chunk_tokens=10)
         for far in (-1000.0, -5.0)
     )
-    for name, gradient in expected.gradients.items():
-        assert gradient.isfinite().all()
-        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
-    for name, total in sums(expected.output).items():
-        torch.testing.assert_close(found.output.metrics[name], total, rtol=1e-10, atol=1e-12)
-    assert all(values.isfinite().all() for values in found.output.per_token.values())
-    assert found.output.metrics["tokens"] == T
+    assert_close(result, expected)
+    assert all(values.isfinite().all() for values in result.output.per_token.values())
+    assert result.output.metrics["tokens"] == T
 
 
 @pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
 def test_a_term_of_scale_zero_sees_the_rows_and_gives_them_no_gradient(head: dict[str, Any]) -> None:
     """Such a term is only reported: its metric may be NaN, but it changes neither the loss nor the gradient."""
     terms = terms_without("labels")
-    watched = [
-        *terms,
-        Entropy(0.0),
-        CrossEntropy(LABELS, 0.0),
-        PolicyGradient(LABELS, sampled_log_probs(1), sampled_log_probs(-5), scale=0.0),
-    ]
-    found = run(linear_objective, poisoned_leaves(), watched, head=head)
+    policy = PolicyGradient(LABELS, sampled_log_probs(1), sampled_log_probs(-5), scale=0.0)
+    watched = [*terms, Entropy(0.0), CrossEntropy(LABELS, 0.0), policy]
+    result = run(linear_objective, poisoned_leaves(), watched, head=head)
     expected = run(linear_objective, make_leaves(), terms, head=head)
     for name, gradient in expected.gradients.items():
-        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found.output.loss, expected.output.loss, rtol=1e-12, atol=0)
-    assert found.output.metrics["entropy#2"].isnan()
+        torch.testing.assert_close(result.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result.output.loss, expected.output.loss, rtol=1e-12, atol=0)
+    assert result.output.metrics["entropy#2"].isnan()
 
 
 def test_a_row_that_one_term_counts_is_not_left_out() -> None:

@@ -1,4 +1,4 @@
-"""Objectives on tokens that the student has drawn: specs against plain autograd, and what a batch's rows count for.
+"""Objectives on tokens that the student has sampled: specs against plain autograd, and what a batch's rows count for.
 
 T tokens, V vocabulary.
 """
@@ -34,7 +34,7 @@ from stillhouse.objective import (
     OutputHead,
     linear_objective,
 )
-from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.keys import IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.objective.tile.tile import Tile
 from stillhouse.parallel.pair import _targets
@@ -74,15 +74,15 @@ def test_as_in_plain_autograd(case: str, dtype: str) -> None:
 # which rows count
 
 
-def test_cross_entropy_counts_where_the_student_has_not_drawn_and_sampled_terms_where_it_has() -> None:
+def test_cross_entropy_counts_where_the_student_has_not_sampled_and_sampled_terms_where_it_has() -> None:
     signal, _ = teacher()
     batch = make_batch()
     counts_T = (batch.labels_T >= 0) & (batch.weights_T != 0)
-    drawn_T = batch.is_drawn_T
+    sampled_T = batch.is_sampled_T
     for text, expected_T in (
-        ("cross_entropy + 1e-3*z_loss", counts_T & ~drawn_T),
-        ("sampled_kl", counts_T & drawn_T),
-        ("policy_gradient", counts_T & drawn_T),
+        ("cross_entropy + 1e-3*z_loss", counts_T & ~sampled_T),
+        ("sampled_kl", counts_T & sampled_T),
+        ("policy_gradient", counts_T & sampled_T),
         ("reverse_kl", batch.weights_T != 0),
         ("entropy", batch.weights_T != 0),
     ):
@@ -117,7 +117,7 @@ def test_without_marks_everything_is_as_before() -> None:
         assert torch.equal(gradients[name], leaf.grad), name
 
 
-def test_a_batch_without_drawn_tokens_gives_an_exact_zero() -> None:
+def test_a_batch_without_sampled_tokens_gives_an_exact_zero() -> None:
     signal, _ = teacher()
     batch = make_batch()
     none = replace(batch, per_token=batch.per_token | {IS_SAMPLED: torch.zeros(T, dtype=torch.float64)})
@@ -132,21 +132,10 @@ def test_a_batch_without_drawn_tokens_gives_an_exact_zero() -> None:
         assert all((gradient == 0).all() for gradient in gradients.values())
 
 
-def test_no_rows_at_all() -> None:
-    spec = replace(parse_objective("sampled_kl + policy_gradient(teacher_kl=1) + reverse_kl"), discount=0.9)
-    none, ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    batch = Batch(ids, none, ids, {IS_SAMPLED: none, OLD_LOG_PROBS: none, ADVANTAGES: none})
-    leaves = make_leaves(dtype=torch.float32)
-    signal = make_full(dtype=torch.float32).rows(slice(0, 0))
-    output, gradients = fused(spec, replace(leaves, hidden=torch.zeros(0, D)), batch, signal)
-    assert output.loss == 0
-    assert (gradients["weight"] == 0).all()
-
-
 def test_a_token_that_has_become_impossible() -> None:
-    """log q is −inf at a drawn token: a correction gives it weight 0, whatever its estimate would be."""
+    """log q is −inf at a sampled token: a correction gives it weight 0, whatever its estimate would be."""
     batch = make_batch()
-    row = int(batch.is_drawn_T.nonzero()[0])
+    row = int(batch.is_sampled_T.nonzero()[0])
     assert batch.weights_T[row] != 0
     bias_V = torch.zeros(V, dtype=torch.float64)
     bias_V[batch.labels_T[row]] = -math.inf
@@ -197,7 +186,7 @@ def test_the_monitor_reports_each_rows_ratio() -> None:
     batch, leaves = make_batch(), make_leaves()
     batch = replace(batch, weights_T=(batch.weights_T != 0).double())
     log_q_TV = torch.log_softmax(OutputHead(leaves.weight, leaves.bias).logits(leaves.hidden) / SAMPLING, 1)
-    counts_T = batch.is_drawn_T & (batch.weights_T != 0)
+    counts_T = batch.is_sampled_T & (batch.weights_T != 0)
     log_q_T = log_q_TV.gather(1, batch.labels_T.clamp_min(0)[:, None])[:, 0]
     expected_T = torch.where(counts_T, (log_q_T - batch.per_token[OLD_LOG_PROBS]).abs(), 0.0)
     spec = replace(parse_objective("cross_entropy"), sampling_temperature=SAMPLING)
@@ -205,7 +194,7 @@ def test_the_monitor_reports_each_rows_ratio() -> None:
     assert distance(output.per_token["log_ratio"], expected_T) < 1e-12
     torch.testing.assert_close(output.metrics["log_ratio"], expected_T.sum(), rtol=1e-12, atol=0)
     assert output.metrics["sampled"] == counts_T.sum()
-    assert (gradients["hidden"][batch.is_drawn_T] == 0).all()
+    assert (gradients["hidden"][batch.is_sampled_T] == 0).all()
 
 
 # targets

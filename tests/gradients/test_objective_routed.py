@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit.objective_cases import generator
+from kit.objective_cases import D, T, V, generator, make_full, make_labels, make_leaves, run, some_weights, sums
 from kit.processor_cases import OpenHeads
 from torch import Tensor
 
@@ -26,137 +26,105 @@ from stillhouse.objective import (
     routed_objective,
 )
 from stillhouse.objective.spec import TeacherShare, parse_objective
+from stillhouse.objective.tile import logits_provider
 
-T, D, V = 37, 24, 251
-
-
-def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    draw = generator(3)
-    hidden_TD = torch.randn(T, D, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
-    weight_VD = torch.randn(V, D, generator=draw, dtype=torch.float64).mul(0.4).to(dtype).requires_grad_()
-    labels_T = torch.randint(0, V, (T,), generator=draw)
-    return hidden_TD, weight_VD, labels_T
+LABELS = make_labels()
 
 
-def exact(width: int, seed: int) -> FullVocab:
-    draw = generator(seed)
-    head = OutputHead(torch.randn(V, width, generator=draw, dtype=torch.float64) * 0.5)
-    return FullVocab(torch.randn(T, width, generator=draw, dtype=torch.float64), head)
+def other_teacher() -> FullVocab:
+    leaves = make_leaves(width=31, bias=False, seed=9)
+    return FullVocab(leaves.hidden, OutputHead(leaves.weight))
 
 
-def groups(labels_T: Tensor) -> list[tuple[Tensor, Sequence[Term]]]:
+def groups() -> list[tuple[Tensor, Sequence[Term]]]:
     """Three kinds of terms; the rows 0, 9, 18, … have none."""
     ids_TK = torch.stack([torch.randperm(V, generator=generator(5))[:7] for _ in range(T)])
     top = TopK(ids_TK, torch.full((T, 7), -3.0, dtype=torch.float64))
-    rows = [
-        torch.tensor([each for each in range(T) if each % 9 in chosen]) for chosen in ((1, 2), (3, 4, 5), (6, 7, 8))
-    ]
+    rows = [torch.tensor([row for row in range(T) if row % 9 in chosen]) for chosen in ((1, 2), (3, 4, 5), (6, 7, 8))]
     return [
-        (rows[0], [CrossEntropy(labels_T, 0.3), Distill(exact(17, 1), jsd(0.5), 0.7, 2.0)]),
-        (rows[1], [CrossEntropy(labels_T, 0.3), Distill(exact(31, 2), reverse_kl(), 0.5)]),
+        (rows[0], [CrossEntropy(LABELS, 0.3), Distill(make_full(), jsd(0.5), 0.7, 2.0)]),
+        (rows[1], [CrossEntropy(LABELS, 0.3), Distill(other_teacher(), reverse_kl(), 0.5)]),
         (rows[2], [Distill(top, forward_kl(), 2.0)]),
     ]
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 3])
-def test_the_sum_of_separate_passes(chunk_tokens: int | None) -> None:
-    hidden_TD, weight_VD, labels_T = inputs()
-    weights_T = torch.rand(T, generator=generator(8), dtype=torch.float64)
-    weights_T[::9] = 0
-    given = groups(labels_T)
-    separate = [
-        linear_objective(
-            hidden_TD, OutputHead(weight_VD), terms, weights_T=weights_T, normalizer=5.0, valid_index=rows
-        )
-        for rows, terms in given
-    ]
-    torch.stack([each.loss for each in separate]).sum().backward()
-    expected = hidden_TD.grad, weight_VD.grad
-    hidden_TD.grad = weight_VD.grad = None
-    together = routed_objective(
-        hidden_TD, OutputHead(weight_VD), given, weights_T=weights_T, normalizer=5.0, chunk_tokens=chunk_tokens
-    )
-    together.loss.backward()
-    for found, reference in zip((hidden_TD.grad, weight_VD.grad), expected, strict=True):
-        torch.testing.assert_close(found, reference, rtol=1e-11, atol=1e-13)
-    assert torch.equal(hidden_TD.grad[::9], torch.zeros_like(hidden_TD.grad[::9]))
-    for name in {name for each in separate for name in each.metrics} - {"chunk_tokens"}:
-        total = sum(each.metrics[name] for each in separate if name in each.metrics)
-        torch.testing.assert_close(together.metrics[name], total, rtol=1e-11, atol=1e-12)
-    for name in {name for each in separate for name in each.per_token}:
-        total = sum(each.per_token[name] for each in separate if name in each.per_token)
-        torch.testing.assert_close(together.per_token[name], total, rtol=1e-11, atol=1e-12)
-
-
-def test_one_weight_gradient_for_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of a head is as large as the head: a second one would not fit."""
-    from stillhouse.objective.tile import logits_provider
-
-    made: list[int] = []
+def test_the_sum_of_separate_passes(chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All groups share one weight gradient, because it is as large as the head."""
+    gradients_made: list[int] = []
     zeros = logits_provider.LogitsProvider._zeros
-
-    def counted(self: logits_provider.LogitsProvider, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
-        made.append(1)
-        return zeros(self, leaves)
-
-    monkeypatch.setattr(logits_provider.LogitsProvider, "_zeros", counted)
-    hidden_TD, weight_VD, labels_T = inputs()
-    routed_objective(hidden_TD, OutputHead(weight_VD), groups(labels_T)).loss.backward()
-    assert sum(made) == 1
+    options = {"weights_T": some_weights(), "normalizer": 5.0, "chunk_tokens": chunk_tokens}
+    separate = [run(linear_objective, make_leaves(), terms, valid_index=rows, **options) for rows, terms in groups()]
+    monkeypatch.setattr(
+        logits_provider.LogitsProvider, "_zeros", lambda *args: gradients_made.append(1) or zeros(*args)
+    )
+    together = run(routed_objective, make_leaves(), groups(), **options)  # type: ignore[arg-type]
+    assert gradients_made == [1]
+    for name, gradient in together.gradients.items():
+        expected = torch.stack([result.gradients[name] for result in separate]).sum(0)
+        torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
+    assert not together.gradients["hidden"][::9].any()
+    outputs = [result.output for result in separate]
+    for numbers, parts in (
+        (sums(together.output), [sums(output) for output in outputs]),
+        (together.output.per_token, [output.per_token for output in outputs]),
+    ):
+        assert numbers.keys() == {name for part in parts for name in part}
+        for name, value in numbers.items():
+            expected = torch.stack([part[name] for part in parts if name in part]).sum(0)
+            torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_an_empty_group_gives_an_exact_zero() -> None:
-    hidden_TD, weight_VD, labels_T = inputs(torch.float32)
     empty = torch.zeros(0, dtype=torch.int64)
-    output = routed_objective(hidden_TD, OutputHead(weight_VD), [(empty, [CrossEntropy(labels_T)])])
-    output.loss.backward()
-    assert float(output.loss) == 0
-    assert not hidden_TD.grad.any()
-    assert not weight_VD.grad.any()
+    result = run(routed_objective, make_leaves(), [(empty, [CrossEntropy(LABELS)])])  # type: ignore[list-item]
+    assert result.output.loss == 0
+    assert not any(gradient.any() for gradient in result.gradients.values())
 
 
 def test_no_group_is_refused() -> None:
-    hidden_TD, weight_VD, _ = inputs()
     with pytest.raises(ValueError, match="no group of rows: expected at least one"):
-        routed_objective(hidden_TD, OutputHead(weight_VD), [])
+        run(routed_objective, make_leaves(), [])
 
 
 def test_one_head_is_open_at_a_time() -> None:
     """The processor opens a teacher's signal for its rows, and closes it before it opens the next one."""
-    hidden_TD, weight_VD, labels_T = inputs()
-    signals, heads = {"math": exact(17, 1), "code": exact(31, 2)}, OpenHeads()
+    signals, heads = {"math": make_full(), "code": other_teacher()}, OpenHeads()
     rows = {"math": torch.arange(0, 20), "code": torch.arange(20, T)}
     shares = {"math": TeacherShare(2.0), "code": TeacherShare(1.0, temperature=3.0)}
     spec = replace(parse_objective("0.3*cross_entropy + 0.7*reverse_kl"), teachers=shares)
+    routed = {name: RoutedSignal(heads.signal(name, signal), rows[name]) for name, signal in signals.items()}
+    context = DistillTargets(LABELS, signals=routed)
+    leaves = {name: leaf.requires_grad_() for name, leaf in vars(make_leaves()).items()}
+    head = OutputHead(leaves["weight"], leaves["bias"])
     processor = StepLoss(spec, normalizer=7.0, chunk_tokens=5)
-    routed = {name: RoutedSignal(heads.signal(name, each), rows[name]) for name, each in signals.items()}
-    context = DistillTargets(labels_T, signals=routed)
-    output = processor(hidden_states=hidden_TD[None], head=OutputHead(weight_VD), context=context)
-    output.loss.backward()
+    output = processor(hidden_states=leaves["hidden"][None], head=head, context=context)
+    gradients = torch.autograd.grad(output.loss, list(leaves.values()))
     assert (heads.most, heads.names) == (1, [])
-    found = hidden_TD.grad, weight_VD.grad
-    hidden_TD.grad = weight_VD.grad = None
-    total = torch.zeros((), dtype=torch.float64)
-    for name, index in rows.items():
-        terms = spec.terms(labels_T, {name: signals[name]})
-        head = OutputHead(weight_VD)
-        total = total + linear_objective(hidden_TD, head, terms, normalizer=7.0, valid_index=index).loss
-    total.backward()
-    for one, other in zip(found, (hidden_TD.grad, weight_VD.grad), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+    separate = [
+        run(
+            linear_objective,
+            make_leaves(),
+            spec.terms(LABELS, {name: signals[name]}),
+            normalizer=7.0,
+            valid_index=index,
+        )
+        for name, index in rows.items()
+    ]
+    for name, gradient in zip(leaves, gradients, strict=True):
+        expected = separate[0].gradients[name] + separate[1].gradients[name]
+        torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
     assert output.metrics["tokens/math"] == 20
     assert output.metrics["tokens/code"] == T - 20
 
 
 def test_signals_of_several_teachers_are_for_the_same_tokens() -> None:
-    hidden_TD, weight_VD, labels_T = inputs()
     shares = {"one": TeacherShare(), "other": TeacherShare()}
     processor = StepLoss(replace(parse_objective("forward_kl"), teachers=shares))
-    some = {"one": exact(17, 1), "other": exact(17, 1).rows(slice(0, 3))}
-    for signals, message in ((some, "has 3 tokens, the student 37"), ({}, "signal is missing")):
+    hidden_1TD, head = torch.zeros(1, T, D, dtype=torch.float64), OutputHead(make_leaves().weight)
+    for signals, message in (
+        ({"one": make_full(), "other": make_full(3)}, "has 3 tokens, the student 37"),
+        ({}, "signal is missing"),
+    ):
         with pytest.raises(ValueError, match=message):
-            processor(
-                hidden_states=hidden_TD[None],
-                head=OutputHead(weight_VD),
-                context=DistillTargets(labels_T, signals=signals),
-            )
+            processor(hidden_states=hidden_1TD, head=head, context=DistillTargets(LABELS, signals=signals))

@@ -62,11 +62,11 @@ def gradient_of(terms: list[Term], weights: Tensor | None = None) -> Tensor:
 
 
 def expected_gradient(
-    text: str, *, drawn_from: Tensor = STUDENT_S, temperature: float = 1.0, **options: Any
+    text: str, *, sampled_from: Tensor = STUDENT_S, temperature: float = 1.0, **options: Any
 ) -> Tensor:
-    """Return the expectation of a spec's gradient over tokens drawn from softmax(drawn_from / temperature)."""
+    """Return the expectation of a spec's gradient over tokens of softmax(sampled_from / temperature)."""
     spec = replace(parse_objective(text, temperature), sampling_temperature=temperature, **options)
-    log_q_S = torch.log_softmax(drawn_from / temperature, 0)
+    log_q_S = torch.log_softmax(sampled_from / temperature, 0)
     per_token = {IS_SAMPLED: torch.ones(SMALL, dtype=torch.float64), OLD_LOG_PROBS: log_q_S}
     signal = DenseLogits(TEACHER_S.repeat(SMALL, 1))
     return gradient_of(spec.terms(torch.arange(SMALL), {TEACHER: signal}, per_token), log_q_S.exp())
@@ -89,7 +89,7 @@ DESCENDS = {
 @pytest.mark.parametrize("temperature", [1.0, 1.3])
 @pytest.mark.parametrize("text", DESCENDS)
 def test_on_policy(text: str, temperature: float, correction: str) -> None:
-    """No correction has an effect on tokens that the student itself has just drawn."""
+    """No correction has an effect on tokens that the student itself has just sampled."""
     settings = {"temperature": temperature, "correction": Correction(correction)}  # type: ignore[arg-type]
     found_S = expected_gradient(text, **settings)
     assert distance(found_S, exact_gradient(DESCENDS[text], temperature)) < 1e-12
@@ -112,17 +112,17 @@ def test_k1_is_an_advantage_and_no_loss() -> None:
 
 @pytest.mark.parametrize("kind", ["truncated", "masked"])
 @pytest.mark.parametrize("text", ["sampled_kl(k2)", "sampled_kl(k3)"])
-def test_a_correction_without_a_limit_makes_other_draws_on_policy(text: str, kind: str) -> None:
+def test_a_correction_without_a_limit_makes_other_samples_on_policy(text: str, kind: str) -> None:
     exact_S = exact_gradient(DESCENDS[text])
     unlimited = Correction(kind, math.inf)  # type: ignore[arg-type]
-    assert distance(expected_gradient(text, drawn_from=OLD_S, correction=unlimited), exact_S) < 1e-12
-    assert distance(expected_gradient(text, drawn_from=OLD_S), exact_S) > 0.1
-    limited_S = expected_gradient(text, drawn_from=OLD_S, correction=Correction(kind, 1.5))  # type: ignore[arg-type]
+    assert distance(expected_gradient(text, sampled_from=OLD_S, correction=unlimited), exact_S) < 1e-12
+    assert distance(expected_gradient(text, sampled_from=OLD_S), exact_S) > 0.1
+    limited_S = expected_gradient(text, sampled_from=OLD_S, correction=Correction(kind, 1.5))  # type: ignore[arg-type]
     assert distance(limited_S, exact_S) > 0.01
 
 
-def test_the_temperature_of_the_draws_may_differ_from_the_terms() -> None:
-    """Tokens drawn at 0.6, a term at 1: the weight is a ratio at 0.6, and the expectation is over the student's."""
+def test_the_sampling_temperature_may_differ_from_the_terms() -> None:
+    """Tokens sampled at 0.6, a term at 1: the weight is a ratio at 0.6, and the expectation is over the student's."""
     temperature, log_q_S = 0.6, torch.log_softmax(STUDENT_S / 0.6, 0)
     log_old_S = torch.log_softmax(OLD_S / temperature, 0)
     spec = replace(
@@ -132,9 +132,9 @@ def test_the_temperature_of_the_draws_may_differ_from_the_terms() -> None:
     )
     signal, ones_S = DenseLogits(TEACHER_S.repeat(SMALL, 1)), torch.ones(SMALL, dtype=torch.float64)
 
-    def expectation(drawn_S: Tensor) -> Tensor:
-        per_token = {IS_SAMPLED: ones_S, OLD_LOG_PROBS: drawn_S}
-        return gradient_of(spec.terms(torch.arange(SMALL), {TEACHER: signal}, per_token), drawn_S.exp())
+    def expectation(old_S: Tensor) -> Tensor:
+        per_token = {IS_SAMPLED: ones_S, OLD_LOG_PROBS: old_S}
+        return gradient_of(spec.terms(torch.arange(SMALL), {TEACHER: signal}, per_token), old_S.exp())
 
     assert distance(expectation(log_old_S), expectation(log_q_S)) < 1e-12
 
@@ -147,7 +147,7 @@ def sparse(kind: str, log_p_S: Tensor, log_q_S: Tensor, rows: int) -> Signal:
 
 @pytest.mark.parametrize("kind", ["top-k", "chosen"])
 def test_a_top_k_kl_is_a_loss_and_no_advantage(kind: str) -> None:
-    """A state's KL does not depend on the token that is drawn there.
+    """A state's KL does not depend on the token that is sampled there.
 
     As a detached advantage it multiplies every token's score alike, and the expected score is 0; the differentiable
     divergence of the same ids has a gradient.
@@ -162,22 +162,8 @@ def test_a_top_k_kl_is_a_loss_and_no_advantage(kind: str) -> None:
         assert gradient_of([policy], q_S).norm() < 1e-15
     differentiable_S = gradient_of([Distill(sparse(kind, log_p_S, log_q_S, 1), reverse_kl())])
     assert differentiable_S.norm() > 0.05
-    # on the rows of all draws, weighted by their probability, it is the same
+    # on the rows of all tokens, weighted by their probability, it is the same
     assert distance(gradient_of([term], q_S), differentiable_S) < 1e-12
-
-
-@pytest.mark.parametrize("text", ["reverse_kl", "jsd(0.3) + 0.1*forward_kl"])
-def test_a_divergence_needs_no_correction(text: str) -> None:
-    """Its gradient at a state is the same to the last bit, whatever token was drawn there and from what."""
-    spec = replace(parse_objective(text), correction=Correction("masked", 1.1))
-    signal = DenseLogits(TEACHER_S.repeat(SMALL, 1))
-    gradients = []
-    for labels_S, old_S in ((torch.arange(SMALL), STUDENT_S), (torch.arange(SMALL).flip(0), OLD_S)):
-        per_token = {IS_SAMPLED: torch.ones(SMALL, dtype=torch.float64), OLD_LOG_PROBS: old_S.log_softmax(0)}
-        logits_SS = STUDENT_S.repeat(SMALL, 1).requires_grad_()
-        loss = logits_objective(logits_SS, spec.terms(labels_S, {TEACHER: signal}, per_token)).loss
-        gradients += torch.autograd.grad(loss, logits_SS)
-    assert torch.equal(*gradients)
 
 
 def test_discounted_advantages_are_minillms() -> None:

@@ -178,7 +178,7 @@ def test_a_sampled_token_that_is_not_among_the_ids() -> None:
 def test_only_rows_that_count_must_have_their_token() -> None:
     """A row of weight 0, or of the dataset, may hold any ids."""
     signal, batch = sparse(TopK), make_batch()
-    counts_T = batch.is_drawn_T & (batch.weights_T != 0)
+    counts_T = batch.is_sampled_T & (batch.weights_T != 0)
     some = replace(signal, ids_TK=signal.ids_TK.masked_fill(~counts_T[:, None], -1))
     for text in ("sampled_kl", "policy_gradient(teacher_kl=1)"):
         _, found = fused(parse_objective(text), make_leaves(), batch, some)
@@ -246,7 +246,7 @@ def test_each_token_has_its_teacher() -> None:
     spec = replace(parse_objective("cross_entropy + reverse_kl + " + BOTH), discount=0.5, teachers=shares)
     output, found = fused(spec, leaves, batch, routed)
     assert (heads.most, heads.names) == (1, [])
-    assert output.metrics["sampled"] == pytest.approx(float(batch.weights_T[batch.is_drawn_T].sum()))
+    assert output.metrics["sampled"] == pytest.approx(float(batch.weights_T[batch.is_sampled_T].sum()))
     parts = []
     for name, is_its_T in (("code", is_code_T), ("prose", ~is_code_T)):
         its = replace(batch, weights_T=batch.weights_T * is_its_T)

@@ -19,7 +19,7 @@ from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 NORMALIZER = 23.0
-#: the temperature of the draws
+#: the sampling temperature
 SAMPLING = 0.8
 #: objectives, and the fields of their specs that an expression does not have
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,7 +47,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 class Batch:
     """Three documents with rows of the dataset, rows without a label and rows of weight 0.
 
-    The old log-probabilities and the advantages are NaN where nothing was drawn.
+    The old log-probabilities and the advantages are NaN where nothing was sampled.
     """
 
     labels_T: Tensor
@@ -56,7 +56,7 @@ class Batch:
     per_token: dict[str, Tensor]
 
     @property
-    def is_drawn_T(self) -> Tensor:
+    def is_sampled_T(self) -> Tensor:
         return (self.labels_T >= 0) & (self.per_token[IS_SAMPLED] != 0)
 
     def targets(self, teachers: Signal | Signals | None, **options: Any) -> DistillTargets:
@@ -80,14 +80,14 @@ def make_batch(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = tor
     logits_TV = OutputHead(leaves.weight, leaves.bias).logits(leaves.hidden)
     noise_T = 2.4 * torch.rand(tokens, generator=generator(61), dtype=torch.float64) - 1.2
     old_T = at(torch.log_softmax(logits_TV / SAMPLING, 1), labels_T) + noise_T
-    drawn_T = (labels_T >= 0) & (is_sampled_T != 0)
+    sampled_T = (labels_T >= 0) & (is_sampled_T != 0)
     weights_T = torch.rand(tokens, generator=generator(62), dtype=torch.float64).to(dtype) + 0.1
     weights_T[3::7] = 0
     advantages_T = torch.randn(tokens, generator=generator(63), dtype=torch.float64)
     per_token = {
         IS_SAMPLED: is_sampled_T,
-        OLD_LOG_PROBS: old_T.masked_fill(~drawn_T, math.nan).to(dtype),
-        ADVANTAGES: advantages_T.masked_fill(~drawn_T, math.nan).to(dtype),
+        OLD_LOG_PROBS: old_T.masked_fill(~sampled_T, math.nan).to(dtype),
+        ADVANTAGES: advantages_T.masked_fill(~sampled_T, math.nan).to(dtype),
     }
     return Batch(labels_T, weights_T, torch.arange(tokens) // 13, per_token)
 
@@ -103,8 +103,8 @@ def plain_loss(spec: ObjectiveSpec, leaves: Leaves, log_p: Callable[[float], Ten
     def log_q(temperature: float) -> Tensor:
         return torch.log_softmax(logits_TV / temperature, 1)
 
-    labels_T, tau, draws = batch.labels_T, spec.temperature, spec.sampling_temperature
-    drawn_T = batch.is_drawn_T
+    labels_T, tau, sampling = batch.labels_T, spec.temperature, spec.sampling_temperature
+    sampled_T = batch.is_sampled_T
     total_T = torch.zeros_like(batch.weights_T)
     if spec.cross_entropy is not None:
         value_T = -spec.cross_entropy * at(log_q(1.0), labels_T)
@@ -115,26 +115,26 @@ def plain_loss(spec: ObjectiveSpec, leaves: Leaves, log_p: Callable[[float], Ten
         total_T = total_T + spec.divergence_scale * (log_q(tau).exp() * (log_q(tau) - log_p(tau))).sum(1)
     if spec.entropy is not None:
         total_T = total_T - spec.entropy * (log_q(tau).exp() * log_q(tau)).sum(1)
-    old_T = batch.per_token[OLD_LOG_PROBS].masked_fill(~drawn_T, 0.0)
-    ratio_T = (at(log_q(draws), labels_T) - old_T).exp()
+    old_T = batch.per_token[OLD_LOG_PROBS].masked_fill(~sampled_T, 0.0)
+    ratio_T = (at(log_q(sampling), labels_T) - old_T).exp()
     weight_T = corrected(ratio_T.detach(), spec.correction.kind, spec.correction.limit)
     if spec.sampled_kl is not None:
         r_T = at(log_p(tau), labels_T) - at(log_q(tau), labels_T)
         value_T = r_T**2 / 2 if spec.estimator == "k2" else r_T.exp() - 1 - r_T
-        total_T = total_T + spec.sampled_kl * torch.where(drawn_T, weight_T * value_T, 0.0)
+        total_T = total_T + spec.sampled_kl * torch.where(sampled_T, weight_T * value_T, 0.0)
     if spec.policy_gradient is not None:
         advantages_T = torch.zeros_like(old_T)
         if ADVANTAGES in batch.per_token:
-            advantages_T = batch.per_token[ADVANTAGES].masked_fill(~drawn_T, 0.0)
+            advantages_T = batch.per_token[ADVANTAGES].masked_fill(~sampled_T, 0.0)
         if spec.teacher_kl:
-            log_ratio_T = torch.where(drawn_T & (batch.weights_T != 0), at(log_p(draws), labels_T) - old_T, 0.0)
+            log_ratio_T = torch.where(sampled_T & (batch.weights_T != 0), at(log_p(sampling), labels_T) - old_T, 0.0)
             summed_T = looped_sum(log_ratio_T, batch.document_T, spec.discount)
             advantages_T = advantages_T + spec.teacher_kl * summed_T
-        gain_T = weight_T * advantages_T * at(log_q(draws), labels_T)
+        gain_T = weight_T * advantages_T * at(log_q(sampling), labels_T)
         if spec.clip_low is not None or spec.clip_high is not None:
             low, high = (0.2 if each is None else each for each in (spec.clip_low, spec.clip_high))
             gain_T = torch.min(ratio_T * advantages_T, ratio_T.clamp(1 - low, 1 + high) * advantages_T)
-        total_T = total_T - spec.policy_gradient * torch.where(drawn_T, gain_T, 0.0)
+        total_T = total_T - spec.policy_gradient * torch.where(sampled_T, gain_T, 0.0)
     return (batch.weights_T * torch.where(batch.weights_T == 0, 0.0, total_T)).sum() / NORMALIZER
 
 

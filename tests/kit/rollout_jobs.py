@@ -54,6 +54,6 @@ def local_signal(rank: Rank, layout: Layout, signal: Signal) -> Signal:
     if not isinstance(signal, Mixture | FullVocab) and "logits_TV" not in vars(signal):
         return signal
     (term,) = local_terms(
-        rank, layout, [Distill(signal, forward_kl(), temperature=getattr(signal, "temperature", 1.0))]
+        rank, layout, [Distill(signal, forward_kl(), temperature=signal.temperature or 1.0)]
     )
     return term.signals()[0]
