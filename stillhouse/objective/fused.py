@@ -196,7 +196,7 @@ class _Attach(torch.autograd.Function):
     """Connects a loss to the gradients that the forward pass has already computed.
 
     Backward multiplies them by the incoming gradient and by 1 / normalizer in the dtype in which the provider keeps
-    them (`LogitsProvider.kept_dtype`), then rounds them to their leaf's dtype. So a loss scale is applied before a
+    them, then rounds them to their leaf's dtype. So a loss scale is applied before a
     float16 gradient can underflow. With retain_graph the gradients are kept, and a second backward gives the same
     result.
     """

@@ -60,12 +60,8 @@ class OutputHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of this rank's rows, [..., V], with plain operations in the hidden states' dtype."""
         logits = torch.nn.functional.linear(hidden, self.weight_VD, self.bias)
-        return soft_cap(logits * self.scale if self.scale != 1.0 else logits, self.softcap)
-
-
-def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
-    """Return c·tanh(x / c); for None, the logits unchanged."""
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+        logits = logits * self.scale if self.scale != 1.0 else logits
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = None) -> int:

@@ -145,7 +145,7 @@ def test_two_collectives_per_chunk(pool: RankPool) -> None:
 
 
 def test_values_alone_need_no_more_collectives(pool: RankPool) -> None:
-    named = {each: partial(problems.counted, each) for each in ("one round", "all")}
+    named = {name: partial(problems.counted, name) for name in ("forward_kl on full", "all")}
     outcomes = counted_passes(pool, named, jobs.values_only)
     for gathers, (in_one, in_four) in enumerate(outcomes.values(), start=1):
         assert in_one.forward == Counter({GATHER: gathers})

@@ -24,9 +24,8 @@ class LogitsProvider:
         terms: Sequence[Term],
         shard: VocabShard | None,
         dtype: torch.dtype,
-        leaves: Sequence[Tensor | None],
+        gradients: list[Tensor | None],
         logit_columns: int | None = None,
-        gradients: list[Tensor | None] | None = None,
     ):
         teacher_heads = {id(head): head for term in terms for signal in term.signals() for head in signal.heads()}
         #: the size of the whole vocabulary, over all ranks
@@ -34,22 +33,13 @@ class LogitsProvider:
         self.shard = shard
         self.start, self.stop = (0, self.vocabulary) if shard is None else shard.within(self.vocabulary)
         self.dtype = dtype
-        self.gradients = self._zeros(leaves) if gradients is None else gradients
+        self.gradients = gradients
         self._teachers: dict[int, Projection] = {}
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
     scale: float
     softcap: float | None
     device: torch.device
-
-    def _zeros(self, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
-        needed = (leaf if leaf is not None and leaf.requires_grad else None for leaf in leaves)
-        return [
-            None
-            if leaf is None or not torch.is_grad_enabled()
-            else torch.zeros_like(leaf, dtype=self.kept_dtype(leaf), memory_format=torch.contiguous_format)
-            for leaf in needed
-        ]
 
     @property
     def columns(self) -> int:
@@ -59,10 +49,6 @@ class LogitsProvider:
     @property
     def needs_gradient(self) -> bool:
         return any(gradient is not None for gradient in self.gradients)
-
-    def kept_dtype(self, leaf: Tensor) -> torch.dtype:
-        """Return the dtype in which a leaf's gradient is kept until backward multiplies by the incoming gradient."""
-        raise NotImplementedError
 
     def tiles(self, rows: RowIndex, seen_C: Tensor, signals: Iterable[Signal], buffer: int) -> list[Tensor]:
         """Return the logits [C, V] of the student and of dense teachers, in buffers that the pass may overwrite.
@@ -155,13 +141,11 @@ class HeadLogits(LogitsProvider):
         dtype = operand_dtype(hidden_TD, head.weight_VD)
         self.hidden_TD, self.device = hidden_TD.detach(), hidden_TD.device
         self.scale, self.softcap = head.scale, head.softcap
-        leaves = (hidden_TD, head.weight_VD, head.bias)
         wide = torch.promote_types(dtype, torch.float32)
-        super().__init__([head], terms, head.shard, wide, leaves, gradients=gradients)
+        if gradients is None:
+            gradients = [zero_gradient(leaf, wide) for leaf in (hidden_TD, head.weight_VD, head.bias)]
+        super().__init__([head], terms, head.shard, wide, gradients)
         self.projection = Projection(head, self.vocabulary, dtype, head.shard)
-
-    def kept_dtype(self, leaf: Tensor) -> torch.dtype:
-        return self.dtype
 
     def student_logits(self, rows: RowIndex, seen_C: Tensor, out_CV: Tensor) -> Tensor:
         return self.projection.logits(self._hidden(rows, seen_C), out_CV)
@@ -191,12 +175,10 @@ class GivenLogits(LogitsProvider):
         self.device = logits_TV.device
         rows = logits_TV.shape[1] if shard is None else shard.rows
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
-        super().__init__([], terms, shard, dtype, [logits_TV], rows)
-        self.logits_TV = logits_TV.detach()[:, : self.columns]
-
-    def kept_dtype(self, leaf: Tensor) -> torch.dtype:
         # in float16, gradients below 6e-8 would become 0 before they are multiplied by the loss scale
-        return torch.float32 if leaf.dtype == torch.float16 else leaf.dtype
+        kept_dtype = torch.float32 if logits_TV.dtype == torch.float16 else logits_TV.dtype
+        super().__init__([], terms, shard, dtype, [zero_gradient(logits_TV, kept_dtype)], rows)
+        self.logits_TV = logits_TV.detach()[:, : self.columns]
 
     def student_logits(self, rows: RowIndex, seen_C: Tensor, out_CV: Tensor) -> Tensor:
         return out_CV.copy_(self.logits_TV[rows]).masked_fill_(~seen_C[:, None], 0.0)
@@ -205,3 +187,10 @@ class GivenLogits(LogitsProvider):
         (grad_TV,) = self.gradients
         assert grad_TV is not None
         grad_TV[rows, : self.columns] = grad_CV.to(grad_TV.dtype)
+
+
+def zero_gradient(leaf: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return the gradient to be added to, in the dtype in which it is kept until backward; None if none is needed."""
+    if leaf is None or not leaf.requires_grad or not torch.is_grad_enabled():
+        return None
+    return torch.zeros_like(leaf, dtype=dtype, memory_format=torch.contiguous_format)

@@ -101,12 +101,9 @@ def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tenso
         result.mass_ratio.append(couples[teacher, student].mass_ratio())
     for at, divergence in plan.renormalizable.items():
         couple = couples[plan.pairs[at][1:]].directed(divergence)
-        value_C = couple.divergence(raw["excess", at], raw["log_ratio", at])
+        result.values[at] = value_C = couple.divergence(raw["excess", at], raw["log_ratio", at])
         # Σ(q − p) is 0; Σq·log(q/p) is reverse KL
-        result.values[at], result.slopes[at] = (
-            value_C,
-            value_C if divergence.student_first else torch.zeros_like(value_C),
-        )
+        result.slopes[at] = value_C if divergence.student_first else torch.zeros_like(value_C)
     if plan.uniform:
         result.vocabulary = raw["count", 0].sum(0)
         total_C = (raw["logits_sum", 0] + shifts[0] * raw["count", 0]).sum(0)
@@ -132,7 +129,7 @@ class _Softmax:
         return self.largest + self.others
 
     @property
-    def whole_mass(self) -> Tensor:
+    def global_mass(self) -> Tensor:
         """Σe^l over all pieces, shifted, [C]."""
         return (self.shift.exp() * self.mass).sum(0)
 
@@ -144,7 +141,7 @@ class _Softmax:
         return log_sum_exp(largest_C, others_C)
 
     def entropy(self) -> Tensor:
-        mean_C = (self.shift.exp() * (self.mean + self.shift * self.mass)).sum(0) / self.whole_mass
+        mean_C = (self.shift.exp() * (self.mean + self.shift * self.mass)).sum(0) / self.global_mass
         return self.log_mass() - mean_C
 
 
@@ -170,16 +167,16 @@ class _Couple:
 
     def mass_ratio(self) -> Tensor:
         """log(Σb / Σa) over all pieces, [C]."""
-        change_C = self._whole_gap() / self.first.whole_mass
+        change_C = self._global_gap() / self.first.global_mass
         return torch.where(
             change_C.abs() < 0.5, torch.log1p(change_C), self.second.log_mass() - self.first.log_mass()
         )
 
     def divergence(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
         """KL(a‖b) of the normalized a and b, [C], from Σ a(e^t − 1 − t) and Σ a·t of each piece."""
-        mass_C, ratio_C = self.first.whole_mass, self.mass_ratio()
-        excess_C = self._whole_excess(excess_RC, log_ratio_RC) / mass_C
-        mean_C = self._whole_log_ratio(log_ratio_RC) / mass_C
+        mass_C, ratio_C = self.first.global_mass, self.mass_ratio()
+        excess_C = self._global_excess(excess_RC, log_ratio_RC) / mass_C
+        mean_C = self._global_log_ratio(log_ratio_RC) / mass_C
         close_C = excess_C - excess(torch.ones_like(ratio_C), ratio_C.exp(), ratio_C)
         return torch.where(ratio_C.abs() <= 1, close_C, ratio_C - mean_C)
 
@@ -187,16 +184,16 @@ class _Couple:
     def _shift(self) -> Tensor:
         return self.second.shift - self.first.shift
 
-    def _whole_gap(self) -> Tensor:
+    def _global_gap(self) -> Tensor:
         of_a_RC, of_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
         close_RC = of_a_RC * (self.mass_gap + torch.expm1(c_RC.clamp(-1, 1)) * self.second.mass)
         far_RC = of_b_RC * self.second.mass - of_a_RC * self.first.mass
         return torch.where(c_RC.abs() <= 1, close_RC, far_RC).sum(0)
 
-    def _whole_log_ratio(self, log_ratio_RC: Tensor) -> Tensor:
+    def _global_log_ratio(self, log_ratio_RC: Tensor) -> Tensor:
         return expect(self.first.shift.exp(), log_ratio_RC + self._shift * self.first.mass).sum(0)
 
-    def _whole_excess(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
+    def _global_excess(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
         of_a_RC, of_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
         small_RC = c_RC.clamp(-1, 1)
         grown_RC, second_order_RC = torch.expm1(small_RC), excess(torch.ones_like(c_RC), small_RC.exp(), small_RC)

@@ -80,7 +80,8 @@ class Tile:
     # the steps of a chunk
 
     def start(self) -> None:
-        sums = [self._sums(self._pointwise), *(self._outside_sums(*bucket) for bucket in self._plan.buckets)]
+        sums = [local_sums(self._pointwise, self._tiles_CV)]
+        sums += [self._outside_sums(*bucket) for bucket in self._plan.buckets]
         sums += [self._local_logits(self.take(ids)) for ids in self._plan.ids]
         if self._plan.ranks:
             sums += local_top_k(self.logits_CV, self._plan.ranks, self._shard)
@@ -201,9 +202,6 @@ class Tile:
 
     # this rank's part
 
-    def _sums(self, plan: PointwisePlan) -> Tensor:
-        return local_sums(plan, self._tiles_CV[: plan.tiles])
-
     def _outside_sums(self, signal: SparseSignal, softmax: StudentSoftmax) -> Tensor:
         """Return the largest logit and Σe^l outside the signal's ids, [C, 2].
 
@@ -222,7 +220,7 @@ class Tile:
 
     def _reference_and_mass(self, plan: PointwisePlan) -> Tensor:
         """Return the largest logit and Σe^l for a plan of one softmax, [C, 2]."""
-        sums = dict(zip(plan.raw_sums, self._sums(plan).unbind(1), strict=True))
+        sums = dict(zip(plan.raw_sums, local_sums(plan, [self.logits_CV]).unbind(1), strict=True))
         return torch.stack([sums["reference", STUDENT], sums["largest", STUDENT] + sums["student_others", 0]], 1)
 
     def _normalized_sums(self) -> Tensor:
