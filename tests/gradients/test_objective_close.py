@@ -144,12 +144,12 @@ def test_through_two_heads(expression: str, dtype: torch.dtype) -> None:
     near[:, 0] += 0.3 * (torch.arange(3001) > 0)
     hidden, weight, near = (each.to(dtype) for each in (hidden, weight, near))
     terms: list[Term] = [Distill(FullVocab(hidden, OutputHead(weight)), parse_divergence(expression))]
-    found = run(linear_objective, Leaves(hidden, near, None), terms)
+    actual = run(linear_objective, Leaves(hidden, near, None), terms)
     expected = exact(Leaves(hidden, near, None), terms)
-    (value_T,), (expected_T,) = found.output.per_token.values(), expected.output.per_token.values()
+    (value_T,), (expected_T,) = actual.output.per_token.values(), expected.output.per_token.values()
     assert ((value_T.double() / expected_T - 1).abs() <= WITHIN).all()
     for name, gradient in expected.gradients.items():
-        error = (found.gradients[name].double() - gradient).abs()
+        error = (actual.gradients[name].double() - gradient).abs()
         rounding = gradient.abs() * (2**-8 if dtype == torch.bfloat16 else 0)
         assert float((error - rounding).clamp(min=0).norm() / gradient.norm()) <= WITHIN, name
 

@@ -91,8 +91,8 @@ def test_the_students_entropy_is_reported_once() -> None:
     own_T = torch.rand(T, generator=generator(5))
 
     def entropies(*terms: Term) -> dict[str, float]:
-        found = metrics_of(list(terms))
-        return {name: total for name, total in found.items() if name.startswith("student_entropy")}
+        actual = metrics_of(list(terms))
+        return {name: total for name, total in actual.items() if name.startswith("student_entropy")}
 
     cold = metrics_of([Distill(code, forward_kl())])["student_entropy"]
     warm = metrics_of([Distill(code, forward_kl(), temperature=2.0)])["student_entropy"]

@@ -152,14 +152,14 @@ def test_a_teacher_of_another_precision(student: str, teacher: str) -> None:
     mixed = FullVocab(full.hidden_TE, converted(full.head, torch.float32)) if teacher == "float64" else full
     for signal in (full, mixed):
         terms: list[Term] = [Distill(signal, parse_divergence("0.5*forward_kl + 0.5*jsd(0.3)"))]
-        found = run(linear_objective, leaves, terms, chunk_tokens=10)
+        actual = run(linear_objective, leaves, terms, chunk_tokens=10)
         oracle = exact(leaves, terms)
         within = {"float64": 1e-12, "float32": 2e-6}.get(student, 2 * torch.finfo(DTYPES[student]).eps)
-        assert found.output.loss.dtype == (torch.float64 if student == "float64" else torch.float32)
-        assert distance(found.output.loss, oracle.output.loss) <= min(within, 2e-6)
+        assert actual.output.loss.dtype == (torch.float64 if student == "float64" else torch.float32)
+        assert distance(actual.output.loss, oracle.output.loss) <= min(within, 2e-6)
         for name, gradient in oracle.gradients.items():
-            assert found.gradients[name].dtype == DTYPES[student]
-            assert distance(found.gradients[name], gradient) <= within, name
+            assert actual.gradients[name].dtype == DTYPES[student]
+            assert distance(actual.gradients[name], gradient) <= within, name
 
 
 @pytest.mark.parametrize("expression", ["alpha_beta(0.5, -0.5)", "alpha_beta(-0.5, 0.5)", "alpha_beta(0, 0)"])

@@ -91,13 +91,13 @@ DESCENDS = {
 def test_on_policy(text: str, temperature: float, correction: str) -> None:
     """No correction has an effect on tokens that the student itself has just sampled."""
     settings = {"temperature": temperature, "correction": Correction(correction)}  # type: ignore[arg-type]
-    found_S = expected_gradient(text, **settings)
-    assert distance(found_S, exact_gradient(DESCENDS[text], temperature)) < 1e-12
+    actual_S = expected_gradient(text, **settings)
+    assert distance(actual_S, exact_gradient(DESCENDS[text], temperature)) < 1e-12
     if text.startswith("sampled_kl"):
         term = SampledKL(torch.arange(SMALL), torch.zeros(SMALL), text[-3:-1])  # type: ignore[arg-type]
         assert term.descends == DESCENDS[text]
     other = {"reverse_kl": "forward_kl", "forward_kl": "reverse_kl"}[DESCENDS[text]]
-    assert distance(found_S, exact_gradient(other, temperature)) > 0.1
+    assert distance(actual_S, exact_gradient(other, temperature)) > 0.1
 
 
 def test_k1_is_an_advantage_and_no_loss() -> None:
@@ -255,12 +255,12 @@ def test_surrogates_are_their_papers(case: str, temperature: float) -> None:
     value_T = torch.where(HAS_LABEL, -formula((log_q_T - old_T).exp(), ADVANTAGES, log_q_T), 0.0)
     value_T.sum().backward()
     term = PolicyGradient(LABELS, ADVANTAGES, old_T, temperature=temperature, **options)
-    found = run(linear_objective, make_leaves(), [term], chunk_tokens=10)
-    assert distance(found.output.per_token["policy_gradient"], value_T) < 1e-12
-    for name, gradient in found.gradients.items():
+    actual = run(linear_objective, make_leaves(), [term], chunk_tokens=10)
+    assert distance(actual.output.per_token["policy_gradient"], value_T) < 1e-12
+    for name, gradient in actual.gradients.items():
         assert distance(gradient, leaves[name].grad) < 1e-12, name
     plain = run(linear_objective, make_leaves(), [PolicyGradient(LABELS, ADVANTAGES, old_T, temperature=temperature)])
-    assert distance(found.gradients["hidden"], plain.gradients["hidden"]) > 1e-2
+    assert distance(actual.gradients["hidden"], plain.gradients["hidden"]) > 1e-2
 
 
 def corrected(kind: str) -> dict[str, Any]:
@@ -378,9 +378,9 @@ def test_the_documentations_sequence_level_ratios_are_gspos() -> None:
             loss = -gspo(log_q_TV.gather(1, LABELS.clamp_min(0)[:, None])[:, 0], old_T, sequence_T, advantages_N)
         loss.backward()
         gradients.append((loss.detach(), {name: leaf.grad for name, leaf in fresh.items()}))
-    (loss, found), (expected_loss, expected) = gradients
+    (loss, actual), (expected_loss, expected) = gradients
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0
-        assert distance(found[name], gradient) < 1e-12, name
+        assert distance(actual[name], gradient) < 1e-12, name
     assert linear_log_probs is names["linear_log_probs"]

@@ -57,7 +57,7 @@ def test_spans_by_their_formula(squared: bool) -> None:
     tau, signal, labels_T = 1.7, make_spans(temperature=1.7), make_labels()
     terms = terms_of("2*forward_kl", signal, tau, squared)
     leaves = make_leaves()
-    found = run(linear_objective, leaves, terms)
+    actual = run(linear_objective, leaves, terms)
     hidden_TD, weight_VD = leaves.hidden.clone().requires_grad_(), leaves.weight
     log_q_TV = torch.log_softmax((hidden_TD @ weight_VD.T + leaves.bias) / tau, 1)
     total = log_q_TV.new_zeros(())
@@ -73,8 +73,8 @@ def test_spans_by_their_formula(squared: bool) -> None:
             total = total - signal.continuation_weights_T[row] * log_q_TV[row, labels_T[row]]
     total = 2 * total * (tau**2 if squared else 1)
     total.backward()
-    assert distance(found.output.loss, total) < 1e-12
-    assert distance(found.gradients["hidden"], hidden_TD.grad) < 1e-11
+    assert distance(actual.output.loss, total) < 1e-12
+    assert distance(actual.gradients["hidden"], hidden_TD.grad) < 1e-11
 
 
 def test_names_and_scales() -> None:
@@ -107,13 +107,13 @@ def test_sorted_probabilities_of_all_ranks_are_uld(rows: int, tau: float) -> Non
     log_p_TV = torch.log_softmax(2 * torch.randn(T, rows, generator=random, dtype=torch.float64), 1)
     logits_TV = torch.randn(T, V, generator=random, dtype=torch.float64).requires_grad_()
     signal = make_sorted(log_p_TV, rows)
-    found = logits_objective(logits_TV, terms_of("2*uld", signal, tau, True), normalizer=7.0)
-    (gradient_TV,) = torch.autograd.grad(found.loss, logits_TV)
+    actual = logits_objective(logits_TV, terms_of("2*uld", signal, tau, True), normalizer=7.0)
+    (gradient_TV,) = torch.autograd.grad(actual.loss, logits_TV)
     expected_T = tau**2 * whole_uld(log_p_TV, logits_TV, tau) * signal.weights_T
     (expected_TV,) = torch.autograd.grad(2 * expected_T.sum() / 7, logits_TV)
-    assert distance(found.loss, 2 * expected_T.sum() / 7) < 1e-12
+    assert distance(actual.loss, 2 * expected_T.sum() / 7) < 1e-12
     assert distance(gradient_TV, expected_TV) < 1e-12
-    assert distance(found.per_token["uld"], expected_T) < 1e-12
+    assert distance(actual.per_token["uld"], expected_T) < 1e-12
 
 
 @pytest.mark.parametrize("ranks", [1, K, V - 1])
@@ -123,18 +123,18 @@ def test_fewer_ranks_against_plain_autograd(ranks: int, sharpness: float) -> Non
     log_p_TV = torch.log_softmax(sharpness * torch.randn(T, V, dtype=torch.float64), 1)
     leaves, signal = make_leaves(sharpness=sharpness), make_sorted(log_p_TV, ranks)
     terms = [SortedL1(signal, 0.7, 1.3, weights_T=signal.weights_T), CrossEntropy(make_labels(), 0.2)]
-    found = judge(leaves, terms)
+    actual = judge(leaves, terms)
     logits_TV = leaves.hidden @ leaves.weight.T + leaves.bias  # type: ignore[operator]
     whole_T = whole_uld(log_p_TV, logits_TV, 1.3) * signal.weights_T
-    assert (found.output.per_token["uld"] <= whole_T + 1e-12).all()
+    assert (actual.output.per_token["uld"] <= whole_T + 1e-12).all()
 
 
 def test_equal_sides_have_no_distance_whatever_their_ids_are() -> None:
     logits_TV = torch.randn(T, V, dtype=torch.float64)
     for ranks in (1, K, V):
         signal = make_sorted(torch.log_softmax(logits_TV, 1), ranks)
-        found = logits_objective(logits_TV[:, torch.randperm(V)], [SortedL1(signal)])
-        assert float(found.loss) < 1e-12
+        actual = logits_objective(logits_TV[:, torch.randperm(V)], [SortedL1(signal)])
+        assert float(actual.loss) < 1e-12
 
 
 def test_ties_and_tokens_without_mass() -> None:
@@ -143,11 +143,11 @@ def test_ties_and_tokens_without_mass() -> None:
     log_p_TV = torch.tensor([[0.5, 0.5, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64).log()
     signal = SortedTopK(log_p_TV[:, :3], log_p_TV[:, 3:].logsumexp(1), torch.ones(1, dtype=torch.float64))
     leaf_TV = logits_TV.clone().requires_grad_()
-    found = logits_objective(leaf_TV, [SortedL1(signal)])
-    (gradient_TV,) = torch.autograd.grad(found.loss, leaf_TV)
+    actual = logits_objective(leaf_TV, [SortedL1(signal)])
+    (gradient_TV,) = torch.autograd.grad(actual.loss, leaf_TV)
     q_V = torch.softmax(logits_TV, 1)[0]
     top, low = float(q_V[0]), float(q_V[4])
-    assert found.loss.item() == pytest.approx(2 * (0.5 - top) + top + 2 * low)
+    assert actual.loss.item() == pytest.approx(2 * (0.5 - top) + top + 2 * low)
     # the slopes are −1, −1, +1 and +1 for the tail; of the three equal tokens, any one may be the third
     slopes = sorted(float(each) for each in gradient_TV[0, :3])
     mean = -2 * top + top + 2 * low

@@ -87,9 +87,9 @@ def log_probs_of(logits_TV: Tensor, temperature: float = 1.0) -> tuple[Tensor, T
 def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
-    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    actual = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     model.zero_grad()
-    return found
+    return actual
 
 
 def assert_as_from_logits(
@@ -105,25 +105,25 @@ def assert_as_from_logits(
     """
     model = model_of(name)
     made = decoder_of(name)(IDS_BS, POSITIONS_BS, processor=processor, context=context)
-    found, wanted = loss(made), plain(logits_of(name))
-    assert distance(found, wanted) < 1e-12
-    found_gradients, wanted_gradients = gradients(model, found), gradients(model, wanted)
-    assert found_gradients.keys() == {key for key, _ in model.named_parameters()}
+    actual, wanted = loss(made), plain(logits_of(name))
+    assert distance(actual, wanted) < 1e-12
+    actual_gradients, wanted_gradients = gradients(model, actual), gradients(model, wanted)
+    assert actual_gradients.keys() == {key for key, _ in model.named_parameters()}
     for key, gradient in wanted_gradients.items():  # the norms of these models compute in float32
-        assert distance(found_gradients[key], gradient) < 1e-7, key
+        assert distance(actual_gradients[key], gradient) < 1e-7, key
     return made
 
 
 @EACH_MODEL
 def test_hidden_states_are_the_backbones(model: str) -> None:
     backbone, probe_BSD = model_of(model).base_model, torch.randn(B, S, 48, generator=generator(1))
-    found = decoder_of(model)(IDS_BS, POSITIONS_BS, processor=hidden_states)
+    actual = decoder_of(model)(IDS_BS, POSITIONS_BS, processor=hidden_states)
     wanted = backbone(input_ids=IDS_BS, position_ids=POSITIONS_BS, use_cache=False).last_hidden_state
-    assert torch.equal(found, wanted)
-    found_gradients = gradients(model_of(model), (found * probe_BSD).sum())
+    assert torch.equal(actual, wanted)
+    actual_gradients = gradients(model_of(model), (actual * probe_BSD).sum())
     wanted_gradients = gradients(model_of(model), (wanted * probe_BSD).sum())
-    assert found_gradients.keys() == wanted_gradients.keys()
-    assert all(torch.equal(found_gradients[key], each) for key, each in wanted_gradients.items())
+    assert actual_gradients.keys() == wanted_gradients.keys()
+    assert all(torch.equal(actual_gradients[key], each) for key, each in wanted_gradients.items())
 
 
 @EACH_MODEL
@@ -293,27 +293,27 @@ def test_no_tensor_is_as_large_as_the_logits(processor: str, monkeypatch: pytest
 def test_without_a_label_anywhere_the_loss_is_0_and_reaches_every_parameter() -> None:
     decoder, context = decoder_of("untied"), Targets(torch.full((B, S), -100))
     loss = decoder(IDS_BS, POSITIONS_BS, processor=cross_entropy(), context=context).loss
-    found = gradients(decoder.pretrained, loss)
+    actual = gradients(decoder.pretrained, loss)
     assert loss == 0
-    assert found.keys() == {key for key, _ in decoder.pretrained.named_parameters()}
-    assert not any(each.any() for each in found.values())
+    assert actual.keys() == {key for key, _ in decoder.pretrained.named_parameters()}
+    assert not any(each.any() for each in actual.values())
 
 
 def test_a_depth_is_the_objective_at_its_own_targets() -> None:
     decoder = decoder_of("tied")
     hidden_BSD = decoder(IDS_BS, POSITIONS_BS, processor=hidden_states).detach()
     context = Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS, 1)
-    found = decoder.head(hidden_BSD, cross_entropy(), context, 1)
-    assert torch.equal(found.loss, decoder.head(hidden_BSD, cross_entropy(), Targets(context.at(1).labels_T)).loss)
-    assert found.metrics["tokens"] == sum(length - 3 for row in DOCUMENTS for length in row)
+    actual = decoder.head(hidden_BSD, cross_entropy(), context, 1)
+    assert torch.equal(actual.loss, decoder.head(hidden_BSD, cross_entropy(), Targets(context.at(1).labels_T)).loss)
+    assert actual.metrics["tokens"] == sum(length - 3 for row in DOCUMENTS for length in row)
 
 
 def test_another_objective_for_further_depths() -> None:
     context = PolicyTargets(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T).shift_for_mtp(POSITIONS_BS, 1)
     processor = by_depth(policy_gradient(), cross_entropy())
     assert "policy_gradient" in at_depth(processor, context, 0).metrics
-    (found, expected) = (at_depth(each, context, 1) for each in (processor, cross_entropy()))
-    assert torch.equal(found.loss, expected.loss)
+    (actual, expected) = (at_depth(each, context, 1) for each in (processor, cross_entropy()))
+    assert torch.equal(actual.loss, expected.loss)
 
 
 DISTILLATION = StepLoss(parse_objective("forward_kl"))

@@ -70,23 +70,23 @@ DENSE: dict[str, Callable[[float], Signal]] = {
 def test_dense_signals(kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 10))
     signal = DENSE[kind](temperature)
-    found_T = teacher_log_probs(signal, LABELS, temperature, vocabulary=V)
-    assert distance(found_T, plain(signal, temperature)) < 1e-12
-    assert not found_T.requires_grad
+    actual_T = teacher_log_probs(signal, LABELS, temperature, vocabulary=V)
+    assert distance(actual_T, plain(signal, temperature)) < 1e-12
+    assert not actual_T.requires_grad
     for index in (HAS_LABEL.nonzero()[:, 0], torch.arange(T)):
         # not to the bit: some CPUs sum a product of fewer rows in another order
         chosen_T = teacher_log_probs(signal, LABELS, temperature, vocabulary=V, valid_index=index)
-        assert distance(chosen_T, found_T) < 1e-14
-        assert torch.equal(chosen_T == 0, found_T == 0)
+        assert distance(chosen_T, actual_T) < 1e-14
+        assert torch.equal(chosen_T == 0, actual_T == 0)
 
 
 def test_a_teacher_with_more_rows_than_the_student() -> None:
     """Its padding has no probability, as in a divergence."""
     signal, labels_T = make_full(vocabulary=V + 9), make_labels()
-    found_T = teacher_log_probs(signal, labels_T, vocabulary=V)
-    assert distance(found_T, plain(signal, 1.0)) < 1e-12
+    actual_T = teacher_log_probs(signal, labels_T, vocabulary=V)
+    assert distance(actual_T, plain(signal, 1.0)) < 1e-12
     assert distance(teacher_log_probs(signal, labels_T), plain(signal, 1.0, V + 9)) < 1e-12
-    assert distance(found_T, plain(signal, 1.0, V + 9)) > 1e-3
+    assert distance(actual_T, plain(signal, 1.0, V + 9)) > 1e-3
 
 
 def test_rows_without_a_label_are_not_read() -> None:
@@ -102,19 +102,19 @@ def test_rows_without_a_label_are_not_read() -> None:
 def test_in_bfloat16(autocast: bool) -> None:
     full = make_full(dtype=torch.float32 if autocast else torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found_T = teacher_log_probs(full, LABELS)
-    assert found_T.dtype == torch.float32
+        actual_T = teacher_log_probs(full, LABELS)
+    assert actual_T.dtype == torch.float32
     wide = FullVocab(full.hidden_TE.double(), OutputHead(full.head.weight_VD.double()))
-    assert distance(found_T, plain(wide, 1.0)) < 1e-6
+    assert distance(actual_T, plain(wide, 1.0)) < 1e-6
 
 
 def test_logits_of_minus_infinity() -> None:
     logits_TV = torch.randn(T, V, generator=generator(91), dtype=torch.float64)
     logits_TV[:, ::3] = -torch.inf
     labels_T = LABELS.masked_fill(LABELS % 3 == 0, 1)
-    found_T = teacher_log_probs(DenseLogits(logits_TV), labels_T)
-    assert found_T.isfinite().all()
-    assert distance(found_T, plain(DenseLogits(logits_TV), 1.0, labels_T=labels_T)) < 1e-12
+    actual_T = teacher_log_probs(DenseLogits(logits_TV), labels_T)
+    assert actual_T.isfinite().all()
+    assert distance(actual_T, plain(DenseLogits(logits_TV), 1.0, labels_T=labels_T)) < 1e-12
     impossible = teacher_log_probs(DenseLogits(logits_TV), torch.full((T,), 3))
     assert (impossible == -torch.inf).all()
     batch = make_batch()
@@ -181,11 +181,11 @@ def test_only_rows_that_count_must_have_their_token() -> None:
     counts_T = batch.is_sampled_T & (batch.weights_T != 0)
     some = replace(signal, ids_TK=signal.ids_TK.masked_fill(~counts_T[:, None], -1))
     for text in ("sampled_kl", "policy_gradient(teacher_kl=1)"):
-        _, found = fused(parse_objective(text), make_leaves(), batch, some)
+        _, actual = fused(parse_objective(text), make_leaves(), batch, some)
         _, expected = fused(parse_objective(text), make_leaves(), batch, signal)
         for name, gradient in expected.items():
             assert gradient.norm() > 0
-            assert torch.equal(found[name], gradient)
+            assert torch.equal(actual[name], gradient)
 
 
 # several teachers
@@ -206,11 +206,11 @@ def test_a_weighted_sum_of_teachers() -> None:
     )
     shares = {"code": TeacherShare(2.0), "prose": TeacherShare(0.5, temperature=1.4)}
     spec = replace(parse_objective(BOTH), discount=0.5)
-    output, found = fused(replace(spec, teachers=shares), leaves, batch, signals)
+    output, actual = fused(replace(spec, teachers=shares), leaves, batch, signals)
     assert {"sampled_forward_kl/code", "sampled_forward_kl/prose", "policy_gradient"} <= output.per_token.keys()
     _, one = fused(spec, leaves, batch, signals["code"])
     _, other = fused(replace(spec, temperature=1.4), leaves, batch, signals["prose"])
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert distance(gradient, 2.0 * one[name] + 0.5 * other[name]) < 1e-12, name
 
 
@@ -219,7 +219,7 @@ def test_a_mixture_of_teachers() -> None:
     shares = {"code": TeacherShare(3.0), "prose": TeacherShare(1.0)}
     spec = replace(parse_objective(BOTH + " + reverse_kl"), sampling_temperature=0.8, discount=0.5)
     mixed = replace(spec, teachers=shares, is_mixture=True)
-    _, found = fused(mixed, leaves, batch, signals)
+    _, actual = fused(mixed, leaves, batch, signals)
     parts = []
     for text, temperature in (("sampled_kl(k3) + reverse_kl", 1.0), ("policy_gradient(teacher_kl=0.7)", 0.8)):
         log_p_TV = _teacher_log_probs(
@@ -227,7 +227,7 @@ def test_a_mixture_of_teachers() -> None:
         )
         one = replace(parse_objective(text), sampling_temperature=0.8, discount=0.5)
         parts.append(fused(one, leaves, batch, DenseLogits(temperature * log_p_TV))[1])
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert distance(gradient, parts[0][name] + parts[1][name]) < 1e-12, name
 
 
@@ -244,14 +244,14 @@ def test_each_token_has_its_teacher() -> None:
         routed[name] = RoutedSignal(heads.signal(name, replace(full, hidden_TE=hidden_TE)), rows[name])
     shares = {"code": TeacherShare(2.0), "prose": TeacherShare(0.5)}
     spec = replace(parse_objective("cross_entropy + reverse_kl + " + BOTH), discount=0.5, teachers=shares)
-    output, found = fused(spec, leaves, batch, routed)
+    output, actual = fused(spec, leaves, batch, routed)
     assert (heads.most, heads.names) == (1, [])
     assert output.metrics["sampled"] == pytest.approx(float(batch.weights_T[batch.is_sampled_T].sum()))
     parts = []
     for name, is_its_T in (("code", is_code_T), ("prose", ~is_code_T)):
         its = replace(batch, weights_T=batch.weights_T * is_its_T)
         parts.append(fused(spec, leaves, its, {name: signals[name]})[1])
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert distance(gradient, parts[0][name] + parts[1][name]) < 1e-12, name
 
 
@@ -266,9 +266,9 @@ def test_shards(pool: RankPool, kind: str, gathers: int, ranks: int) -> None:
     expected_T = teacher_log_probs(signal, LABELS, 1.3) if kind == "top-k" else plain(signal, 1.3)
     for layout, collectives in ((Layout(SHARDS[ranks]), gathers), (Layout(SHARDS[ranks], "whole"), 0)):
         answers = pool.call(jobs.log_probs, (kind, layout))[:ranks]
-        for found_T, counts in answers:
-            assert distance(found_T, expected_T) < 1e-12
-            assert torch.equal(found_T, answers[0][0])
+        for actual_T, counts in answers:
+            assert distance(actual_T, expected_T) < 1e-12
+            assert torch.equal(actual_T, answers[0][0])
             assert counts.get(GATHER, 0) == sum(counts.values()) == collectives
 
 
@@ -289,7 +289,7 @@ def test_gradients_over_shards(pool: RankPool, ranks: int) -> None:
         if isinstance(signal, DenseLogits):
             signal = DenseLogits(signal.logits_TV[:, :vocabulary])
         output, expected = fused(spec_of(case), make_leaves(), batch, signal, vocab_size=vocabulary)
-        for (start, stop), (found_loss, gradients) in zip(borders, answers, strict=True):
-            assert distance(found_loss, output.loss) < 1e-12, (case, kind)
+        for (start, stop), (actual_loss, gradients) in zip(borders, answers, strict=True):
+            assert distance(actual_loss, output.loss) < 1e-12, (case, kind)
             assert distance(gradients["hidden"], expected["hidden"]) < 1e-11, (case, kind)
             assert distance(gradients["weight"], expected["weight"][start:stop]) < 1e-11, (case, kind)

@@ -46,14 +46,12 @@ def log_probs(rank: Rank, job: tuple[str, Layout]) -> tuple[Tensor, dict[str, in
     options: dict[str, Any] = {"vocabulary": V, "shard": shard}
     teacher_log_probs(signal, make_labels(), 1.3, **options)
     with Collectives() as collectives:
-        found_T = teacher_log_probs(signal, make_labels(), 1.3, **options)
-    return found_T, dict(collectives.counts)
+        actual_T = teacher_log_probs(signal, make_labels(), 1.3, **options)
+    return actual_T, dict(collectives.counts)
 
 
 def local_signal(rank: Rank, layout: Layout, signal: Signal) -> Signal:
     if not isinstance(signal, Mixture | FullVocab) and "logits_TV" not in vars(signal):
         return signal
-    (term,) = local_terms(
-        rank, layout, [Distill(signal, forward_kl(), temperature=signal.temperature or 1.0)]
-    )
+    (term,) = local_terms(rank, layout, [Distill(signal, forward_kl(), temperature=signal.temperature or 1.0)])
     return term.signals()[0]

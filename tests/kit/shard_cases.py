@@ -245,18 +245,18 @@ def complaints(
     wanted = flattened(expected.output, expected.gradients)
     wanted = {name: each for name, each in wanted.items() if name.removeprefix("gradient of ") not in problem.frozen}
     ranks = assembled(layout, outcomes)
-    found = [f"{name}: missing" for name in wanted for rank in ranks[:1] if name not in rank]
-    found += [f"{name}: not expected" for name in ranks[0] if name.startswith("gradient") and name not in wanted]
+    messages = [f"{name}: missing" for name in wanted for rank in ranks[:1] if name not in rank]
+    messages += [f"{name}: not expected" for name in ranks[0] if name.startswith("gradient") and name not in wanted]
     errors = {name: _worst(ranks, name, each) for name, each in wanted.items() if name in ranks[0]}
     if not all(error <= within for error in errors.values()):  # written with `not` so that a NaN counts as too large
         own = flattened(*vars(plain(problem)).values())
         own_errors = {name: distance(own[name], each) for name, each in wanted.items()}
-        found += [
+        messages += [
             f"{name}: error {error:.1e}, plain autograd {own_errors[name]:.1e}"
             for name, error in errors.items()
             if not error <= max(within, 2 * own_errors[name])
         ]
-    return found + _disagreements(layout, ranks)
+    return messages + _disagreements(layout, ranks)
 
 
 def _worst(ranks: list[dict[str, Tensor]], name: str, wanted: Tensor) -> float:
@@ -279,16 +279,16 @@ def check(pool: RankPool, cases: list[Case], within: float = WITHIN) -> list[lis
     __tracebackhide__ = True
     answers = pool.run(on_shards, cases, limit=30.0)
     expected: dict[str, tuple[Problem, Result]] = {}
-    found, outcomes = [], []
+    messages, outcomes = [], []
     for case, answer in zip(cases, answers, strict=True):
         if isinstance(answer, Failure):
-            found.append(f"{case.name}: {answer.text}")
+            messages.append(f"{case.name}: {answer.text}")
             continue
         key = repr(case.problem)
         if key not in expected:
             problem = case.problem()
             expected[key] = problem, oracle(problem)
         outcomes.append(answer[: len(case.layout.student)])
-        found += [f"{case.name}: {each}" for each in complaints(case.layout, outcomes[-1], *expected[key], within)]
-    assert not found, f"{len(found)} complaints about {len(cases)} cases\n" + "\n".join(found)
+        messages += [f"{case.name}: {each}" for each in complaints(case.layout, outcomes[-1], *expected[key], within)]
+    assert not messages, f"{len(messages)} complaints about {len(cases)} cases\n" + "\n".join(messages)
     return outcomes

@@ -303,7 +303,7 @@ def test_shards_of_which_some_are_compiled(pool: RankPool, expression: str) -> N
 def test_log_probs_are_those_of_one_process(pool: RankPool, ranks: int) -> None:
     """The gradient of an objective over all tokens with respect to the hidden states is summed once."""
     problem = partial(problems.distillation, "forward_kl", "full")
-    found = pool.call(jobs.log_probs, Case("log probs", problem, Layout(SHARDS[ranks])))
+    actual = pool.call(jobs.log_probs, Case("log probs", problem, Layout(SHARDS[ranks])))
     leaves = problem().leaves
     assert isinstance(leaves, Leaves)
     whole = {name: leaf.double().requires_grad_() for name, leaf in vars(leaves).items()}
@@ -316,4 +316,4 @@ def test_log_probs_are_those_of_one_process(pool: RankPool, ranks: int) -> None:
         expected = {"log_q": log_q_T, "entropy": entropy_T, "hidden": whole["hidden"].grad}
         expected |= {name: whole[name].grad[start:stop] for name in ("weight", "bias")}
         for name, tensor in expected.items():
-            assert distance(found[rank][name], tensor) < 2e-5, (rank, name)
+            assert distance(actual[rank][name], tensor) < 2e-5, (rank, name)

@@ -85,9 +85,9 @@ def test_an_expression_is_the_sum_that_it_says(text: str) -> None:
     expected = sum(factor * values[name] for name, factor in CASES[text].items())
     assert isinstance(expected, Tensor)
     (gradient,) = torch.autograd.grad(expected, values["student"])
-    value, found = value_and_gradient(parse_objective(text))
+    value, actual = value_and_gradient(parse_objective(text))
     assert value == pytest.approx(expected.item(), rel=1e-9)
-    torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(actual, gradient, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("squared", [False, True])
@@ -347,10 +347,10 @@ def test_discounted_sums_are_those_of_a_loop(tokens: int, discount: float) -> No
     values_T = torch.randn(tokens, generator=generator(70), dtype=torch.float64)
     length_D = torch.randint(1, 60, (tokens,), generator=generator(71))
     document_T = torch.repeat_interleave(torch.arange(tokens), length_D)[:tokens] % 3  # a number may come again
-    found_T = discounted_sum(values_T, document_T, discount)
-    torch.testing.assert_close(found_T, looped_sum(values_T, document_T, discount), rtol=1e-12, atol=1e-13)
+    actual_T = discounted_sum(values_T, document_T, discount)
+    torch.testing.assert_close(actual_T, looped_sum(values_T, document_T, discount), rtol=1e-12, atol=1e-13)
     narrow_T = discounted_sum(values_T.float(), document_T, discount)
-    torch.testing.assert_close(narrow_T.double(), found_T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(narrow_T.double(), actual_T, rtol=1e-5, atol=1e-5)
 
 
 def test_a_long_document_neither_under_nor_overflows() -> None:
