@@ -1,6 +1,6 @@
-"""The weight of a drawn token whose probability is not the one that it was drawn with.
+"""The weight of a sampled token whose probability is not the one that it was sampled with.
 
-An engine draws a token y with probability q_old(y). When the token is trained, the student's probability q(y) is
+An engine samples a token y with probability q_old(y). When the token is trained, the student's probability q(y) is
 another one: the weights are newer, or the engine computes with other kernels. The ratio ρ = q(y) / q_old(y) makes an
 expectation over q_old one over q, but a few large ratios would dominate a step. So they are limited:
 
@@ -22,7 +22,7 @@ CorrectionKind = Literal["none", "truncated", "masked"]
 
 @dataclass(frozen=True)
 class Correction:
-    """How a drawn token is weighted by its ratio ρ. kind "none": every weight is 1. limit: a number above 1."""
+    """How a sampled token is weighted by its ratio ρ. kind "none": every weight is 1. limit: a number above 1."""
 
     kind: CorrectionKind = "none"
     limit: float = 2.0

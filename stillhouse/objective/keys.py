@@ -14,9 +14,9 @@ WEIGHTS = "weights"
 
 #: the tensors per row of a micro-batch of rollouts, float32, about the token that the row predicts. Its advantage:
 ADVANTAGES = "advantages"
-#: its log-probability when it was drawn, at the temperature of the draws
+#: its log-probability when it was sampled, at the sampling temperature
 OLD_LOG_PROBS = "old_log_probs"
-#: 1 if the student's policy has drawn it, 0 if it is the dataset's or a teacher's
+#: 1 if the student's policy has sampled it, 0 if it is the dataset's or a teacher's
 IS_SAMPLED = "is_sampled"
 
 

@@ -30,8 +30,8 @@ from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 class Mixture(Signal):
     """The mean of the distributions of several dense teachers at one temperature, which the term must have, too.
 
-    `signals`: `FullVocab` or `DenseLogits`, all over the same tokens. `weights`: a positive number for each signal;
-    they are divided by their sum.
+    signals: `FullVocab` or `DenseLogits`, all over the same tokens.
+    weights: a positive number for each signal; they are divided by their sum.
     """
 
     signals: Sequence[Signal]
@@ -98,7 +98,7 @@ def add_members(
     rows_CX = torch.stack(columns, 1)
     plan = replace(plan, tiles=len(tiles_CV))
     for block in row_blocks(total_CV):
-        pointwise(log_mean, plan, [each_CV[block] for each_CV in tiles_CV], rows_CX[block])
+        pointwise(log_mean, plan, [tile_CV[block] for tile_CV in tiles_CV], rows_CX[block])
 
 
 def _check_member(name: str, signal: Signal, tokens: int) -> None:

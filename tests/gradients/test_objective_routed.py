@@ -28,7 +28,7 @@ from stillhouse.objective import (
 from stillhouse.objective.spec import TeacherShare, parse_objective
 from stillhouse.objective.tile import logits_provider
 
-LABELS = make_labels()
+LABELS = make_labels().clamp(min=0)
 
 
 def other_teacher() -> FullVocab:
