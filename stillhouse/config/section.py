@@ -17,9 +17,16 @@ _FILE = re.compile(r"(?P<file>[^:]+)\.py(::?(?P<name>[A-Za-z_]\w*))?")
 
 
 class Section(BaseModel):
-    """A part of the configuration. The reference (`docs/config.md`) is generated from the fields' descriptions."""
+    """A part of the configuration. The text after a field is its description in the reference (`docs/config.md`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
+    )
 
 
 def expand_home(path: str) -> str:
