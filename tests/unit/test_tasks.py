@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kit.config_cases import load
+from kit.runs import write_records
 from kit.toy_tokenizer import toy_tokenizer
 
 from benchmarks.task_models import Greedy, batch_of, character_tokenizer, new_model
@@ -23,17 +24,19 @@ from stillhouse.loops.greedy_evaluation import evaluate_tasks
 #: of seed 7: problems 0 and 4 for training, problem 1 held out
 GOLDEN = {
     "sums": [("5-4=", "1", 2), ("3+14+19+12+11+12=", "71", 6), ("16+11-13=", "14", 3)],
-    "reversal": [
-        ("reverse: hb =", "bh", 2),
-        ("reverse: pzyzqg =", "gqzyzp", 6),
-        ("reverse: dyi =", "iyd", 3),
-    ],
-    "brackets": [
-        ("close: {}[{ =", "}]", 2),
-        ("close: ({{}({}({{ =", "}}))})", 6),
-        ("close: {}(({}( =", ")))", 3),
-    ],
+    "reversal": [("reverse: hb =", "bh", 2), ("reverse: pzyzqg =", "gqzyzp", 6), ("reverse: dyi =", "iyd", 3)],
+    "brackets": [("close: {}[{ =", "}]", 2), ("close: ({{}({}({{ =", "}}))})", 6), ("close: {}(({}( =", ")))", 3)],
 }
+#: a task of the harness, without its data
+TINY_TASK = """
+task: tiny_choice
+output_type: multiple_choice
+doc_to_text: '{{q}}'
+doc_to_choice: '{{choices}}'
+doc_to_target: a
+target_delimiter: ''
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -52,8 +55,8 @@ def answer(task: str, prompt: str) -> str:
     return "".join(CLOSING[character] for character in reversed(stack))
 
 
-def size(task: str, each: Problem) -> int:
-    return len(each.prompt.replace("-", "+").split("+")) if task == "sums" else len(each.answer)
+def size(task: str, example: Problem) -> int:
+    return len(example.prompt.replace("-", "+").split("+")) if task == "sums" else len(example.answer)
 
 
 @pytest.mark.parametrize("task", LENGTHS)
@@ -123,15 +126,12 @@ def test_a_wrong_task_is_refused(text: str, message: str) -> None:
 
 
 def test_tasks_of_a_configuration() -> None:
+    assert list(NAMES) == list(LENGTHS)
     assert load("eval.tasks=[sums(2:4), reversal]").eval.tasks == ["sums(2:4)", "reversal"]
     assert TaskSpec.parse("sums(2:4)") == TaskSpec("sums", 2, 4)
     assert TaskSpec.parse("reversal") == TaskSpec("reversal", *LENGTHS["reversal"])
     with pytest.raises(ConfigError, match="expected each task once"):
         load("eval.tasks=[sums(2:4), sums]")
-
-
-def test_the_names_of_the_command_are_those_of_the_tasks() -> None:
-    assert list(NAMES) == list(LENGTHS)
 
 
 def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,35 +147,6 @@ def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(is_held_out("sums", json.loads(line)["prompt"]) for line in held_out.read_text().splitlines())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["held_out.jsonl", "sums.jsonl"]
     assert "50 problems" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ("task sum --count 5 --out x", 2, "'sum' is not one of 'sums', 'reversal', 'brackets'"),
-        ("task sums --count 0 --out x", 2, "0 is not in the range x>=1"),
-        ("task sums --out x", 2, "Missing option '--count'"),
-        ("task sums --count 5 --seed 4294967296 --out x", 2, "is not in the range"),
-        ("task sums --count 5 --lengths 2-4 --out x", 1, "got lengths '2-4' for task sums"),
-        ("task sums --count 5 --out no/x", 1, "no is not a folder: expected one for x"),
-        ("task sums --count 5 --out mine", 1, "mine exists: expected the name of a new file"),
-        ("evaluate . --tasks ,", 2, "--tasks names no task"),
-        ("evaluate nowhere --tasks x", 2, "Directory 'nowhere' does not exist"),
-    ],
-)
-def test_wrong_calls(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: str,
-    code: int,
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").write_text("mine")
-    assert cli.run(arguments.split()) == code
-    assert message in capsys.readouterr().err
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"mine": "mine"}
 
 
 def test_evaluating_without_the_extra_names_it(
@@ -201,13 +172,9 @@ def test_the_harness_evaluates_a_model(tmp_path: Path, monkeypatch: pytest.Monke
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     rows = [{"q": "1+1=", "choices": [unlikely, likely], "a": right} for right in (1, 1, 0)]
-    (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "tiny.yaml").write_text(
-        f"task: tiny_choice\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/tiny.jsonl}}}}\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{choices}}'\n"
-        "doc_to_target: a\ntarget_delimiter: ''\n"
-        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
-    )
+    write_records(tmp_path / "tiny.jsonl", rows)
+    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/tiny.jsonl}}}}\ntest_split: test\n"
+    (tmp_path / "tiny.yaml").write_text(TINY_TASK + data)
     command = ["evaluate", str(folder), "--task-folder", str(tmp_path), "--out", str(tmp_path / "figures.json")]
     assert cli.run([*command, "--tasks", "nosuch"]) == 1
     assert cli.run([*command, "--tasks", "tiny_choice"]) == 0
@@ -218,21 +185,21 @@ def test_a_prompt_has_the_tokens_that_it_has_in_training(tmp_path: Path) -> None
     """Also if the tokenizer puts special tokens on both ends."""
     tokenizer, spec = toy_tokenizer(adds_bos=True, adds_eos=True), TaskSpec.of("brackets")
     problems = [problem(spec, 5, number, held_out=True) for number in range(30)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(problem.record("brackets")) + "\n" for problem in problems))
-    documents = load_documents(str(tmp_path / "a.jsonl"), tokenizer, max_tokens=512)
-    asked: list[GenerationRequest] = []
+    path = write_records(tmp_path / "a.jsonl", [problem.record("brackets") for problem in problems])
+    documents = load_documents(str(path), tokenizer, max_tokens=512)
+    received: list[GenerationRequest] = []
 
     def generate(requests: Sequence[GenerationRequest]) -> list[Completion]:
-        asked.extend(requests)
+        received.extend(requests)
         return [completion_of(tokenizer.eos_token_id) for _ in requests]
 
     evaluate_tasks(generate, tokenizer, ["brackets"], 30, seed=5)
-    assert len(asked) == len(documents) == 30
-    for number, request in enumerate(asked):
+    assert len(received) == len(documents) == 30
+    for number, request in enumerate(received):
         prompt = documents.tokens(number)[~documents.targets(number)]
         assert request.prompt_ids.tolist() == prompt.tolist()
         assert request.prompt_ids.dtype == np.int32
-    assert [request.number for request in asked] == list(range(30))
+    assert [request.number for request in received] == list(range(30))
 
 
 def completion_of(*ids: int, finish: str = "stop") -> Completion:
