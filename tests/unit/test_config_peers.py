@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from kit.config_cases import failure, load, yaml_file
+from kit.pages import code_blocks
 from ruamel.yaml import YAML
 
 from stillhouse.cli import cli
@@ -112,7 +113,7 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
 
 
 def test_our_configurations_of_the_page_load(tmp_path: Path) -> None:
-    blocks = re.findall(r"(?s)```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"))
+    blocks = code_blocks(PAGE.read_text(encoding="utf-8"), "yaml")
     ours = [block for block in blocks if "student" in (YAML(typ="safe").load(block) or {})]
     assert len(ours) == len(PEERS)
     for text in ours:
