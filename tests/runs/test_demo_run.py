@@ -1,4 +1,4 @@
-"""The whole demo with one training step instead of hundreds; nearly all of the test's time is evaluation."""
+"""The whole demo, with one seed; `benchmarks/demo.py` runs it with three."""
 
 import json
 from pathlib import Path
@@ -9,15 +9,13 @@ from transformers import AutoModelForCausalLM
 from stillhouse.tools.demo.demo import LABELS, OBJECTIVES, demo, table
 from stillhouse.tools.demo.student import TEACHER
 
-STEPS = 1
-
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     out = tmp_path_factory.mktemp("demo")
-    return out, demo(out, steps=STEPS)
+    return out, demo(out)
 
 
 def test_the_table_has_teacher_control_and_student(finished: tuple[Path, list[dict]]) -> None:
@@ -52,12 +50,11 @@ def test_the_report_compares_both_runs(finished: tuple[Path, list[dict]]) -> Non
 def test_a_second_call_leaves_the_runs_as_they_are(finished: tuple[Path, list[dict]]) -> None:
     out, rows = finished
     before = (out / "distilled" / "metrics.jsonl").read_bytes()
-    assert demo(out, steps=STEPS) == rows
+    assert demo(out) == rows
     assert (out / "distilled" / "metrics.jsonl").read_bytes() == before
 
 
-def test_the_distilled_student_wins(tmp_path: Path) -> None:
-    """This test runs the whole demo with one seed; `benchmarks/demo.py` runs it with three."""
-    _, text_only, distilled = demo(tmp_path / "demo")
+def test_the_distilled_student_wins(finished: tuple[Path, list[dict]]) -> None:
+    _, (_, text_only, distilled) = finished
     assert distilled["cross_entropy"] < text_only["cross_entropy"] - 0.2
     assert distilled["forward_kl"] < text_only["forward_kl"]

@@ -109,14 +109,9 @@ def test_the_records_of_the_quick_start_are_read(tmp_path: Path) -> None:
     toy_tokenizer(chat="generation").save_pretrained(tmp_path / "model")
     for record, words in zip(shown.splitlines(), expected, strict=True):
         (tmp_path / "data.jsonl").write_text(record + "\n")
-        data = f"data={{train: {tmp_path}/data.jsonl, eval: 0, max_tokens: 128}}"
-        settings = [
-            f"student.model={tmp_path}/model",
-            "objective.loss=cross_entropy",
-            "device=cpu",
-            f"out={tmp_path}/out",
-        ]
-        session = prepare(load(data, *settings), announce=False)
+        paths = [f"student.model={tmp_path}/model", f"data.train={tmp_path}/data.jsonl", f"out={tmp_path}/out"]
+        settings = ["data.eval=0", "data.max_tokens=128", "objective.loss=cross_entropy", "device=cpu"]
+        session = prepare(load(*paths, *settings), announce=False)
         (batch,) = session.step_schedule.micro_batches(session.train, 0)
         target = batch.labels_T[batch.labels_T >= 0]
         assert words in toy_tokenizer().decode(target)

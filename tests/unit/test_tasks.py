@@ -41,7 +41,7 @@ CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 def answer(task: str, prompt: str) -> str:
-    """The right answer, found in another way than the generator's."""
+    """The right answer, computed in another way than in the generator."""
     if task == "sums":
         return str(eval(prompt.removesuffix("=")))
     if task == "reversal":
@@ -86,7 +86,7 @@ def test_no_problem_is_in_both_splits(task: str) -> None:
     )
     assert not train & held_out
     assert all(is_held_out(task, prompt) is (prompt in held_out) for prompt in train | held_out)
-    # nearly all problems that exist have been drawn, so the sizes are those of the splits
+    # nearly all problems that exist are generated, so the sizes are those of the splits
     assert len(held_out) >= 10
     assert 0.1 < len(held_out) / len(train | held_out) < 0.4
 
