@@ -56,14 +56,14 @@ def one_seed(folder: Path, seed: int) -> dict[str, dict[int, float]]:
         "rollout.prompts_per_step": PROMPTS, "rollout.samples_per_prompt": 1,
         "train.steps": STEPS, "train.learning_rate": 3e-4, "eval.every": STEPS,
     }  # fmt: skip
-    found: dict[str, dict[int, float]] = {}
+    matches: dict[str, dict[int, float]] = {}
     for way, more in WAYS.items():
         for staleness, schedule in STALENESS.items():
             log = run(folder / f"{way} {staleness}", settings | more | schedule)
             ages = [line["rollout/staleness_max"] for line in log if "rollout/staleness_max" in line]
             assert max(ages) == ages[-1] == staleness, f"{way}: tokens are {ages} versions old, not {staleness}"
-            found.setdefault(way, {})[staleness] = curve(log)[-1][2]
-    return found
+            matches.setdefault(way, {})[staleness] = curve(log)[-1][2]
+    return matches
 
 
 def main() -> None:
