@@ -4,7 +4,6 @@ import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -62,15 +61,16 @@ def test_the_configurations_load(tmp_path: Path) -> None:
     assert load_config(ROOT / "examples" / "qwen3.yaml").out == "runs/qwen3"
 
 
-def run_before_and_after(dtype: torch.dtype) -> tuple[dict[str, Any], list[tuple[float, dict[str, torch.Tensor]]]]:
-    """Run both blocks as they are printed, one after the other, with the same models.
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_before_and_after_are_the_same_loss_and_gradients(dtype: torch.dtype, error: float) -> None:
+    """Both blocks run as they are printed, one after the other, with the same models.
 
-    Returns the names that the blocks use, and the loss and the gradients of each block.
+    In bfloat16, the second one is nearer to the loss of the same hidden states and heads in float64.
     """
     torch.manual_seed(0)
     student, teacher = (build("llama", seed=seed, dtype=dtype) for seed in (1, 2))
-    names = {"student": student, "teacher": teacher, "F": F}
-    names |= {"ids": torch.randint(3, 251, (2, 37)), "mask": torch.rand(2, 37) > 0.3}
+    ids, mask = torch.randint(3, 251, (2, 37)), torch.rand(2, 37) > 0.3
+    names = {"student": student, "teacher": teacher, "F": F, "ids": ids, "mask": mask}
     results = []
     for block in code_blocks(README, "python"):
         exec(block, names)
@@ -78,22 +78,15 @@ def run_before_and_after(dtype: torch.dtype) -> tuple[dict[str, Any], list[tuple
         gradients = {name: parameter.grad.float() for name, parameter in student.named_parameters()}
         student.zero_grad()
         results.append((float(names["loss"].detach()), gradients))
-    return names, results
-
-
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_before_and_after_are_the_same_loss_and_gradients(dtype: torch.dtype, error: float) -> None:
-    """In bfloat16, the second one is nearer to the loss of the same hidden states and heads in float64."""
-    names, results = run_before_and_after(dtype)
     (loss, gradients), (our_loss, our_gradients) = results
     assert our_loss == pytest.approx(loss, rel=error)
     for name, expected in gradients.items():
         assert (our_gradients[name] - expected).norm() <= 10 * error * expected.norm(), name
     log_q, log_p = (
-        (model.base_model(names["ids"]).last_hidden_state.double() @ model.lm_head.weight.double().T).log_softmax(-1)
-        for model in (names["student"], names["teacher"])
+        (model.base_model(ids).last_hidden_state.double() @ model.lm_head.weight.double().T).log_softmax(-1)
+        for model in (student, teacher)
     )
-    exact = float(F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)[names["mask"]].mean())
+    exact = float(F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)[mask].mean())
     assert dtype == torch.float32 or abs(our_loss - exact) < 0.1 * abs(loss - exact)
 
 

@@ -40,9 +40,9 @@ def compares_with_teacher(metric: str | None) -> bool:
 class CheckpointConfig(Section):
     """Which checkpoints a run writes and keeps, and from which checkpoint it resumes."""
 
-    every: int = Field(500, ge=0)
+    every: int = Field(default=500, ge=0)
     """Steps between two checkpoints. 0: only one checkpoint, at the end."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """How many of the latest checkpoints are kept, in addition to the best one."""
     best: Known | MetricOfCallback | None = "eval/cross_entropy"
     """The checkpoint with the best value of this metric is kept: the lowest, or the highest for agreement and for the
@@ -51,7 +51,7 @@ class CheckpointConfig(Section):
     greater_is_better: bool | None = None
     """Of a metric of eval.callbacks in checkpoint.best: whether its highest value is the best one. null: for all
     other metrics, of which it is known."""
-    resume: PathText = Field("auto", examples=["auto", "never", "runs/a/checkpoints/step-500"])
+    resume: PathText = Field(default="auto", examples=["auto", "never", "runs/a/checkpoints/step-500"])
     """auto: resume from the latest checkpoint in out, or start anew if there is none; never: start anew; a path:
     start from that checkpoint."""
     fallback: bool = False

@@ -19,7 +19,7 @@ class SourceConfig(Section):
 
     source: PathText
     """A source as data.train takes it alone."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     """The share of the tokens, after all weights are divided by their sum."""
 
 
@@ -56,13 +56,13 @@ class DataConfig(Section):
     """Held-out documents: a source of the same kinds as train, or the share of train's documents to hold out, chosen
     by a hash of their content. 0: no evaluation. {name: source, …}: several sets, each also with metrics of its own,
     such as eval/name/cross_entropy."""
-    max_tokens: int = Field(2048, ge=2)
+    max_tokens: int = Field(default=2048, ge=2)
     """Tokens per packed sequence. A longer text is split into several documents; a longer conversation or completion
     is cut at its end, and the cuts are counted."""
-    chat_template: PathText | None = Field(None, examples=["template.jinja"])
+    chat_template: PathText | None = Field(default=None, examples=["template.jinja"])
     """Chat template for conversations: a Jinja file, or a folder or hub id whose tokenizer has it, such as the
     teacher's. The student is saved with it. null: that of the student's tokenizer."""
-    cache: PathText | None = Field(None, examples=["auto"])
+    cache: PathText | None = Field(default=None, examples=["auto"])
     """Folder for tokenized data: the next start on the same files, tokenizer and options maps them from there, and
     they need not fit into memory. auto: stillhouse/data in the user's cache folder. null: none. No effect on hub ids
     and on the prompts of rollout."""

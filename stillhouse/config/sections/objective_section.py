@@ -16,7 +16,7 @@ class HiddenPairConfig(Section):
     """The teacher's layer, numbered in the same way."""
     loss: Literal["mse", "cosine"] = "mse"
     """mse: the mean squared difference over the width. cosine: 1 minus the cosine."""
-    scale: float = Field(1.0, gt=0)
+    scale: float = Field(default=1.0, gt=0)
     """Factor of this loss in the minimised loss."""
 
 
@@ -27,7 +27,7 @@ class ObjectiveConfig(Section):
     """A sum of cross_entropy and divergences with coefficients, such as 0.3*cross_entropy + 0.7*jsd(0.5); the
     divergences are listed in docs/objective.md. uld takes the place of a divergence with
     teacher.cross_tokenizer=uld."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Divides the logits of student and teacher in divergences, and the student's in entropy; no effect on
     cross_entropy."""
     scale_by_temperature_squared: bool = False
@@ -35,13 +35,13 @@ class ObjectiveConfig(Section):
     tokens: Literal["completion", "all"] = "completion"
     """The target tokens. completion: those of completions and assistant turns; all: those of prompts, too. No effect
     on records with the column text."""
-    router_aux_loss: float = Field(0.0, ge=0)
+    router_aux_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the load-balancing loss of a student with experts, which is computed per packed sequence and
     averaged over layers. 0: off. The model's own router_aux_loss_coef is not read."""
-    hidden: list[HiddenPairConfig] = Field([])
+    hidden: list[HiddenPairConfig] = Field(default=[])
     """Further losses between hidden states: a list such as [{student: 5, teacher: 11, loss: cosine, scale: 0.1}]. A
     trained matrix maps the student's width to the teacher's. Needs a teacher in the student's stages.
     docs/objective.md explains the keys."""
-    chunk_tokens: int | None = Field(None, ge=1)
+    chunk_tokens: int | None = Field(default=None, ge=1)
     """Rows of a logits tile, the part of the logits that is in memory at a time. Affects memory and speed, never the
     loss. null: chosen by a memory budget."""

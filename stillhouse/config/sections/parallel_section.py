@@ -10,19 +10,19 @@ from stillhouse.config.section import Section
 class ParallelConfig(Section):
     """The layout of the processes that torchrun starts. Their number is the product of all degrees except expert."""
 
-    fsdp: int | None = Field(None, ge=1)
+    fsdp: int | None = Field(default=None, ge=1)
     """FSDP degree: weights, gradients and optimizer state are sharded over this many processes, and each of them gets
     other data. null: the number of processes divided by the other degrees."""
-    tensor: int = Field(1, ge=1)
+    tensor: int = Field(default=1, ge=1)
     """Tensor-parallel degree: each matrix is sharded over this many processes; the embedding and the head are sharded
     by vocabulary rows."""
-    pipeline: int = Field(1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
     """Pipeline degree: the layers of student and teacher are divided over this many ranks."""
-    context: int = Field(1, ge=1)
+    context: int = Field(default=1, ge=1)
     """Context-parallel degree: each sequence is divided over this many processes."""
-    replicate: int = Field(1, ge=1)
+    replicate: int = Field(default=1, ge=1)
     """Replicas of the layout above; each of them gets other data."""
-    expert: int = Field(1, ge=1)
+    expert: int = Field(default=1, ge=1)
     """Expert-parallel degree: the experts of each layer are distributed over this many processes, which are processes
     of fsdp, context and tensor, not additional ones. A multiple of tensor; 1: the same as tensor."""
     schedule: Literal["gpipe", "1f1b", "1f1b_ahead", "interleaved", "zero_bubble", "zbv"] = "1f1b"

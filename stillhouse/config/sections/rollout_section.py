@@ -10,50 +10,50 @@ from stillhouse.config.section import FunctionPath, PathText, Section, Text, Url
 class RolloutConfig(Section):
     """On-policy training: in each step, the student generates completions of prompts and is trained on them."""
 
-    share: float = Field(1.0, gt=0, le=1)
+    share: float = Field(default=1.0, gt=0, le=1)
     """Share of each step's completions that are the student's own (λ of GKD). The others are the dataset's
     completions; cross_entropy in objective.loss counts on them alone."""
-    prompts_per_step: int | None = Field(None, ge=1)
+    prompts_per_step: int | None = Field(default=None, ge=1)
     """Prompts of one optimizer step, each with samples_per_prompt completions. null: as many as train.tokens_per_step
     holds if every completion is data.max_tokens long with its prompt."""
-    samples_per_prompt: int = Field(4, ge=1)
+    samples_per_prompt: int = Field(default=4, ge=1)
     """Completions of each prompt."""
-    max_new_tokens: int = Field(512, ge=1)
+    max_new_tokens: int = Field(default=512, ge=1)
     """Tokens of a completion, its end of sequence included; less than data.max_tokens."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Divides the student's logits when tokens are sampled."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Tokens are sampled from the most probable ones with this mass. 1: all tokens."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """Tokens are sampled from the k most probable ones. 0: all tokens."""
-    min_p: float = Field(0.0, ge=0, lt=1)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
     """Tokens below this share of the largest probability are not sampled. 0: all tokens."""
-    stop: list[Text] = Field([])
+    stop: list[Text] = Field(default=[])
     """Texts that end a completion, in addition to the end-of-sequence tokens."""
     engine: Literal["transformers", "stillhouse", "vllm", "sglang"] = "transformers"
     """What generates completions. transformers: the student in the job. The others: servers at url."""
-    url: Urls = Field(None, examples=["http://127.0.0.1:8001"])
+    url: Urls = Field(default=None, examples=["http://127.0.0.1:8001"])
     """The address of a server that generates completions, or a list of addresses. The environment variable
     STILLHOUSE_TOKEN, if it is set, is sent as the bearer token."""
     weights: PathText | None = None
     """A folder that this job and the servers at url share, for the student's weights. Each run has a folder of its
     own in it. null: the folder weights in out."""
-    timeout: float = Field(600.0, gt=0)
+    timeout: float = Field(default=600.0, gt=0)
     """Seconds without an answer of any server, after which the run saves a checkpoint and stops."""
     schedule: Literal["sync", "one_step_off", "two_step_off", "async"] = "sync"
     """When completions are generated. sync: in their own step. one_step_off, two_step_off: one or two steps ahead,
     while earlier steps are trained. async: ahead, too, and with new weights in the middle of completions; a step
     trains on those that are finished first, as far as max_staleness allows."""
-    max_staleness: int = Field(2, ge=0)
+    max_staleness: int = Field(default=2, ge=0)
     """How many optimizer steps the weights that generated a token may be behind those that it trains. It limits all
     schedules: 0 makes each of them the same as sync."""
     correction: Literal["none", "truncated", "masked"] = "truncated"
     """The weight of policy_gradient and sampled_kl at a token, by the ratio of its probabilities in training and at
     its sampling. truncated: the ratio, at most limit (TIS). masked: the ratio, and 0 outside of 1/limit to limit
     (IcePop). none: 1. Divergences need none: they are exact whichever token was sampled."""
-    limit: float = Field(2.0, gt=1)
+    limit: float = Field(default=2.0, gt=1)
     """The limit of correction."""
-    reward: FunctionPath | None = Field(None, examples=["mypkg.rewards:exact"])
+    reward: FunctionPath | None = Field(default=None, examples=["mypkg.rewards:exact"])
     """package.module:function, called as function(prompt, completion, record) for every completion. It gives a
     number, the reward of policy_gradient. null: no reward."""
     advantage: Literal["normalized", "centered"] = "normalized"
@@ -62,10 +62,10 @@ class RolloutConfig(Section):
     deviation: Literal["population", "sample"] = "population"
     """The standard deviation of advantage=normalized, of n completions: population divides the sum of squares by n,
     sample by n - 1, as TRL and verl do."""
-    environment: FunctionPath | None = Field(None, examples=["mypkg.tools:calculator"])
+    environment: FunctionPath | None = Field(default=None, examples=["mypkg.tools:calculator"])
     """package.module:function, called as function(prompt, completion, record) when a turn of the student has ended.
     It gives the text that follows, which is not a target, or None at the end. null: one turn."""
-    max_turns: int = Field(8, ge=1)
+    max_turns: int = Field(default=8, ge=1)
     """Turns of the student with an environment."""
     writer: Literal["student", "teacher"] = "student"
     """What generates the completions. teacher: the teacher, as for sequence-level distillation (SeqKD): teacher.model
@@ -73,10 +73,10 @@ class RolloutConfig(Section):
     them."""
     truncated: Literal["keep", "mask"] = "keep"
     """Completions without an end within max_new_tokens. mask: none of their tokens is a target."""
-    discount: float = Field(0.0, ge=0, le=1)
+    discount: float = Field(default=0.0, ge=0, le=1)
     """With policy_gradient(teacher_kl=…): a token's advantage is the sum of the teacher's log-ratios from this token
     on, each multiplied by this number for every token in between (MiniLLM). 0: its own alone."""
-    position_decay: float = Field(1.0, gt=0, le=1)
+    position_decay: float = Field(default=1.0, gt=0, le=1)
     """The weight of the n-th token of a completion is this number to the power n. 1: all equal."""
 
     @property

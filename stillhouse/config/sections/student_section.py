@@ -14,9 +14,9 @@ class AdapterConfig(Section):
 
     type: Literal["lora"] = "lora"
     """lora: (alpha / r) B A x is added to a layer's output W x; only A and B are trained."""
-    r: int = Field(16, ge=1)
+    r: int = Field(default=16, ge=1)
     """Rank: A has r rows, and B has r columns."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
     """LoRA scale: the adapter's output is multiplied by alpha / r."""
     targets: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
     """The layers that get an adapter. all-linear: every linear layer except the head; or a list of name endings, such
@@ -30,7 +30,7 @@ class MtpConfig(Section):
     with the student. docs/mtp.md explains them.
     """
 
-    depths: int = Field(1, ge=1)
+    depths: int = Field(default=1, ge=1)
     """Number of the layers: layer k predicts the k-th token after the next one."""
     objective: Text | None = None
     """The loss of every depth, in the grammar of objective.loss and at objective.temperature. null:
@@ -39,7 +39,7 @@ class MtpConfig(Section):
     """The target distribution of the depths. teacher: the teacher's distribution of the same token; student: the
     student's own, without gradients, which is what decides on the drafts in speculative decoding. No effect on
     cross_entropy."""
-    scale: float = Field(0.3, gt=0)
+    scale: float = Field(default=0.3, gt=0)
     """Factor of the depths' loss: the step's loss is that of the student plus scale times the sum over the depths.
     With train=heads, AdamW cancels it, but train.clip does not."""
     train: Literal["all", "heads"] = "all"
