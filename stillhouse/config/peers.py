@@ -92,14 +92,14 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
 
 
 def _same(written: str, name: str) -> bool:
-    """Whether one of two dotted names ends with the other; the shorter one of a dotted name needs two parts."""
+    """Whether two dotted names are equal, or one ends with the other. A written part of a name needs two parts."""
     if written == name or written.endswith(f".{name}"):
         return True
     return "." in written and name.endswith(f".{written}")
 
 
 def _fitting(keys: Sequence[str], written: str) -> Sequence[str]:
-    """Of keys in several sections, those of the section that the written name speaks of."""
+    """The keys whose section begins the name that was written; all keys if there are none."""
     of_section = [key for key in keys if written.startswith(key.partition(".")[0])]
     return of_section or keys
 

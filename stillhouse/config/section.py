@@ -56,7 +56,7 @@ def _checked_function(path: str) -> str:
 
 
 def function_hint(path: str) -> str:
-    """How the function is written that `path` names with a file (my.py:f) or a dot (my.f); "" for any other path."""
+    """How to write a function that is given as a file (my.py:f) or with a dot (my.f); "" for any other path."""
     if match := _FILE.fullmatch(path):
         file, name = PurePath(match["file"]), match["name"] or "function"
         if all(part.isidentifier() for part in file.parts):

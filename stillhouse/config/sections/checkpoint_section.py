@@ -28,7 +28,7 @@ def set_of(metric: str | None) -> str | None:
 
 
 def is_of_callback(metric: str | None) -> bool:
-    """Whether a metric is none of ours, but one of eval.callbacks."""
+    """Whether a metric is one of eval.callbacks: neither a metric of every run nor one of an evaluation set."""
     return metric is not None and metric not in KNOWN and set_of(metric) is None
 
 

@@ -18,7 +18,7 @@ class SourceConfig(Section):
     """One source of a mixture, and its share of the tokens that are trained on."""
 
     source: PathText
-    """A source as data.train takes it alone."""
+    """A source, in the same form as a single source of data.train."""
     weight: float = Field(default=1.0, gt=0)
     """The share of the tokens, after all weights are divided by their sum."""
 

@@ -92,7 +92,7 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         return str(getattr(self, "from"))
 
     def chosen(self, count: int) -> list[int]:
-        """The numbers of the chosen ones of `count` layers; some may be missing there."""
+        """The numbers of the chosen layers of a teacher with `count` layers; a number may be too large for it."""
         if self.layers is None:
             return list(range(count))
         if isinstance(self.layers, list):
