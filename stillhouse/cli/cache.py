@@ -36,7 +36,7 @@ def cache() -> None:
 @cache.command()
 @configured
 @click.option("--signal", type=click.Choice(list(SIGNALS)), help="hidden: exact, at any temperature. top_k: the "
-              "most probable ids. sampled: sampled ids. [default: hidden; teacher.signal with teacher.url]")  # fmt: skip
+              "top ids. sampled: sampled ids. [default: hidden; teacher.signal with teacher.url]")  # fmt: skip
 @click.option(
     "--top-k", type=click.IntRange(1), help="Ids of top_k or samples of sampled, per token. [default: 64; 50]"
 )
