@@ -32,7 +32,7 @@ _FREE = {
     "train.activation_checkpointing",
 }
 
-#: keys that earlier versions lacked, with the values that stand for what those versions did
+#: keys that versions before them lacked, with the values that mean what those versions did
 _ADDED: dict[str, Any] = {
     "data.chat_template": None,
     "train.optimizer": "adamw",
@@ -78,12 +78,12 @@ def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_as_before(key: str, value: Any) -> bool:
-    """Whether the value of a key stands for what earlier versions without the key did, so that their runs resume."""
+    """Whether the value of a key means what versions without the key did, so that runs of those versions go on."""
     return key in _ADDED and _ADDED[key] == value
 
 
 def _as_single(key: str) -> str:
-    """The key `teachers.<name>.key` of one of several teachers as `teacher.key`; any other key unchanged."""
+    """A key of one of several teachers as that of the section teacher."""
     section, _, rest = key.partition(".")
     return f"teacher.{rest.partition('.')[2]}" if section == "teachers" and "." in rest else key
 

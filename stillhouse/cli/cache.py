@@ -15,7 +15,7 @@ SIGNALS: "dict[str, SignalKind]" = {"hidden": "hidden", "top_k": "top_k", "sampl
 
 
 class _Group(click.Group):
-    """A group that runs its first command if none is named: `stillhouse cache run.yaml` is `… write run.yaml`."""
+    """A group whose first command is meant where none is named: `stillhouse cache run.yaml` is `… write run.yaml`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or args[0] not in {*self.commands, "-h", "--help"}:
@@ -36,10 +36,8 @@ def cache() -> None:
 @cache.command()
 @configured
 @click.option("--signal", type=click.Choice(list(SIGNALS)), help="hidden: exact, at any temperature. top_k: the "
-              "top ids. sampled: sampled ids. [default: hidden; teacher.signal with teacher.url]")  # fmt: skip
-@click.option(
-    "--top-k", type=click.IntRange(1), help="Ids of top_k or samples of sampled, per token. [default: 64; 50]"
-)
+              "likeliest ids. sampled: drawn ids. [default: hidden; teacher.signal with teacher.url]")  # fmt: skip
+@click.option("--top-k", type=click.IntRange(1), help="Ids per token of top_k, draws of sampled. [default: 64; 50]")
 @click.option("--dtype", help="float32, bfloat16 or float16. [default: the teacher's; float32 for top_k]")
 @click.option("--with-label", is_flag=True, help="top_k: the actual next token, too.")
 @click.option("--packed", is_flag=True, help="top_k, sampled: ids and counts in as few bits as they need.")

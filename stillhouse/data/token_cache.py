@@ -162,7 +162,7 @@ def _read(path: Path, name: str) -> Documents:
             file = _array_file(path, kind if number is None else f"{kind}-{number}")
             if file.name not in manifest["sha256"]:
                 raise ValueError(f"{file.name} is not in {MANIFEST}")
-            if not file.stat().st_size:  # an empty file cannot be mapped
+            if not file.stat().st_size:  # no bytes cannot be mapped
                 return np.empty(0, dtype=_DTYPES[kind])
             return np.memmap(file, dtype=_DTYPES[kind], mode="r")
 
@@ -200,7 +200,7 @@ def _write_strings(path: Path, strings: Sequence[str]) -> None:
 
 
 def _states(files: Sequence[Path]) -> dict[str, tuple[int, int, int]]:
-    """The inode, size and time of change of each file, by its name: a changed file has others."""
+    """By the names of the files, what a change of a file changes: its number, size and time."""
     states = ((path, path.stat()) for path in files)
     return {str(path): (state.st_ino, state.st_size, state.st_mtime_ns) for path, state in states}
 

@@ -143,7 +143,7 @@ class TorchEngine:
                 with_teacher_cross_entropy=of_teacher,
             )
             outputs += self.process(loss, micro_batches, signals, self._acceptance)
-            del micro_batches, signals  # free the teacher's large hidden states before the next part
+            del micro_batches, signals  # a teacher's hidden states are large, and the next part comes first
         return add_up(self.ranks.gather(summed_metrics(outputs)))
 
     @property

@@ -136,7 +136,7 @@ class Rollouts:
             self.engine.close()
 
     def can_take(self, step: int) -> bool:
-        """Whether the samples of a later step are finished; only the schedule two_step_off can have them early."""
+        """Whether a later step's samples can be taken already, which only a schedule of two steps off has early."""
         queue = self.queue
         if self.config.schedule != "two_step_off" or step >= self.session.step_schedule.steps:
             return False
@@ -197,9 +197,9 @@ def first_rollouts(session: Session, folder: RunFolder) -> ShardedMicroBatches:
 
 
 def _update_servers(engine: RolloutEngine, step: int, folder: Path) -> None:
-    """Give servers new weights, which may take minutes; raise ServerError if a signal comes meanwhile.
+    """Give servers new weights, which may take minutes, and look meanwhile whether the run is to end.
 
-    The thread that gives the weights is then not waited for: it ends when the engine's connections are closed.
+    If it is, the thread goes on until what it waits for is closed.
     """
     threads, require_no_signal = ThreadPoolExecutor(1), _SignalWatch()
     try:

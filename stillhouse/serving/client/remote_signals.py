@@ -85,7 +85,7 @@ class RemoteSignals:
 
     @property
     def identity(self) -> str:
-        """The hash that the server reports, else that of the teacher's files here, else its name."""
+        """The teacher's own hash; that of its files here, if the server tells none; else its name."""
         first = self.servers[0]
         if first.identity is not None:
             return first.identity
