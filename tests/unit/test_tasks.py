@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 from kit.config_cases import load
-from kit.runs import write_records
 from kit.toy_tokenizer import toy_tokenizer
 
-from benchmarks.task_models import Greedy, batch_of, character_tokenizer, new_model
+from benchmarks.task_models import character_tokenizer, new_model
 from stillhouse import cli
 from stillhouse.cli.task import NAMES
 from stillhouse.config import ConfigError
@@ -24,24 +23,22 @@ from stillhouse.loops.greedy_evaluation import evaluate_tasks
 #: of seed 7: problems 0 and 4 for training, problem 1 held out
 GOLDEN = {
     "sums": [("5-4=", "1", 2), ("3+14+19+12+11+12=", "71", 6), ("16+11-13=", "14", 3)],
-    "reversal": [("reverse: hb =", "bh", 2), ("reverse: pzyzqg =", "gqzyzp", 6), ("reverse: dyi =", "iyd", 3)],
-    "brackets": [("close: {}[{ =", "}]", 2), ("close: ({{}({}({{ =", "}}))})", 6), ("close: {}(({}( =", ")))", 3)],
+    "reversal": [
+        ("reverse: hb =", "bh", 2),
+        ("reverse: pzyzqg =", "gqzyzp", 6),
+        ("reverse: dyi =", "iyd", 3),
+    ],
+    "brackets": [
+        ("close: {}[{ =", "}]", 2),
+        ("close: ({{}({}({{ =", "}}))})", 6),
+        ("close: {}(({}( =", ")))", 3),
+    ],
 }
-#: a task of the harness, without its data
-TINY_TASK = """
-task: tiny_choice
-output_type: multiple_choice
-doc_to_text: '{{q}}'
-doc_to_choice: '{{choices}}'
-doc_to_target: a
-target_delimiter: ''
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 def answer(task: str, prompt: str) -> str:
-    """The right answer, computed in another way than in the generator."""
+    """The right answer, found in another way than the generator's."""
     if task == "sums":
         return str(eval(prompt.removesuffix("=")))
     if task == "reversal":
@@ -53,10 +50,6 @@ def answer(task: str, prompt: str) -> str:
         else:
             assert CLOSING[stack.pop()] == character
     return "".join(CLOSING[character] for character in reversed(stack))
-
-
-def size(task: str, example: Problem) -> int:
-    return len(example.prompt.replace("-", "+").split("+")) if task == "sums" else len(example.answer)
 
 
 @pytest.mark.parametrize("task", LENGTHS)
@@ -72,8 +65,11 @@ def test_answers_are_right_and_lengths_take_turns(task: str, held_out: bool) -> 
     problems = [problem(TaskSpec(task, 2, 9), 1, number, held_out=held_out) for number in range(400)]
     for number, example in enumerate(problems):
         assert example.answer == answer(task, example.prompt)
-        assert example.length == size(task, example) == 2 + number % 8
+        numbers = example.prompt.replace("-", "+").split("+")
+        assert example.length == len(numbers if task == "sums" else example.answer) == 2 + number % 8
     assert len({problem.prompt for problem in problems}) > 300
+    first, other = (problem(TaskSpec(task, 9, 9), seed, 0, held_out=held_out) for seed in (1, 2))
+    assert first != other
 
 
 @pytest.mark.parametrize("task", LENGTHS)
@@ -86,15 +82,9 @@ def test_no_problem_is_in_both_splits(task: str) -> None:
     )
     assert not train & held_out
     assert all(is_held_out(task, prompt) is (prompt in held_out) for prompt in train | held_out)
-    # nearly all problems that exist are generated, so the sizes are those of the splits
+    # nearly all problems that exist have been drawn, so the sizes are those of the splits
     assert len(held_out) >= 10
     assert 0.1 < len(held_out) / len(train | held_out) < 0.4
-
-
-def test_other_seeds_and_numbers_give_other_problems() -> None:
-    spec = TaskSpec.of("reversal", "9:9")
-    prompts = {problem(spec, seed, number, held_out=False).prompt for seed in range(20) for number in range(20)}
-    assert len(prompts) == 400
 
 
 @pytest.mark.parametrize(
@@ -126,10 +116,10 @@ def test_a_wrong_task_is_refused(text: str, message: str) -> None:
 
 
 def test_tasks_of_a_configuration() -> None:
-    assert list(NAMES) == list(LENGTHS)
     assert load("eval.tasks=[sums(2:4), reversal]").eval.tasks == ["sums(2:4)", "reversal"]
     assert TaskSpec.parse("sums(2:4)") == TaskSpec("sums", 2, 4)
     assert TaskSpec.parse("reversal") == TaskSpec("reversal", *LENGTHS["reversal"])
+    assert list(NAMES) == list(LENGTHS)
     with pytest.raises(ConfigError, match="expected each task once"):
         load("eval.tasks=[sums(2:4), sums]")
 
@@ -147,6 +137,35 @@ def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(is_held_out("sums", json.loads(line)["prompt"]) for line in held_out.read_text().splitlines())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["held_out.jsonl", "sums.jsonl"]
     assert "50 problems" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("task sum --count 5 --out x", 2, "'sum' is not one of 'sums', 'reversal', 'brackets'"),
+        ("task sums --count 0 --out x", 2, "0 is not in the range x>=1"),
+        ("task sums --out x", 2, "Missing option '--count'"),
+        ("task sums --count 5 --seed 4294967296 --out x", 2, "is not in the range"),
+        ("task sums --count 5 --lengths 2-4 --out x", 1, "got lengths '2-4' for task sums"),
+        ("task sums --count 5 --out no/x", 1, "no is not a folder: expected one for x"),
+        ("task sums --count 5 --out mine", 1, "mine exists: expected the name of a new file"),
+        ("evaluate . --tasks ,", 2, "--tasks names no task"),
+        ("evaluate nowhere --tasks x", 2, "Directory 'nowhere' does not exist"),
+    ],
+)
+def test_wrong_calls(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("mine")
+    assert cli.run(arguments.split()) == code
+    assert message in capsys.readouterr().err
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"mine": "mine"}
 
 
 def test_evaluating_without_the_extra_names_it(
@@ -172,9 +191,13 @@ def test_the_harness_evaluates_a_model(tmp_path: Path, monkeypatch: pytest.Monke
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     rows = [{"q": "1+1=", "choices": [unlikely, likely], "a": right} for right in (1, 1, 0)]
-    write_records(tmp_path / "tiny.jsonl", rows)
-    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/tiny.jsonl}}}}\ntest_split: test\n"
-    (tmp_path / "tiny.yaml").write_text(TINY_TASK + data)
+    (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tiny.yaml").write_text(
+        f"task: tiny_choice\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/tiny.jsonl}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{choices}}'\n"
+        "doc_to_target: a\ntarget_delimiter: ''\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
     command = ["evaluate", str(folder), "--task-folder", str(tmp_path), "--out", str(tmp_path / "figures.json")]
     assert cli.run([*command, "--tasks", "nosuch"]) == 1
     assert cli.run([*command, "--tasks", "tiny_choice"]) == 0
@@ -185,21 +208,21 @@ def test_a_prompt_has_the_tokens_that_it_has_in_training(tmp_path: Path) -> None
     """Also if the tokenizer puts special tokens on both ends."""
     tokenizer, spec = toy_tokenizer(adds_bos=True, adds_eos=True), TaskSpec.of("brackets")
     problems = [problem(spec, 5, number, held_out=True) for number in range(30)]
-    path = write_records(tmp_path / "a.jsonl", [problem.record("brackets") for problem in problems])
-    documents = load_documents(str(path), tokenizer, max_tokens=512)
-    received: list[GenerationRequest] = []
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(problem.record("brackets")) + "\n" for problem in problems))
+    documents = load_documents(str(tmp_path / "a.jsonl"), tokenizer, max_tokens=512)
+    asked: list[GenerationRequest] = []
 
     def generate(requests: Sequence[GenerationRequest]) -> list[Completion]:
-        received.extend(requests)
+        asked.extend(requests)
         return [completion_of(tokenizer.eos_token_id) for _ in requests]
 
     evaluate_tasks(generate, tokenizer, ["brackets"], 30, seed=5)
-    assert len(received) == len(documents) == 30
-    for number, request in enumerate(received):
+    assert len(asked) == len(documents) == 30
+    for number, request in enumerate(asked):
         prompt = documents.tokens(number)[~documents.targets(number)]
         assert request.prompt_ids.tolist() == prompt.tolist()
         assert request.prompt_ids.dtype == np.int32
-    assert [request.number for request in received] == list(range(30))
+    assert [request.number for request in asked] == list(range(30))
 
 
 def completion_of(*ids: int, finish: str = "stop") -> Completion:
@@ -232,22 +255,3 @@ def test_figures_by_task_and_length() -> None:
         "eval/tasks_truncated": 0.5,
     }
     assert evaluate_tasks(generate, tokenizer, [], 12, seed=0) == {}
-
-
-@pytest.mark.slow
-def test_a_model_that_has_memorised_the_held_out_problems_solves_them_all() -> None:
-    """And none before it has, so that the figure is the model's and not the task's."""
-    tokenizer, spec = character_tokenizer(), TaskSpec("reversal", 2, 4)
-    model = new_model(tokenizer, 64, 2, seed=0)
-    greedy = Greedy(model.eval(), 8)
-    before = evaluate_tasks(greedy, tokenizer, ["reversal(2:4)"], 12, seed=3)
-    ids_BS, labels_BS = batch_of(tokenizer, [problem(spec, 3, number, held_out=True) for number in range(12)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(120):
-        logits_BSV = model(input_ids=ids_BS[:, :-1]).logits
-        torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    after = evaluate_tasks(greedy, tokenizer, ["reversal(2:4)"], 12, seed=3)
-    assert (before["eval/exact_match/reversal"], after["eval/exact_match/reversal"]) == (0.0, 1.0)
-    assert after["eval/tasks_truncated"] == 0.0
