@@ -4,7 +4,7 @@ As a teacher, a run from it is compared with the same run with the teacher in th
 engines_completions.py, whole on-policy runs in engines_rollouts.py, and exported models in engines_export.py.
 
 Two servers of the shipped teacher are started: one for pooling, which gives hidden states, and one that generates
-text, which gives the likeliest ids. Each run trains a small student for 50 steps. The differences of the losses and
+text, which gives the top ids. Each run trains a small student for 50 steps. The differences of the losses and
 of the final weights are printed, and written to benchmarks/results/engines-<date>.json. The exit code is 1 if hidden
 states in float32 do not give the losses of the teacher in the job to 1e-6, or if another check fails.
 

@@ -165,7 +165,7 @@ class _Kill:
         if step != KILLED_IN:
             return
         assert rollouts.queue is not None
-        time.sleep(0.1)  # some tokens of each completion have been written
+        time.sleep(0.1)  # some tokens of each completion have been generated
         self.writer.kill()
         self.figures["under_way_when_killed"] = len(rollouts.queue.writer.under_way)
         self.writer = self.writer.start_again()
@@ -207,15 +207,15 @@ def _measure(
 
 
 def _staleness(steps: Sequence[list[Sample]]) -> dict[str, int]:
-    """How many tokens of the steps after the first one were written how many versions ago."""
+    """The tokens of the steps after the first one, counted by the age of the weights that generated them."""
     ages = [step - sample.completion.versions_N for step, samples in enumerate(steps) if step for sample in samples]
     return {str(age): count for age, count in sorted(Counter(np.concatenate(ages).tolist()).items())}
 
 
 @torch.no_grad()
 def _log_probs(steps: Sequence[list[Sample]], kept: Path, session: Session) -> dict[str, Any]:
-    """How far the engine's log-probabilities are from those of each version, of the tokens that it is said to have
-    written, and of the versions before and after it.
+    """How far the engine's log-probabilities of tokens are from those of the version that generated them, as the
+    engine says, and from those of the versions before and after it.
     """
     differences: dict[tuple[int, int], list[np.ndarray]] = {}
     samples = [sample for samples in steps for sample in samples]

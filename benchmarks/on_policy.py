@@ -4,7 +4,7 @@ A tiny model that has imitated answers is trained by GRPO (policy_gradient, with
 it solves nearly all problems: the teacher. Its own starting checkpoint then learns that again:
 
     on-policy     it writes, and the teacher judges every token: reverse KL over the full vocabulary
-    off-policy    forward KL on completions that the teacher has written
+    off-policy    forward KL on completions that the teacher has generated
     SFT           cross-entropy on these completions
     GRPO          the same reinforcement learning again, with another seed
 

@@ -1,8 +1,8 @@
-"""What is learned from completions that older weights have written: staleness 0, 1, 2 and 4, and its corrections.
+"""What is learned from completions that older weights have generated: staleness 0, 1, 2 and 4, and its corrections.
 
 A student that solves a third of a seeded task learns from a teacher that solves nearly all of it, for as many steps
 under each schedule, with the engine in this process. Every token is then exactly as old as the schedule says (async
-with max_staleness 8 asks four steps ahead). reverse_kl is exact whatever token was drawn; for the policy gradient
+with max_staleness 8 asks four steps ahead). reverse_kl is exact whatever token was sampled; for the policy gradient
 with the teacher's log-ratio as the advantage, the draws matter, and `rollout.correction` weights them.
 
     python -m benchmarks.on_policy_staleness --seeds 0 1         about 12 minutes on two quiet cores

@@ -1,10 +1,10 @@
-"""Draws against the likeliest ids at equal bytes per token: which cached signal makes the better student?
+"""Sampled ids against the top ids at equal bytes per token: which cached signal makes the better student?
 
-The demo's students learn from caches of the shipped teacher: 50 draws per token (RS-KD, arXiv 2503.16870), the k
-likeliest ids for the k whose file is as large, with the other mass as one more outcome ("bucket") or left out
+The demo's students learn from caches of the shipped teacher: 50 samples per token (RS-KD, arXiv 2503.16870), the k
+top ids for the k whose file is as large, with the other mass as one more outcome ("bucket") or left out
 ("renormalize", which is what most peers do), and hidden states, which are exact. Every student has the same initial
 weights, data and order for a seed. Reported are held-out cross-entropy and forward KL against the whole teacher, and
-the calibration of the student: the difference between confidence and accuracy of its likeliest token (ECE with 15
+the calibration of the student: the difference between confidence and accuracy of its top token (ECE with 15
 bins of equal width). Writes benchmarks/results/sparse_signals-<date>.json.
 
     python -m benchmarks.sparse_signals --seeds 0 1 2

@@ -82,7 +82,7 @@ def batch_of(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) ->
 
 
 class Greedy:
-    """Writes the likeliest tokens with transformers' own `generate`, one batch of equal prompts at a time."""
+    """Generates the top tokens with transformers' own `generate`, one batch of equal prompts at a time."""
 
     def __init__(self, model: Qwen3ForCausalLM, max_new_tokens: int):
         self.model, self.max_new_tokens = model, max_new_tokens
