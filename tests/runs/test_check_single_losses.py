@@ -21,8 +21,8 @@ def gradient(session: Session, engine: Any) -> torch.Tensor:
     engine.zero_grad()
     micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
     _forward_backward(session, engine, micro_batches)
-    gradients = [parameter.grad for _, parameter in session.student.named_parameters() if parameter.requires_grad]
-    return torch.cat([torch.zeros(1) if gradient is None else gradient.flatten().double() for gradient in gradients])
+    found = [parameter.grad for _, parameter in session.student.named_parameters() if parameter.requires_grad]
+    return torch.cat([torch.zeros(1) if gradient is None else gradient.flatten().double() for gradient in found])
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,16 @@ def test_the_gradients_add_up(
     settings = {"objective.loss": LOSS, **settings}
     session = session_of(tmp_path, family=family, **settings)
     engine = session.engine
-    expected = gradient(session, engine)
-    parts = list(engine.single_parts())
-    assert [name for name, _ in parts] == names
+    whole = gradient(session, engine)
+    further = list(engine.single_parts())
+    assert [name for name, _ in further] == names
     terms = [engine.with_losses(spec) for name, spec in _single_terms(session.spec) if name != "cross_entropy"]
-    gradients = [gradient(session, single) for single in [*terms, *(single for _, single in parts)]]
-    assert all(float(single.norm()) > 0 for single in gradients)
-    total = torch.stack(gradients).sum(0)
-    assert (total - expected).norm() <= 1e-5 * expected.norm()
+    each = [gradient(session, other) for other in [*terms, *(other for _, other in further)]]
+    assert all(float(one.norm()) > 0 for one in each)
+    total = torch.stack(each).sum(0)
+    assert (total - whole).norm() <= 1e-5 * whole.norm()
     check(write_run(tmp_path, family=family, **settings))
     shown = capsys.readouterr().out
-    for name, single in zip(names, gradients[len(terms) :], strict=True):
+    for name, one in zip(names, each[len(terms) :], strict=True):
         (norm,) = re.findall(rf"^  {re.escape(name)} +gradient norm (\S+)$", shown, re.MULTILINE)
-        assert float(norm) == pytest.approx(float(single.norm()), rel=1e-3)
+        assert float(norm) == pytest.approx(float(one.norm()), rel=1e-3)
