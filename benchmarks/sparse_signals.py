@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.record import result_file, write_result
 from stillhouse.config import RunConfig, load_config
 from stillhouse.data import MicroBatch, PackedSequences
-from stillhouse.loops.evaluate import evaluate
+from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.models import Decoder
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare

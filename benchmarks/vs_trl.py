@@ -40,7 +40,7 @@ from benchmarks.on_policy_speed import STUDENT, TEACHER, nested, write_models
 from benchmarks.peers import Products, Sizes, make_inputs
 from benchmarks.record import result_file, write_result
 from stillhouse.config import RunConfig, load_config
-from stillhouse.loops.evaluate import evaluate
+from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.models import Decoder
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare

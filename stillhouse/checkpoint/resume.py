@@ -18,8 +18,7 @@ from stillhouse.output.progress import (
     Progress,
     read_state,
 )
-from stillhouse.parallel import is_first, log_rank0
-from stillhouse.run.session import Session
+from stillhouse.parallel import Ranks, is_first, log_rank0
 
 #: characters of a value that an error shows
 SHORT = 40
@@ -44,16 +43,24 @@ def candidates(folder: RunFolder, resume: str, values: Mapping[str, Any]) -> lis
     return newest_first if resume in ("auto", "never") else _named_checkpoint(Path(resume), newest_first)
 
 
-def open_checkpoint(session: Session, folder: RunFolder, paths: Sequence[Path]) -> IntactCheckpoint | None:
+def open_checkpoint(
+    folder: RunFolder,
+    paths: Sequence[Path],
+    ranks: Ranks,
+    identity: RunIdentity,
+    *,
+    fallback: bool = False,
+    base: str | None = None,
+) -> IntactCheckpoint | None:
     """The checkpoint to resume from, read and verified by all ranks together; None for a new run.
 
     paths: what `candidates` returned on rank 0 after it had locked the folder; the paths of other ranks are ignored
+    fallback: whether a damaged checkpoint is renamed and the one before it used (`checkpoint.fallback`)
+    base: the name of the model that the student's adapter is trained on; None without an adapter
 
-    If a checkpoint is damaged and `checkpoint.fallback` is true, it is renamed and the checkpoint before it is used.
-    If `checkpoint.fallback` is false, a damaged checkpoint raises ValueError. So does a checkpoint that was written
-    with other data or models.
+    Raises ValueError for a damaged checkpoint, if there is none to fall back to, and for a checkpoint that was
+    written with other data or models.
     """
-    ranks = session.ranks
     paths = [Path(name) for name in ranks.from_first([str(path) for path in paths])]
     damaged: dict[Path, DamagedCheckpointError] = {}
     for number, path in enumerate(paths, start=1):
@@ -61,11 +68,11 @@ def open_checkpoint(session: Session, folder: RunFolder, paths: Sequence[Path]) 
             checkpoint = verified(path, ranks, shared=folder.owns(path))
         except DamagedCheckpointError as error:
             older = paths[number] if number < len(paths) else None
-            if older is None or not session.checkpoint_config.fallback:
+            if older is None or not fallback:
                 raise DamagedCheckpointError(f"{error}; {_remedy(path, older, folder)}") from error
             damaged[path] = error
             continue
-        _require_unchanged(checkpoint, session, folder)
+        _require_unchanged(checkpoint, folder, identity, base)
         if is_first():
             for damaged_path, problem in damaged.items():
                 log_rank0(
@@ -99,18 +106,19 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [name for name, source_hash in now.items() if before.get(name) != source_hash]
 
 
-def _require_unchanged(checkpoint: IntactCheckpoint, session: Session, folder: RunFolder) -> None:
+def _require_unchanged(
+    checkpoint: IntactCheckpoint, folder: RunFolder, identity: RunIdentity, base: str | None
+) -> None:
     """Raise ValueError for a checkpoint of this run if its configuration, data, models or log have changed.
 
     For a checkpoint of another run, only warn if it has an adapter that was trained on another base model.
     """
     path, before = checkpoint.path, checkpoint.state.progress
     if not folder.owns(path):
-        if session.student.lora is not None and "student" in _changed(before.models, session.identity.models):
-            base = session.models.student.model
+        if base is not None and "student" in _changed(before.models, identity.models):
             log_rank0(f"warning: the adapter in {path} was trained on another base model than {base}")
         return
-    require_unchanged_sources(path, before, session.identity)
+    require_unchanged_sources(path, before, identity)
     if is_first() and not has_saved_log(folder.metrics, before):
         raise ValueError(
             f"{folder.metrics} is damaged: its first {before.log_bytes:,} bytes are not those that were there when "

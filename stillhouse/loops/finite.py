@@ -12,9 +12,9 @@ import numpy as np
 
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.engine.engine import StepOutput
+from stillhouse.loops.session_objects import Session
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.parallel import ShardedMicroBatches, is_first
-from stillhouse.run.session import Session
 
 #: an error names at most this many samples
 _NAMED = 5

@@ -11,12 +11,12 @@ from stillhouse.checkpoint.integrity import IntactCheckpoint
 from stillhouse.generation import Sample
 from stillhouse.loops.rollout_records import RolloutMetrics, shown_samples
 from stillhouse.loops.rollouts import Rollouts
+from stillhouse.loops.session_objects import Session
 from stillhouse.loops.training import training
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
 from stillhouse.output.rollout_log import open_rollout_log
 from stillhouse.parallel import ShardedMicroBatches
-from stillhouse.run.session import Session
 from stillhouse.signals import PendingSignals
 
 

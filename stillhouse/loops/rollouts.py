@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.checkpoint.served_models import require_same_writer
 from stillhouse.config import RolloutConfig
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
 from stillhouse.generation import (
@@ -24,16 +25,15 @@ from stillhouse.generation import (
     step_documents,
 )
 from stillhouse.generation.rollout_engines import DistributedEngine
+from stillhouse.loops.completion_engine import open_engine
+from stillhouse.loops.session_objects import Session
+from stillhouse.loops.user_functions import ENVIRONMENT, REWARD, function_of
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.parallel import ShardedMicroBatches, is_first, watchdog
 from stillhouse.preemption import OverdueError, requested
-from stillhouse.run.completion_engine import open_engine
-from stillhouse.run.served_models import require_same_writer
-from stillhouse.run.session import Session
-from stillhouse.run.user_functions import ENVIRONMENT, REWARD, function_of
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.stored import SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP

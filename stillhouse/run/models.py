@@ -3,13 +3,12 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig
 
 from stillhouse.config import (
     ConfigError,
@@ -20,7 +19,7 @@ from stillhouse.config import (
     TeacherConfig,
 )
 from stillhouse.hashing import json_hash
-from stillhouse.libraries import reading, require_feature
+from stillhouse.libraries import require_feature
 from stillhouse.models import (
     Decoder,
     HiddenPair,
@@ -32,6 +31,7 @@ from stillhouse.models import (
     model_fingerprint,
     quantized_identity,
 )
+from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
 from stillhouse.run.initial import initial_weights
@@ -73,14 +73,11 @@ class ModelSources:
             if isinstance(teacher, NamedTeacherConfig) and teacher.student is not None
         ]
 
+    @cached_property
     def student_source(self) -> ModelSource:
         """The student, prepared for training."""
         source = self._whole_student() if self.mesh.ranks.size == 1 else self._sharded_student()
         return replace(source, build=lambda: self._prepared(source.build()), teacher_is_base=self.teacher_is_base)
-
-    def student_copy(self) -> Decoder:
-        """The whole student without values, prepared for training like the one that is trained."""
-        return self._prepared(self._sharded_student().build())
 
     def teacher(self, section: str, device: torch.device | None = None, *, offload: bool = False) -> ModelSource:
         """A teacher of which each process reads a part.
@@ -239,10 +236,9 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
 
 def _match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher: TeacherConfig) -> None:
     """Add the projectors of the hidden-state loss, without values, and its hooks."""
-    with reading(f"the configuration of {teacher.model!r} cannot be read"):
-        config = AutoConfig.from_pretrained(
-            str(teacher.model), revision=teacher.revision, trust_remote_code=teacher.trust_remote_code
-        ).get_text_config()
+    config = read_configuration(
+        str(teacher.model), teacher.revision, trust_remote_code=teacher.trust_remote_code
+    ).get_text_config()
     try:
         match_hidden(student, pairs, config.num_hidden_layers, config.hidden_size)
     except ValueError as error:

@@ -12,13 +12,13 @@ import torch
 from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, TrainConfig
 from stillhouse.data import check_vocabulary
 from stillhouse.engine.optimizer import require_optimizer
+from stillhouse.loops.user_functions import require_functions
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.output.trackers import require_trackers
 from stillhouse.parallel import Layout, watchdog
 from stillhouse.run.agreement import require_same_sources
 from stillhouse.run.inputs import RunData
 from stillhouse.run.setup import RunSetup
-from stillhouse.run.user_functions import require_functions
 
 #: runs of fewer steps are warned of, unless train.steps asks for them
 FEW_STEPS = 10

@@ -136,7 +136,7 @@ class RunSetup:
         head_only = separate is not None or bool(self.stores) or config.teachers is not None
         key_of_one_process = None if separate is None else "teacher.offload"
         with as_config_error("parallel" if mesh.ranks.size > 1 else key_of_one_process):
-            student = models.student_source()
+            student = models.student_source
             if separate is not None:
                 require_own_teacher(layout, student, teacher_head_only=True)
             store = self.stores.get("teacher")

@@ -24,6 +24,7 @@ from stillhouse.run.inputs import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.objective import RunObjective
 from stillhouse.serving.client import (
+    TOKEN_VARIABLE,
     NeedsModelError,
     RemoteSignals,
     SignalRequest,
@@ -36,7 +37,6 @@ from stillhouse.signals.in_job import TeacherInJob
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.teacher_folder import files_of_head, head_of
 
-TOKEN = "STILLHOUSE_TOKEN"
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 #: with teacher.prove=auto, a model with at most these bytes of weights is loaded for the comparison
 SMALL = 2**30
@@ -100,7 +100,7 @@ def _open(section: str, teacher: TeacherConfig, temperature: float) -> SignalSto
             api=teacher.api,
             model_folder=None if teacher.model is None else _teacher_files(teacher),
             timeout=teacher.timeout,
-            token=os.environ.get(TOKEN),
+            token=os.environ.get(TOKEN_VARIABLE),
             warn=lambda line: log_rank0(f"warning: {line}"),
         )
 

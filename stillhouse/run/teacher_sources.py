@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from transformers import AutoConfig
 
 from stillhouse.config import ConfigError, NamedTeacherConfig, TeacherConfig, TeachersConfig
-from stillhouse.libraries import reading
 from stillhouse.models import Decoder, ProofError
+from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import (
     BufferedHead,
     DecoderHead,
@@ -205,9 +204,7 @@ def _can_be_cut(teacher: TeacherConfig) -> bool:
     """Whether the teacher's layers and its output head can be loaded separately."""
     if teacher.trust_remote_code:
         return False
-    with reading(f"the configuration of {teacher.model!r} cannot be read"):
-        config = AutoConfig.from_pretrained(str(teacher.model), revision=teacher.revision, trust_remote_code=False)
-    return is_cuttable(config)
+    return is_cuttable(read_configuration(str(teacher.model), teacher.revision))
 
 
 def _head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:

@@ -67,7 +67,7 @@ def _state(session: Session, folder: RunFolder) -> str:
 
 def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
     """The printed lines. state: a description of the run folder."""
-    student, step_schedule = session.models.student, session.step_schedule
+    student, step_schedule = session.student_config, session.step_schedule
     yield _row("student", _model_line(session.student))
     for section, teacher in session.teachers.items():
         yield _row(section.removeprefix("teachers."), _model_line(teacher))
@@ -79,7 +79,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
             yield _row("mtp", mtp_in_words(student.mtp, session.student, part))
     if session.adapter_in_words is not None:
         yield _row("adapter", session.adapter_in_words)
-    teachers = session.models.teachers
+    teachers = session.teacher_configs
     same = ""
     if teachers and all(teacher.cross_tokenizer is None for teacher in teachers.values()):
         same = f", the same for {'both' if 'teacher' in teachers else 'all'}"

@@ -12,7 +12,7 @@ from kit.runs import metrics, save_model, session_of, write_run
 from kit.shard_ranks import Rank, shared_pool
 
 from stillhouse.data import Documents
-from stillhouse.loops.evaluate import evaluate
+from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.held_out_tokens import (
     DOCUMENTS,
     TOP,

@@ -50,7 +50,7 @@ def write_cycles(folder: Path, **settings: Any) -> Any:
 
 def plain_loss(session: Session, of_student: bool) -> Tensor:
     """Return the first step's loss from plain logits, in float64."""
-    config, student = session.models.student.mtp, session.student
+    config, student = session.student_config.mtp, session.student
     assert config is not None
     assert student.mtp is not None
     assert session.teacher is not None
