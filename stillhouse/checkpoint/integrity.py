@@ -3,7 +3,6 @@
 Without this, a lost or stale file of one rank would leave that rank's shards of all matrices at their initial values.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from stillhouse.engine.state import stored_tensors
 from stillhouse.output.disk import file_names, hashes
-from stillhouse.output.progress import STATE, DamagedCheckpointError, Progress, State, read_state
+from stillhouse.output.progress import STATE, DamagedCheckpointError, State, read_state
 from stillhouse.parallel import ONE_PROCESS, Ranks, local_processes, local_rank
 
 #: the subfolder of a checkpoint that contains the weights and the optimizer's state
@@ -87,15 +86,6 @@ def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixe
     if damage:
         more = f", and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
         raise DamagedCheckpointError(f"{path} is damaged: {', '.join(sorted(damage)[:_NAMED])}{more}")
-
-
-def has_saved_log(metrics: Path, progress: Progress) -> bool:
-    """Whether a log begins with exactly what it contained when the checkpoint with this progress was written."""
-    beginning = b""
-    if metrics.is_file():
-        with metrics.open("rb") as file:
-            beginning = file.read(progress.log_bytes)
-    return hashlib.sha256(beginning).hexdigest() == progress.log_sha256
 
 
 def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from stillhouse.checkpoint.checkpoint_folder import checkpoints, set_aside
 from stillhouse.checkpoint.identity import RunIdentity, decisive_values
-from stillhouse.checkpoint.integrity import IntactCheckpoint, has_saved_log, verified
+from stillhouse.checkpoint.integrity import IntactCheckpoint, verified
 from stillhouse.config import ConfigError, load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.display import first_line
@@ -119,7 +119,7 @@ def _require_unchanged(
             log_rank0(f"warning: the adapter in {path} was trained on another base model than {base}")
         return
     require_unchanged_sources(path, before, identity)
-    if is_first() and not has_saved_log(folder.metrics, before):
+    if is_first() and before.saved_log(folder.metrics) is None:
         raise ValueError(
             f"{folder.metrics} is damaged: its first {before.log_bytes:,} bytes are not those that were there when "
             f"{path} was written; restore it, or continue in another folder with checkpoint.resume={path}"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, EvalConfig, RolloutConfig
+from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
 from stillhouse.generation import RolloutEngine, Sampling
 from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.generation.rollout_engines import DistributedEngine, InProcessEngine
@@ -158,10 +158,8 @@ def make_generator(
     counted_rows: int | None = None,
 ) -> Generator:
     """Raises ConfigError with this key for a decoder that cannot generate. counted_rows: see `Generator`."""
-    try:
+    with as_config_error(key):
         check_generation(decoder, device)
-    except ValueError as error:
-        raise ConfigError(key, str(error)) from error
     return Generator(
         decoder,
         sampling,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from stillhouse.config import ConfigError, StudentConfig, TeacherConfig
+from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.config.sections.student_section import StudentInitConfig
 from stillhouse.models import Decoder
 from stillhouse.models.decoder import HEAD_WEIGHT, PROJECTORS
@@ -77,10 +77,8 @@ def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher:
 
 
 def _read_layers(decoder: Decoder, folder: str, layers: list[int]) -> None:
-    try:
+    with as_config_error(_KEY):
         name = layers_name(decoder)
-    except ValueError as error:
-        raise ConfigError(_KEY, str(error)) from error
     of_layer = re.compile(rf"(?<=^{re.escape(f'{decoder.pretrained.base_model_prefix}.{name}.')})\d+(?=\.)")
     read_weights(decoder, folder, renamed=partial(_name_in_teacher, of_layer, layers))
 

@@ -17,6 +17,7 @@ from stillhouse.config import (
     ObjectiveConfig,
     StudentConfig,
     TeacherConfig,
+    as_config_error,
 )
 from stillhouse.hashing import json_hash
 from stillhouse.libraries import require_feature
@@ -173,17 +174,13 @@ class ModelSources:
         adapter, objective = self.student.adapter, self.objective
         if adapter is not None:
             options = adapter.model_dump(exclude={"type"})
-            try:
+            with as_config_error("student.adapter.targets"):
                 add_lora(student, **options, base=self.student.model, revision=self.student.revision)
-            except ValueError as error:
-                raise ConfigError("student.adapter.targets", str(error)) from error
         if self.student.mtp is not None:
             _add_mtp(student, self.student.mtp)
         if objective.router_aux_loss:
-            try:
+            with as_config_error("objective.router_aux_loss"):
                 balance_routers(student)
-            except ValueError as error:
-                raise ConfigError("objective.router_aux_loss", str(error)) from error
         if objective.hidden:
             pairs = [HiddenPair(pair.student, pair.teacher, pair.loss, pair.scale) for pair in objective.hidden]
             _match_hidden(student, pairs, self.teachers["teacher"])
@@ -239,18 +236,14 @@ def _match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher: Teache
     config = read_configuration(
         str(teacher.model), teacher.revision, trust_remote_code=teacher.trust_remote_code
     ).get_text_config()
-    try:
+    with as_config_error("objective.hidden"):
         match_hidden(student, pairs, config.num_hidden_layers, config.hidden_size)
-    except ValueError as error:
-        raise ConfigError("objective.hidden", str(error)) from error
 
 
 def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
     """Add the layers of multi-token prediction, without values."""
-    try:
+    with as_config_error("student.mtp"):
         require_feature("multi-token prediction")
-    except ValueError as error:
-        raise ConfigError("student.mtp", str(error)) from error
     from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
 
     declared = declared_depths(student.config) if mtp.init == "auto" else 0
@@ -260,10 +253,8 @@ def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
             f"got {mtp.depths}, but the student's configuration has num_mtp_layers={declared}: expected {declared},"
             " or student.mtp.init=new",
         )
-    try:
+    with as_config_error("student.mtp"):
         add_mtp(student, mtp.depths, is_new=not declared)
-    except ValueError as error:
-        raise ConfigError("student.mtp", str(error)) from error
     if mtp.train == "heads":
         freeze_main(student)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, TrainConfig
+from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, TrainConfig, as_config_error
 from stillhouse.data import check_vocabulary
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.loops.user_functions import require_functions
@@ -55,10 +55,8 @@ def check_models(decoders: Mapping[str, Decoder], self_teachers: Sequence[str], 
     warnings = list[str]()
     for section, decoder in decoders.items():
         warnings += check_vocabulary(data.tokenizer, decoder.vocabulary_rows, section)
-        try:
+        with as_config_error("data.max_tokens"):
             check_document_length(decoder.pretrained, data.train.max_tokens, section)
-        except ValueError as error:
-            raise ConfigError("data.max_tokens", str(error)) from error
         longest = max(int(documents.lengths_D.max()) for documents in splits)
         warnings += warn_of_positions(decoder.pretrained, longest, section)
         readers = self_teachers if section == "student" else [section.partition(".")[2]]

@@ -37,7 +37,7 @@ def distill(config: RunConfig) -> Path:
     Before everything has been checked, only the folder itself, its lock and the lock's holder are written.
     """
     setup, folder = RunSetup(with_precision(config)), RunFolder(Path(config.out))
-    _ = setup.spec  # first, so that a misspelt loss is reported even if the folder is occupied, too
+    _ = setup.objective.spec  # first, so that a misspelt loss is reported even if the folder is occupied, too
     resume, values = config.checkpoint.resume, setup.values
     candidates(folder, resume, values)  # reports an occupied folder before the models are loaded
     ranks = setup.ranks

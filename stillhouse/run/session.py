@@ -31,7 +31,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 
 def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     """See `prepare`. setup: of the configuration, with its precision resolved."""
-    config, spec, stores = setup.config, setup.spec, setup.stores
+    config, spec, stores = setup.config, setup.objective.spec, setup.stores
     if announce:
         print(setup.objective.in_words(stores), flush=True)
     check_before_loading(setup)

@@ -1,13 +1,12 @@
 """Builds the sources of the teachers' signals, under any layout."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from stillhouse.config import ConfigError, NamedTeacherConfig, TeacherConfig, TeachersConfig
+from stillhouse.config import ConfigError, NamedTeacherConfig, TeacherConfig, TeachersConfig, as_config_error
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import (
@@ -196,7 +195,7 @@ class TeacherSources:
     def _separate(
         self, key: str, source: ModelSource, layout: Layout, mesh: Mesh, head: TeacherHead | None
     ) -> SeparateTeacher:
-        with as_config_error(key):
+        with as_config_error(key, ProofError):
             return SeparateTeacher(source, layout, mesh, self.student.layout, self.student.mesh, head=head)
 
 
@@ -213,16 +212,3 @@ def _head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
     assert source.load_weights is not None
     source.load_weights(decoder)
     return decoder
-
-
-@contextmanager
-def as_config_error(key: str | None) -> Iterator[None]:
-    """Raise a ValueError of the block as a ConfigError with this key; None: as it is."""
-    try:
-        yield
-    except (ConfigError, ProofError):
-        raise
-    except ValueError as error:
-        if key is None:
-            raise
-        raise ConfigError(key, str(error)) from error

@@ -98,7 +98,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
         exact = {name: teacher.model_copy(update={"dtype": "float32"}) for name, teacher in config.several.items()}
         config = config.model_copy(update={"teachers": config.teachers.model_copy(update=exact)})
     setup = RunSetup(config)
-    _ = setup.spec, setup.stores  # whose mistakes are reported first
+    _ = setup.objective.spec, setup.stores  # whose mistakes are reported first
     require_adapters(config.student)
     device, processes = setup.device, process_count()
     data = setup.load_data()
