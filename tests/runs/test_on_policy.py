@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,21 @@ def length(prompt, completion, record):
     assert prompt.endswith("is") and record["completion"]
     return float(len(completion))
 
-def nothing(prompt, completion, record):
-    return float("nan")
+def huge(prompt, completion, record):
+    return 1e308 if len(completion) % 2 else -1e308
 
 def echo(prompt, completion, record):
     return None if completion.count("!") >= 2 else " no!"
 """
+
+
+@pytest.fixture
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module with a reward and an environment, for runs in this process and in others."""
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hooks", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +97,8 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int)
     assert contents(out / "model") == contents(undisturbed / "model")
 
 
-def test_a_killed_run_with_several_turns_goes_on_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("hooks")
+def test_a_killed_run_with_several_turns_goes_on_to_the_bit(tmp_path: Path) -> None:
     settings = {"rollout.environment": "hooks:echo", "rollout.stop": ["e", "a", "i"], "checkpoint.every": 2}
     write_on_policy_run(tmp_path, **settings, **{"rollout.schedule": "one_step_off", "objective.loss": "jsd(0.5)"})
     run_yaml = tmp_path / "run.yaml"
@@ -170,12 +179,8 @@ def test_a_run_goes_on_under_another_layout_with_the_samples_of_the_first(one_pr
         ("cross_entropy", {"rollout.writer": "teacher", "rollout.schedule": "one_step_off"}),
     ],
 )
-def test_every_kind_of_objective(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, settings: dict[str, Any]
-) -> None:
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "hooks", raising=False)
+@pytest.mark.usefixtures("hooks")
+def test_every_kind_of_objective(tmp_path: Path, loss: str, settings: dict[str, Any]) -> None:
     out = distill(write_on_policy_run(tmp_path, **{"objective.loss": loss, "train.steps": 3} | settings))
     lines = rollout_figures(out)
     assert len(lines) == 3
@@ -204,25 +209,6 @@ def test_a_configuration_that_does_not_fit_is_refused_by_its_key(
     with pytest.raises(ConfigError, match=problem) as raised:
         prepare(write_on_policy_run(tmp_path, **settings), announce=False)
     assert raised.value.key == key
-
-
-@pytest.mark.parametrize(
-    ("reward", "problem"),
-    [
-        ("nowhere:length", "there is no module 'nowhere'"),
-        ("hooks:width", "hooks has no function 'width'"),
-        ("hooks:nothing", "nothing gives nan for the completion"),
-    ],
-)
-def test_a_reward_that_cannot_be_used_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, problem: str
-) -> None:
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "hooks", raising=False)
-    config = write_on_policy_run(tmp_path, **{"objective.loss": "policy_gradient", "rollout.reward": reward})
-    with pytest.raises(ValueError, match=problem):
-        distill(config)
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -288,16 +274,9 @@ def test_runs_of_versions_without_a_key_go_on(tmp_path: Path) -> None:
     assert decisive_values(dotted_values(other))["rollout.deviation"] == "sample"
 
 
-HUGE = """
-def huge(prompt, completion, record):
-    return 1e308 if len(completion) % 2 else -1e308
-"""
-
-
-def test_rewards_of_any_size_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "huge_rewards.py").write_text(HUGE)
-    monkeypatch.chdir(tmp_path)
-    settings = {"objective.loss": "policy_gradient + reverse_kl", "rollout.reward": "huge_rewards:huge"}
+@pytest.mark.usefixtures("hooks")
+def test_rewards_of_any_size_train(tmp_path: Path) -> None:
+    settings = {"objective.loss": "policy_gradient + reverse_kl", "rollout.reward": "hooks:huge"}
     write_on_policy_run(tmp_path, **settings)
     run("distill", tmp_path / "run.yaml")
     assert all(math.isfinite(line["rollout/reward_std"]) for line in rollout_figures(tmp_path / "out"))
@@ -341,18 +320,17 @@ def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
 
 
 def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
-    write_on_policy_run(tmp_path, **{"objective.loss": "reverse_kl + sampled_kl(k2)"})
+    """6 steps with 4 of 8 completions each from the dataset, which has 15 documents."""
+    loss = "cross_entropy + reverse_kl + sampled_kl(k2)"
+    write_on_policy_run(tmp_path, **{"rollout.share": 0.5, "objective.loss": loss})
     command = run("check", tmp_path / "run.yaml")
-    for expected in ("6 of 8 completions, 2 of each prompt; 100%", "one step", "sampled_kl(k2)", "reverse_kl"):
+    for expected in (
+        "6 of 8 completions, 2 of each prompt; 50%",
+        "24 of the completions are the dataset's, which has 15: 1.60 passes over it",
+        *("one step", "sampled_kl(k2)", "reverse_kl"),
+    ):
         assert expected in command.out
     assert not (tmp_path / "out").exists()
-
-
-def test_check_says_how_often_the_dataset_is_passed(tmp_path: Path) -> None:
-    write_on_policy_run(tmp_path, **{"rollout.share": 0.5, "objective.loss": "cross_entropy + reverse_kl"})
-    command = run("check", tmp_path / "run.yaml")
-    # 6 steps with 4 of 8 completions each, and 15 documents
-    assert "24 of the completions are the dataset's, which has 15: 1.60 passes over it" in command.out
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -383,12 +361,11 @@ def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path, processes:
         ("policy_gradient(teacher_kl=1) + jsd(0.5)", {}),
     ],
 )
+@pytest.mark.usefixtures("hooks")
 def test_the_gradients_of_the_same_completions_under_every_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, settings: dict[str, Any]
+    tmp_path: Path, loss: str, settings: dict[str, Any]
 ) -> None:
-    (tmp_path / "hooks.py").write_text(HOOKS)
     write_on_policy_run(tmp_path, **{"objective.loss": loss, "data.eval": 0} | settings)
-    monkeypatch.chdir(tmp_path)
     ranks = run_ranks(2, "parity", tmp_path / "run.yaml")
     rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]
     same = {line.split("  ")[0] for line in rows}

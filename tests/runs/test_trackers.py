@@ -135,14 +135,25 @@ def of_trackio(_: Path) -> tuple[Curves, int, dict[str, Any]]:
     return dict(curves), 1, storage.get_run_config("stillhouse", name)
 
 
+def of_tensorboard(folder: Path) -> tuple[Curves, int, dict[str, Any]]:
+    """TensorBoard gets no configuration; values that are not finite are kept."""
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    curves = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    del curves["nan"]
+    return curves, 1, VALUES
+
+
 READERS: dict[str, Callable[[Path], tuple[Curves, int, dict[str, Any]]]] = {
     "mlflow": of_mlflow,
     "wandb": of_wandb,
     "trackio": of_trackio,
+    "tensorboard": of_tensorboard,
 }
 
 
-@pytest.mark.parametrize("name", ["mlflow", pytest.param("wandb", marks=pytest.mark.slow), "trackio"])
+@pytest.mark.parametrize("name", ["mlflow", pytest.param("wandb", marks=pytest.mark.slow), "trackio", "tensorboard"])
 def test_a_resumed_run_continues_its_curves_with_each_step_once(tmp_path: Path, name: str) -> None:
     """Killed at steps 6 and 5 after a checkpoint of step 3: the second process has fewer steps than the first."""
     pytest.importorskip(name)
@@ -158,6 +169,12 @@ def test_a_resumed_run_continues_its_curves_with_each_step_once(tmp_path: Path, 
     assert "nan" not in curves
     assert runs == 1
     assert str(config["train.learning_rate"]) == "2e-05"
+
+
+def test_a_run_that_begins_again_has_each_step_once_in_tensorboard(tmp_path: Path) -> None:
+    write(tmp_path, ["tensorboard"], range(1, 7))
+    write(tmp_path, ["tensorboard"], range(1, 5))
+    assert of_tensorboard(tmp_path)[0][JSD] == [(step, step / 2) for step in range(1, 5)]
 
 
 def test_a_copy_of_a_run_folder_does_not_write_into_the_original_curves(tmp_path: Path) -> None:
