@@ -198,18 +198,6 @@ def test_a_checkpoint_restores_the_layers(tmp_path: Path, train: str) -> None:
         assert all(torch.equal(each, states[1][two][key]) for key, each in states[0].get(one, {}).items()), name
 
 
-@pytest.mark.slow
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    write_run(tmp_path, family="qwen3", **{"student.mtp": {"depths": 2}, "checkpoint.every": 3, "checkpoint.keep": 9})
-    run("distill", tmp_path / "run.yaml")
-    resume = tmp_path / "out" / "checkpoints" / "step-00000003"
-    run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'again'}", f"checkpoint.resume={resume}")
-    one, two = (load_file(tmp_path / out / "model" / "model.safetensors") for out in ("out", "again"))
-    assert one.keys() == two.keys()
-    assert "model.layers.3.shared_head.norm.weight" in one
-    assert all(torch.equal(two[name], each) for name, each in one.items())
-
-
 def test_the_exported_model_drafts_and_is_a_students_model_again(tmp_path: Path) -> None:
     settings = {"family": "qwen3", "student.mtp": {"depths": 2}, "train.steps": 2}
     config = write_run(tmp_path, **settings)
