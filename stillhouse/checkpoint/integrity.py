@@ -35,18 +35,22 @@ class IntactCheckpoint:
     state: State
 
 
-def verified(path: Path, ranks: Ranks = ONE_PROCESS, *, shared: bool = True, whole: bool = False) -> IntactCheckpoint:
+def verified(
+    path: Path, ranks: Ranks = ONE_PROCESS, *, shared: bool = True, with_student: bool = False
+) -> IntactCheckpoint:
     """Read and hash a checkpoint. Each rank reads its share of the files; all ranks return, or all raise.
 
     shared: all ranks see the same folder; if not, each machine reads all of its files.
-    whole: also check the folder `student`, which is not needed to resume a run.
+    with_student: also check the folder `student`, which is not needed to resume a run.
 
     Raises DamagedCheckpointError for damage, and ValueError if a rank cannot read the files, which may be intact.
     """
     state = _on_all_ranks(lambda: read_state(path), ranks)
     if len(set(ranks.gather(json.dumps(asdict(state), sort_keys=True)))) > 1:
         raise DamagedCheckpointError(f"{path} is not the same for all ranks: they read different files {STATE}")
-    _on_all_ranks(lambda: _require_files(path, state, ranks, shared, ("",) if whole else _READ_TO_RESUME), ranks)
+    _on_all_ranks(
+        lambda: _require_files(path, state, ranks, shared, ("",) if with_student else _READ_TO_RESUME), ranks
+    )
     _on_all_ranks(lambda: require_covered(path, stored_tensors(path / RESUME)), ranks)
     return IntactCheckpoint(path, state)
 

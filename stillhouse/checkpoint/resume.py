@@ -165,32 +165,34 @@ def _both(before: Any, after: Any) -> str:
     return "" if max(map(len, texts)) > SHORT else " ({} there, {} here)".format(*texts)
 
 
-def _named_checkpoint(path: Path, own: list[Path]) -> list[Path]:
+def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
     """The checkpoint at `path`, which the configuration names, or the run's own checkpoints, the newest first.
 
     The run's own checkpoints are returned if the newest of them is `path`, or if the run began with `path`.
     """
-    if own and (own[0].resolve() == path.resolve() or _started_from(own) == str(path.resolve())):
-        return own
+    newest = newest_first[0] if newest_first else None
+    if newest is not None and path.resolve() in (newest.resolve(), _started_from(newest_first)):
+        return newest_first
     if not (path / STATE).is_file():
         raise ConfigError(
             "checkpoint.resume",
             f"{path} is not a checkpoint; expected auto, never or <run>/checkpoints/step-<number>",
         )
-    if not own:
+    if newest is None:
         return [path]
     raise ConfigError(
         "checkpoint.resume",
-        f"got {path}, but out already contains this run's own checkpoint {own[0]}; checkpoint.resume=auto continues "
+        f"got {path}, but out already contains this run's own checkpoint {newest}; checkpoint.resume=auto continues "
         "from that one, and a run with a new folder as out starts from the one that you named",
     )
 
 
-def _started_from(own: list[Path]) -> str | None:
+def _started_from(newest_first: list[Path]) -> Path | None:
     """The checkpoint that a run began with, read from the newest of its own checkpoints whose state is readable."""
-    for path in own:
+    for path in newest_first:
         try:
-            return read_state(path).progress.started_from
+            start = read_state(path).progress.started_from
         except DamagedCheckpointError:
             continue  # `open_checkpoint` reports the damage
+        return None if start is None else Path(start)
     return None

@@ -86,7 +86,7 @@ class Rollouts:
             self._ask(step, timeline)
 
     def _ask(self, step: int, timeline: Timeline) -> None:
-        queue, number, folder = self.queue, step + 1, None
+        number, folder = step + 1, None
         if self.config.writer == "student" and self.config.urls:
             # while the servers still generate
             with timeline.span(number, "weights", f"publish version {step}"), explained_write_errors(self.weights):
@@ -94,7 +94,7 @@ class Rollouts:
                 folder = self.session.engine.publish(self.weights, step, run=self.run, tokenizer=tokenizer)
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             if self.config.schedule != "async":
-                self._on_first(lambda: queue.wait_for(step) if queue is not None and queue.has_asked(step) else None)
+                self._of_queue(lambda queue: queue.wait_for(step) if queue.has_asked(step) else None)
         if self.config.writer == "student":
             with timeline.span(number, "weights", f"version {step}"):
                 self._update_weights(step, folder)
@@ -102,16 +102,14 @@ class Rollouts:
                     self._prove_weights(step)
         # an engine in this job generates now; with servers, this only sends the requests
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
-            self._on_first(lambda: None if queue is None else queue.ask(step))
+            self._of_queue(lambda queue: queue.ask(step))
 
     def take(self, step: int, timeline: Timeline) -> list[Sample]:
         """The samples of a step, the same on all ranks. Waits for them."""
         queue = self.queue
         phase = f"the completions of step {step + 1}"
         with timeline.span(step + 1, "trainer", WAIT_FOR_COMPLETIONS), watchdog.untimed(phase):
-            content = self._on_first(
-                lambda: [] if queue is None else [sample.as_json() for sample in queue.take(step)]
-            )
+            content = self._of_queue(lambda queue: [sample.as_json() for sample in queue.take(step)])
         if queue is not None and queue.taken_times != (0.0, 0.0):
             offset = timeline.seconds - time.monotonic()
             start, stop = (offset + time_ for time_ in queue.taken_times)
@@ -137,10 +135,9 @@ class Rollouts:
 
     def can_take(self, step: int) -> bool:
         """Whether a later step's samples can be taken already, which only a schedule of two steps off has early."""
-        queue = self.queue
         if self.config.schedule != "two_step_off" or step >= self.session.step_schedule.steps:
             return False
-        return self._on_first(lambda: queue is not None and queue.has_asked(step) and queue.is_ready(step))
+        return self._of_queue(lambda queue: queue.has_asked(step) and queue.is_ready(step))
 
     def trained(self, step: int) -> None:
         """The optimizer has made the step on its samples."""
@@ -173,6 +170,15 @@ class Rollouts:
         by_server = self.engine.weights.probed
         samples = probe_samples(self.session.train.documents, by_server)
         return list(by_server), [sample.as_json() for sample in samples]
+
+    def _of_queue(self, action: Callable[[RolloutQueue], Result]) -> Result:
+        """The result of an action on the queue, which rank 0 has, on all ranks; see `_on_first`."""
+
+        def on_first() -> Result:
+            assert self.queue is not None
+            return action(self.queue)
+
+        return self._on_first(on_first)
 
     def _on_first(self, action: Callable[[], Result]) -> Result:
         """The result of an action on rank 0, on all ranks. It must be something that JSON can represent.

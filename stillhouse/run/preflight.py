@@ -84,7 +84,7 @@ def require_teachers_fit(
         if teacher.quantize is not None and layout.degrees.processes > 1:
             raise ConfigError(
                 f"{section}.quantize",
-                f"got {teacher.quantize} under {layout}, which divides plain weights: expected null, or teacher.url "
+                f"got {teacher.quantize} under {layout}, which shards plain weights: expected null, or teacher.url "
                 "with `stillhouse serve --quantize`",
             )
         if teacher.offload:

@@ -63,7 +63,7 @@ def _configuration(path: Path) -> Finding:
 
 def _checkpoint(path: Path) -> Finding:
     try:
-        state = verified(path, whole=True).state
+        state = verified(path, with_student=True).state
     except ValueError as error:
         return Finding(path.name, problem=str(error))
     size = sum((path / name).stat().st_size for name in state.files)
