@@ -11,7 +11,6 @@ from kit.runs import MAX_TOKENS, metrics, run, save_model, session_of, write_rec
 from torch import Tensor
 
 from stillhouse.checkpoint.checkpoint_folder import checkpoints
-from stillhouse.checkpoint.integrity import verified
 from stillhouse.loops.off_policy import train
 from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.run.session import Session
@@ -73,22 +72,6 @@ def test_a_loss_names_its_term_and_its_line(tmp_path: Path) -> None:
         f"step-{number:08d}" for number in range(1, step)
     ]
     assert metrics(tmp_path / "out")[-1]["step"] == step - 1
-
-
-def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
-    session = odd_session(tmp_path, out=str(tmp_path / "whole"))
-    train_in(session)
-    expected = weights(session)
-    session = odd_session(tmp_path)
-    assert session.teacher is not None
-    with torch.no_grad():
-        session.teacher.pretrained.get_input_embeddings().weight[odd_id()] = math.nan
-    with pytest.raises(ValueError, match="not finite"):
-        train_in(session)
-    session = odd_session(tmp_path)
-    train_in(session, checkpoint=verified(checkpoints(tmp_path / "out" / "checkpoints")[-1]))
-    found = weights(session)
-    assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 def test_more_than_one_term_and_an_infinite_student(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.ranks import Ranks, run_ranks
+from kit.ranks import Ranks
 from kit.runs import run, write_run
 
 from stillhouse.config import ConfigError, load_config
@@ -35,16 +35,6 @@ def test_each_evaluation_calls_it_and_logs_what_it_gives(tmp_path: Path) -> None
     called = [json.loads(line) for line in (tmp_path / "out" / "called.jsonl").read_text().splitlines()]
     assert [step for step, *_ in called] == [line["step"] for line in evaluations]
     assert called[0][1] != called[-1][1], "the completions of a trained student are those of the untrained one"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["parallel.fsdp=2", "parallel.pipeline=2"])
-def test_in_a_job_of_two_processes_rank_0_alone_completes_texts(tmp_path: Path, layout: str) -> None:
-    write_run(tmp_path, **{"eval.callbacks": [f"{__name__}:lengths"], "eval.task_tokens": 4})
-    run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")
-    run_ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}", layout)
-    one, two = ((tmp_path / name / "called.jsonl").read_text() for name in ("one", "two"))
-    assert two == one
 
 
 @pytest.mark.slow

@@ -333,18 +333,13 @@ def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path, processes: int) -> None:
-    """Off-policy, too. The figures of two processes are those of one."""
+def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path) -> None:
+    """Off-policy, too."""
     settings = {"eval.tasks": ["sums(2:3)"], "eval.task_count": 6, "eval.task_tokens": 5, "eval.every": 2}
     write_run(tmp_path, **settings)
-    arguments = ("distill", tmp_path / "run.yaml")
-    if processes == 1:
-        command = run(*arguments)
-        assert "exact match/sums 0.0000" in command.out
-        assert "length" not in command.out
-    else:
-        run_ranks(2, *arguments, "parallel.fsdp=2")
+    command = run("distill", tmp_path / "run.yaml")
+    assert "exact match/sums 0.0000" in command.out
+    assert "length" not in command.out
     found = [line for line in metrics(tmp_path / "out") if "eval/exact_match/sums" in line]
     assert [line["step"] for line in found] == [0, 2, 4, 6]
     for line in found:

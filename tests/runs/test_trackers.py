@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from kit.fork_server import fork_server
-from kit.ranks import Ranks, run_ranks, under_torchrun
-from kit.runs import Command, wait_for, write_run
+from kit.ranks import Ranks, under_torchrun
+from kit.runs import wait_for, write_run
 
 from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.output.folder import RunFolder
@@ -370,21 +370,3 @@ def test_under_torchrun_one_that_cannot_start_ends_all_ranks_with_one_line(
     ranks = Ranks(2, "distill", tmp_path / "run.yaml", environment=mlflow_variables())
     assert ranks.wait() == [1, 1]
     assert ranks[1].err == errors[0].replace("error:", "error on rank 1:") + "\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_whole_run_has_in_mlflow_what_its_log_has(tmp_path: Path, processes: int) -> None:
-    pytest.importorskip("mlflow")
-    write_run(tmp_path, track=["mlflow"])
-    if processes == 1:
-        command = Command("distill", tmp_path / "run.yaml", environment=mlflow_variables())
-        assert command.wait() == 0, command.err
-    else:
-        run_ranks(processes, "distill", tmp_path / "run.yaml", environment=mlflow_variables())
-    curves, runs, params = of_mlflow(tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    for key in ("train/gradient_norm", "eval/forward_kl"):
-        assert curves[key] == [(line["step"], line[key]) for line in lines if key in line]
-    assert runs == 1
-    assert params["train.learning_rate"] == str(float(params["train.learning_rate"]))
