@@ -45,7 +45,8 @@ class as_config_error(AbstractContextManager[object]):
     """
 
     def __init__(self, key: str | None, *passes: type[ValueError]):
-        self.key, self.passes = key, (ConfigError, *passes)
+        self.key = key
+        self.passes: tuple[type[ValueError], ...] = (ConfigError, *passes)
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if self.key is not None and isinstance(error, ValueError) and not isinstance(error, self.passes):

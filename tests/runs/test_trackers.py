@@ -55,7 +55,7 @@ def write(folder: Path, track: list[str], steps: range, log_bytes: int = 0) -> i
     """Log these steps as a process of a run does; returns the length of the log after step 3."""
     folder.mkdir(exist_ok=True)
     after_three = 0
-    with RunLog(RunFolder(folder), Progress(step=steps[0], log_bytes=log_bytes), 9, track, VALUES) as log:
+    with RunLog(RunFolder(folder), Progress(step=steps[0] - 1, log_bytes=log_bytes), 9, track, VALUES) as log:
         for step in steps:
             speed = {"speed/tokens_per_second": 1.0}
             log.train(step, 10 * step, {JSD: step / 2, "nan": float("nan")} | speed)
