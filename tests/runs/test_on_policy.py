@@ -73,13 +73,13 @@ def test_the_weights_that_wrote_a_token_are_as_old_as_the_schedule_says(
     assert not later or min(later) > 1e-4
 
 
-@pytest.mark.parametrize("schedule", ["one_step_off", "two_step_off", "async"])
-def test_without_staleness_every_schedule_is_sync_to_the_bit(tmp_path: Path, schedule: str) -> None:
+def test_without_staleness_every_schedule_is_sync_to_the_bit(tmp_path: Path) -> None:
     sync = distill(write_on_policy_run(tmp_path, out=str(tmp_path / "sync")))
-    settings = {"rollout.schedule": schedule, "rollout.max_staleness": 0, "out": str(tmp_path / "other")}
-    other = distill(write_on_policy_run(tmp_path, **settings))
-    assert rollout_figures(other) == rollout_figures(sync)
-    assert contents(other / "model") == contents(sync / "model")
+    for schedule in ("one_step_off", "two_step_off", "async"):
+        settings = {"rollout.schedule": schedule, "rollout.max_staleness": 0, "out": str(tmp_path / schedule)}
+        other = distill(write_on_policy_run(tmp_path, **settings))
+        assert rollout_figures(other) == rollout_figures(sync), schedule
+        assert contents(other / "model") == contents(sync / "model"), schedule
 
 
 @pytest.mark.parametrize("at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 4))])
@@ -141,14 +141,14 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_train_on_the_completions_of_one(one_process: Path, layout: str) -> None:
     out = one_process / layout
     run_ranks(2, "distill", one_process / "run.yaml", f"parallel.{layout}", f"out={out}")
-    for found, expected in zip(rollout_figures(out), rollout_figures(one_process / "one"), strict=True):
-        assert found["rollout/completion_tokens"] == expected["rollout/completion_tokens"]
-        assert found["loss/total_nats_per_token"] == pytest.approx(expected["loss/total_nats_per_token"], rel=1e-4)
-        assert found["train/gradient_norm"] == pytest.approx(expected["train/gradient_norm"], rel=1e-3)
-        assert found["rollout/staleness"] == expected["rollout/staleness"]
-        assert ("rollout/log_ratio_fresh" in found) == (found["step"] == 1)
-        assert found.get("rollout/log_ratio_fresh", 0.0) < 1e-5
-        assert found["rollout/log_ratio"] == pytest.approx(expected["rollout/log_ratio"], rel=1e-2, abs=1e-5)
+    for line, expected in zip(rollout_figures(out), rollout_figures(one_process / "one"), strict=True):
+        for key in ("rollout/completion_tokens", "rollout/staleness"):
+            assert line[key] == expected[key]
+        assert line["loss/total_nats_per_token"] == pytest.approx(expected["loss/total_nats_per_token"], rel=1e-4)
+        assert line["train/gradient_norm"] == pytest.approx(expected["train/gradient_norm"], rel=1e-3)
+        assert ("rollout/log_ratio_fresh" in line) == (line["step"] == 1)
+        assert line.get("rollout/log_ratio_fresh", 0.0) < 1e-5
+        assert line["rollout/log_ratio"] == pytest.approx(expected["rollout/log_ratio"], rel=1e-2, abs=1e-5)
     for name, weight in weights(one_process / "one").items():
         assert torch.allclose(weights(out)[name], weight, atol=1e-3), name
 
@@ -161,9 +161,11 @@ def test_a_run_goes_on_under_another_layout_with_the_samples_of_the_first(one_pr
     config = (out / "config.yaml").read_text().replace(str(one_process / "one"), str(out))
     (out / "config.yaml").write_text(config)
     run_ranks(2, "distill", one_process / "run.yaml", "parallel.fsdp=2", f"out={out}")
-    assert [each["rollout/completion_tokens"] for each in rollout_figures(out)] == [
-        each["rollout/completion_tokens"] for each in rollout_figures(one_process / "one")
-    ]
+    lengths, expected = (
+        [line["rollout/completion_tokens"] for line in rollout_figures(folder)]
+        for folder in (out, one_process / "one")
+    )
+    assert lengths == expected
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_every_kind_of_objective(tmp_path: Path, loss: str, settings: dict[str, 
         assert ("rollout/reward" in line) == ("rollout.reward" in settings)
         assert line["rollout/share"] == settings.get("rollout.share", 1.0)
     before, after = load_file(tmp_path / "student" / "model.safetensors"), weights(out)
-    assert any(not torch.equal(before[name], each) for name, each in after.items())
+    assert any(not torch.equal(before[name], weight) for name, weight in after.items())
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
         )
         for name, decay in (("plain", 1.0), ("decayed", 0.5), ("vanishing", 1e-9))
     ]
-    plain, *others = (each[0] for each in first)
+    plain, *others = (lines[0] for lines in first)
     for line in others:
         assert line["tokens"] == plain["tokens"]
         for key in ("train/student_entropy_nats", "train/teacher_entropy_nats"):
@@ -309,12 +311,12 @@ def test_a_record_that_is_held_out_is_no_prompt(tmp_path: Path) -> None:
 def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
     out = distill(write_on_policy_run(tmp_path, **{"train.steps": 2}))
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert {each["step"] for each in samples} == {1, 2}
-    for each in samples:
-        assert each["source"] == "student"
-        assert {token["version"] for token in each["tokens"]} == {each["step"] - 1}
-        assert all(token["divergence"] > 0 for token in each["tokens"])
-        assert each["prompt"].endswith("is")
+    assert {sample["step"] for sample in samples} == {1, 2}
+    for sample in samples:
+        assert sample["source"] == "student"
+        assert {token["version"] for token in sample["tokens"]} == {sample["step"] - 1}
+        assert all(token["divergence"] > 0 for token in sample["tokens"])
+        assert sample["prompt"].endswith("is")
     lanes = {json.loads(line)["lane"] for line in (out / "timeline.jsonl").read_text().splitlines()}
     assert lanes == {"rollout", "teacher", "trainer", "weights"}
 
@@ -340,9 +342,9 @@ def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path) -> None:
     command = run("distill", tmp_path / "run.yaml")
     assert "exact match/sums 0.0000" in command.out
     assert "length" not in command.out
-    found = [line for line in metrics(tmp_path / "out") if "eval/exact_match/sums" in line]
-    assert [line["step"] for line in found] == [0, 2, 4, 6]
-    for line in found:
+    lines = [line for line in metrics(tmp_path / "out") if "eval/exact_match/sums" in line]
+    assert [line["step"] for line in lines] == [0, 2, 4, 6]
+    for line in lines:
         assert line["eval/tasks_truncated"] > 0
         assert {"eval/exact_match/sums/length_2", "eval/exact_match/sums/length_3", "eval/cross_entropy"} <= set(line)
 

@@ -66,7 +66,7 @@ def test_a_checkpoint_restores_weights_optimizer_and_random_state(tmp_path: Path
         assert torch.equal(one, two), name
         assert one.dtype == two.dtype == torch.float32
         assert optimizer.state[one].keys() == other.state[two].keys()
-        assert all(torch.equal(each, other.state[two][key]) for key, each in optimizer.state[one].items()), name
+        assert all(torch.equal(moment, other.state[two][key]) for key, moment in optimizer.state[one].items())
         assert float(other.state[two]["step"]) == 1
     assert [group["weight_decay"] for group in other.param_groups] == [0.1, 0.0]
     assert [group["lr"] for group in other.param_groups] == [1e-2, 1e-2]
@@ -94,7 +94,7 @@ def test_parameters_without_a_gradient_are_no_obstacle(tmp_path: Path, case: str
         assert torch.equal(one, two)
         assert one.requires_grad == two.requires_grad
         assert (one in optimizer.state) == (two in other.state)
-        assert all(torch.equal(each, other.state[two][key]) for key, each in optimizer.state.get(one, {}).items())
+        assert all(torch.equal(moment, other.state[two][key]) for key, moment in optimizer.state.get(one, {}).items())
 
 
 def fake(folder: Path, step: int, **figures: float) -> Path:
@@ -115,28 +115,28 @@ def test_files_written_one_by_one_are_those_that_transformers_writes(
     model.generation_config.max_length = 77
     engine = TorchEngine(single_process_runner(Decoder(model, verify=False), None), ObjectiveSpec())
     path = save_checkpoint(tmp_path, Progress(), engine, toy_tokenizer())
-    (tmp_path / "found").mkdir()
-    save_from_checkpoint(tmp_path / "found", engine.students[0], path / "resume", file_bytes)
+    (tmp_path / "written").mkdir()
+    save_from_checkpoint(tmp_path / "written", engine.students[0], path / "resume", file_bytes)
     model.save_pretrained(tmp_path / "expected", max_shard_size=file_bytes)
-    expected, found = contents(tmp_path / "expected"), contents(tmp_path / "found")
-    assert len([name for name in found if name.endswith(".safetensors")]) > 1 or file_bytes == 10**6
-    assert found == expected
+    files = contents(tmp_path / "written")
+    assert len([name for name in files if name.endswith(".safetensors")]) > 1 or file_bytes == 10**6
+    assert files == contents(tmp_path / "expected")
 
 
 @pytest.mark.skipif(not loading_memory.SUPPORTED, reason="no /proc to read the peak from")
 @pytest.mark.slow
 def test_one_file_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    whole, layer = loading_memory.save(tmp_path / "large", 1024)
+    size, layer = loading_memory.save(tmp_path / "large", 1024)
     decoder = Decoder.from_pretrained(tmp_path / "large", verify=False)
     engine = TorchEngine(single_process_runner(decoder, None), ObjectiveSpec())
     path = save_checkpoint(tmp_path, Progress(), engine, toy_tokenizer())
-    (tmp_path / "found").mkdir()
+    (tmp_path / "written").mkdir()
     part, limit = empty_decoder(tmp_path / "large"), int(1.25 * layer * loading_memory.MIB)
-    save = functools.partial(save_from_checkpoint, tmp_path / "found", part, path / "resume", limit)
+    save = functools.partial(save_from_checkpoint, tmp_path / "written", part, path / "resume", limit)
     peak, _ = loading_memory.growth(save)
-    print(f"{whole:.0f} MiB in files of {1.25 * layer:.0f}: {peak:.0f} at its largest")
+    print(f"{size:.0f} MiB in files of {1.25 * layer:.0f}: {peak:.0f} at its largest")
     # the peak contains the file that is written and some pages of the files that are read
-    assert layer < peak < 0.75 * whole
+    assert layer < peak < 0.75 * size
 
 
 @pytest.mark.parametrize(

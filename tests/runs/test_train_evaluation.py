@@ -179,12 +179,11 @@ def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
 @pytest.mark.parametrize(("rows", "ranks"), [(251, 2), (251, 4), (11, 4), (3, 2)])
 def test_the_top_tokens_over_vocabulary_shards(rows: int, ranks: int) -> None:
     """Some ranks have fewer rows than the requested number of tokens, or no rows."""
-    for found in shared_pool(4).call(top_tokens_of_shards, (rows, ranks)):
-        if found is not None:
-            sharded, whole = ([pair for row in each for pair in row] for each in found)
-            assert len(whole) == 6 * min(TOP, rows)
-            assert [token for token, _ in sharded] == [token for token, _ in whole]
-            assert [value for _, value in sharded] == pytest.approx([value for _, value in whole], rel=1e-5)
+    for of_rank in filter(None, shared_pool(4).call(top_tokens_of_shards, (rows, ranks))):
+        sharded, expected = ([pair for row in rows_of_head for pair in row] for rows_of_head in of_rank)
+        assert len(expected) == 6 * min(TOP, rows)
+        assert [token for token, _ in sharded] == [token for token, _ in expected]
+        assert [value for _, value in sharded] == pytest.approx([value for _, value in expected], rel=1e-5)
 
 
 def top_tokens_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | None:

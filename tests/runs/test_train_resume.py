@@ -49,16 +49,16 @@ QUICK = ("gpt2 with dropout", "gpt2 untied, bf16, recomputed")
 def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, case: str) -> None:
     family, tied, settings = CASES[case]
     write_run(tmp_path, family=family, tied=tied, **{"train.steps": 20, "checkpoint.every": 4}, **settings)
-    whole, killed = tmp_path / "out", tmp_path / "killed"
+    undisturbed, killed = tmp_path / "out", tmp_path / "killed"
     run("distill", tmp_path / "run.yaml")
     again = [tmp_path / "run.yaml", f"out={killed}"]
     kill_at(10, killed, *again)
     resumed = run("distill", *again)
     assert f"resuming from {killed}/checkpoints/step-00000008\n" in resumed.out
-    assert_same_run(killed, whole)
+    assert_same_run(killed, undisturbed)
     assert [row[0] for row in losses(killed)] == list(range(1, 21))
     if "data.eval" not in settings:
-        assert (killed / "tokens.json").read_bytes() == (whole / "tokens.json").read_bytes()
+        assert (killed / "tokens.json").read_bytes() == (undisturbed / "tokens.json").read_bytes()
 
 
 def killed_run(folder: Path) -> Path:
@@ -164,21 +164,21 @@ def test_a_run_that_started_from_a_path_is_continued_by_the_same_command(half: P
     """The run resumes from its newest checkpoint, as torchrun's --max-restarts needs; another path is refused."""
     start = sorted((half / "out" / "checkpoints").iterdir())[0]
     newest = half / "elsewhere" / "checkpoints" / start.name
-    given = f"checkpoint.resume={start}"
-    run("distill", half / "run.yaml", given, f"out={half}/whole", "train.steps=30")
+    resume = f"checkpoint.resume={start}"
+    run("distill", half / "run.yaml", resume, f"out={half}/undisturbed", "train.steps=30")
     other = [half / "run.yaml", f"out={half}/other", "train.steps=30"]
     for at in (10, 21):
-        kill_at(at, half / "other", *other, given)
+        kill_at(at, half / "other", *other, resume)
     shutil.copytree(half / "out", half / "elsewhere")
     before = contents(half / "other")
     failed = run("distill", *other, f"checkpoint.resume={newest}", code=2)
-    own = half / "other" / "checkpoints" / "step-00000020"
-    problem = f"got {newest}, but out already contains this run's own checkpoint {own}"
+    latest = half / "other" / "checkpoints" / "step-00000020"
+    problem = f"got {newest}, but out already contains this run's own checkpoint {latest}"
     assert f"error: checkpoint.resume: {problem}" in failed.err
     assert contents(half / "other") == before
-    resumed = run("distill", *other, given)
-    assert f"resuming from {own}" in resumed.out
-    assert_same_run(half / "other", half / "whole")
+    resumed = run("distill", *other, resume)
+    assert f"resuming from {latest}" in resumed.out
+    assert_same_run(half / "other", half / "undisturbed")
 
 
 def test_a_path_to_a_checkpoint_after_the_end_of_the_run(refusing: Path) -> None:
