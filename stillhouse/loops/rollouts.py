@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,8 +98,11 @@ class Rollouts:
                 self._of_queue(lambda queue: queue.wait_for(step) if queue.has_asked(step) else None)
         if self.config.writer == "student":
             with timeline.span(number, "weights", f"version {step}"):
-                self._update_weights(step, folder)
-                if folder is not None:
+                if folder is None:
+                    assert self.engine is not None
+                    self.engine.update_weights(step, None)
+                else:
+                    self._on_first(partial(self._update_servers, step, folder))
                     self._prove_weights(step)
         # an engine in this job generates now; with servers, this only sends the requests
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
@@ -144,14 +148,20 @@ class Rollouts:
         if self.queue is not None:
             self.queue.trained(step)
 
-    def _update_weights(self, step: int, folder: Path | None) -> None:
-        """folder: what was published for servers; None for an engine in this job."""
-        engine = self.engine
-        if folder is None:
-            assert engine is not None
-            engine.update_weights(step, None)
-        else:
-            self._on_first(lambda: None if engine is None else _update_servers(engine, step, folder))
+    def _update_servers(self, step: int, folder: Path) -> None:
+        """On rank 0: give servers new weights, which may take minutes, and look meanwhile whether the run is to end.
+
+        If it is, the thread goes on until what it waits for is closed.
+        """
+        assert self.engine is not None
+        threads, require_no_signal = ThreadPoolExecutor(1), _SignalWatch()
+        try:
+            update = threads.submit(self.engine.update_weights, step, folder)
+            while not wait([update], SECONDS_BETWEEN_LOOKS).done:
+                require_no_signal()
+            update.result()
+        finally:
+            threads.shutdown(wait=False)
 
     def _prove_weights(self, step: int) -> None:
         """Raise SignalsLostError on all ranks if a server generates with other weights than the student's."""
@@ -200,21 +210,6 @@ def first_rollouts(session: Session, folder: RunFolder) -> ShardedMicroBatches:
     rollouts, timeline = Rollouts(session, folder), Timeline(time.monotonic)
     rollouts.ask(0, timeline)
     return rollouts.micro_batches(0, rollouts.take(0, timeline))
-
-
-def _update_servers(engine: RolloutEngine, step: int, folder: Path) -> None:
-    """Give servers new weights, which may take minutes, and look meanwhile whether the run is to end.
-
-    If it is, the thread goes on until what it waits for is closed.
-    """
-    threads, require_no_signal = ThreadPoolExecutor(1), _SignalWatch()
-    try:
-        update = threads.submit(engine.update_weights, step, folder)
-        while not wait([update], SECONDS_BETWEEN_LOOKS).done:
-            require_no_signal()
-        update.result()
-    finally:
-        threads.shutdown(wait=False)
 
 
 class _SignalWatch:

@@ -56,7 +56,9 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
 
     Raises ConfigError for a mistake in the configuration, ValueError for one in the data or the tokenizers.
     """
-    _require_prefixes(config.several)
+    for name, teacher in config.several.items():
+        with as_config_error(f"teachers.{name}.prefix"):
+            PrefixTemplate(name, teacher.prefix or "")  # which raises if it cannot be filled from columns
     chat_template = config.data.chat_template
     tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, chat_template, stores)
     sections = config.data, config.objective, tokenizer, config.teachers
@@ -191,13 +193,6 @@ def _require_same_conversation(
             "student and teacher have different chat templates, and the data is written with the student's: expected "
             "the same template, or chat_template in this list if the difference is meant",
         )
-
-
-def _require_prefixes(teachers: Mapping[str, NamedTeacherConfig]) -> None:
-    """Raise ConfigError for a prefix that cannot be filled from columns."""
-    for name, teacher in teachers.items():
-        with as_config_error(f"teachers.{name}.prefix"):
-            PrefixTemplate(name, teacher.prefix or "")
 
 
 def _with_gaps(teachers: Mapping[str, NamedTeacherConfig]) -> list[str]:
