@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import ModelCard
 from kit.layout_runs import distill
 from kit.runs import Command, contents, run, save_model, session_of, write_run, write_texts
+from kit.tensors import assert_equal_tensors
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -66,10 +67,7 @@ def test_a_step_is_chosen(trained: Path, tmp_path: Path, step: str | None, numbe
     out = trained / "out"
     checkpoint = export_run(out, tmp_path / "made", step, PLAIN)
     assert checkpoint.path == out / "checkpoints" / f"step-{number:08d}"
-    assert weights(tmp_path / "made").keys()
-    stored = load_file(next((checkpoint.path / "student").glob("*.safetensors")))
-    for name, weight in weights(tmp_path / "made").items():
-        assert torch.equal(weight, stored[name]), name
+    assert_equal_tensors(weights(tmp_path / "made"), weights(checkpoint.path / "student"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -331,25 +329,22 @@ def test_a_checkpoint_of_any_layout(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.skipif(not is_supported("multi-token prediction"), reason="needs a later transformers")
-def test_a_student_with_mtp_layers_is_exported_with_or_without_them(tmp_path: Path) -> None:
+def test_a_student_with_mtp_layers_is_exported_with_or_without_them(trained: Path, tmp_path: Path) -> None:
     """Servers refuse weights of layers that they do not know in the student's family."""
     write_run(tmp_path, family="qwen3", **{"train.steps": 2, "student.mtp": {"depths": 2}})
     run("distill", tmp_path / "run.yaml")
     run("export", tmp_path / "out", "--out", tmp_path / "with")
     run("export", tmp_path / "out", "--no-mtp", "--dtype", "float32", "--out", tmp_path / "without")
-    whole, rest = (weights(tmp_path / name) for name in ("with", "without"))
+    tensors, rest = (weights(tmp_path / name) for name in ("with", "without"))
     layers = json.loads((tmp_path / "with" / "config.json").read_text())["num_hidden_layers"]
-    further = {name for name in whole if name.startswith((f"model.layers.{layers}.", f"model.layers.{layers + 1}."))}
-    assert len({name.split(".")[2] for name in further}) == 2
-    assert rest.keys() == whole.keys() - further
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in rest.items())
+    of_mtp = {name for name in tensors if name.startswith((f"model.layers.{layers}.", f"model.layers.{layers + 1}."))}
+    assert len({name.split(".")[2] for name in of_mtp}) == 2
+    assert_equal_tensors(rest, {name: tensor for name, tensor in tensors.items() if name not in of_mtp})
     config = json.loads((tmp_path / "without" / "config.json").read_text())
     assert config["num_mtp_layers"] == 0
     assert "mtp_layer_types" not in config
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("with", "without")]
     assert torch.equal(*map(logits, models))
     assert "--no-mtp" in (tmp_path / "without" / "README.md").read_text()
-    write_run(tmp_path / "plain", **{"train.steps": 2})
-    run("distill", tmp_path / "plain" / "run.yaml")
     with pytest.raises(ValueError, match=r"^--no-mtp: the student of .* has no MTP layers"):
-        export_run(tmp_path / "plain" / "out", tmp_path / "other", None, ExportSettings(mtp=False))
+        export_run(trained / "out", tmp_path / "other", None, ExportSettings(mtp=False))

@@ -107,7 +107,7 @@ def test_of_two_servers_one_is_killed_for_good(in_process: Path) -> None:
     assert_same_run(in_process / "one_left", in_process / "in_process")
 
 
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_trainer_that_is_killed_goes_on_with_the_same_server(in_process: Path, at: int) -> None:
     out = in_process / f"resumed_{at}"
     with Server(in_process / "student", "--generate") as server:
