@@ -118,6 +118,4 @@ def _fails_by_itself(session: Session, sequences: PackedSequences, document: int
 def _run_again(session: Session, packed: PackedMicroBatches) -> float:
     """Run one micro-batch by itself and return its loss. Afterwards the student has this micro-batch's gradient."""
     session.engine.zero_grad()
-    micro_batches = session.shard(packed)
-    signals = session.source_for(session.engine).request(micro_batches).result()
-    return session.engine.forward_backward(micro_batches, signals, packed.normalizer).sums["loss"]
+    return session.forward_backward(session.shard(packed)).sums["loss"]

@@ -16,7 +16,7 @@ from stillhouse.config import (
     TrainConfig,
 )
 from stillhouse.data import Documents, PackedSequences, StepMicroBatches
-from stillhouse.engine.engine import Engine
+from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
 from stillhouse.generation import RolloutPlan
 from stillhouse.models import Decoder
@@ -122,6 +122,12 @@ class Session:
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
         return self.engine.shard(micro_batches, training=training)
+
+    def forward_backward(self, micro_batches: ShardedMicroBatches, engine: Engine | None = None) -> StepOutput:
+        """Run forward and backward of a step, with signals that are requested now. engine: None for the run's own."""
+        engine = engine or self.engine
+        signals = self.source_for(engine).request(micro_batches).result()
+        return engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
 
     def close(self) -> None:
         """Give up requests for signals that are under way."""

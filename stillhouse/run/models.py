@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -224,11 +223,11 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
     of_files, init = source_fingerprint(student.model, student.revision), student.init
     if init is None:
         return of_files
-    values: list[Any] = [of_files, init.source, init.layers, seed]
+    start: str | int = seed
     if init.source == "teacher":
         assert teacher is not None
-        values[3] = source_fingerprint(str(teacher.model), teacher.revision)
-    return json_hash(values)
+        start = source_fingerprint(str(teacher.model), teacher.revision)
+    return json_hash([of_files, init.source, init.layers, start])
 
 
 def _match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher: TeacherConfig) -> None:

@@ -156,7 +156,7 @@ class RunSetup:
             self.stores,
             config.teacher,
             config.teachers,
-            {} if mesh.ranks.size == 1 else self.own_layouts,
+            self.own_layouts,
         )
         source = sources.source(separate)
         if mesh.ranks.size > 1:

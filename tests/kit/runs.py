@@ -126,10 +126,8 @@ def forward_backward(
     if micro_batches is None:
         micro_batches = session.step_schedule.micro_batches(session.train, 0)
     engine = session.engine if objective is None else session.engine.with_losses(objective)
-    whole = micro_batches if isinstance(micro_batches, StepMicroBatches) else StepMicroBatches(micro_batches)
-    own = session.shard(whole)
-    signals = session.source_for(engine).request(own).result()
-    return engine.forward_backward(own, signals, own.whole.normalizer)
+    step = micro_batches if isinstance(micro_batches, StepMicroBatches) else StepMicroBatches(micro_batches)
+    return session.forward_backward(session.shard(step), engine)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
