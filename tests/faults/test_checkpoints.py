@@ -77,7 +77,7 @@ def test_a_damaged_file_of_one_rank_is_named(
 
 def without_moments(newest: Path) -> str:
     path = next((newest / "resume").glob("*.safetensors"))
-    save_file({name: each for name, each in load_file(path).items() if "exp_avg" not in name}, path)
+    save_file({name: tensor for name, tensor in load_file(path).items() if "exp_avg" not in name}, path)
     return f"resume/{path.name} is not what was written (its hash differs)"
 
 
@@ -179,7 +179,7 @@ def test_moments_that_are_absent_though_all_hashes_are_right(complete_run: Path,
     path = next((newest / "resume").glob("*.safetensors"))
     with safe_open(path, framework="pt") as file:
         header = file.metadata()
-    kept = {name: each for name, each in load_file(path).items() if "norm.weight.exp_avg" not in name}
+    kept = {name: tensor for name, tensor in load_file(path).items() if "norm.weight.exp_avg" not in name}
     save_file(kept, path, metadata=header)
     state = integrity.read_state(newest)
     state.files[f"resume/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -192,8 +192,8 @@ def test_moments_that_are_absent_though_all_hashes_are_right(complete_run: Path,
 def test_a_checkpoint_given_by_its_path_is_verified_too(complete_run: Path, tmp_path: Path) -> None:
     out = interrupted(complete_run, tmp_path)
     zeroed(out / "checkpoints" / NEWEST)
-    given = f"checkpoint.resume={out}/checkpoints/{NEWEST}"
-    refused = run("distill", complete_run / "run.yaml", given, f"out={tmp_path}/other", code=1)
+    resume = f"checkpoint.resume={out}/checkpoints/{NEWEST}"
+    refused = run("distill", complete_run / "run.yaml", resume, f"out={tmp_path}/other", code=1)
     assert "is not what was written (its hash differs); name another checkpoint as checkpoint.resume" in refused.err
     assert not (tmp_path / "other" / "config.yaml").exists()
 
@@ -203,12 +203,12 @@ def test_chunks_cover_a_tensor_once(run_on_two: tuple[Path, str], tmp_path: Path
     path = run_on_two[0] / "out" / "checkpoints" / NEWEST
     stored = stored_tensors(path / "resume")
     require_covered(path, stored)
-    name, each = next(
-        (name, each) for name, each in stored.items() if len(each.chunks) > 1 or "pipeline" in str(path)
+    name, tensor = next(
+        (name, tensor) for name, tensor in stored.items() if len(tensor.chunks) > 1 or "pipeline" in str(path)
     )
-    for chunks in ([*each.chunks, each.chunks[0]], each.chunks[:-1]):
+    for chunks in ([*tensor.chunks, tensor.chunks[0]], tensor.chunks[:-1]):
         with pytest.raises(DamagedCheckpointError, match=rf"chunks of '{name}' hold"):
-            require_covered(path, stored | {name: type(each)(each.properties, each.size, chunks)})
+            require_covered(path, stored | {name: type(tensor)(tensor.properties, tensor.size, chunks)})
 
 
 @pytest.mark.parametrize("which", ["student", "teacher", "base of an adapter"])

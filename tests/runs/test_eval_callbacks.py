@@ -59,8 +59,8 @@ def test_its_metric_can_choose_the_best_checkpoint(tmp_path: Path, greater: str,
     write_run(tmp_path, **settings)
     chosen = ["checkpoint.best=eval/quality", f"checkpoint.greater_is_better={greater}"]
     run("distill", tmp_path / "run.yaml", *chosen)
-    found = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
-    assert found == {best, "step-00000006"}
+    kept = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
+    assert kept == {best, "step-00000006"}
     exported = run("export", tmp_path / "out", "--step", "best", "--out", tmp_path / "exported")
     assert best.lstrip("step-0") in exported.out
     others = [f"out={tmp_path / 'other'}", "checkpoint.best=eval/speed", "checkpoint.greater_is_better=true"]

@@ -54,12 +54,12 @@ def logits(model: Any) -> Tensor:
 def test_a_run_is_exported_with_everything_that_transformers_reads(trained: Path, tmp_path: Path) -> None:
     ended = run("export", trained / "out", "--out", tmp_path / "made")
     assert ended.out == f"exported step 4 to {tmp_path / 'made'}\n"
-    found, model = contents(tmp_path / "made"), contents(trained / "out" / "model")
-    assert found.keys() - model.keys() == {"README.md"}
-    assert {name: found[name] for name in model} == model
+    files, model = contents(tmp_path / "made"), contents(trained / "out" / "model")
+    assert files.keys() - model.keys() == {"README.md"}
+    assert {name: files[name] for name in model} == model
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made")
     assert tokenizer.chat_template == TEMPLATE
-    assert "generation_config.json" in found
+    assert "generation_config.json" in files
 
 
 @pytest.mark.parametrize(("step", "number"), [("2", 2), ("last", 4), ("best", 4), (None, 4)])
@@ -269,8 +269,7 @@ def _export_large(folder: Path) -> None:
     session = session_of(folder)
     with torch.no_grad():
         session.student.head.linear.weight[0, 0] = 1e6
-    given = session.engine, session.tokenizer
-    path = save_checkpoint(folder / "saved", Progress(1), *given)
+    path = save_checkpoint(folder / "saved", Progress(1), session.engine, session.tokenizer)
     export_run(path, folder / "large", None, ExportSettings(dtype="float16", card=False))
 
 
@@ -293,8 +292,8 @@ def test_an_adapter_is_merged_or_alone(tmp_path: Path, family: str) -> None:
     expected = logits(adapter)
     assert ModelCard.load(tmp_path / "alone" / "README.md").data.library_name == "peft"
     export_run(tmp_path / "out", tmp_path / "merged", None, ExportSettings())
-    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    assert (merged - expected).abs().max() <= 1e-5 * expected.abs().max()
     export_run(tmp_path / "out", tmp_path / "half", None, ExportSettings(dtype="bfloat16"))
     lora_of = {name: weight.float() for name, weight in weights(tmp_path / "alone").items()}
     changed = 0

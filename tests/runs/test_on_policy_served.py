@@ -38,12 +38,12 @@ SETTINGS: dict[str, Any] = {"checkpoint.every": 2, "train.steps": 8, "rollout.ma
 
 def served(folder: Path, name: str, *urls: str, **settings: str) -> tuple[Any, ...]:
     """The arguments of a run with servers."""
-    own = {
+    values = {
         "out": str(folder / name),
         "rollout.engine": "stillhouse",
         "rollout.url": f"[{', '.join(urls)}]",
     } | settings
-    return ("distill", folder / "run.yaml", *(f"{key}={value}" for key, value in own.items()))
+    return ("distill", folder / "run.yaml", *(f"{key}={value}" for key, value in values.items()))
 
 
 def assert_same_run(out: Path, expected_out: Path) -> None:

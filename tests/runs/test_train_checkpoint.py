@@ -207,7 +207,7 @@ def kill_while_saving(function: str, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     run("distill", folder / "run.yaml")
     return folder
