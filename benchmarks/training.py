@@ -39,9 +39,8 @@ from stillhouse.models import Decoder
 from stillhouse.objective import TEACHER, linear_objective
 from stillhouse.objective.spec import parse_objective
 from stillhouse.output.folder import RunFolder, init_run_dir
-from stillhouse.parallel import single_process_runner
+from stillhouse.parallel import ModelSource, single_process_runner
 from stillhouse.run.session import Session
-from stillhouse.run.setup import RunSetup
 from stillhouse.signals import InStageTeacher
 
 PARTS = ("teacher_forward", "student_forward", "objective", "student_backward", "optimizer")
@@ -189,7 +188,7 @@ def make_session(arguments: argparse.Namespace, folder: Path) -> Session:
         train=packed,
         evaluation=None,
         step_schedule=make_step_schedule(config.train, len(packed), arguments.max_tokens),
-        models=RunSetup(config).models(runner.mesh),
+        student_source=ModelSource(lambda: student),
         engine=TorchEngine(
             runner, spec, optimizer=settings, autocast=torch.bfloat16 if config.train.precision == "bf16" else None
         ),
@@ -199,6 +198,8 @@ def make_session(arguments: argparse.Namespace, folder: Path) -> Session:
         train_config=config.train,
         eval_config=config.eval,
         checkpoint_config=config.checkpoint,
+        student_config=config.student,
+        teacher_configs=config.teacher_sections,
         values=dotted_values(config),
     )
 

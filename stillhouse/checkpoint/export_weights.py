@@ -100,8 +100,8 @@ def write_weights(
     # peft reads one file alone
     largest = file_bytes if file == SAFE_WEIGHTS_NAME else sys.maxsize
     split = split_torch_state_dict_into_shards(dict(shapes), max_shard_size=largest)
-    for name, held in split.filename_to_tensors.items():
-        save_file(read(held), folder / (name if split.is_sharded else file), metadata={"format": "pt"})
+    for name, tensor_names in split.filename_to_tensors.items():
+        save_file(read(tensor_names), folder / (name if split.is_sharded else file), metadata={"format": "pt"})
     if split.is_sharded:
         total = sum(shape.numel() for shape in shapes.values()) if parameters is None else parameters
         index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}

@@ -32,7 +32,7 @@ _FREE = {
     "train.activation_checkpointing",
 }
 
-#: keys that versions before them lacked, with the values that mean what those versions did
+#: keys that versions before them lacked, with the values that mean what those versions did, so that their runs go on
 _ADDED: dict[str, Any] = {
     "data.chat_template": None,
     "train.optimizer": "adamw",
@@ -73,13 +73,8 @@ def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in decisive.items()
-        if not f"{_as_single(key)}.".startswith(free) and not _is_as_before(_as_single(key), value)
+        if not f"{_as_single(key)}.".startswith(free) and _ADDED.get(_as_single(key), ...) != value
     }
-
-
-def _is_as_before(key: str, value: Any) -> bool:
-    """Whether the value of a key means what versions without the key did, so that runs of those versions go on."""
-    return key in _ADDED and _ADDED[key] == value
 
 
 def _as_single(key: str) -> str:

@@ -3,7 +3,6 @@
 Without this, a lost or stale file of one rank would leave that rank's shards of all matrices at their initial values.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from stillhouse.engine.state import stored_tensors
 from stillhouse.output.disk import file_names, hashes
-from stillhouse.output.progress import STATE, DamagedCheckpointError, Progress, State, read_state
+from stillhouse.output.progress import STATE, DamagedCheckpointError, State, read_state
 from stillhouse.parallel import ONE_PROCESS, Ranks, local_processes, local_rank
 
 #: the subfolder of a checkpoint that contains the weights and the optimizer's state
@@ -36,18 +35,22 @@ class IntactCheckpoint:
     state: State
 
 
-def verified(path: Path, ranks: Ranks = ONE_PROCESS, *, shared: bool = True, whole: bool = False) -> IntactCheckpoint:
+def verified(
+    path: Path, ranks: Ranks = ONE_PROCESS, *, shared: bool = True, with_student: bool = False
+) -> IntactCheckpoint:
     """Read and hash a checkpoint. Each rank reads its share of the files; all ranks return, or all raise.
 
     shared: all ranks see the same folder; if not, each machine reads all of its files.
-    whole: also check the folder `student`, which is not needed to resume a run.
+    with_student: also check the folder `student`, which is not needed to resume a run.
 
     Raises DamagedCheckpointError for damage, and ValueError if a rank cannot read the files, which may be intact.
     """
     state = _on_all_ranks(lambda: read_state(path), ranks)
     if len(set(ranks.gather(json.dumps(asdict(state), sort_keys=True)))) > 1:
         raise DamagedCheckpointError(f"{path} is not the same for all ranks: they read different files {STATE}")
-    _on_all_ranks(lambda: _require_files(path, state, ranks, shared, ("",) if whole else _READ_TO_RESUME), ranks)
+    _on_all_ranks(
+        lambda: _require_files(path, state, ranks, shared, ("",) if with_student else _READ_TO_RESUME), ranks
+    )
     _on_all_ranks(lambda: require_covered(path, stored_tensors(path / RESUME)), ranks)
     return IntactCheckpoint(path, state)
 
@@ -87,15 +90,6 @@ def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixe
     if damage:
         more = f", and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
         raise DamagedCheckpointError(f"{path} is damaged: {', '.join(sorted(damage)[:_NAMED])}{more}")
-
-
-def has_saved_log(metrics: Path, progress: Progress) -> bool:
-    """Whether a log begins with exactly what it contained when the checkpoint with this progress was written."""
-    beginning = b""
-    if metrics.is_file():
-        with metrics.open("rb") as file:
-            beginning = file.read(progress.log_bytes)
-    return hashlib.sha256(beginning).hexdigest() == progress.log_sha256
 
 
 def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> None:

@@ -38,19 +38,23 @@ _FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
 def write_queue(folder: Path, state: QueueState) -> None:
     samples = state.samples
     completions = [sample.completion for sample in samples]
-    values = {
-        "number_R": [np.array([sample.number for sample in samples])],
-        "prompt_R": [np.array([sample.prompt for sample in samples])],
-        "tokens_R": [np.array([len(completion.ids_N) for completion in completions])],
-        "finish_R": [np.array([_FINISHES.index(completion.finish) for completion in completions])],
-        "has_reward_R": [np.array([sample.reward is not None for sample in samples])],
-        "reward_R": [np.array([sample.reward or 0.0 for sample in samples])],
+    per_sample = {
+        "number_R": [sample.number for sample in samples],
+        "prompt_R": [sample.prompt for sample in samples],
+        "tokens_R": [len(completion.ids_N) for completion in completions],
+        "finish_R": [_FINISHES.index(completion.finish) for completion in completions],
+        "has_reward_R": [sample.reward is not None for sample in samples],
+        "reward_R": [sample.reward or 0.0 for sample in samples],
+    }
+    per_token = {
         "ids_N": [completion.ids_N for completion in completions],
         "log_probs_N": [completion.log_probs_N for completion in completions],
         "versions_N": [completion.versions_N for completion in completions],
         "is_written_N": [sample.is_generated_N for sample in samples],
     }
-    arrays = {name: _joined(parts, _DTYPES[name]) for name, parts in values.items()}
+    arrays: dict[str, np.ndarray] = {name: np.array(values, _DTYPES[name]) for name, values in per_sample.items()}
+    for name, parts in per_token.items():
+        arrays[name] = np.concatenate([np.zeros(0, _DTYPES[name]), *parts]).astype(_DTYPES[name])
     groups = {"asked_at": list(state.asked_at.items()), "trained": state.trained}
     save_file(arrays, folder / ROLLOUTS, metadata={"groups": json.dumps(groups)})
 
@@ -106,7 +110,3 @@ def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice) -> Sam
     return Sample(
         int(arrays["number_R"][number]), int(arrays["prompt_R"][number]), completion, is_generated_N, reward
     )
-
-
-def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)

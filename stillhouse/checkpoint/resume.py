@@ -7,7 +7,7 @@ from typing import Any
 
 from stillhouse.checkpoint.checkpoint_folder import checkpoints, set_aside
 from stillhouse.checkpoint.identity import RunIdentity, decisive_values
-from stillhouse.checkpoint.integrity import IntactCheckpoint, has_saved_log, verified
+from stillhouse.checkpoint.integrity import IntactCheckpoint, verified
 from stillhouse.config import ConfigError, load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.display import first_line
@@ -18,8 +18,7 @@ from stillhouse.output.progress import (
     Progress,
     read_state,
 )
-from stillhouse.parallel import is_first, log_rank0
-from stillhouse.run.session import Session
+from stillhouse.parallel import Ranks, is_first, log_rank0
 
 #: characters of a value that an error shows
 SHORT = 40
@@ -44,16 +43,24 @@ def candidates(folder: RunFolder, resume: str, values: Mapping[str, Any]) -> lis
     return newest_first if resume in ("auto", "never") else _named_checkpoint(Path(resume), newest_first)
 
 
-def open_checkpoint(session: Session, folder: RunFolder, paths: Sequence[Path]) -> IntactCheckpoint | None:
+def open_checkpoint(
+    folder: RunFolder,
+    paths: Sequence[Path],
+    ranks: Ranks,
+    identity: RunIdentity,
+    *,
+    fallback: bool = False,
+    base: str | None = None,
+) -> IntactCheckpoint | None:
     """The checkpoint to resume from, read and verified by all ranks together; None for a new run.
 
     paths: what `candidates` returned on rank 0 after it had locked the folder; the paths of other ranks are ignored
+    fallback: whether a damaged checkpoint is renamed and the one before it used (`checkpoint.fallback`)
+    base: the name of the model that the student's adapter is trained on; None without an adapter
 
-    If a checkpoint is damaged and `checkpoint.fallback` is true, it is renamed and the checkpoint before it is used.
-    If `checkpoint.fallback` is false, a damaged checkpoint raises ValueError. So does a checkpoint that was written
-    with other data or models.
+    Raises ValueError for a damaged checkpoint, if there is none to fall back to, and for a checkpoint that was
+    written with other data or models.
     """
-    ranks = session.ranks
     paths = [Path(name) for name in ranks.from_first([str(path) for path in paths])]
     damaged: dict[Path, DamagedCheckpointError] = {}
     for number, path in enumerate(paths, start=1):
@@ -61,11 +68,11 @@ def open_checkpoint(session: Session, folder: RunFolder, paths: Sequence[Path]) 
             checkpoint = verified(path, ranks, shared=folder.owns(path))
         except DamagedCheckpointError as error:
             older = paths[number] if number < len(paths) else None
-            if older is None or not session.checkpoint_config.fallback:
+            if older is None or not fallback:
                 raise DamagedCheckpointError(f"{error}; {_remedy(path, older, folder)}") from error
             damaged[path] = error
             continue
-        _require_unchanged(checkpoint, session, folder)
+        _require_unchanged(checkpoint, folder, identity, base)
         if is_first():
             for damaged_path, problem in damaged.items():
                 log_rank0(
@@ -99,19 +106,20 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [name for name, source_hash in now.items() if before.get(name) != source_hash]
 
 
-def _require_unchanged(checkpoint: IntactCheckpoint, session: Session, folder: RunFolder) -> None:
+def _require_unchanged(
+    checkpoint: IntactCheckpoint, folder: RunFolder, identity: RunIdentity, base: str | None
+) -> None:
     """Raise ValueError for a checkpoint of this run if its configuration, data, models or log have changed.
 
     For a checkpoint of another run, only warn if it has an adapter that was trained on another base model.
     """
     path, before = checkpoint.path, checkpoint.state.progress
     if not folder.owns(path):
-        if session.student.lora is not None and "student" in _changed(before.models, session.identity.models):
-            base = session.models.student.model
+        if base is not None and "student" in _changed(before.models, identity.models):
             log_rank0(f"warning: the adapter in {path} was trained on another base model than {base}")
         return
-    require_unchanged_sources(path, before, session.identity)
-    if is_first() and not has_saved_log(folder.metrics, before):
+    require_unchanged_sources(path, before, identity)
+    if is_first() and before.saved_log(folder.metrics) is None:
         raise ValueError(
             f"{folder.metrics} is damaged: its first {before.log_bytes:,} bytes are not those that were there when "
             f"{path} was written; restore it, or continue in another folder with checkpoint.resume={path}"
@@ -157,32 +165,34 @@ def _both(before: Any, after: Any) -> str:
     return "" if max(map(len, texts)) > SHORT else " ({} there, {} here)".format(*texts)
 
 
-def _named_checkpoint(path: Path, own: list[Path]) -> list[Path]:
+def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
     """The checkpoint at `path`, which the configuration names, or the run's own checkpoints, the newest first.
 
     The run's own checkpoints are returned if the newest of them is `path`, or if the run began with `path`.
     """
-    if own and (own[0].resolve() == path.resolve() or _started_from(own) == str(path.resolve())):
-        return own
+    newest = newest_first[0] if newest_first else None
+    if newest is not None and path.resolve() in (newest.resolve(), _started_from(newest_first)):
+        return newest_first
     if not (path / STATE).is_file():
         raise ConfigError(
             "checkpoint.resume",
             f"{path} is not a checkpoint; expected auto, never or <run>/checkpoints/step-<number>",
         )
-    if not own:
+    if newest is None:
         return [path]
     raise ConfigError(
         "checkpoint.resume",
-        f"got {path}, but out already contains this run's own checkpoint {own[0]}; checkpoint.resume=auto continues "
+        f"got {path}, but out already contains this run's own checkpoint {newest}; checkpoint.resume=auto continues "
         "from that one, and a run with a new folder as out starts from the one that you named",
     )
 
 
-def _started_from(own: list[Path]) -> str | None:
+def _started_from(newest_first: list[Path]) -> Path | None:
     """The checkpoint that a run began with, read from the newest of its own checkpoints whose state is readable."""
-    for path in own:
+    for path in newest_first:
         try:
-            return read_state(path).progress.started_from
+            start = read_state(path).progress.started_from
         except DamagedCheckpointError:
             continue  # `open_checkpoint` reports the damage
+        return None if start is None else Path(start)
     return None

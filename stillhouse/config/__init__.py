@@ -5,7 +5,7 @@ section. The keys are a contract; `docs/config.md` lists them and is generated f
 """
 
 from stillhouse.config.explain import override_hint
-from stillhouse.config.mistakes import ConfigError, MissingKeyError
+from stillhouse.config.mistakes import ConfigError, MissingKeyError, as_config_error
 from stillhouse.config.read_config import dump_config, load_config
 from stillhouse.config.sections.checkpoint_section import CheckpointConfig
 from stillhouse.config.sections.data_section import DataConfig
@@ -35,6 +35,7 @@ __all__ = [
     "TeacherConfig",
     "TeachersConfig",
     "TrainConfig",
+    "as_config_error",
     "dump_config",
     "load_config",
     "override_hint",

@@ -1,6 +1,8 @@
 """The errors that a wrong configuration raises; each has the key that it concerns."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 from stillhouse.display import message
 
@@ -33,6 +35,22 @@ class ConfigError(ValueError):
 
 class MissingKeyError(ConfigError):
     """A required key is neither in the file nor in an option or override."""
+
+
+class as_config_error(AbstractContextManager[object]):
+    """Raise a ValueError of the block as a ConfigError with a key. A ConfigError keeps its own key.
+
+    key: of the configuration; None: errors stay as they are
+    passes: further types of errors that stay as they are
+    """
+
+    def __init__(self, key: str | None, *passes: type[ValueError]):
+        self.key = key
+        self.passes: tuple[type[ValueError], ...] = (ConfigError, *passes)
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if self.key is not None and isinstance(error, ValueError) and not isinstance(error, self.passes):
+            raise ConfigError(self.key, str(error)) from error
 
 
 def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:

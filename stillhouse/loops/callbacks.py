@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.generation.hooks import finite_number, shown
-from stillhouse.run.user_functions import CALLBACKS, function_of
+from stillhouse.loops.user_functions import CALLBACKS, function_of
 
 _NAME = re.compile(r"[\w.\-/]+")
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.engine.engine import StepOutput
+from stillhouse.loops.session_objects import Session
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.parallel import ShardedMicroBatches, is_first
-from stillhouse.run.session import Session
 
 #: an error names at most this many samples
 _NAMED = 5
@@ -64,21 +64,19 @@ def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Seque
 
     outputs: one for each micro-batch; empty on processes without the last stage.
     """
-    documents_of_rank: dict[str, list[int]] = {}
-    for micro_batch, output in zip(micro_batches, outputs, strict=True) if outputs else ():
-        for name, value_T in output.per_token.items():
-            documents_of_rank.setdefault(name, []).extend(micro_batch.document_T[~value_T.isfinite()].tolist())
+    of_this_rank = [
+        (name, document)
+        for micro_batch, output in zip(micro_batches, outputs, strict=bool(outputs))
+        for name, value_T in output.per_token.items()
+        for document in set(micro_batch.document_T[~value_T.isfinite()].tolist())
+    ]
     documents_by_name: dict[str, set[int]] = {}
-    for of_rank in session.ranks.gather(documents_of_rank):
-        for name, documents in of_rank.items():
-            documents_by_name.setdefault(name, set()).update(documents)
+    for of_rank in session.ranks.gather(of_this_rank):
+        for name, document in of_rank:
+            documents_by_name.setdefault(name, set()).add(document)
     assert isinstance(micro_batches.whole, PackedMicroBatches)
     sequences = micro_batches.whole.sequences
-    return [
-        f"{name} on {_sources(session, sequences, documents)}"
-        for name, documents in documents_by_name.items()
-        if documents
-    ]
+    return [f"{name} on {_sources(session, sequences, documents)}" for name, documents in documents_by_name.items()]
 
 
 def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
@@ -120,6 +118,4 @@ def _fails_by_itself(session: Session, sequences: PackedSequences, document: int
 def _run_again(session: Session, packed: PackedMicroBatches) -> float:
     """Run one micro-batch by itself and return its loss. Afterwards the student has this micro-batch's gradient."""
     session.engine.zero_grad()
-    micro_batches = session.shard(packed)
-    signals = session.source_for(session.engine).request(micro_batches).result()
-    return session.engine.forward_backward(micro_batches, signals, packed.normalizer).sums["loss"]
+    return session.forward_backward(session.shard(packed)).sums["loss"]

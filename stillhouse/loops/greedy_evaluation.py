@@ -14,15 +14,15 @@ from stillhouse.data.render.templates import CompletionTemplate
 from stillhouse.generation import Completion, GenerationRequest, Sampling
 from stillhouse.generation.rollout_engines import InProcessEngine
 from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
-from stillhouse.loops.evaluate import in_shown_order
+from stillhouse.loops.completion_engine import in_process_engine
+from stillhouse.loops.held_out_metrics import in_shown_order
+from stillhouse.loops.session_objects import Session
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import LineFile
 from stillhouse.output.records import CHARACTERS, EvalSample
 from stillhouse.parallel import is_first, watchdog
 from stillhouse.preemption import OverdueError
-from stillhouse.run.completion_engine import in_process_engine
-from stillhouse.run.session import Session
 from stillhouse.signals import SignalsLostError
 
 #: tokens of a prompt at most, of a document that is no prompt and completion

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import Documents, PackedSequences
-from stillhouse.loops.evaluate import in_shown_order
+from stillhouse.loops.held_out_metrics import in_shown_order
+from stillhouse.loops.session_objects import Session
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import (
     TEACHER,
@@ -31,7 +32,6 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.objective.top_k import largest
 from stillhouse.objective.vocab import AsyncAllGather
 from stillhouse.output.records import Document, HeldOutTokens, TermAtToken, Token
-from stillhouse.run.session import Session
 
 DOCUMENTS = 4
 TOKENS = 256

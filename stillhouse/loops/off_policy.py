@@ -4,10 +4,10 @@
 """
 
 from stillhouse.checkpoint.integrity import IntactCheckpoint
+from stillhouse.loops.session_objects import Session
 from stillhouse.loops.training import training
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
-from stillhouse.run.session import Session
 from stillhouse.signals import request_ahead
 
 

@@ -11,12 +11,12 @@ from stillhouse.checkpoint.integrity import IntactCheckpoint
 from stillhouse.generation import Sample
 from stillhouse.loops.rollout_records import RolloutMetrics, shown_samples
 from stillhouse.loops.rollouts import Rollouts
+from stillhouse.loops.session_objects import Session
 from stillhouse.loops.training import training
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
-from stillhouse.output.rollout_log import open_rollout_log
-from stillhouse.parallel import ShardedMicroBatches
-from stillhouse.run.session import Session
+from stillhouse.output.rollout_log import RolloutLog
+from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.signals import PendingSignals
 
 
@@ -33,7 +33,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     with (
         closing(Rollouts(session, folder)) as rollouts,
         training(session, folder, checkpoint, rollouts.queue) as run,
-        open_rollout_log(folder, run.progress, run.log) as log,
+        RolloutLog(folder if is_first() else None, run.progress.step, lambda: run.log.seconds) as log,
     ):
         rollouts.require_same_writer(folder)
         timeline = log.timeline

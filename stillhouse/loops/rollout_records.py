@@ -10,10 +10,10 @@ import torch
 from stillhouse.engine.engine import StepOutput
 from stillhouse.generation import POLICY_VERSION, RolloutPlan, Sample, staleness
 from stillhouse.generation.advantages import mean_and_deviation
+from stillhouse.loops.session_objects import Session
 from stillhouse.output import records
 from stillhouse.output.rollout_log import SAMPLES, Timeline
 from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
-from stillhouse.run.session import Session
 
 #: mean difference of log-probabilities in nats, above which the engine's and the trainer's computations disagree: of
 #: tokens that the present weights generated, and of those of earlier ones, which training has changed since

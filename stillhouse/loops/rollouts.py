@@ -5,12 +5,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.checkpoint.served_models import require_same_writer
 from stillhouse.config import RolloutConfig
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
 from stillhouse.generation import (
@@ -24,16 +26,15 @@ from stillhouse.generation import (
     step_documents,
 )
 from stillhouse.generation.rollout_engines import DistributedEngine
+from stillhouse.loops.completion_engine import open_engine
+from stillhouse.loops.session_objects import Session
+from stillhouse.loops.user_functions import ENVIRONMENT, REWARD, function_of
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.parallel import ShardedMicroBatches, is_first, watchdog
 from stillhouse.preemption import OverdueError, requested
-from stillhouse.run.completion_engine import open_engine
-from stillhouse.run.served_models import require_same_writer
-from stillhouse.run.session import Session
-from stillhouse.run.user_functions import ENVIRONMENT, REWARD, function_of
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.stored import SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP
@@ -86,7 +87,7 @@ class Rollouts:
             self._ask(step, timeline)
 
     def _ask(self, step: int, timeline: Timeline) -> None:
-        queue, number, folder = self.queue, step + 1, None
+        number, folder = step + 1, None
         if self.config.writer == "student" and self.config.urls:
             # while the servers still generate
             with timeline.span(number, "weights", f"publish version {step}"), explained_write_errors(self.weights):
@@ -94,24 +95,25 @@ class Rollouts:
                 folder = self.session.engine.publish(self.weights, step, run=self.run, tokenizer=tokenizer)
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             if self.config.schedule != "async":
-                self._on_first(lambda: queue.wait_for(step) if queue is not None and queue.has_asked(step) else None)
+                self._of_queue(lambda queue: queue.wait_for(step) if queue.has_asked(step) else None)
         if self.config.writer == "student":
             with timeline.span(number, "weights", f"version {step}"):
-                self._update_weights(step, folder)
-                if folder is not None:
+                if folder is None:
+                    assert self.engine is not None
+                    self.engine.update_weights(step, None)
+                else:
+                    self._on_first(partial(self._update_servers, step, folder))
                     self._prove_weights(step)
         # an engine in this job generates now; with servers, this only sends the requests
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
-            self._on_first(lambda: None if queue is None else queue.ask(step))
+            self._of_queue(lambda queue: queue.ask(step))
 
     def take(self, step: int, timeline: Timeline) -> list[Sample]:
         """The samples of a step, the same on all ranks. Waits for them."""
         queue = self.queue
         phase = f"the completions of step {step + 1}"
         with timeline.span(step + 1, "trainer", WAIT_FOR_COMPLETIONS), watchdog.untimed(phase):
-            content = self._on_first(
-                lambda: [] if queue is None else [sample.as_json() for sample in queue.take(step)]
-            )
+            content = self._of_queue(lambda queue: [sample.as_json() for sample in queue.take(step)])
         if queue is not None and queue.taken_times != (0.0, 0.0):
             offset = timeline.seconds - time.monotonic()
             start, stop = (offset + time_ for time_ in queue.taken_times)
@@ -137,24 +139,29 @@ class Rollouts:
 
     def can_take(self, step: int) -> bool:
         """Whether a later step's samples can be taken already, which only a schedule of two steps off has early."""
-        queue = self.queue
         if self.config.schedule != "two_step_off" or step >= self.session.step_schedule.steps:
             return False
-        return self._on_first(lambda: queue is not None and queue.has_asked(step) and queue.is_ready(step))
+        return self._of_queue(lambda queue: queue.has_asked(step) and queue.is_ready(step))
 
     def trained(self, step: int) -> None:
         """The optimizer has made the step on its samples."""
         if self.queue is not None:
             self.queue.trained(step)
 
-    def _update_weights(self, step: int, folder: Path | None) -> None:
-        """folder: what was published for servers; None for an engine in this job."""
-        engine = self.engine
-        if folder is None:
-            assert engine is not None
-            engine.update_weights(step, None)
-        else:
-            self._on_first(lambda: None if engine is None else _update_servers(engine, step, folder))
+    def _update_servers(self, step: int, folder: Path) -> None:
+        """On rank 0: give servers new weights, which may take minutes, and look meanwhile whether the run is to end.
+
+        If it is, the thread goes on until what it waits for is closed.
+        """
+        assert self.engine is not None
+        threads, require_no_signal = ThreadPoolExecutor(1), _SignalWatch()
+        try:
+            update = threads.submit(self.engine.update_weights, step, folder)
+            while not wait([update], SECONDS_BETWEEN_LOOKS).done:
+                require_no_signal()
+            update.result()
+        finally:
+            threads.shutdown(wait=False)
 
     def _prove_weights(self, step: int) -> None:
         """Raise SignalsLostError on all ranks if a server generates with other weights than the student's."""
@@ -173,6 +180,15 @@ class Rollouts:
         by_server = self.engine.weights.probed
         samples = probe_samples(self.session.train.documents, by_server)
         return list(by_server), [sample.as_json() for sample in samples]
+
+    def _of_queue(self, action: Callable[[RolloutQueue], Result]) -> Result:
+        """The result of an action on the queue, which rank 0 has, on all ranks; see `_on_first`."""
+
+        def on_first() -> Result:
+            assert self.queue is not None
+            return action(self.queue)
+
+        return self._on_first(on_first)
 
     def _on_first(self, action: Callable[[], Result]) -> Result:
         """The result of an action on rank 0, on all ranks. It must be something that JSON can represent.
@@ -194,21 +210,6 @@ def first_rollouts(session: Session, folder: RunFolder) -> ShardedMicroBatches:
     rollouts, timeline = Rollouts(session, folder), Timeline(time.monotonic)
     rollouts.ask(0, timeline)
     return rollouts.micro_batches(0, rollouts.take(0, timeline))
-
-
-def _update_servers(engine: RolloutEngine, step: int, folder: Path) -> None:
-    """Give servers new weights, which may take minutes, and look meanwhile whether the run is to end.
-
-    If it is, the thread goes on until what it waits for is closed.
-    """
-    threads, require_no_signal = ThreadPoolExecutor(1), _SignalWatch()
-    try:
-        update = threads.submit(engine.update_weights, step, folder)
-        while not wait([update], SECONDS_BETWEEN_LOOKS).done:
-            require_no_signal()
-        update.result()
-    finally:
-        threads.shutdown(wait=False)
 
 
 class _SignalWatch:

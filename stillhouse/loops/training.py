@@ -27,9 +27,10 @@ from stillhouse.config import ConfigError
 from stillhouse.engine.engine import NotFiniteError, StepOutput
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.generation import RolloutQueue
-from stillhouse.loops.evaluate import evaluate
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluation
+from stillhouse.loops.held_out_metrics import evaluate
+from stillhouse.loops.session_objects import Session
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.output.folder import RunFolder
@@ -37,7 +38,6 @@ from stillhouse.output.log import NoLog, RunLog, open_log
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name
 from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
 from stillhouse.preemption import Preempted, finishing, requested
-from stillhouse.run.session import Session
 from stillhouse.signals import SignalsLostError
 
 #: how the keys of the teacher's own cross-entropy end, also on one of several evaluation sets

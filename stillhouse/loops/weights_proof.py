@@ -14,9 +14,9 @@ import torch
 from stillhouse.config import RolloutConfig
 from stillhouse.data import Documents
 from stillhouse.generation import Completion, Sample
+from stillhouse.loops.session_objects import Session
 from stillhouse.objective.keys import OLD_LOG_PROBS
 from stillhouse.parallel import ShardedMicroBatches
-from stillhouse.run.session import Session
 from stillhouse.serving.client.engine_proof import PROBES, ROUNDED
 from stillhouse.signals import SignalsLostError
 

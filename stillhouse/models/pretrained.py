@@ -99,6 +99,14 @@ def load_causal_lm(
     return model if quantize is not None or device is None else model.to(device)
 
 
+def read_configuration(
+    name_or_path: str | os.PathLike[str], revision: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """Return the configuration of a model. Raises ValueError if it cannot be read."""
+    with reading(f"model '{escaped(os.fspath(name_or_path))}': its configuration cannot be read"):
+        return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+
+
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class of transformers that builds a configuration's model.
 

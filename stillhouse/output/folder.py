@@ -176,12 +176,11 @@ def require_intact_model(folder: RunFolder) -> str:
 
 def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:
     """Everything that a run's results and speed depend on besides its configuration."""
+    versions = library_versions()
     return {
         "objective": objective,
-        "stillhouse": stillhouse.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "stillhouse": versions.pop("stillhouse"),
+        **versions,
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -191,6 +190,16 @@ def environment(objective: str, seed: int, device: torch.device) -> dict[str, An
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """The versions of the libraries that affect the last digits of a result."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "stillhouse": stillhouse.__version__,
     }
 
 

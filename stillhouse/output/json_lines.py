@@ -128,7 +128,7 @@ def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[
     if path.is_file():
         if path.stat().st_size == 0:
             notes.append(f"{path.name} has no line yet.")
-        yield from read_lines(path, _parse_object, notes)
+        yield from read_lines(path, parse_object, notes)
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -159,7 +159,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _parse_object(raw: bytes, where: str) -> dict[str, Any]:
+def parse_object(raw: bytes, where: str) -> dict[str, Any]:
+    """Parse a line without its newline. Raises ValueError that begins with `where`."""
     with reading(f"{where}: not a JSON object"):
         value = json.loads(raw)
     if not isinstance(value, dict):

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stillhouse.display import escaped
-from stillhouse.libraries import reading
-from stillhouse.output.json_lines import read_lines
+from stillhouse.output.json_lines import parse_object, read_lines
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,8 @@ class MetricsLine:
 
 def parse_metrics(raw: bytes, where: str) -> MetricsLine:
     """Parse a line without its newline. Raises ValueError that begins with `where` and names the key."""
-    with reading(f"{where}: not a JSON object"):
-        line = json.loads(raw)
-    if not isinstance(line, dict) or not _is_number(line.get("step")) or not math.isfinite(line["step"]):
+    line = parse_object(raw, where)
+    if not _is_number(line.get("step")) or not math.isfinite(line["step"]):
         shown = escaped(raw[:80].decode(errors="replace"))
         raise ValueError(f'{where}: expected an object with a number "step", got {shown}')
     for key, value in line.items():

@@ -4,7 +4,6 @@ Figures and fingerprints are from the checkpoint, whose files are proven by thei
 checkpoint proves. Of a path on the trainer's machine, only the last part is named.
 """
 
-import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -161,8 +160,8 @@ def _results(run: Path, progress: Progress) -> str:
 def _first_evaluation(run: Path, progress: Progress) -> dict[str, float | None]:
     """The held-out metrics before training; empty if there are none. The checkpoint proves the log by a hash."""
     path = run / "metrics.jsonl"
-    beginning = path.read_bytes()[: progress.log_bytes] if path.is_file() else b""
-    if hashlib.sha256(beginning).hexdigest() != progress.log_sha256:
+    beginning = progress.saved_log(path)
+    if beginning is None:
         raise ValueError(
             f"{path} is damaged: it does not begin with the lines that it had when step {progress.step} was saved; "
             "restore it, or export without a model card (--no-card)"

@@ -4,6 +4,7 @@ state.json is written last of all files of a checkpoint. It contains a hash of e
 content. So a file that is lost, stale, damaged or from another run is detected.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -49,6 +50,14 @@ class Progress:
     log_sha256: str = ""
     configuration: str = ""
     started_from: str | None = None
+
+    def saved_log(self, path: Path) -> bytes | None:
+        """What metrics.jsonl contained when this was saved; None if the file no longer begins with it."""
+        beginning = b""
+        if path.is_file():
+            with path.open("rb") as file:
+                beginning = file.read(self.log_bytes)
+        return beginning if hashlib.sha256(beginning).hexdigest() == self.log_sha256 else None
 
 
 @dataclass

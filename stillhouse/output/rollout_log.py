@@ -16,25 +16,18 @@ from typing import Self
 
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import LineFile
-from stillhouse.output.log import NoLog, RunLog
-from stillhouse.output.progress import Progress
 from stillhouse.output.records import CHARACTERS, WAIT, Lane, Sample, Span
-from stillhouse.parallel import is_first
 
 SAMPLES = 4  # of a step
 TOKENS = 512  # of a sample
 
 
-def open_rollout_log(folder: RunFolder, progress: Progress, log: RunLog | NoLog) -> "RolloutLog":
-    """The rollout log of a run; on all ranks except rank 0, one that writes nothing."""
-    return RolloutLog(folder if is_first() else None, progress.step, lambda: log.seconds)
-
-
 class RolloutLog:
     """Writes timeline.jsonl and samples.jsonl; a context manager that closes them.
 
-    folder: None to write nothing. step: of the checkpoint that the run continues from; 0 without one. clock: gives
-    the seconds of the run.
+    folder: None, as on all ranks except rank 0, to write nothing
+    step: of the checkpoint that the run continues from; 0 without one
+    clock: gives the seconds of the run
     """
 
     def __init__(self, folder: RunFolder | None, step: int, clock: Callable[[], float]):

@@ -5,7 +5,6 @@ mixture of two runs. If the folder were a local disk on each machine, no operati
 checkpoint would lack the shards of the other machines.
 """
 
-import platform
 import socket
 import time
 import uuid
@@ -13,12 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-import stillhouse
 from stillhouse.config import ConfigError
 from stillhouse.output.disk import UNFINISHED, explained_write_errors
+from stillhouse.output.folder import library_versions
 from stillhouse.parallel import Ranks
 
 #: how long it may take until a file written by another machine is visible through a network file system's cache
@@ -47,16 +43,6 @@ def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[
         for name in versions
         if other[name] != first[name]
     ]
-
-
-def library_versions() -> dict[str, str]:
-    """The versions of the libraries that affect the last digits of a result."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "stillhouse": stillhouse.__version__,
-    }
 
 
 def require_same_sources(hashes: Mapping[str, str], ranks: Ranks) -> None:

@@ -10,16 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from stillhouse.config import ConfigError, StudentConfig, TeacherConfig
+from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.config.sections.student_section import StudentInitConfig
-from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.decoder import HEAD_WEIGHT, PROJECTORS
 from stillhouse.models.dtensors import set_from_global
 from stillhouse.models.layer_numbers import layers_name
-from stillhouse.models.pretrained import auto_class, parse_dtype
+from stillhouse.models.pretrained import auto_class, parse_dtype, read_configuration
 from stillhouse.parallel import local_folder
 from stillhouse.parallel.sharded_loading import read_weights
 
@@ -37,21 +36,15 @@ def initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed:
 
     seed: of random weights. Raises ConfigError for a student that the teacher's layers do not fit.
     """
-    init, config = student.init, configuration(local_folder(student.model, student.revision))
+    init, config = student.init, read_configuration(local_folder(student.model, student.revision))
     assert init is not None
     if init.source == "random":
         return partial(_initialize_randomly, config=config, dtype=parse_dtype(student.dtype), seed=seed)
     assert teacher is not None
     assert teacher.model is not None
     teacher_folder = local_folder(teacher.model, teacher.revision)
-    layers = _fitting_layers(init, config.get_text_config(), configuration(teacher_folder).get_text_config())
+    layers = _fitting_layers(init, config.get_text_config(), read_configuration(teacher_folder).get_text_config())
     return partial(_read_layers, folder=teacher_folder, layers=layers)
-
-
-def configuration(folder: str) -> PreTrainedConfig:
-    """The configuration of a model's folder. Raises ValueError if it cannot be read."""
-    with reading(f"model '{folder}': its configuration cannot be read"):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:
@@ -84,10 +77,8 @@ def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher:
 
 
 def _read_layers(decoder: Decoder, folder: str, layers: list[int]) -> None:
-    try:
+    with as_config_error(_KEY):
         name = layers_name(decoder)
-    except ValueError as error:
-        raise ConfigError(_KEY, str(error)) from error
     of_layer = re.compile(rf"(?<=^{re.escape(f'{decoder.pretrained.base_model_prefix}.{name}.')})\d+(?=\.)")
     read_weights(decoder, folder, renamed=partial(_name_in_teacher, of_layer, layers))
 

@@ -16,6 +16,7 @@ from stillhouse.config import (
     StudentConfig,
     TeacherConfig,
     TeachersConfig,
+    as_config_error,
 )
 from stillhouse.data import (
     Documents,
@@ -55,7 +56,9 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
 
     Raises ConfigError for a mistake in the configuration, ValueError for one in the data or the tokenizers.
     """
-    _require_prefixes(config.several)
+    for name, teacher in config.several.items():
+        with as_config_error(f"teachers.{name}.prefix"):
+            PrefixTemplate(name, teacher.prefix or "")  # which raises if it cannot be filled from columns
     chat_template = config.data.chat_template
     tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, chat_template, stores)
     sections = config.data, config.objective, tokenizer, config.teachers
@@ -112,10 +115,8 @@ def load_tokenizers(
     """
     tokenizer, warnings = _tokenizer_of("student", student), list[str]()
     if chat_template is not None:
-        try:
+        with as_config_error("data.chat_template"):
             _set_chat_template(tokenizer, chat_template)
-        except ValueError as error:
-            raise ConfigError("data.chat_template", str(error)) from error
     for section, teacher in teachers.items():
         store = stores.get(section)
         if isinstance(store, CrossTokenizerStore):
@@ -143,11 +144,9 @@ def load_tokenizers(
 
 def _tokenizer_of(section: str, model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model. Raises ConfigError, with the model's key, if there is none."""
-    try:
+    with as_config_error(f"{section}.model"):
         require_model_folder(str(model.model))
         return load_tokenizer(str(model.model), model.revision, model.trust_remote_code)
-    except ValueError as error:
-        raise ConfigError(f"{section}.model", str(error)) from error
 
 
 def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
@@ -194,15 +193,6 @@ def _require_same_conversation(
             "student and teacher have different chat templates, and the data is written with the student's: expected "
             "the same template, or chat_template in this list if the difference is meant",
         )
-
-
-def _require_prefixes(teachers: Mapping[str, NamedTeacherConfig]) -> None:
-    """Raise ConfigError for a prefix that cannot be filled from columns."""
-    for name, teacher in teachers.items():
-        try:
-            PrefixTemplate(name, teacher.prefix or "")
-        except ValueError as error:
-            raise ConfigError(f"teachers.{name}.prefix", str(error)) from error
 
 
 def _with_gaps(teachers: Mapping[str, NamedTeacherConfig]) -> list[str]:
@@ -274,10 +264,8 @@ def load_data(
 
 def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:
     """(train, evaluation). Raises ConfigError if a source would have no document left to train on."""
-    try:
+    with as_config_error("data.eval"):
         train, held_out = documents.split(share)
-    except ValueError as error:
-        raise ConfigError("data.eval", str(error)) from error
     for source, report in train.reports.items():
         if not report.documents:
             raise ConfigError(

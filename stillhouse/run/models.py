@@ -3,13 +3,11 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig
 
 from stillhouse.config import (
     ConfigError,
@@ -18,9 +16,10 @@ from stillhouse.config import (
     ObjectiveConfig,
     StudentConfig,
     TeacherConfig,
+    as_config_error,
 )
 from stillhouse.hashing import json_hash
-from stillhouse.libraries import reading, require_feature
+from stillhouse.libraries import require_feature
 from stillhouse.models import (
     Decoder,
     HiddenPair,
@@ -32,6 +31,7 @@ from stillhouse.models import (
     model_fingerprint,
     quantized_identity,
 )
+from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
 from stillhouse.run.initial import initial_weights
@@ -73,14 +73,11 @@ class ModelSources:
             if isinstance(teacher, NamedTeacherConfig) and teacher.student is not None
         ]
 
+    @cached_property
     def student_source(self) -> ModelSource:
         """The student, prepared for training."""
         source = self._whole_student() if self.mesh.ranks.size == 1 else self._sharded_student()
         return replace(source, build=lambda: self._prepared(source.build()), teacher_is_base=self.teacher_is_base)
-
-    def student_copy(self) -> Decoder:
-        """The whole student without values, prepared for training like the one that is trained."""
-        return self._prepared(self._sharded_student().build())
 
     def teacher(self, section: str, device: torch.device | None = None, *, offload: bool = False) -> ModelSource:
         """A teacher of which each process reads a part.
@@ -176,17 +173,13 @@ class ModelSources:
         adapter, objective = self.student.adapter, self.objective
         if adapter is not None:
             options = adapter.model_dump(exclude={"type"})
-            try:
+            with as_config_error("student.adapter.targets"):
                 add_lora(student, **options, base=self.student.model, revision=self.student.revision)
-            except ValueError as error:
-                raise ConfigError("student.adapter.targets", str(error)) from error
         if self.student.mtp is not None:
             _add_mtp(student, self.student.mtp)
         if objective.router_aux_loss:
-            try:
+            with as_config_error("objective.router_aux_loss"):
                 balance_routers(student)
-            except ValueError as error:
-                raise ConfigError("objective.router_aux_loss", str(error)) from error
         if objective.hidden:
             pairs = [HiddenPair(pair.student, pair.teacher, pair.loss, pair.scale) for pair in objective.hidden]
             _match_hidden(student, pairs, self.teachers["teacher"])
@@ -230,31 +223,26 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
     of_files, init = source_fingerprint(student.model, student.revision), student.init
     if init is None:
         return of_files
-    values: list[Any] = [of_files, init.source, init.layers, seed]
+    start: str | int = seed
     if init.source == "teacher":
         assert teacher is not None
-        values[3] = source_fingerprint(str(teacher.model), teacher.revision)
-    return json_hash(values)
+        start = source_fingerprint(str(teacher.model), teacher.revision)
+    return json_hash([of_files, init.source, init.layers, start])
 
 
 def _match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher: TeacherConfig) -> None:
     """Add the projectors of the hidden-state loss, without values, and its hooks."""
-    with reading(f"the configuration of {teacher.model!r} cannot be read"):
-        config = AutoConfig.from_pretrained(
-            str(teacher.model), revision=teacher.revision, trust_remote_code=teacher.trust_remote_code
-        ).get_text_config()
-    try:
+    config = read_configuration(
+        str(teacher.model), teacher.revision, trust_remote_code=teacher.trust_remote_code
+    ).get_text_config()
+    with as_config_error("objective.hidden"):
         match_hidden(student, pairs, config.num_hidden_layers, config.hidden_size)
-    except ValueError as error:
-        raise ConfigError("objective.hidden", str(error)) from error
 
 
 def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
     """Add the layers of multi-token prediction, without values."""
-    try:
+    with as_config_error("student.mtp"):
         require_feature("multi-token prediction")
-    except ValueError as error:
-        raise ConfigError("student.mtp", str(error)) from error
     from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
 
     declared = declared_depths(student.config) if mtp.init == "auto" else 0
@@ -264,10 +252,8 @@ def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
             f"got {mtp.depths}, but the student's configuration has num_mtp_layers={declared}: expected {declared},"
             " or student.mtp.init=new",
         )
-    try:
+    with as_config_error("student.mtp"):
         add_mtp(student, mtp.depths, is_new=not declared)
-    except ValueError as error:
-        raise ConfigError("student.mtp", str(error)) from error
     if mtp.train == "heads":
         freeze_main(student)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from stillhouse.config import ConfigError, MtpConfig, ObjectiveConfig
+from stillhouse.config import ConfigError, MtpConfig, ObjectiveConfig, as_config_error
 from stillhouse.engine.parts import MtpLoss
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
@@ -17,10 +17,8 @@ def mtp_objective(mtp: MtpConfig, objective: ObjectiveConfig, spec: ObjectiveSpe
     Raises ConfigError if it cannot be parsed, or needs a teacher and has none.
     """
     if mtp.objective is not None:
-        try:
+        with as_config_error("student.mtp.objective"):
             parsed = parse_objective(mtp.objective, objective.temperature, objective.scale_by_temperature_squared)
-        except ValueError as error:
-            raise ConfigError("student.mtp.objective", str(error)) from error
         if parsed.needs_rollouts or parsed.uld is not None:
             raise ConfigError(
                 "student.mtp.objective",

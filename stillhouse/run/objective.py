@@ -12,6 +12,7 @@ from stillhouse.config import (
     StudentConfig,
     TeacherConfig,
     TeachersConfig,
+    as_config_error,
 )
 from stillhouse.engine.parts import MtpLoss
 from stillhouse.objective.correction import Correction
@@ -34,10 +35,8 @@ class RunObjective:
     def spec(self) -> ObjectiveSpec:
         """The parsed objective. Raises ConfigError if it, or that of MTP layers, is impossible."""
         objective = self.objective
-        try:
+        with as_config_error("objective.loss"):
             spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
-        except ValueError as error:
-            raise ConfigError("objective.loss", str(error)) from error
         self._require_uld(spec)
         spec = self._on_rollouts(spec)
         self._mtp(spec)  # raises ConfigError

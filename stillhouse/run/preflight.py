@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, TrainConfig
+from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, TrainConfig, as_config_error
 from stillhouse.data import check_vocabulary
 from stillhouse.engine.optimizer import require_optimizer
+from stillhouse.loops.user_functions import require_functions
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.output.trackers import require_trackers
 from stillhouse.parallel import Layout, watchdog
 from stillhouse.run.agreement import require_same_sources
 from stillhouse.run.inputs import RunData
 from stillhouse.run.setup import RunSetup
-from stillhouse.run.user_functions import require_functions
 
 #: runs of fewer steps are warned of, unless train.steps asks for them
 FEW_STEPS = 10
@@ -55,10 +55,8 @@ def check_models(decoders: Mapping[str, Decoder], self_teachers: Sequence[str], 
     warnings = list[str]()
     for section, decoder in decoders.items():
         warnings += check_vocabulary(data.tokenizer, decoder.vocabulary_rows, section)
-        try:
+        with as_config_error("data.max_tokens"):
             check_document_length(decoder.pretrained, data.train.max_tokens, section)
-        except ValueError as error:
-            raise ConfigError("data.max_tokens", str(error)) from error
         longest = max(int(documents.lengths_D.max()) for documents in splits)
         warnings += warn_of_positions(decoder.pretrained, longest, section)
         readers = self_teachers if section == "student" else [section.partition(".")[2]]
@@ -86,7 +84,7 @@ def require_teachers_fit(
         if teacher.quantize is not None and layout.degrees.processes > 1:
             raise ConfigError(
                 f"{section}.quantize",
-                f"got {teacher.quantize} under {layout}, which divides plain weights: expected null, or teacher.url "
+                f"got {teacher.quantize} under {layout}, which shards plain weights: expected null, or teacher.url "
                 "with `stillhouse serve --quantize`",
             )
         if teacher.offload:

@@ -7,6 +7,7 @@ from pathlib import Path
 from stillhouse.checkpoint.export_weights import save_merged, save_student
 from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint
 from stillhouse.checkpoint.resume import candidates, open_checkpoint
+from stillhouse.checkpoint.served_models import require_same_teachers
 from stillhouse.config import ConfigError, RunConfig, dump_config
 from stillhouse.data import save_tokenizer
 from stillhouse.loops import off_policy, on_policy
@@ -24,7 +25,6 @@ from stillhouse.output.progress import Progress, folder_name
 from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing
 from stillhouse.run.agreement import require_shared_folder
-from stillhouse.run.served_models import require_same_teachers
 from stillhouse.run.session import Session, build_session, data_reports
 from stillhouse.run.setup import RunSetup, with_precision
 from stillhouse.signals import SignalsLostError
@@ -37,7 +37,7 @@ def distill(config: RunConfig) -> Path:
     Before everything has been checked, only the folder itself, its lock and the lock's holder are written.
     """
     setup, folder = RunSetup(with_precision(config)), RunFolder(Path(config.out))
-    _ = setup.spec  # first, so that a misspelt loss is reported even if the folder is occupied, too
+    _ = setup.objective.spec  # first, so that a misspelt loss is reported even if the folder is occupied, too
     resume, values = config.checkpoint.resume, setup.values
     candidates(folder, resume, values)  # reports an occupied folder before the models are loaded
     ranks = setup.ranks
@@ -51,7 +51,14 @@ def distill(config: RunConfig) -> Path:
         paths = candidates(folder, resume, values) if is_first() else []
         if any(ranks.gather(folder.complete)):
             return _report_complete(folder)
-        checkpoint = open_checkpoint(session, folder, paths)
+        checkpoint = open_checkpoint(
+            folder,
+            paths,
+            ranks,
+            session.identity,
+            fallback=config.checkpoint.fallback,
+            base=None if session.student.lora is None else config.student.model,
+        )
         if is_first():
             init_run_dir(folder, dump_config(setup.config))
         require_same_teachers(session.stores, folder, ranks)
@@ -126,7 +133,7 @@ def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress:
         if session.student.lora is None:
             save_student(model, session.student, session.tokenizer, resume, session.ranks)
         else:
-            student = session.models.student
+            student = setup.config.student
             if setup.model_hashes()["student"] != session.identity.models["student"]:
                 raise ValueError(
                     f"student: the files of {student.model} have changed since this run was started; restore them, "

@@ -1,129 +1,22 @@
-"""A run that is ready to start, and its preparation: objects are built from the sections of the configuration."""
+"""The preparation of a run: a session is built from the sections of the configuration."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from stillhouse.checkpoint.identity import RunIdentity, configuration_hash
-from stillhouse.config import CheckpointConfig, EvalConfig, RolloutConfig, RunConfig, TrainConfig
-from stillhouse.data import DataReport, Documents, PackedSequences, StepMicroBatches, tokenizer_fingerprint
+from stillhouse.config import RolloutConfig, RunConfig, TrainConfig
+from stillhouse.data import DataReport, tokenizer_fingerprint
 from stillhouse.display import escaped
-from stillhouse.engine.engine import Engine
 from stillhouse.engine.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
 from stillhouse.generation import RolloutPlan
-from stillhouse.models import Decoder
-from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import Layout, Ranks, ShardedMicroBatches, join, watchdog
+from stillhouse.loops.session_objects import Session
+from stillhouse.parallel import Layout, join, watchdog
 from stillhouse.run.inputs import RunData
-from stillhouse.run.models import ModelSources
 from stillhouse.run.preflight import check_before_loading, check_data, check_models, schedule_warnings
 from stillhouse.run.setup import RunSetup, with_precision
-from stillhouse.signals import (
-    NoTeacher,
-    SeparateTeacher,
-    SeveralTeachers,
-    SignalSource,
-    SignalStore,
-    StoredTeacher,
-)
 
-
-@dataclass
-class Session:
-    """One run, ready to start.
-
-    train: with rollouts, the prompts, whose completions are written in each step as `plan` says
-    dataset: with rollouts, the documents that a share of each step's completions are from
-    evaluation: the held-out data; None if the configuration asks for none
-    source: where the teachers' signals come from
-    stores: the caches and servers among the teachers, by the keys of their sections
-    identity: what a resumed run must have in common with this one
-    train_config, eval_config, checkpoint_config, rollout_config: sections that the loops need
-    single_row: whether a micro-batch has to be one row, since flash attention separates documents only there
-    track, values: the trackers, and the configuration by dotted keys, which they show
-    """
-
-    spec: ObjectiveSpec
-    tokenizer: PreTrainedTokenizerBase
-    train: PackedSequences
-    evaluation: PackedSequences | None
-    step_schedule: StepSchedule
-    models: ModelSources
-    engine: Engine
-    source: SignalSource
-    stores: dict[str, SignalStore]
-    identity: RunIdentity
-    train_config: TrainConfig
-    eval_config: EvalConfig
-    checkpoint_config: CheckpointConfig
-    rollout_config: RolloutConfig | None = None
-    single_row: bool = False
-    seed: int = 0
-    track: list[str] = field(default_factory=list)
-    values: dict[str, object] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    plan: RolloutPlan | None = None
-    dataset: Documents | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.engine.device
-
-    @property
-    def ranks(self) -> Ranks:
-        """All processes of the run."""
-        return self.engine.ranks
-
-    @property
-    def student(self) -> Decoder:
-        """The student; under a pipeline, its part on this process's first stage."""
-        return self.engine.students[0]
-
-    @property
-    def teacher(self) -> Decoder | None:
-        """The teacher; under a pipeline, its part on this process's first stage.
-
-        None if there is none or several, if its signals come from a store, or if it is the student's base model.
-        """
-        return self.source.decoder if isinstance(self.source, SeparateTeacher) else self.engine.teacher
-
-    @property
-    def teachers(self) -> dict[str, Decoder]:
-        """The teachers that run in this job as separate models, by the keys of their sections."""
-        if isinstance(self.source, SeveralTeachers):
-            sources = self.source.teachers.items()
-            return {
-                f"teachers.{name}": source.decoder for name, source in sources if isinstance(source, SeparateTeacher)
-            }
-        return {} if self.teacher is None else {"teacher": self.teacher}
-
-    @property
-    def has_exact_teacher(self) -> bool:
-        """Whether there is one teacher, whose signals give the whole distribution, and not only some ids."""
-        is_single = not isinstance(self.source, NoTeacher | SeveralTeachers)
-        return is_single and all(store.signal.is_exact for store in self.stores.values())
-
-    @property
-    def adapter_in_words(self) -> str | None:
-        """The student's adapter; None if it has none."""
-        if self.student.lora is None:
-            return None
-        base_note = "; the teacher is the same model without the adapter, so only one model is in memory"
-        return f"{self.student.lora}{base_note if self.models.teacher_is_base else ''}"
-
-    def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
-        return self.engine.shard(micro_batches, training=training)
-
-    def close(self) -> None:
-        """Give up requests for signals that are under way."""
-        if isinstance(self.source, StoredTeacher | SeveralTeachers):
-            self.source.close()
-
-    def source_for(self, engine: Engine) -> SignalSource:
-        """The source of the signals that an engine's steps need."""
-        return self.source if engine.needs_teacher else NoTeacher()
+__all__ = ["Session", "build_session", "data_reports", "prepare"]
 
 
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:
@@ -138,7 +31,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 
 def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     """See `prepare`. setup: of the configuration, with its precision resolved."""
-    config, spec, stores = setup.config, setup.spec, setup.stores
+    config, spec, stores = setup.config, setup.objective.spec, setup.stores
     if announce:
         print(setup.objective.in_words(stores), flush=True)
     check_before_loading(setup)
@@ -159,7 +52,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         train=data.train,
         evaluation=data.evaluation,
         step_schedule=schedule,
-        models=models,
+        student_source=models.student_source,
         engine=engine,
         source=source,
         stores=stores,
@@ -167,6 +60,8 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         train_config=config.train,
         eval_config=config.eval,
         checkpoint_config=config.checkpoint,
+        student_config=config.student,
+        teacher_configs=setup.teachers,
         rollout_config=config.rollout,
         single_row=bool(config.flash_attentions),
         seed=config.seed,

@@ -9,13 +9,13 @@ from functools import cached_property
 
 import torch
 
-from stillhouse.config import ConfigError, ParallelConfig, RunConfig
+from stillhouse.config import ConfigError, ParallelConfig, RunConfig, as_config_error
 from stillhouse.config.read_config import dotted_values
 from stillhouse.config.rules import check_rules
 from stillhouse.engine.optimizer import optimizer_settings
 from stillhouse.engine.parts import HiddenStates, LossPart, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.models import ProofError
 from stillhouse.parallel import (
     Degrees,
     Layout,
@@ -34,7 +34,7 @@ from stillhouse.run.inputs import RunData, load_run_data
 from stillhouse.run.models import ModelSources, model_fingerprints
 from stillhouse.run.objective import RunObjective
 from stillhouse.run.stores import open_stores, require_signals
-from stillhouse.run.teacher_sources import TeacherSources, as_config_error, teacher_of_stages
+from stillhouse.run.teacher_sources import TeacherSources, teacher_of_stages
 from stillhouse.signals import SignalSource, SignalStore, WeightAverage
 
 
@@ -55,11 +55,6 @@ class RunSetup:
         self.objective = RunObjective(
             config.objective, config.student, config.teacher, config.teachers, config.rollout
         )
-
-    @property
-    def spec(self) -> ObjectiveSpec:
-        """The parsed objective. Raises ConfigError if it is impossible."""
-        return self.objective.spec
 
     @cached_property
     def device(self) -> torch.device:
@@ -135,8 +130,8 @@ class RunSetup:
         separate = self._separate_layout(mesh)
         head_only = separate is not None or bool(self.stores) or config.teachers is not None
         key_of_one_process = None if separate is None else "teacher.offload"
-        with as_config_error("parallel" if mesh.ranks.size > 1 else key_of_one_process):
-            student = models.student_source()
+        with as_config_error("parallel" if mesh.ranks.size > 1 else key_of_one_process, ProofError):
+            student = models.student_source
             if separate is not None:
                 require_own_teacher(layout, student, teacher_head_only=True)
             store = self.stores.get("teacher")
@@ -146,7 +141,7 @@ class RunSetup:
         average = WeightAverage(runner, decays[0]) if decays else None
         engine = TorchEngine(
             runner,
-            self.spec,
+            self.objective.spec,
             optimizer=optimizer_settings(config.train),
             autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
             chunk_tokens=config.objective.chunk_tokens,
@@ -161,7 +156,7 @@ class RunSetup:
             self.stores,
             config.teacher,
             config.teachers,
-            {} if mesh.ranks.size == 1 else self.own_layouts,
+            self.own_layouts,
         )
         source = sources.source(separate)
         if mesh.ranks.size > 1:
@@ -203,10 +198,8 @@ def with_precision(config: RunConfig) -> RunConfig:
 
 def device_of(name: str) -> torch.device:
     """The device that the key `device` names. Raises ConfigError for one that this machine does not have."""
-    try:
+    with as_config_error("device"):
         return choose_device(name)
-    except ValueError as error:
-        raise ConfigError("device", str(error)) from error
 
 
 def layout_of(parallel: ParallelConfig, processes: int, key: str = "parallel") -> Layout:

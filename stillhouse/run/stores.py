@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, StudentConfig, TeacherConfig
+from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.data import Documents, load_tokenizer
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
@@ -24,6 +24,7 @@ from stillhouse.run.inputs import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.objective import RunObjective
 from stillhouse.serving.client import (
+    TOKEN_VARIABLE,
     NeedsModelError,
     RemoteSignals,
     SignalRequest,
@@ -36,7 +37,6 @@ from stillhouse.signals.in_job import TeacherInJob
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.teacher_folder import files_of_head, head_of
 
-TOKEN = "STILLHOUSE_TOKEN"
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 #: with teacher.prove=auto, a model with at most these bytes of weights is loaded for the comparison
 SMALL = 2**30
@@ -84,14 +84,12 @@ def _open_cross_tokenizer(
         partial(load_model, section, teacher.model, teacher),
         batch_tokens,
     )
-    try:
+    with as_config_error(f"{section}.cross_tokenizer"):
         return CrossTokenizerStore(in_job, ours, theirs, teacher.cross_tokenizer)
-    except ValueError as error:
-        raise ConfigError(f"{section}.cross_tokenizer", str(error)) from error
 
 
 def _open(section: str, teacher: TeacherConfig, temperature: float) -> SignalStore:
-    with _as_config_error(section, teacher):
+    with _store_errors(section, teacher):
         if teacher.cache is not None:
             return SignalCache(Path(teacher.cache))
         return connect(
@@ -100,13 +98,13 @@ def _open(section: str, teacher: TeacherConfig, temperature: float) -> SignalSto
             api=teacher.api,
             model_folder=None if teacher.model is None else _teacher_files(teacher),
             timeout=teacher.timeout,
-            token=os.environ.get(TOKEN),
+            token=os.environ.get(TOKEN_VARIABLE),
             warn=lambda line: log_rank0(f"warning: {line}"),
         )
 
 
 @contextmanager
-def _as_config_error(section: str, teacher: TeacherConfig) -> Iterator[None]:
+def _store_errors(section: str, teacher: TeacherConfig) -> Iterator[None]:
     """Raise an error of a store as a ConfigError with the key that names the store."""
     try:
         yield
@@ -133,7 +131,7 @@ def require_signals(
     for section, store in stores.items():
         teacher = teachers[section]
         _require_objective(section, store, teacher, objective)
-        with ranks.all_raise(ConfigError), _as_config_error(section, teacher):
+        with ranks.all_raise(ConfigError), _store_errors(section, teacher):
             train = _documents_of(section, route, data.train.documents)
             store.require(train, "data.train")
             if objective.rollout is not None:

@@ -1,16 +1,14 @@
 """Builds the sources of the teachers' signals, under any layout."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from transformers import AutoConfig
 
-from stillhouse.config import ConfigError, NamedTeacherConfig, TeacherConfig, TeachersConfig
-from stillhouse.libraries import reading
+from stillhouse.config import ConfigError, NamedTeacherConfig, TeacherConfig, TeachersConfig, as_config_error
 from stillhouse.models import Decoder, ProofError
+from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import (
     BufferedHead,
     DecoderHead,
@@ -197,7 +195,7 @@ class TeacherSources:
     def _separate(
         self, key: str, source: ModelSource, layout: Layout, mesh: Mesh, head: TeacherHead | None
     ) -> SeparateTeacher:
-        with as_config_error(key):
+        with as_config_error(key, ProofError):
             return SeparateTeacher(source, layout, mesh, self.student.layout, self.student.mesh, head=head)
 
 
@@ -205,9 +203,7 @@ def _can_be_cut(teacher: TeacherConfig) -> bool:
     """Whether the teacher's layers and its output head can be loaded separately."""
     if teacher.trust_remote_code:
         return False
-    with reading(f"the configuration of {teacher.model!r} cannot be read"):
-        config = AutoConfig.from_pretrained(str(teacher.model), revision=teacher.revision, trust_remote_code=False)
-    return is_cuttable(config)
+    return is_cuttable(read_configuration(str(teacher.model), teacher.revision))
 
 
 def _head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
@@ -216,16 +212,3 @@ def _head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
     assert source.load_weights is not None
     source.load_weights(decoder)
     return decoder
-
-
-@contextmanager
-def as_config_error(key: str | None) -> Iterator[None]:
-    """Raise a ValueError of the block as a ConfigError with this key; None: as it is."""
-    try:
-        yield
-    except (ConfigError, ProofError):
-        raise
-    except ValueError as error:
-        if key is None:
-            raise
-        raise ConfigError(key, str(error)) from error

@@ -22,6 +22,8 @@ T = TypeVar("T")
 #: one answer of one server to a path, whatever its status. A body is posted as JSON; None is a GET
 Ask = Callable[[str, Any], httpx2.Response]
 
+#: the environment variable with the servers' bearer token
+TOKEN_VARIABLE = "STILLHOUSE_TOKEN"
 #: requests that a server has at a time; engines batch them
 IN_FLIGHT = 16
 #: seconds for which a failing server is left alone: at first, and at most

@@ -27,9 +27,9 @@ from stillhouse.output.disk import (
     replace_text,
     require_space,
 )
-from stillhouse.output.folder import folder_lock, is_leftover
+from stillhouse.output.folder import folder_lock, is_leftover, library_versions
 from stillhouse.parallel import ONE_PROCESS, Ranks, is_first, process_count, process_rank, wait_for_all
-from stillhouse.run.agreement import library_versions, require_shared_folder
+from stillhouse.run.agreement import require_shared_folder
 from stillhouse.signals.cache.files import (
     CACHE_KEY,
     INDEX,

@@ -18,7 +18,6 @@ from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
 from stillhouse.config import RunConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped
-from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.parts import MtpLoss
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.rollouts import first_rollouts
@@ -28,7 +27,7 @@ from stillhouse.objective.formulas import weighted_parts
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
-from stillhouse.parallel import ShardedMicroBatches, is_first
+from stillhouse.parallel import is_first
 from stillhouse.run.mtp_objective import mtp_in_words
 from stillhouse.run.session import Session, data_reports, prepare
 
@@ -67,7 +66,7 @@ def _state(session: Session, folder: RunFolder) -> str:
 
 def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
     """The printed lines. state: a description of the run folder."""
-    student, step_schedule = session.models.student, session.step_schedule
+    student, step_schedule = session.student_config, session.step_schedule
     yield _row("student", _model_line(session.student))
     for section, teacher in session.teachers.items():
         yield _row(section.removeprefix("teachers."), _model_line(teacher))
@@ -79,7 +78,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
             yield _row("mtp", mtp_in_words(student.mtp, session.student, part))
     if session.adapter_in_words is not None:
         yield _row("adapter", session.adapter_in_words)
-    teachers = session.models.teachers
+    teachers = session.teacher_configs
     same = ""
     if teachers and all(teacher.cross_tokenizer is None for teacher in teachers.values()):
         same = f", the same for {'both' if 'teacher' in teachers else 'all'}"
@@ -165,7 +164,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
             micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
         else:
             micro_batches = first_rollouts(session, folder)
-        first, output = _timed(lambda: _forward_backward(session, engine, micro_batches))
+        first, output = _timed(lambda: session.forward_backward(micro_batches))
         norm = engine.gradient_norm()
     if not math.isfinite(output.sums["loss"]) or not math.isfinite(norm):
         raise not_finite_error(session, folder.checkpoints, 1, micro_batches, output, norm)
@@ -173,7 +172,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     tokens = sum(micro_batch.input_ids_BS.numel() for micro_batch in micro_batches)
     loss = output.sums["loss"]
     engine.zero_grad()
-    seconds, _ = _timed(lambda: _forward_backward(session, engine, micro_batches).sums)
+    seconds, _ = _timed(lambda: session.forward_backward(micro_batches).sums)
     times = f"{seconds:.1f} s ({first:.1f} s the first time, when functions are compiled)"
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
@@ -182,7 +181,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     yield f"running the same step with each of {len(losses)} losses alone …"
     for name, of_one_loss in losses:
         engine.zero_grad()
-        _forward_backward(session, of_one_loss, micro_batches)
+        session.forward_backward(micro_batches, of_one_loss)
         yield _row(f"  {name} ", f"gradient norm {engine.gradient_norm():.4g}")
     engine.zero_grad()
 
@@ -200,11 +199,6 @@ def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
     started = time.monotonic()
     result = call()
     return time.monotonic() - started, result
-
-
-def _forward_backward(session: Session, engine: Engine, micro_batches: ShardedMicroBatches) -> StepOutput:
-    signals = session.source_for(engine).request(micro_batches).result()
-    return engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
 
 
 def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:

@@ -63,7 +63,7 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
     out = out.resolve()  # it may be a link to an empty folder
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} exists and is not empty: expected a new folder")
-    checkpoint = verified(_chosen(path, step), whole=True)
+    checkpoint = verified(_chosen(path, step), with_student=True)
     student, run = checkpoint.path / "student", checkpoint.path.parent.parent
     has_adapter = (student / ADAPTER_CONFIG).is_file()
     if settings.merge is not None and not has_adapter:

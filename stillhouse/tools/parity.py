@@ -20,6 +20,7 @@ from stillhouse.data import StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.generation import RolloutPlan, step_documents
 from stillhouse.generation.rollout_engines import InProcessEngine
+from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
 from stillhouse.models import draw_lora, eos_ids
 from stillhouse.parallel import (
@@ -31,7 +32,6 @@ from stillhouse.parallel import (
     start,
 )
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
-from stillhouse.run.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import require_adapters
 from stillhouse.run.setup import RunSetup
@@ -98,7 +98,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
         exact = {name: teacher.model_copy(update={"dtype": "float32"}) for name, teacher in config.several.items()}
         config = config.model_copy(update={"teachers": config.teachers.model_copy(update=exact)})
     setup = RunSetup(config)
-    _ = setup.spec, setup.stores  # whose mistakes are reported first
+    _ = setup.objective.spec, setup.stores  # whose mistakes are reported first
     require_adapters(config.student)
     device, processes = setup.device, process_count()
     data = setup.load_data()

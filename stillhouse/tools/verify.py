@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stillhouse.checkpoint.checkpoint_folder import DAMAGED, checkpoints
-from stillhouse.checkpoint.integrity import has_saved_log, verified
+from stillhouse.checkpoint.integrity import verified
 from stillhouse.config import load_config
 from stillhouse.output.disk import UNFINISHED
 from stillhouse.output.folder import RunFolder, require_intact_model
@@ -63,7 +63,7 @@ def _configuration(path: Path) -> Finding:
 
 def _checkpoint(path: Path) -> Finding:
     try:
-        state = verified(path, whole=True).state
+        state = verified(path, with_student=True).state
     except ValueError as error:
         return Finding(path.name, problem=str(error))
     size = sum((path / name).stat().st_size for name in state.files)
@@ -83,7 +83,7 @@ def _metrics(path: Path, newest: Progress | None) -> Finding:
         return Finding(path.name, problem=f"more than once: {', '.join(twice[:5])}")
     if trained and len(trained) != trained[-1] - trained[0] + 1:
         return Finding(path.name, problem=f"{len(trained)} steps from {trained[0]:g} to {trained[-1]:g}")
-    if newest is not None and not has_saved_log(path, newest):
+    if newest is not None and newest.saved_log(path) is None:
         problem = f"does not begin with the lines that it had when step {newest.step} was saved"
         return Finding(path.name, problem=problem)
     steps = f"steps {trained[0]:g} to {trained[-1]:g}, each once" if trained else "no step yet"

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from stillhouse.checkpoint import integrity
-from stillhouse.checkpoint.integrity import require_covered, stored_tensors
+from stillhouse.checkpoint.integrity import require_covered, stored_tensors, verified
 from stillhouse.hashing import json_hash
 from stillhouse.output.progress import (
     DamagedCheckpointError,
     State,
     write_state,
 )
+from stillhouse.tools.verify import verify
 
 
 def distill_on_two(folder: Path, out: Path, *overrides: str) -> Ranks:
@@ -75,7 +77,7 @@ def test_a_damaged_file_of_one_rank_is_named(
 
 def without_moments(newest: Path) -> str:
     path = next((newest / "resume").glob("*.safetensors"))
-    save_file({name: each for name, each in load_file(path).items() if "exp_avg" not in name}, path)
+    save_file({name: tensor for name, tensor in load_file(path).items() if "exp_avg" not in name}, path)
     return f"resume/{path.name} is not what was written (its hash differs)"
 
 
@@ -104,6 +106,15 @@ def of_another_step(newest: Path) -> str:
     return "is the checkpoint of step 2: expected the name step-00000002"
 
 
+def text_as_step(newest: Path) -> str:
+    """As another version of the package could write it, with the right hash."""
+    content = json.loads((newest / "state.json").read_text())
+    del content["sha256"]
+    content["progress"]["step"] = "4"
+    (newest / "state.json").write_text(json.dumps(content | {"sha256": json_hash(content)}))
+    return "is of another version: state.json: progress.step: Input should be a valid integer"
+
+
 DAMAGE = {
     "zeroed bytes": zeroed,
     "no moments": without_moments,
@@ -114,44 +125,31 @@ DAMAGE = {
     "an empty state": state(""),
     "a list as state": state("[1, 2]"),
     "a state without hashes": state('{"step": 4, "tokens": 1}'),
+    "a step of another type": text_as_step,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_within_a_checkpoint(complete_run: Path, tmp_path: Path, damage: str) -> None:
+def test_damage_within_a_checkpoint_is_found(complete_run: Path, tmp_path: Path, damage: str) -> None:
+    newest = Path(shutil.copytree(complete_run / "out" / "checkpoints" / NEWEST, tmp_path / NEWEST))
+    shutil.copytree(complete_run / "out" / "checkpoints" / BEFORE, tmp_path / BEFORE)
+    problem = DAMAGE[damage](newest)
+    with pytest.raises(DamagedCheckpointError, match=f"^{re.escape(str(newest))} .*{re.escape(problem)}"):
+        verified(newest)
+
+
+def test_a_run_falls_back_from_a_damaged_checkpoint_if_it_may(complete_run: Path, tmp_path: Path) -> None:
     out = interrupted(complete_run, tmp_path)
-    problem = DAMAGE[damage](out / "checkpoints" / NEWEST)
+    problem = zeroed(out / "checkpoints" / NEWEST)
     before = contents(out)
-    refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
-    assert refused.err.startswith(f"error: {out}/checkpoints/{NEWEST} ")
-    assert problem in refused.err
-    assert refused.err.endswith(
-        f"; with checkpoint.fallback=true the run continues from {BEFORE}, the checkpoint before it\n"
+    assert run("distill", complete_run / "run.yaml", f"out={out}", code=1).err == (
+        f"error: {out}/checkpoints/{NEWEST} is damaged: {problem}; with checkpoint.fallback=true the run continues "
+        f"from {BEFORE}, the checkpoint before it\n"
     )
     assert contents(out) == before
     run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.fallback=true")
     assert contents(out / "model") == contents(complete_run / "out" / "model")
     assert (out / "checkpoints" / f"{NEWEST}.damaged").is_dir()
-
-
-def test_a_wrong_type_with_a_right_hash(complete_run: Path, tmp_path: Path) -> None:
-    """The step is text, as another version of the package could write it."""
-    out = interrupted(complete_run, tmp_path)
-    path = out / "checkpoints" / NEWEST / "state.json"
-    content = json.loads(path.read_text())
-    del content["sha256"]
-    content["progress"]["step"] = "4"
-    path.write_text(json.dumps(content | {"sha256": json_hash(content)}))
-    refused = run("distill", complete_run / "run.yaml", f"out={out}", code=1)
-    assert "is of another version: state.json: progress.step: Input should be a valid integer" in refused.err
-
-
-def test_the_only_checkpoint_is_damaged(complete_run: Path, tmp_path: Path) -> None:
-    out = interrupted(complete_run, tmp_path)
-    shutil.rmtree(out / "checkpoints" / BEFORE)
-    zeroed(out / "checkpoints" / NEWEST)
-    refused = run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
-    assert "there is no earlier checkpoint: choose another folder as out to start again" in refused.err
 
 
 def test_an_older_damaged_checkpoint_is_a_warning_and_is_kept(complete_run: Path, tmp_path: Path) -> None:
@@ -181,7 +179,7 @@ def test_moments_that_are_absent_though_all_hashes_are_right(complete_run: Path,
     path = next((newest / "resume").glob("*.safetensors"))
     with safe_open(path, framework="pt") as file:
         header = file.metadata()
-    kept = {name: each for name, each in load_file(path).items() if "norm.weight.exp_avg" not in name}
+    kept = {name: tensor for name, tensor in load_file(path).items() if "norm.weight.exp_avg" not in name}
     save_file(kept, path, metadata=header)
     state = integrity.read_state(newest)
     state.files[f"resume/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -194,8 +192,8 @@ def test_moments_that_are_absent_though_all_hashes_are_right(complete_run: Path,
 def test_a_checkpoint_given_by_its_path_is_verified_too(complete_run: Path, tmp_path: Path) -> None:
     out = interrupted(complete_run, tmp_path)
     zeroed(out / "checkpoints" / NEWEST)
-    given = f"checkpoint.resume={out}/checkpoints/{NEWEST}"
-    refused = run("distill", complete_run / "run.yaml", given, f"out={tmp_path}/other", code=1)
+    resume = f"checkpoint.resume={out}/checkpoints/{NEWEST}"
+    refused = run("distill", complete_run / "run.yaml", resume, f"out={tmp_path}/other", code=1)
     assert "is not what was written (its hash differs); name another checkpoint as checkpoint.resume" in refused.err
     assert not (tmp_path / "other" / "config.yaml").exists()
 
@@ -205,12 +203,12 @@ def test_chunks_cover_a_tensor_once(run_on_two: tuple[Path, str], tmp_path: Path
     path = run_on_two[0] / "out" / "checkpoints" / NEWEST
     stored = stored_tensors(path / "resume")
     require_covered(path, stored)
-    name, each = next(
-        (name, each) for name, each in stored.items() if len(each.chunks) > 1 or "pipeline" in str(path)
+    name, tensor = next(
+        (name, tensor) for name, tensor in stored.items() if len(tensor.chunks) > 1 or "pipeline" in str(path)
     )
-    for chunks in ([*each.chunks, each.chunks[0]], each.chunks[:-1]):
+    for chunks in ([*tensor.chunks, tensor.chunks[0]], tensor.chunks[:-1]):
         with pytest.raises(DamagedCheckpointError, match=rf"chunks of '{name}' hold"):
-            require_covered(path, stored | {name: type(each)(each.properties, each.size, chunks)})
+            require_covered(path, stored | {name: type(tensor)(tensor.properties, tensor.size, chunks)})
 
 
 @pytest.mark.parametrize("which", ["student", "teacher", "base of an adapter"])
@@ -281,12 +279,14 @@ def test_the_model_of_a_complete_run_is_verified(complete_run: Path, tmp_path: P
     assert "(not compared: there is no hashes.json)" in run("distill", complete_run / "run.yaml", f"out={out}").out
 
 
+VERIFIED = ["config.yaml", BEFORE, NEWEST, "step-00000006", "metrics.jsonl", "model"]
+
+
 def test_verify_says_what_is_wrong(complete_run: Path, tmp_path: Path) -> None:
     rows = run("verify", complete_run / "out").out.splitlines()
-    assert [row.split()[:2] for row in rows] == [
-        [name, "ok"] for name in ("config.yaml", BEFORE, NEWEST, "step-00000006", "metrics.jsonl", "model")
-    ]
+    assert [row.split()[:2] for row in rows] == [[name, "ok"] for name in VERIFIED]
     assert "steps 1 to 6, each once; 4 evaluations" in rows[4]
+    out = Path(shutil.copytree(complete_run / "out", tmp_path / "out"))
     for name, change in {
         f"checkpoints/{NEWEST}/student/model.safetensors": NEWEST,
         f"checkpoints/{BEFORE}/state.json": BEFORE,
@@ -294,14 +294,15 @@ def test_verify_says_what_is_wrong(complete_run: Path, tmp_path: Path) -> None:
         "metrics.jsonl": "metrics.jsonl",
         "config.yaml": "config.yaml",
     }.items():
-        out = tmp_path / change / "out"
-        shutil.copytree(complete_run / "out", out)
-        raw = bytearray((out / name).read_bytes())
-        raw[len(raw) // 2] ^= 1
-        (out / name).write_bytes(raw)
-        failed = run("verify", out, code=1)
-        assert [row.split()[0] for row in failed.out.splitlines() if " WRONG " in row] == [change]
-        assert failed.err == f"error: {out}: 1 of 6 parts are wrong: {change}\n"
+        content = (out / name).read_bytes()
+        middle = len(content) // 2
+        (out / name).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        assert [finding.what for finding in verify(out) if finding.problem is not None] == [change]
+        (out / name).write_bytes(content)
+    (out / "model" / "config.json").unlink()
+    failed = run("verify", out, code=1)
+    assert [row.split()[0] for row in failed.out.splitlines() if " WRONG " in row] == ["model"]
+    assert failed.err == f"error: {out}: 1 of 6 parts are wrong: model\n"
 
 
 def test_verify_counts_steps(complete_run: Path, tmp_path: Path) -> None:
@@ -311,8 +312,9 @@ def test_verify_counts_steps(complete_run: Path, tmp_path: Path) -> None:
     lines = log.read_text().splitlines(keepends=True)
     for changed, problem in (([*lines, lines[-2]], "more than once"), (lines[:2] + lines[3:], "steps from 1 to 6")):
         log.write_text("".join(changed))
-        assert problem in run("verify", out, code=1).out
-    assert "contains no run" in run("verify", tmp_path, code=1).err
+        assert any(problem in str(finding) for finding in verify(out))
+    with pytest.raises(ValueError, match="contains no run"):
+        list(verify(tmp_path))
 
 
 def other_state(rank: int) -> None:

@@ -85,9 +85,9 @@ def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[
     unfinished = folder / "step-00000004.partial"
     path = folder / "step-00000004" if hook is skip_space_check else folder
     figures = r"([\d,]+) bytes are free on its disk and ([\d,]+) bytes are needed; all complete files are intact"
-    found = re.fullmatch(rf"error: {path} cannot be written: {figures}.*\n", err)
-    assert found is not None, err
-    free, needed = (int(group.replace(",", "")) for group in found.groups())
+    match = re.fullmatch(rf"error: {path} cannot be written: {figures}.*\n", err)
+    assert match is not None, err
+    free, needed = (int(group.replace(",", "")) for group in match.groups())
     written = contents(folder / "step-00000002")
     size = sum(len(content) for name, content in written.items() if name.endswith(".safetensors"))
     assert free < BYTES

@@ -111,7 +111,8 @@ def test_two_damaged_checkpoints_are_not_moved(complete_run: Path, tmp_path: Pat
     for name in (BEFORE, NEWEST):
         zeroed(out / "checkpoints" / name)
     before = contents(out)
-    run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
+    refused = run("distill", complete_run / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
+    assert "there is no earlier checkpoint: choose another folder as out to start again" in refused.err
     assert contents(out) == before
 
 

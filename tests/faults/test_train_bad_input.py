@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.runs import Command, contents, metrics, run, save_model, wait_for, write_records, write_run
+from kit.runs import Command, contents, metrics, run, save_model, session_of, wait_for, write_records, write_run
+
+from stillhouse.config import ConfigError
 
 USAGE, FAILED = 2, 1
 
@@ -46,39 +48,6 @@ def test_best_by_a_metric_that_does_not_exist(here: Path) -> None:
     run("check", here / "run.yaml", *changes, "data.eval=0")
 
 
-def test_a_teacher_of_another_tokenizer(here: Path) -> None:
-    other = save_model(here / "other", "qwen3", text=["entirely different words lead to entirely different merges"])
-    error = fails(here, f"teacher.model={other}", code=FAILED)
-    assert error.startswith("student and teacher have different tokenizers: ")
-    assert str(other) in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("which", ["train", "eval"])
-def test_data_without_a_target(here: Path, which: str) -> None:
-    path = here / "x.jsonl"
-    path.write_text("")
-    assert fails(here, f"data.{which}={path}", code=FAILED).startswith(f"{path}: the dataset is empty")
-    write_records(path, [{"prompt": "What is the capital of France? " * 20, "completion": "Paris"}] * 3)
-    error = fails(here, f"data.{which}={path}", code=FAILED)
-    assert error.startswith(
-        f"{path}: nothing to train on; of 3 records 0 were skipped and 3 have no token to predict"
-    )
-    assert "max_tokens=32" in error
-
-
-def test_a_malformed_line_gives_file_and_line(here: Path) -> None:
-    path = here / "x.jsonl"
-    path.write_text(
-        '{"text": "The still is heated slowly"}\n{"text": "the heads\n{"text": 3}\n{"text": "the tails"}\n'
-    )
-    assert fails(here, f"data.train={path}", code=FAILED).startswith(f"{path}:2: not valid JSON: ")
-    skipped = run("distill", here / "run.yaml", f"data.train={path}", "data.on_error=skip", "train.steps=1")
-    assert f"{path}: 2 documents" in skipped.out
-    assert f"2 skipped, the first: {path}:2: not valid JSON" in skipped.out
-    assert json.loads((here / "out" / "data.json").read_text())["train"]["skipped"] == 2
-
-
 def put(value: float, name: str) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         model.get_parameter(name).view(-1)[5] = value
@@ -89,20 +58,25 @@ def put(value: float, name: str) -> Callable[[Any], None]:
 @pytest.mark.parametrize("which", ["student", "teacher"])
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
 def test_weights_that_are_not_finite(here: Path, which: str, name: str) -> None:
-    value = math.nan if which == "student" else math.inf
-    damaged = save_model(here / "damaged", tied=False, change=put(value, name))
-    error = fails(here, f"{which}.model={damaged}", code=FAILED)
-    assert error.startswith(f"{which}: ")
-    assert "1 of the " in error
-    assert "are NaN or infinite: expected finite weights; the checkpoint is damaged" in error
-    assert name.rpartition("weight")[0].removeprefix("model.").removeprefix("lm_head.") in error
+    damaged = save_model(here / "damaged", tied=False, change=put(math.nan if which == "student" else math.inf, name))
+    part = name.rpartition("weight")[0].removeprefix("model.").removeprefix("lm_head.")
+    with pytest.raises(ValueError, match=rf"^{which}: .*1 of the .*{part}.* are NaN or infinite: expected finite"):
+        session_of(here, **{f"{which}.model": str(damaged)})
 
 
 def test_more_tokens_than_the_model_has_positions(here: Path) -> None:
     model = save_model(here / "short", "gpt2")
-    changes = ["data.max_tokens=200", "train.micro_batch_tokens=200", "train.tokens_per_step=400"]
-    error = fails(here, f"student.model={model}", *changes, code=USAGE)
-    assert error.startswith("data.max_tokens: student has learned positions for 128 tokens: expected documents of at")
+    more = {"data.max_tokens": 200, "train.micro_batch_tokens": 200, "train.tokens_per_step": 400}
+    with pytest.raises(ConfigError, match=r"^data\.max_tokens: student has learned positions for 128 tokens: expect"):
+        session_of(here, **{"student.model": str(model)}, **more)
+
+
+def test_records_that_are_skipped_are_counted(here: Path) -> None:
+    path = here / "x.jsonl"
+    path.write_text('{"text": "The still is heated slowly"}\n{"text": "the heads\n{"text": 3}\n{"text": "tails"}\n')
+    skipped = run("distill", here / "run.yaml", f"data.train={path}", "data.on_error=skip", "train.steps=1")
+    assert f"2 skipped, the first: {path}:2: not valid JSON" in skipped.out
+    assert json.loads((here / "out" / "data.json").read_text())["train"]["skipped"] == 2
 
 
 @pytest.mark.parametrize("which", ["student", "teacher"])
@@ -157,12 +131,6 @@ def test_ctrl_c_prints_the_command_that_continues_the_run(here: Path) -> None:
     again = run(*arguments)
     assert "resuming from" in again.out
     assert metrics(here / "out")[-1]["step"] == 60
-
-
-def test_a_learning_rate_in_scientific_notation_is_a_number(here: Path) -> None:
-    run("distill", here / "run.yaml", "train.learning_rate=2e-5", "train.schedule=constant", "train.steps=2")
-    rates = [line["train/learning_rate"] for line in metrics(here / "out") if "train/learning_rate" in line]
-    assert rates == [2e-5, 2e-5]
 
 
 def test_the_installed_module_does_it_too(here: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.config import ConfigError
 from stillhouse.data import DataError
-from stillhouse.loops.evaluate import evaluate
+from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.step_metrics import means
 from stillhouse.objective.spec import TeacherShare, parse_objective
 from stillhouse.parallel.host_memory import HeadBuffers

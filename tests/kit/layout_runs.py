@@ -55,10 +55,11 @@ def assert_same_model(one: Path, other: Path) -> None:
 
 def assert_same_held_out_text(one: Path, other: Path) -> None:
     """Compare the held-out texts of two nearly equal models. The order of nearly equally likely tokens may differ."""
-    expected, found = (json.loads((run / "tokens.json").read_text())["documents"] for run in (one, other))
-    assert [each["source"] for each in found] == [each["source"] for each in expected]
-    tokens, others = ([token for each in documents for token in each["tokens"]] for documents in (found, expected))
-    for here, there in zip(tokens, others, strict=True):
+    texts = [json.loads((run / "tokens.json").read_text())["documents"] for run in (other, one)]
+    sources, expected_sources = ([document["source"] for document in documents] for documents in texts)
+    assert sources == expected_sources
+    tokens = ([token for document in documents for token in document["tokens"]] for documents in texts)
+    for here, there in zip(*tokens, strict=True):
         assert (here["text"], here["target"]) == (there["text"], there["target"])
         assert here["kl"] == (None if there["kl"] is None else pytest.approx(there["kl"], rel=1e-2, abs=1e-3))
         for side in ("teacher", "student"):

@@ -17,7 +17,7 @@ def write_on_policy_run(folder: Path, **settings: Any) -> RunConfig:
     records = [{"prompt": f"Two and {number} is", "completion": f" {number + 2}."} for number in range(15)]
     write_records(folder / "train.jsonl", records)
     write_records(folder / "eval.jsonl", records[:5])
-    given = {
+    defaults = {
         "objective.loss": "reverse_kl",
         "rollout.max_new_tokens": 11,
         "rollout.samples_per_prompt": 2,
@@ -26,7 +26,7 @@ def write_on_policy_run(folder: Path, **settings: Any) -> RunConfig:
         "train.tokens_per_step": 37,
         "train.micro_batch_tokens": 74,
     }
-    return write_run(folder, **given | settings)
+    return write_run(folder, **defaults | settings)
 
 
 def rollout_figures(out: Path) -> list[dict[str, float]]:

@@ -91,7 +91,7 @@ def write_run(
             write_texts(folder / name, records, seed)
     if teacher and not (folder / "teacher").exists():
         save_model(folder / "teacher", "qwen3", seed=2)
-    given = {
+    defaults = {
         "student.model": str(folder / "student"),
         "data.train": str(folder / "train.jsonl"),
         "data.eval": str(folder / "eval.jsonl"),
@@ -106,7 +106,7 @@ def write_run(
         "out": str(folder / "out"),
     } | ({"teacher.model": str(folder / "teacher")} if teacher and not cached else {})
     layer: dict[str, Any] = {}
-    for key, value in (given | settings).items():
+    for key, value in (defaults | settings).items():
         section, _, name = key.rpartition(".")
         (layer.setdefault(section, {}) if section else layer)[name] = value
     config = load_config(None, settings=layer)
@@ -126,10 +126,8 @@ def forward_backward(
     if micro_batches is None:
         micro_batches = session.step_schedule.micro_batches(session.train, 0)
     engine = session.engine if objective is None else session.engine.with_losses(objective)
-    whole = micro_batches if isinstance(micro_batches, StepMicroBatches) else StepMicroBatches(micro_batches)
-    own = session.shard(whole)
-    signals = session.source_for(engine).request(own).result()
-    return engine.forward_backward(own, signals, own.whole.normalizer)
+    step = micro_batches if isinstance(micro_batches, StepMicroBatches) else StepMicroBatches(micro_batches)
+    return session.forward_backward(session.shard(step), engine)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from kit.runs import session_of, write_run
 
 from stillhouse.libraries import is_supported
 from stillhouse.run.session import Session
-from stillhouse.tools.check import _forward_backward, _single_terms, check
+from stillhouse.tools.check import _single_terms, check
 
 LOSS = "0.3*cross_entropy + 0.1*z_loss + 0.7*jsd(0.5) + 0.01*entropy"
 needs_mtp = pytest.mark.skipif(not is_supported("multi-token prediction"), reason="needs a later transformers")
@@ -20,7 +20,7 @@ HIDDEN = [{"student": 1, "teacher": 1, "loss": "mse", "scale": 0.1}]
 def gradient(session: Session, engine: Any) -> torch.Tensor:
     engine.zero_grad()
     micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
-    _forward_backward(session, engine, micro_batches)
+    session.forward_backward(micro_batches, engine)
     found = [parameter.grad for _, parameter in session.student.named_parameters() if parameter.requires_grad]
     return torch.cat([torch.zeros(1) if gradient is None else gradient.flatten().double() for gradient in found])
 

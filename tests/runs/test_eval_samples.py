@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from kit.ranks import run_ranks
-from kit.runs import Command, run, session_of, write_records, write_run
+from kit.runs import Command, metrics, run, session_of, write_records, write_run
 from transformers import AutoModelForCausalLM
 
+from stillhouse.loops.callbacks import EvaluationContext
 from stillhouse.loops.greedy_evaluation import PROMPT_TOKENS, choose_prompts
 from stillhouse.output.records import EvalSample
 
@@ -46,13 +47,25 @@ def test_completions_are_the_greedy_ones_of_the_saved_students(tmp_path: Path) -
     assert shown[0].completion != shown[-3].completion
 
 
+def lengths(context: EvaluationContext) -> dict[str, float]:
+    """A callback, whose texts rank 0 alone completes."""
+    return {"callback": float(sum(map(len, context.generate(["the first text", "another"]))))}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["parallel.fsdp=2", "parallel.tensor=2", "parallel.pipeline=2"])
-def test_two_processes_write_what_one_writes(tmp_path: Path, layout: str) -> None:
-    write_run(tmp_path, **SETTINGS)
+def test_two_processes_evaluate_as_one_does(tmp_path: Path, layout: str) -> None:
+    """The samples, and the metrics of tasks and callbacks."""
+    write_run(tmp_path, **SETTINGS, **{"eval.callbacks": [f"{__name__}:lengths"], "eval.tasks": ["sums(2:3)"]})
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")
     run_ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}", layout)
     assert samples(tmp_path / "two") == samples(tmp_path / "one")
+    keys = ("eval/callback", "eval/exact_match/sums", "eval/tasks_truncated")
+    one, two = (
+        [[line[key] for key in keys] for line in metrics(tmp_path / out) if "eval/tokens" in line]
+        for out in ("one", "two")
+    )
+    assert two == one
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import ModelCard
 from kit.layout_runs import distill
 from kit.runs import Command, contents, run, save_model, session_of, write_run, write_texts
+from kit.tensors import assert_equal_tensors
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -53,12 +54,12 @@ def logits(model: Any) -> Tensor:
 def test_a_run_is_exported_with_everything_that_transformers_reads(trained: Path, tmp_path: Path) -> None:
     ended = run("export", trained / "out", "--out", tmp_path / "made")
     assert ended.out == f"exported step 4 to {tmp_path / 'made'}\n"
-    found, model = contents(tmp_path / "made"), contents(trained / "out" / "model")
-    assert found.keys() - model.keys() == {"README.md"}
-    assert {name: found[name] for name in model} == model
+    files, model = contents(tmp_path / "made"), contents(trained / "out" / "model")
+    assert files.keys() - model.keys() == {"README.md"}
+    assert {name: files[name] for name in model} == model
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made")
     assert tokenizer.chat_template == TEMPLATE
-    assert "generation_config.json" in found
+    assert "generation_config.json" in files
 
 
 @pytest.mark.parametrize(("step", "number"), [("2", 2), ("last", 4), ("best", 4), (None, 4)])
@@ -66,10 +67,7 @@ def test_a_step_is_chosen(trained: Path, tmp_path: Path, step: str | None, numbe
     out = trained / "out"
     checkpoint = export_run(out, tmp_path / "made", step, PLAIN)
     assert checkpoint.path == out / "checkpoints" / f"step-{number:08d}"
-    assert weights(tmp_path / "made").keys()
-    stored = load_file(next((checkpoint.path / "student").glob("*.safetensors")))
-    for name, weight in weights(tmp_path / "made").items():
-        assert torch.equal(weight, stored[name]), name
+    assert_equal_tensors(weights(tmp_path / "made"), weights(checkpoint.path / "student"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -271,8 +269,7 @@ def _export_large(folder: Path) -> None:
     session = session_of(folder)
     with torch.no_grad():
         session.student.head.linear.weight[0, 0] = 1e6
-    given = session.engine, session.tokenizer
-    path = save_checkpoint(folder / "saved", Progress(1), *given)
+    path = save_checkpoint(folder / "saved", Progress(1), session.engine, session.tokenizer)
     export_run(path, folder / "large", None, ExportSettings(dtype="float16", card=False))
 
 
@@ -295,8 +292,8 @@ def test_an_adapter_is_merged_or_alone(tmp_path: Path, family: str) -> None:
     expected = logits(adapter)
     assert ModelCard.load(tmp_path / "alone" / "README.md").data.library_name == "peft"
     export_run(tmp_path / "out", tmp_path / "merged", None, ExportSettings())
-    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    assert (merged - expected).abs().max() <= 1e-5 * expected.abs().max()
     export_run(tmp_path / "out", tmp_path / "half", None, ExportSettings(dtype="bfloat16"))
     lora_of = {name: weight.float() for name, weight in weights(tmp_path / "alone").items()}
     changed = 0
@@ -331,25 +328,22 @@ def test_a_checkpoint_of_any_layout(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.skipif(not is_supported("multi-token prediction"), reason="needs a later transformers")
-def test_a_student_with_mtp_layers_is_exported_with_or_without_them(tmp_path: Path) -> None:
+def test_a_student_with_mtp_layers_is_exported_with_or_without_them(trained: Path, tmp_path: Path) -> None:
     """Servers refuse weights of layers that they do not know in the student's family."""
     write_run(tmp_path, family="qwen3", **{"train.steps": 2, "student.mtp": {"depths": 2}})
     run("distill", tmp_path / "run.yaml")
     run("export", tmp_path / "out", "--out", tmp_path / "with")
     run("export", tmp_path / "out", "--no-mtp", "--dtype", "float32", "--out", tmp_path / "without")
-    whole, rest = (weights(tmp_path / name) for name in ("with", "without"))
+    tensors, rest = (weights(tmp_path / name) for name in ("with", "without"))
     layers = json.loads((tmp_path / "with" / "config.json").read_text())["num_hidden_layers"]
-    further = {name for name in whole if name.startswith((f"model.layers.{layers}.", f"model.layers.{layers + 1}."))}
-    assert len({name.split(".")[2] for name in further}) == 2
-    assert rest.keys() == whole.keys() - further
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in rest.items())
+    of_mtp = {name for name in tensors if name.startswith((f"model.layers.{layers}.", f"model.layers.{layers + 1}."))}
+    assert len({name.split(".")[2] for name in of_mtp}) == 2
+    assert_equal_tensors(rest, {name: tensor for name, tensor in tensors.items() if name not in of_mtp})
     config = json.loads((tmp_path / "without" / "config.json").read_text())
     assert config["num_mtp_layers"] == 0
     assert "mtp_layer_types" not in config
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("with", "without")]
     assert torch.equal(*map(logits, models))
     assert "--no-mtp" in (tmp_path / "without" / "README.md").read_text()
-    write_run(tmp_path / "plain", **{"train.steps": 2})
-    run("distill", tmp_path / "plain" / "run.yaml")
     with pytest.raises(ValueError, match=r"^--no-mtp: the student of .* has no MTP layers"):
-        export_run(tmp_path / "plain" / "out", tmp_path / "other", None, ExportSettings(mtp=False))
+        export_run(trained / "out", tmp_path / "other", None, ExportSettings(mtp=False))

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,21 @@ def length(prompt, completion, record):
     assert prompt.endswith("is") and record["completion"]
     return float(len(completion))
 
-def nothing(prompt, completion, record):
-    return float("nan")
+def huge(prompt, completion, record):
+    return 1e308 if len(completion) % 2 else -1e308
 
 def echo(prompt, completion, record):
     return None if completion.count("!") >= 2 else " no!"
 """
+
+
+@pytest.fixture
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module with a reward and an environment, for runs in this process and in others."""
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hooks", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -63,13 +73,13 @@ def test_the_weights_that_wrote_a_token_are_as_old_as_the_schedule_says(
     assert not later or min(later) > 1e-4
 
 
-@pytest.mark.parametrize("schedule", ["one_step_off", "two_step_off", "async"])
-def test_without_staleness_every_schedule_is_sync_to_the_bit(tmp_path: Path, schedule: str) -> None:
+def test_without_staleness_every_schedule_is_sync_to_the_bit(tmp_path: Path) -> None:
     sync = distill(write_on_policy_run(tmp_path, out=str(tmp_path / "sync")))
-    settings = {"rollout.schedule": schedule, "rollout.max_staleness": 0, "out": str(tmp_path / "other")}
-    other = distill(write_on_policy_run(tmp_path, **settings))
-    assert rollout_figures(other) == rollout_figures(sync)
-    assert contents(other / "model") == contents(sync / "model")
+    for schedule in ("one_step_off", "two_step_off", "async"):
+        settings = {"rollout.schedule": schedule, "rollout.max_staleness": 0, "out": str(tmp_path / schedule)}
+        other = distill(write_on_policy_run(tmp_path, **settings))
+        assert rollout_figures(other) == rollout_figures(sync), schedule
+        assert contents(other / "model") == contents(sync / "model"), schedule
 
 
 @pytest.mark.parametrize("at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 4))])
@@ -87,9 +97,8 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int)
     assert contents(out / "model") == contents(undisturbed / "model")
 
 
-def test_a_killed_run_with_several_turns_goes_on_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("hooks")
+def test_a_killed_run_with_several_turns_goes_on_to_the_bit(tmp_path: Path) -> None:
     settings = {"rollout.environment": "hooks:echo", "rollout.stop": ["e", "a", "i"], "checkpoint.every": 2}
     write_on_policy_run(tmp_path, **settings, **{"rollout.schedule": "one_step_off", "objective.loss": "jsd(0.5)"})
     run_yaml = tmp_path / "run.yaml"
@@ -132,14 +141,14 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_train_on_the_completions_of_one(one_process: Path, layout: str) -> None:
     out = one_process / layout
     run_ranks(2, "distill", one_process / "run.yaml", f"parallel.{layout}", f"out={out}")
-    for found, expected in zip(rollout_figures(out), rollout_figures(one_process / "one"), strict=True):
-        assert found["rollout/completion_tokens"] == expected["rollout/completion_tokens"]
-        assert found["loss/total_nats_per_token"] == pytest.approx(expected["loss/total_nats_per_token"], rel=1e-4)
-        assert found["train/gradient_norm"] == pytest.approx(expected["train/gradient_norm"], rel=1e-3)
-        assert found["rollout/staleness"] == expected["rollout/staleness"]
-        assert ("rollout/log_ratio_fresh" in found) == (found["step"] == 1)
-        assert found.get("rollout/log_ratio_fresh", 0.0) < 1e-5
-        assert found["rollout/log_ratio"] == pytest.approx(expected["rollout/log_ratio"], rel=1e-2, abs=1e-5)
+    for line, expected in zip(rollout_figures(out), rollout_figures(one_process / "one"), strict=True):
+        for key in ("rollout/completion_tokens", "rollout/staleness"):
+            assert line[key] == expected[key]
+        assert line["loss/total_nats_per_token"] == pytest.approx(expected["loss/total_nats_per_token"], rel=1e-4)
+        assert line["train/gradient_norm"] == pytest.approx(expected["train/gradient_norm"], rel=1e-3)
+        assert ("rollout/log_ratio_fresh" in line) == (line["step"] == 1)
+        assert line.get("rollout/log_ratio_fresh", 0.0) < 1e-5
+        assert line["rollout/log_ratio"] == pytest.approx(expected["rollout/log_ratio"], rel=1e-2, abs=1e-5)
     for name, weight in weights(one_process / "one").items():
         assert torch.allclose(weights(out)[name], weight, atol=1e-3), name
 
@@ -152,9 +161,11 @@ def test_a_run_goes_on_under_another_layout_with_the_samples_of_the_first(one_pr
     config = (out / "config.yaml").read_text().replace(str(one_process / "one"), str(out))
     (out / "config.yaml").write_text(config)
     run_ranks(2, "distill", one_process / "run.yaml", "parallel.fsdp=2", f"out={out}")
-    assert [each["rollout/completion_tokens"] for each in rollout_figures(out)] == [
-        each["rollout/completion_tokens"] for each in rollout_figures(one_process / "one")
-    ]
+    lengths, expected = (
+        [line["rollout/completion_tokens"] for line in rollout_figures(folder)]
+        for folder in (out, one_process / "one")
+    )
+    assert lengths == expected
 
 
 @pytest.mark.parametrize(
@@ -170,12 +181,8 @@ def test_a_run_goes_on_under_another_layout_with_the_samples_of_the_first(one_pr
         ("cross_entropy", {"rollout.writer": "teacher", "rollout.schedule": "one_step_off"}),
     ],
 )
-def test_every_kind_of_objective(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, settings: dict[str, Any]
-) -> None:
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "hooks", raising=False)
+@pytest.mark.usefixtures("hooks")
+def test_every_kind_of_objective(tmp_path: Path, loss: str, settings: dict[str, Any]) -> None:
     out = distill(write_on_policy_run(tmp_path, **{"objective.loss": loss, "train.steps": 3} | settings))
     lines = rollout_figures(out)
     assert len(lines) == 3
@@ -184,7 +191,7 @@ def test_every_kind_of_objective(
         assert ("rollout/reward" in line) == ("rollout.reward" in settings)
         assert line["rollout/share"] == settings.get("rollout.share", 1.0)
     before, after = load_file(tmp_path / "student" / "model.safetensors"), weights(out)
-    assert any(not torch.equal(before[name], each) for name, each in after.items())
+    assert any(not torch.equal(before[name], weight) for name, weight in after.items())
 
 
 @pytest.mark.parametrize(
@@ -204,25 +211,6 @@ def test_a_configuration_that_does_not_fit_is_refused_by_its_key(
     with pytest.raises(ConfigError, match=problem) as raised:
         prepare(write_on_policy_run(tmp_path, **settings), announce=False)
     assert raised.value.key == key
-
-
-@pytest.mark.parametrize(
-    ("reward", "problem"),
-    [
-        ("nowhere:length", "there is no module 'nowhere'"),
-        ("hooks:width", "hooks has no function 'width'"),
-        ("hooks:nothing", "nothing gives nan for the completion"),
-    ],
-)
-def test_a_reward_that_cannot_be_used_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, problem: str
-) -> None:
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "hooks", raising=False)
-    config = write_on_policy_run(tmp_path, **{"objective.loss": "policy_gradient", "rollout.reward": reward})
-    with pytest.raises(ValueError, match=problem):
-        distill(config)
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -271,7 +259,7 @@ def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
         )
         for name, decay in (("plain", 1.0), ("decayed", 0.5), ("vanishing", 1e-9))
     ]
-    plain, *others = (each[0] for each in first)
+    plain, *others = (lines[0] for lines in first)
     for line in others:
         assert line["tokens"] == plain["tokens"]
         for key in ("train/student_entropy_nats", "train/teacher_entropy_nats"):
@@ -288,16 +276,9 @@ def test_runs_of_versions_without_a_key_go_on(tmp_path: Path) -> None:
     assert decisive_values(dotted_values(other))["rollout.deviation"] == "sample"
 
 
-HUGE = """
-def huge(prompt, completion, record):
-    return 1e308 if len(completion) % 2 else -1e308
-"""
-
-
-def test_rewards_of_any_size_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "huge_rewards.py").write_text(HUGE)
-    monkeypatch.chdir(tmp_path)
-    settings = {"objective.loss": "policy_gradient + reverse_kl", "rollout.reward": "huge_rewards:huge"}
+@pytest.mark.usefixtures("hooks")
+def test_rewards_of_any_size_train(tmp_path: Path) -> None:
+    settings = {"objective.loss": "policy_gradient + reverse_kl", "rollout.reward": "hooks:huge"}
     write_on_policy_run(tmp_path, **settings)
     run("distill", tmp_path / "run.yaml")
     assert all(math.isfinite(line["rollout/reward_std"]) for line in rollout_figures(tmp_path / "out"))
@@ -330,46 +311,40 @@ def test_a_record_that_is_held_out_is_no_prompt(tmp_path: Path) -> None:
 def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
     out = distill(write_on_policy_run(tmp_path, **{"train.steps": 2}))
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert {each["step"] for each in samples} == {1, 2}
-    for each in samples:
-        assert each["source"] == "student"
-        assert {token["version"] for token in each["tokens"]} == {each["step"] - 1}
-        assert all(token["divergence"] > 0 for token in each["tokens"])
-        assert each["prompt"].endswith("is")
+    assert {sample["step"] for sample in samples} == {1, 2}
+    for sample in samples:
+        assert sample["source"] == "student"
+        assert {token["version"] for token in sample["tokens"]} == {sample["step"] - 1}
+        assert all(token["divergence"] > 0 for token in sample["tokens"])
+        assert sample["prompt"].endswith("is")
     lanes = {json.loads(line)["lane"] for line in (out / "timeline.jsonl").read_text().splitlines()}
     assert lanes == {"rollout", "teacher", "trainer", "weights"}
 
 
 def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
-    write_on_policy_run(tmp_path, **{"objective.loss": "reverse_kl + sampled_kl(k2)"})
+    """6 steps with 4 of 8 completions each from the dataset, which has 15 documents."""
+    loss = "cross_entropy + reverse_kl + sampled_kl(k2)"
+    write_on_policy_run(tmp_path, **{"rollout.share": 0.5, "objective.loss": loss})
     command = run("check", tmp_path / "run.yaml")
-    for expected in ("6 of 8 completions, 2 of each prompt; 100%", "one step", "sampled_kl(k2)", "reverse_kl"):
+    for expected in (
+        "6 of 8 completions, 2 of each prompt; 50%",
+        "24 of the completions are the dataset's, which has 15: 1.60 passes over it",
+        *("one step", "sampled_kl(k2)", "reverse_kl"),
+    ):
         assert expected in command.out
     assert not (tmp_path / "out").exists()
 
 
-def test_check_says_how_often_the_dataset_is_passed(tmp_path: Path) -> None:
-    write_on_policy_run(tmp_path, **{"rollout.share": 0.5, "objective.loss": "cross_entropy + reverse_kl"})
-    command = run("check", tmp_path / "run.yaml")
-    # 6 steps with 4 of 8 completions each, and 15 documents
-    assert "24 of the completions are the dataset's, which has 15: 1.60 passes over it" in command.out
-
-
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path, processes: int) -> None:
-    """Off-policy, too. The figures of two processes are those of one."""
+def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path) -> None:
+    """Off-policy, too."""
     settings = {"eval.tasks": ["sums(2:3)"], "eval.task_count": 6, "eval.task_tokens": 5, "eval.every": 2}
     write_run(tmp_path, **settings)
-    arguments = ("distill", tmp_path / "run.yaml")
-    if processes == 1:
-        command = run(*arguments)
-        assert "exact match/sums 0.0000" in command.out
-        assert "length" not in command.out
-    else:
-        run_ranks(2, *arguments, "parallel.fsdp=2")
-    found = [line for line in metrics(tmp_path / "out") if "eval/exact_match/sums" in line]
-    assert [line["step"] for line in found] == [0, 2, 4, 6]
-    for line in found:
+    command = run("distill", tmp_path / "run.yaml")
+    assert "exact match/sums 0.0000" in command.out
+    assert "length" not in command.out
+    lines = [line for line in metrics(tmp_path / "out") if "eval/exact_match/sums" in line]
+    assert [line["step"] for line in lines] == [0, 2, 4, 6]
+    for line in lines:
         assert line["eval/tasks_truncated"] > 0
         assert {"eval/exact_match/sums/length_2", "eval/exact_match/sums/length_3", "eval/cross_entropy"} <= set(line)
 
@@ -383,12 +358,11 @@ def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path, processes:
         ("policy_gradient(teacher_kl=1) + jsd(0.5)", {}),
     ],
 )
+@pytest.mark.usefixtures("hooks")
 def test_the_gradients_of_the_same_completions_under_every_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, settings: dict[str, Any]
+    tmp_path: Path, loss: str, settings: dict[str, Any]
 ) -> None:
-    (tmp_path / "hooks.py").write_text(HOOKS)
     write_on_policy_run(tmp_path, **{"objective.loss": loss, "data.eval": 0} | settings)
-    monkeypatch.chdir(tmp_path)
     ranks = run_ranks(2, "parity", tmp_path / "run.yaml")
     rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]
     same = {line.split("  ")[0] for line in rows}

@@ -38,12 +38,12 @@ SETTINGS: dict[str, Any] = {"checkpoint.every": 2, "train.steps": 8, "rollout.ma
 
 def served(folder: Path, name: str, *urls: str, **settings: str) -> tuple[Any, ...]:
     """The arguments of a run with servers."""
-    own = {
+    values = {
         "out": str(folder / name),
         "rollout.engine": "stillhouse",
         "rollout.url": f"[{', '.join(urls)}]",
     } | settings
-    return ("distill", folder / "run.yaml", *(f"{key}={value}" for key, value in own.items()))
+    return ("distill", folder / "run.yaml", *(f"{key}={value}" for key, value in values.items()))
 
 
 def assert_same_run(out: Path, expected_out: Path) -> None:
@@ -107,7 +107,7 @@ def test_of_two_servers_one_is_killed_for_good(in_process: Path) -> None:
     assert_same_run(in_process / "one_left", in_process / "in_process")
 
 
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_trainer_that_is_killed_goes_on_with_the_same_server(in_process: Path, at: int) -> None:
     out = in_process / f"resumed_{at}"
     with Server(in_process / "student", "--generate") as server:

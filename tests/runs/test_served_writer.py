@@ -13,10 +13,10 @@ from kit.stub_writers import VllmWriter, writing
 from kit.writer_cases import requests_of, results
 from transformers import AutoTokenizer
 
+from stillhouse.checkpoint.served_models import WRITER, require_same_writer
 from stillhouse.generation.sample import Sampling
 from stillhouse.output.folder import RunFolder
 from stillhouse.run.run import distill
-from stillhouse.run.served_models import WRITER, require_same_writer
 from stillhouse.serving.client import ServerError
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.engines.sglang import SglangApi

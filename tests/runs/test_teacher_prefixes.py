@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.config import load_config
 from stillhouse.data import Documents, StepMicroBatches
-from stillhouse.loops.evaluate import evaluate
+from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import ShardedMicroBatches

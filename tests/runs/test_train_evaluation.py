@@ -12,7 +12,7 @@ from kit.runs import metrics, save_model, session_of, write_run
 from kit.shard_ranks import Rank, shared_pool
 
 from stillhouse.data import Documents
-from stillhouse.loops.evaluate import evaluate
+from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.held_out_tokens import (
     DOCUMENTS,
     TOP,
@@ -25,15 +25,17 @@ from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.run.session import Session
 
 KEYS = ["cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "tokens"]
+OF_TEACHER = "eval/teacher_cross_entropy"
 
 
 def plain_figures(folder: Path, documents: Documents) -> dict[str, float]:
-    sums = dict.fromkeys(KEYS, 0.0)
+    sums = dict.fromkeys([*KEYS, "teacher_cross_entropy"], 0.0)
     for document in range(len(documents)):
         labels = torch.from_numpy(documents.tokens(document).astype(np.int64))[1:, None]
         q, p = (log_probs(folder, name, documents, document)[:-1] for name in ("student", "teacher"))
         chosen = torch.from_numpy(documents.targets(document)[1:])
         sums["cross_entropy"] += float(-q.gather(1, labels)[:, 0][chosen].sum())
+        sums["teacher_cross_entropy"] += float(-p.gather(1, labels)[:, 0][chosen].sum())
         sums["forward_kl"] += float((p.exp() * (p - q)).sum(1)[chosen].sum())
         sums["agreement"] += float((p.argmax(1) == q.argmax(1))[chosen].sum())
         sums["student_entropy"] += float(-(q.exp() * q).sum(1)[chosen].sum())
@@ -56,18 +58,11 @@ def plain_figures(folder: Path, documents: Documents) -> dict[str, float]:
 def test_figures_are_the_plain_ones_whatever_the_objective(tmp_path: Path, settings: dict[str, Any]) -> None:
     session = session_of(tmp_path, **settings)
     assert session.evaluation is not None
-    found = evaluate(session)
-    assert found == pytest.approx(plain_figures(tmp_path, session.evaluation.documents), rel=1e-5)
-    assert list(found) == [f"eval/{key}" for key in KEYS]
-    own, tokens = 0.0, found["eval/tokens"]
-    for document in range(len(session.evaluation.documents)):
-        labels = torch.from_numpy(session.evaluation.documents.tokens(document).astype(np.int64))[1:, None]
-        chosen = torch.from_numpy(session.evaluation.documents.targets(document)[1:])
-        p = log_probs(tmp_path, "teacher", session.evaluation.documents, document)[:-1]
-        own += float(-p.gather(1, labels)[:, 0][chosen].sum())
-    of_teacher = evaluate(session, of_teacher=True)
-    assert of_teacher.pop("eval/teacher_cross_entropy") == pytest.approx(own / tokens, rel=1e-5)
-    assert of_teacher == found
+    figures = evaluate(session, of_teacher=True)
+    assert figures == pytest.approx(plain_figures(tmp_path, session.evaluation.documents), rel=1e-5)
+    del figures[OF_TEACHER]
+    assert evaluate(session) == figures
+    assert list(figures) == [f"eval/{key}" for key in KEYS]
 
 
 def test_evaluation_has_no_dropout_draws_nothing_and_puts_the_mode_back(tmp_path: Path) -> None:
@@ -75,7 +70,9 @@ def test_evaluation_has_no_dropout_draws_nothing_and_puts_the_mode_back(tmp_path
     before = torch.get_rng_state()
     assert session.student.training
     assert evaluate(session) == evaluate(session)
-    assert evaluate(session) == pytest.approx(plain_figures(tmp_path, session.evaluation.documents), rel=1e-5)
+    expected = plain_figures(tmp_path, session.evaluation.documents)
+    del expected[OF_TEACHER]
+    assert evaluate(session) == pytest.approx(expected, rel=1e-5)
     assert session.student.training
     assert session.student.backbone.h[0].attn.resid_dropout.training
     assert torch.equal(torch.get_rng_state(), before)
@@ -120,25 +117,13 @@ def test_when_a_run_evaluates(tmp_path: Path, settings: dict[str, Any], steps: l
         assert lines[0]["tokens"] == 0
 
 
-def test_a_share_is_held_out_and_not_trained_on(tmp_path: Path) -> None:
-    session = session_of(tmp_path, **{"data.eval": 0.2})
-    assert session.evaluation is not None
-    trained_on, held_out = set(session.train.documents.sources), set(session.evaluation.documents.sources)
-    assert len(trained_on) + len(held_out) == 40
-    assert not trained_on & held_out
-    assert 2 <= len(held_out) <= 20
-
-
 def test_without_a_teacher_there_is_cross_entropy_alone(tmp_path: Path) -> None:
     session, lines = trained(tmp_path, teacher=False)
     assert list(evaluate(session)) == ["eval/cross_entropy", "eval/tokens"]
     assert held_out_tokens(session, 6) is None
     assert len(lines) == 2
-
-
-def test_with_a_teacher_that_the_loss_does_not_need_it_is_still_measured_against(tmp_path: Path) -> None:
-    _, lines = trained(tmp_path, **{"objective.loss": "cross_entropy"})
-    assert all(f"eval/{key}" in line for line in lines for key in KEYS)
+    absent = {"train/teacher_entropy_nats", "loss/jsd(0.5)_nats_per_token"}
+    assert not absent & set().union(*metrics(tmp_path / "out"))
 
 
 def test_a_figure_that_is_not_finite_is_null_in_the_log_and_no_best(tmp_path: Path) -> None:
@@ -194,12 +179,11 @@ def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
 @pytest.mark.parametrize(("rows", "ranks"), [(251, 2), (251, 4), (11, 4), (3, 2)])
 def test_the_top_tokens_over_vocabulary_shards(rows: int, ranks: int) -> None:
     """Some ranks have fewer rows than the requested number of tokens, or no rows."""
-    for found in shared_pool(4).call(top_tokens_of_shards, (rows, ranks)):
-        if found is not None:
-            sharded, whole = ([pair for row in each for pair in row] for each in found)
-            assert len(whole) == 6 * min(TOP, rows)
-            assert [token for token, _ in sharded] == [token for token, _ in whole]
-            assert [value for _, value in sharded] == pytest.approx([value for _, value in whole], rel=1e-5)
+    for of_rank in filter(None, shared_pool(4).call(top_tokens_of_shards, (rows, ranks))):
+        sharded, expected = ([pair for row in rows_of_head for pair in row] for rows_of_head in of_rank)
+        assert len(expected) == 6 * min(TOP, rows)
+        assert [token for token, _ in sharded] == [token for token, _ in expected]
+        assert [value for _, value in sharded] == pytest.approx([value for _, value in expected], rel=1e-5)
 
 
 def top_tokens_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | None:

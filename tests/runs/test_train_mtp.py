@@ -15,6 +15,7 @@ import torch
 from kit.mtp_cases import make
 from kit.ranks import run_ranks
 from kit.runs import ROOT, forward_backward, metrics, run, save_model, session_of, write_records, write_run
+from kit.tensors import assert_equal_tensors
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
 from torch import Tensor
@@ -50,25 +51,25 @@ def write_cycles(folder: Path, **settings: Any) -> Any:
 
 def plain_loss(session: Session, of_student: bool) -> Tensor:
     """Return the first step's loss from plain logits, in float64."""
-    config, student = session.models.student.mtp, session.student
+    config, student = session.student_config.mtp, session.student
     assert config is not None
     assert student.mtp is not None
     assert session.teacher is not None
     decoder = MultiTokenDecoder(student, student.mtp.model, verify=False)
     step, total = session.step_schedule.micro_batches(session.train, 0), torch.zeros((), dtype=torch.float64)
-    for each in step:
-        ids_BS, at_BS = each.input_ids_BS, each.position_ids_BS
-        logits, labels_BS = decoder(ids_BS, at_BS), each.labels_T.view(ids_BS.shape)
+    for micro_batch in step:
+        ids_BS, at_BS = micro_batch.input_ids_BS, micro_batch.position_ids_BS
+        logits, labels_BS = decoder(ids_BS, at_BS), micro_batch.labels_T.view(ids_BS.shape)
         with torch.no_grad():
             teacher = session.teacher(ids_BS, at_BS).double()
-        for depth, made in enumerate(logits):
+        for depth, logits_BSV in enumerate(logits):
             target = logits[0].detach() if depth and of_student else teacher
             scale = config.scale if depth else 1.0
             for row, column in itertools.product(range(ids_BS.shape[0]), range(ids_BS.shape[1] - depth)):
                 later = column + depth
                 if at_BS[row, later] != at_BS[row, column] + depth or labels_BS[row, later] < 0:
                     continue  # another document, or no target
-                log_p, log_q = target[row, later].log_softmax(-1), made[row, column].double().log_softmax(-1)
+                log_p, log_q = target[row, later].log_softmax(-1), logits_BSV[row, column].double().log_softmax(-1)
                 hard = -log_q[labels_BS[row, later]]
                 total = total + scale * (0.4 * hard + 0.6 * (log_p.exp() * (log_p - log_q)).sum())
     return total / step.normalizer
@@ -79,19 +80,19 @@ def test_a_step_has_the_gradient_of_plain_logits(tmp_path: Path, mtp: dict[str, 
     options = {"student.dtype": "float64", "objective.loss": "0.4*cross_entropy + 0.6*forward_kl"}
     session = session_of(tmp_path, family="qwen3", **options, **{"student.mtp": mtp})
     output = forward_backward(session)
-    found = {name: each.grad for name, each in session.student.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in session.student.named_parameters()}
     session.engine.zero_grad()
     expected = plain_loss(session, mtp.get("signal") == "student")
     expected.backward()
     assert output.sums["loss"] == pytest.approx(expected.item(), rel=1e-6)
-    for name, each in session.student.named_parameters():
+    for name, parameter in session.student.named_parameters():
+        gradient, reference = gradients[name], parameter.grad
         if mtp.get("train") == "heads" and not name.startswith("mtp."):
-            assert each.grad is found[name] is None, name
+            assert gradient is reference is None, name
             continue
-        gradient = found[name]
         assert gradient is not None, name
-        assert each.grad is not None, name
-        assert float((gradient - each.grad).norm()) <= 1e-5 * float(each.grad.norm()), name
+        assert reference is not None, name
+        assert float((gradient - reference).norm()) <= 1e-5 * float(reference.norm()), name
 
 
 def test_several_teachers_and_another_objective_of_the_depths(tmp_path: Path) -> None:
@@ -109,9 +110,9 @@ def test_several_teachers_and_another_objective_of_the_depths(tmp_path: Path) ->
             "teachers": {"first": {"model": model, "weight": 3}, "second": {"model": model, "weight": 1}},
         },
     )
-    expected, found = (forward_backward(each).sums for each in (one, several))
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert found["mtp_1/reverse_kl/first"] == pytest.approx(expected["mtp_1/reverse_kl"], rel=1e-5)
+    expected, sums = (forward_backward(session).sums for session in (one, several))
+    assert sums["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert sums["mtp_1/reverse_kl/first"] == pytest.approx(expected["mtp_1/reverse_kl"], rel=1e-5)
 
 
 # evaluation
@@ -122,23 +123,23 @@ def test_acceptance_is_that_of_the_logits(tmp_path: Path) -> None:
     assert session.evaluation is not None
     assert session.student.mtp is not None
     step = session.evaluation.micro_batches([[0, 1], [2]])
-    own = session.shard(StepMicroBatches(list(step)), training=False)
-    sums = session.engine.evaluate([(own, session.source.request(own).result())])
+    sharded = session.shard(StepMicroBatches(list(step)), training=False)
+    sums = session.engine.evaluate([(sharded, session.source.request(sharded).result())])
     decoder = MultiTokenDecoder(session.student, session.student.mtp.model, verify=False)
     for depth in (1, 2):
         tokens, greedy, sampled = 0, 0, 0.0
-        for each in step:
+        for micro_batch in step:
+            at_BS, labels_BS = micro_batch.position_ids_BS, micro_batch.labels_T.view(micro_batch.shape_BS)
             with torch.no_grad(), torch.device("cpu"):
-                main, *further = decoder(each.input_ids_BS, each.position_ids_BS)
-            at_BS, labels_BS = each.position_ids_BS, each.labels_T.view(each.shape_BS)
+                main, *drafts = decoder(micro_batch.input_ids_BS, at_BS)
             for row, column in itertools.product(*(range(size) for size in (len(at_BS), at_BS.shape[1] - depth))):
                 later = column + depth
                 if at_BS[row, later] != at_BS[row, column] + depth or labels_BS[row, later] < 0:
                     continue
-                own_V, draft_V = main[row, later], further[depth - 1][row, column]
+                main_V, draft_V = main[row, later], drafts[depth - 1][row, column]
                 tokens += 1
-                greedy += int(own_V.argmax() == draft_V.argmax())
-                sampled += float(torch.minimum(own_V.softmax(-1), draft_V.softmax(-1)).sum())
+                greedy += int(main_V.argmax() == draft_V.argmax())
+                sampled += float(torch.minimum(main_V.softmax(-1), draft_V.softmax(-1)).sum())
         assert sums[f"mtp_{depth}/tokens"] == tokens
         assert sums[f"mtp_{depth}/agreement"] == greedy
         assert tokens - sums[f"mtp_{depth}/total_variation"] == pytest.approx(sampled, rel=1e-4)
@@ -158,11 +159,11 @@ def test_acceptance_rises(tmp_path: Path, train: str) -> None:
     command = run("distill", tmp_path / "run.yaml")
     assert "further token" in command.out.splitlines()[0]
     records = metrics(tmp_path / "out")
-    first, *_, last = [each for each in records if "eval/mtp_1/acceptance" in each]
+    first, *_, last = [line for line in records if "eval/mtp_1/acceptance" in line]
     assert first["eval/mtp_1/acceptance"] < 0.3
     assert last["eval/mtp_1/acceptance"] > 0.7
     assert last["eval/mtp_1/sampled_acceptance"] > first["eval/mtp_1/sampled_acceptance"] + 0.2
-    steps = [each for each in records if "loss/total_nats_per_token" in each]
+    steps = [line for line in records if "loss/total_nats_per_token" in line]
     term = "forward_kl" if train == "heads" else "cross_entropy"
     assert steps[-1][f"loss/mtp_1/{term}_nats_per_token"] < steps[0][f"loss/mtp_1/{term}_nats_per_token"]
     if train == "heads":
@@ -170,7 +171,7 @@ def test_acceptance_rises(tmp_path: Path, train: str) -> None:
             load_file(Path(folder) / "model.safetensors")
             for folder in (settings["student.model"], tmp_path / "out" / "model")
         )
-        assert all(torch.equal(after[name], each) for name, each in before.items())
+        assert_equal_tensors({name: after[name] for name in before}, before)
 
 
 # checkpoints and the exported model
@@ -195,19 +196,7 @@ def test_a_checkpoint_restores_the_layers(tmp_path: Path, train: str) -> None:
     ):
         assert torch.equal(one, two), name
         assert (one in states[0]) == one.requires_grad == (train == "all" or name.startswith("mtp."))
-        assert all(torch.equal(each, states[1][two][key]) for key, each in states[0].get(one, {}).items()), name
-
-
-@pytest.mark.slow
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    write_run(tmp_path, family="qwen3", **{"student.mtp": {"depths": 2}, "checkpoint.every": 3, "checkpoint.keep": 9})
-    run("distill", tmp_path / "run.yaml")
-    resume = tmp_path / "out" / "checkpoints" / "step-00000003"
-    run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'again'}", f"checkpoint.resume={resume}")
-    one, two = (load_file(tmp_path / out / "model" / "model.safetensors") for out in ("out", "again"))
-    assert one.keys() == two.keys()
-    assert "model.layers.3.shared_head.norm.weight" in one
-    assert all(torch.equal(two[name], each) for name, each in one.items())
+        assert all(torch.equal(moment, states[1][two][key]) for key, moment in states[0].get(one, {}).items())
 
 
 def test_the_exported_model_drafts_and_is_a_students_model_again(tmp_path: Path) -> None:
@@ -226,45 +215,43 @@ def test_the_exported_model_drafts_and_is_a_students_model_again(tmp_path: Path)
     find_layers(model)
     assert torch.equal(model.generate(prompt, use_mtp=True, **options), expected)
 
-    given, again = load_file(folder / "model.safetensors"), tmp_path / "again"
+    exported, again = load_file(folder / "model.safetensors"), tmp_path / "again"
     again.mkdir()
     session = session_of(again, **settings, **{"student.model": str(folder)})
     assert session.student.mtp is not None
     assert not session.student.mtp.is_new
-    held = session.student.mtp.checkpoint_tensors(session.student.pretrained)
-    assert held
-    assert all(torch.equal(given[name], each) for name, each in held.items())
-    loaded = MultiTokenDecoder.from_pretrained(folder)
-    assert all(torch.equal(each, given[name]) for name, each in loaded.main.mtp.checkpoint_tensors(model).items())
+    loaded = MultiTokenDecoder.from_pretrained(folder).main
+    for mtp, pretrained in ((session.student.mtp, session.student.pretrained), (loaded.mtp, model)):
+        tensors = mtp.checkpoint_tensors(pretrained)
+        assert tensors
+        assert_equal_tensors(tensors, {name: exported[name] for name in tensors})
     for key, mtp in (("student.mtp.depths", {"depths": 1}), (None, {"depths": 1, "init": "new"})):
-        wanted = write_run(again, **settings | {"student.mtp": mtp, "student.model": str(folder)})
+        config = write_run(again, **settings | {"student.mtp": mtp, "student.model": str(folder)})
         if key is None:
-            assert prepare(wanted, announce=False).student.mtp.is_new
+            assert prepare(config, announce=False).student.mtp.is_new
         else:
             with pytest.raises(ConfigError, match=r"student\.mtp\.depths: got 1, .*=2: expected 2, or"):
-                prepare(wanted, announce=False)
+                prepare(config, announce=False)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3"])
 def test_layers_of_a_checkpoint_are_read_and_written(tmp_path: Path, family: str) -> None:
     """Also where a file has one tensor per expert; and written from a checkpoint's tensors, as under a layout."""
     tokenizer = toy_tokenizer()
-    given = make(family, 2, vocab_size=len(tokenizer))
-    given.save_pretrained(tmp_path / "student")
+    model = make(family, 2, vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path / "student")
     tokenizer.save_pretrained(tmp_path / "student")
     session = session_of(tmp_path, **{"student.mtp": {"depths": 2}})
     assert session.student.mtp is not None
     assert not session.student.mtp.is_new
-    state = session.student.mtp.state_dict()
-    assert all(torch.equal(state[f"layers.{name}"], each) for name, each in given.layers.state_dict().items())
+    state = session.student.mtp.layers.state_dict()
+    assert_equal_tensors(state, model.layers.state_dict())
     path = save_checkpoint(tmp_path / "saved", Progress(), session.engine, session.tokenizer)
     (tmp_path / "written").mkdir()
     save_from_checkpoint(tmp_path / "written", session.student, path / "resume")
-    expected, found = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "student", tmp_path / "written")
+    assert_equal_tensors(
+        *(load_file(folder / "model.safetensors") for folder in (tmp_path / "written", tmp_path / "student"))
     )
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 def test_a_checkpoint_that_lacks_its_layers_is_refused(tmp_path: Path) -> None:
@@ -312,7 +299,7 @@ def test_a_term_alone_has_no_gradient_of_the_depths(tmp_path: Path) -> None:
     session = session_of(tmp_path, family="qwen3", **{"student.mtp": {}})
     forward_backward(session, objective=parse_objective("cross_entropy"))
     assert session.student.mtp is not None
-    assert all(not bool(each.grad.any()) for each in session.student.mtp.parameters())
+    assert all(not bool(parameter.grad.any()) for parameter in session.student.mtp.parameters())
 
 
 def test_the_configurations_of_the_page_and_the_example_load(tmp_path: Path) -> None:
@@ -324,9 +311,9 @@ def test_the_configurations_of_the_page_and_the_example_load(tmp_path: Path) -> 
         config = load_config(tmp_path / "run.yaml", settings={"data": {"train": "x"}, "out": "y"})
         assert config.student.mtp is not None
         assert RunSetup(config).objective.mtp is not None
-    given = load_config(ROOT / "examples" / "qwen3_mtp.yaml").student.mtp
-    assert given is not None
-    assert given.scale == 0.3
+    mtp = load_config(ROOT / "examples" / "qwen3_mtp.yaml").student.mtp
+    assert mtp is not None
+    assert mtp.scale == 0.3
 
 
 # layouts
@@ -346,16 +333,16 @@ def test_a_run_under_a_layout_gives_the_model_of_one_process(tmp_path: Path, lay
     one, two, three = (
         load_file(tmp_path / out / "model" / "model.safetensors") for out in ("out", "layout", "resumed")
     )
-    assert one.keys() == two.keys() == three.keys()
-    for name, each in one.items():
-        assert float((two[name] - each).norm()) <= 1e-4 * float(each.norm()), name
-        assert torch.equal(three[name], two[name]), name
+    assert_equal_tensors(three, two)
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        assert float((two[name] - weight).norm()) <= 1e-4 * float(weight.norm()), name
     config, other = ((tmp_path / out / "model" / "config.json").read_text() for out in ("out", "layout"))
     assert config == other
     figures = [
-        [each for each in metrics(tmp_path / out) if "eval/mtp_2/acceptance" in each] for out in ("out", "layout")
+        [line for line in metrics(tmp_path / out) if "eval/mtp_2/acceptance" in line] for out in ("out", "layout")
     ]
-    for expected, found in zip(*figures, strict=True):
+    for expected, evaluation in zip(*figures, strict=True):
         for key in (key for key in expected if key.startswith("eval/mtp_")):
-            assert found[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-3), key
+            assert evaluation[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-3), key
     Decoder.from_pretrained(tmp_path / "layout" / "model")

@@ -5,20 +5,20 @@ import io
 import json
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.runs import Command, contents, forward_backward, metrics, run, session_of, wait_for, write_records, write_run
+from kit.runs import Command, contents, forward_backward, metrics, run, session_of, write_records, write_run
 from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import load_config
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import RunLog
 from stillhouse.output.progress import Progress
+from stillhouse.run.session import prepare
 from stillhouse.tools.check import check
 
 COMMON_KEYS = {"step", "tokens", "seconds"}
@@ -35,15 +35,28 @@ ENVIRONMENT_KEYS = ["objective", "stillhouse", "python", "torch", "transformers"
 ENVIRONMENT_KEYS += ["threads", "device", "gpu", "commit", "date", "seed"]
 
 
-def test_the_first_line_is_the_objective_in_words(tmp_path: Path) -> None:
-    write_run(tmp_path, **{"objective.temperature": 2.0, "objective.loss": "cross_entropy + 0.5*reverse_kl"})
-    for command in ("distill", "check"):
-        lines = run(command, tmp_path / "run.yaml").out.splitlines()
-        assert lines[0] == (
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"objective.temperature": 2.0, "objective.loss": "cross_entropy + 0.5*reverse_kl"},
             "minimise cross-entropy + 0.5 × reverse_kl of teacher and student, over the full vocabulary, "
-            f"temperature 2, mean over the target tokens of each step (texts, completions): "
-            f"{tmp_path}/student ← {tmp_path}/teacher"
-        )
+            "temperature 2, mean over the target tokens of each step (texts, completions): {0}/student ← {0}/teacher",
+        ),
+        (
+            {"teacher": False},
+            "minimise cross-entropy, temperature 1, mean over the target tokens of each step (texts, completions): "
+            "{0}/student",
+        ),
+    ],
+)
+def test_the_first_line_is_the_objective_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], line: str
+) -> None:
+    prepare(write_run(tmp_path, **settings))
+    assert capsys.readouterr().out.splitlines() == [
+        line.format(tmp_path), "reading the data …", "loading the models …"
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +83,8 @@ def test_the_run_folder(finished: tuple[Path, str]) -> None:
     assert json.loads((out / "tokens.json").read_text())["step"] == 6
     assert {path.name for path in out.iterdir()} >= {"checkpoints", "model"}
     assert not list(out.rglob("*.partial"))
+    assert printed.startswith("minimise 0.3 × cross-entropy + 0.7 × jsd(0.5) of teacher and student, ")
+    assert "\nreading the data …\nloading the models …\n" in printed
     assert f"train: {out.parent}/train.jsonl: 40 documents, " in printed
     assert f"model: {out}/model" in printed
     assert re.search(
@@ -79,16 +94,6 @@ def test_the_run_folder(finished: tuple[Path, str]) -> None:
         re.MULTILINE,
     )
     assert re.search(r"^step 6: held-out cross entropy \d\.\d{4}, forward kl ", printed, re.MULTILINE)
-
-
-def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path: Path) -> None:
-    write_run(tmp_path, family="gpt2")
-    models = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        run("distill", tmp_path / "run.yaml", f"out={tmp_path}/{name}", f"seed={seed}")
-        models.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
-    assert models[0] == models[1]
-    assert models[0] != models[2]
 
 
 def test_a_short_schedule_a_long_warm_up_and_a_tiny_floor_are_warned_of(tmp_path: Path) -> None:
@@ -114,8 +119,8 @@ def test_warnings_about_the_data_are_shown(tmp_path: Path) -> None:
         write_records(tmp_path / name, [{"messages": turns}] * 9)
     warnings = session_of(tmp_path).train.documents.report.warnings
     assert warnings
-    for command in ("check", "distill"):
-        assert all(warning in run(command, tmp_path / "run.yaml").out for warning in warnings)
+    shown = run("check", tmp_path / "run.yaml").out
+    assert all(warning in shown for warning in warnings)
 
 
 class Terminal(io.StringIO):
@@ -151,22 +156,6 @@ def test_without_a_terminal_some_steps_are_printed(tmp_path: Path, capsys: pytes
     assert last.endswith("waiting 31%, 00:00 left (steps not shown before it: 7)")
 
 
-def test_the_stages_of_a_check_are_announced(tmp_path: Path) -> None:
-    """Each stage that may take minutes is named before it begins, also in a distill run."""
-    write_run(tmp_path)
-    checked = run("check", tmp_path / "run.yaml").out.splitlines()
-    stages = [number for number, line in enumerate(checked) if line.endswith(" …")]
-    assert [checked[number] for number in stages] == [
-        "reading the data …",
-        "loading the models …",
-        "running one step twice (sequences: 4, micro-batches: 2); functions are compiled the first time …",
-        "running the same step with each of 2 losses alone …",
-    ]
-    followers = ["loading the models", "student ", "one step ", "  cross_entropy "]
-    assert all(checked[at + 1].startswith(text) for at, text in zip(stages, followers, strict=True))
-    assert "loading the models …" in run("distill", tmp_path / "run.yaml").out
-
-
 @pytest.mark.parametrize("kept", [0, 4])
 def test_lines_after_the_checkpoint_and_half_lines_are_cut(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -196,33 +185,20 @@ def test_tensorboard_has_what_the_log_has(finished: tuple[Path, str]) -> None:
         assert values == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
 
 
-@pytest.mark.parametrize("every", [4, 0], ids=["resumed", "started again"])
-def test_tensorboard_after_an_interruption_has_each_step_once(tmp_path: Path, every: int) -> None:
-    write_run(tmp_path, track=["tensorboard"], **{"train.steps": 40, "checkpoint.every": every})
-    command = Command("distill", tmp_path / "run.yaml")
-    log = tmp_path / "out" / "metrics.jsonl"
-    wait_for(lambda: log.exists() and log.read_text().count("\n") > 8)
-    command.send(signal.SIGTERM)
-    assert command.wait() != 0
-    run("distill", tmp_path / "run.yaml")
-    steps = [step for step, _ in scalars(tmp_path / "out")["train/gradient_norm"]]
-    assert steps == list(range(1, 41))
-
-
 def without_tensorboard() -> None:
     sys.modules["tensorboard"] = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("command", ["distill", "check"])
-def test_a_tracker_that_is_not_installed_is_an_error_before_the_run(tmp_path: Path, command: str) -> None:
+def test_a_tracker_that_is_not_installed_is_an_error_before_the_run(tmp_path: Path) -> None:
     write_run(tmp_path, track=["tensorboard"])
-    failed = Command(command, tmp_path / "run.yaml", hook=without_tensorboard)
+    failed = Command("distill", tmp_path / "run.yaml", hook=without_tensorboard)
     assert failed.wait() == 2
     assert failed.err == "error: track: tensorboard is not installed; pip install 'stillhouse[tensorboard]'\n"
     assert not (tmp_path / "out").exists()
 
 
 def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
+    """Each stage that may take minutes is named before it begins."""
     loss = "0.3*cross_entropy + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss"
     write_run(tmp_path, **{"objective.loss": loss, "data.train": str(tmp_path / "prompts.jsonl")})
     write_records(tmp_path / "prompts.jsonl", [{"prompt": "The still ", "completion": "is heated"}] * 3)
@@ -246,6 +222,16 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
         r"  entropy +gradient norm [\d.e-]+",
     ):
         assert re.search(f"^{line}", shown.out, re.MULTILINE), line
+    checked = shown.out.splitlines()
+    stages = [number for number, line in enumerate(checked) if line.endswith(" …")]
+    assert [checked[number] for number in stages] == [
+        "reading the data …",
+        "loading the models …",
+        "running one step twice (sequences: 4, micro-batches: 2); functions are compiled the first time …",
+        "running the same step with each of 4 losses alone …",
+    ]
+    followers = ["loading the models", "student ", "one step ", "  cross_entropy "]
+    assert all(checked[at + 1].startswith(text) for at, text in zip(stages, followers, strict=True))
     if sys.platform == "linux":
         assert re.search(r"^peak memory +[\d.]+ GiB, of which this step added [\d.]+ GiB", shown.out, re.MULTILINE)
 
@@ -282,13 +268,3 @@ def test_a_json_file_is_never_half_written(tmp_path: Path) -> None:
         folder.write_json("x.json", {"a": torch.zeros(1)})
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": "ß"}
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_a_run_without_a_teacher(tmp_path: Path) -> None:
-    write_run(tmp_path, teacher=False)
-    done = run("distill", tmp_path / "run.yaml")
-    assert done.out.startswith("minimise cross-entropy, temperature 1, mean over the target tokens of each step ")
-    assert not (tmp_path / "out" / "tokens.json").exists()
-    lines: list[dict[str, Any]] = metrics(tmp_path / "out")
-    absent = {"train/teacher_entropy_nats", "loss/jsd(0.5)_nats_per_token"}
-    assert not absent & set().union(*lines)

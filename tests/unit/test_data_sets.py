@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from stillhouse.config import ConfigError
 from stillhouse.data import Documents, PackedSequences, load_documents
-from stillhouse.loops.evaluate import evaluate
+from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.output.progress import folder_name
 from stillhouse.run.session import Session, data_reports, prepare
 from stillhouse.tools.write_cache import write_cache

@@ -28,10 +28,10 @@ from kit.writer_cases import (
 from stillhouse.config import ConfigError
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.generation.weights import publish
+from stillhouse.loops.completion_engine import open_engine
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import single_process_runner
-from stillhouse.run.completion_engine import open_engine
 from stillhouse.run.session import prepare
 from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.vllm import VllmApi

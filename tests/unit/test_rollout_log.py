@@ -8,10 +8,8 @@ from threading import Thread
 import pytest
 
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.log import NoLog
-from stillhouse.output.progress import Progress
 from stillhouse.output.records import CHARACTERS, Sample, SampleToken
-from stillhouse.output.rollout_log import TOKENS, RolloutLog, open_rollout_log
+from stillhouse.output.rollout_log import TOKENS, RolloutLog
 
 
 def sample(**changes) -> Sample:
@@ -135,9 +133,10 @@ def test_threads_lose_no_span(tmp_path):
     ]
 
 
-def test_only_rank_0_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("stillhouse.output.rollout_log.is_first", lambda: False)
-    with open_rollout_log(RunFolder(tmp_path), Progress(), NoLog()) as log:
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    """As on all ranks except rank 0."""
+    monkeypatch.chdir(tmp_path)
+    with RolloutLog(None, 0, lambda: 0.0) as log:
         with log.timeline.span(1, "trainer", "wait"):
             pass
         log.write([sample()])

@@ -144,12 +144,12 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
     tasks = sorted((key for key in keys if key.startswith(TASK)), key=lambda key: LENGTH in key)
     terms = [key for key in keys if key.startswith("loss/") and key != TOTAL]
     charts = [
-        *(_tasks(_task_title(key), "of answers", {"": key}, percent=True) for key in tasks),
+        *(_task(key) for key in tasks),
         *HELD_OUT,
         *_charts_of_sets(keys),
         CUT_ANSWERS,
         *([] if _total_repeats(runs) else [TOTAL_LOSS]),
-        *(_training(_term_title(key), _unit(key), {"": key}, log=True) for key in terms),
+        *(_term(key) for key in terms),
         *TRAINING,
         *ROLLOUTS,
     ]
@@ -174,18 +174,15 @@ def _charts_of_sets(keys: Iterable[str]) -> list[Chart]:
     ]
 
 
-def _task_title(key: str) -> str:
-    return f"Exact match: {key.removeprefix(TASK).replace(LENGTH, ', length ')}"
+def _task(key: str) -> Chart:
+    task = key.removeprefix(TASK).replace(LENGTH, ", length ")
+    return _tasks(f"Exact match: {task}", "of answers", {"": key}, percent=True)
 
 
-def _term_title(key: str) -> str:
+def _term(key: str) -> Chart:
+    """The chart of a term of the loss. A distance of hidden states has no unit."""
     name = re.sub("(_nats)?_per_token$", "", key.removeprefix("loss/"))
-    return f"Loss: {name}"
-
-
-def _unit(key: str) -> str:
-    """Of a term: a distance of hidden states has no unit."""
-    return NATS if "/hidden_" not in key else "per token"
+    return _training(f"Loss: {name}", NATS if "/hidden_" not in key else "per token", {"": key}, log=True)
 
 
 def _total_repeats(runs: Sequence[Run]) -> bool:

@@ -9,9 +9,10 @@ from stillhouse.serving.client.remote_signals import RemoteSignals, SignalReques
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.client.signal_proof import Proof, prove
 from stillhouse.serving.engines.api import NeedsModelError
-from stillhouse.serving.pool import ServerError
+from stillhouse.serving.pool import TOKEN_VARIABLE, ServerError
 
 __all__ = [
+    "TOKEN_VARIABLE",
     "NeedsModelError",
     "Proof",
     "RemoteSignals",

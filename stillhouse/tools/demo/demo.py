@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from stillhouse.config import RunConfig, load_config
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.loops.evaluate import evaluate
+from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.output.report import write_report
 from stillhouse.parallel import single_process_runner
 from stillhouse.run.run import distill

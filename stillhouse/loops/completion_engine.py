@@ -6,17 +6,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, EvalConfig, RolloutConfig
+from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
 from stillhouse.generation import RolloutEngine, Sampling
 from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.generation.rollout_engines import DistributedEngine, InProcessEngine
+from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_prompts
 from stillhouse.models import Decoder, eos_ids
+from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import is_first, log_rank0
-from stillhouse.run.initial import configuration
-from stillhouse.run.session import Session
-from stillhouse.run.stores import TOKEN
-from stillhouse.serving.client import ServedEngine, ServerError
+from stillhouse.serving.client import TOKEN_VARIABLE, ServedEngine, ServerError
 from stillhouse.serving.engines.api import WritingApi
 from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.stillhouse import StillhouseApi
@@ -48,7 +47,7 @@ def in_process_engine(session: Session, sampling: Sampling) -> InProcessEngine:
     """An engine with the student's own weights. Raises ConfigError for a student that cannot generate."""
     if session.ranks.size == 1:
         return InProcessEngine(_generator(session, sampling, session.student))
-    copy = session.engine.student_copy(session.models.student_copy)
+    copy = session.engine.student_copy(session.student_source.build)
     return DistributedEngine(_generator(session, sampling, copy.decoder), copy)
 
 
@@ -76,7 +75,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
             _api(rollout, session.student),
             vocabulary=vocabulary,
             timeout=rollout.timeout,
-            token=os.environ.get(TOKEN),
+            token=os.environ.get(TOKEN_VARIABLE),
             warn=lambda line: log_rank0(f"warning: {line}"),
             own_weights=rollout.writer == "teacher",
             probes=[prompts.tokens(number).tolist() for number in probe_prompts(prompts)],
@@ -138,7 +137,7 @@ def counted_rows(session: Session) -> int:
         rows += [teacher.vocabulary_rows for teacher in session.teachers.values()]
         for store in session.stores.values():
             if store.signal.is_exact and store.teacher_folder is not None:
-                rows.append(configuration(str(store.teacher_folder)).get_text_config().vocab_size)
+                rows.append(read_configuration(store.teacher_folder).get_text_config().vocab_size)
     return min(rows)
 
 
@@ -159,10 +158,8 @@ def make_generator(
     counted_rows: int | None = None,
 ) -> Generator:
     """Raises ConfigError with this key for a decoder that cannot generate. counted_rows: see `Generator`."""
-    try:
+    with as_config_error(key):
         check_generation(decoder, device)
-    except ValueError as error:
-        raise ConfigError(key, str(error)) from error
     return Generator(
         decoder,
         sampling,

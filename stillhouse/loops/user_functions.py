@@ -1,6 +1,6 @@
 """The functions of the user's own that a configuration names."""
 
-from stillhouse.config import ConfigError, EvalConfig, RolloutConfig
+from stillhouse.config import EvalConfig, RolloutConfig, as_config_error
 from stillhouse.generation.hooks import OF_COMPLETIONS, UserFunction, load_function
 
 CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
@@ -8,10 +8,8 @@ CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.en
 
 def function_of(key: str, path: str) -> UserFunction:
     """The function that a key of the configuration names. Raises ConfigError for one that cannot be used."""
-    try:
+    with as_config_error(key):
         return load_function(key, path, ("context",) if key == CALLBACKS else OF_COMPLETIONS)
-    except ValueError as error:
-        raise ConfigError(key, str(error)) from error
 
 
 def require_functions(evaluation: EvalConfig, rollout: RolloutConfig | None) -> None:
