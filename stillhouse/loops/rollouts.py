@@ -29,14 +29,14 @@ from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.parallel import ShardedMicroBatches, is_first, watchdog
-from stillhouse.preemption import OverdueError, requested
+from stillhouse.preemption import OverdueError
 from stillhouse.run.completion_engine import open_engine
 from stillhouse.run.served_models import require_same_writer
 from stillhouse.run.session import Session
 from stillhouse.run.user_functions import ENVIRONMENT, REWARD, function_of
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
-from stillhouse.signals.stored import SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP
+from stillhouse.signals.stored import SECONDS_BETWEEN_LOOKS, SignalWatch
 
 Result = TypeVar("Result")
 
@@ -201,7 +201,7 @@ def _update_servers(engine: RolloutEngine, step: int, folder: Path) -> None:
 
     If it is, the thread goes on until what it waits for is closed.
     """
-    threads, require_no_signal = ThreadPoolExecutor(1), _SignalWatch()
+    threads, require_no_signal = ThreadPoolExecutor(1), _ServerWatch()
     try:
         update = threads.submit(engine.update_weights, step, folder)
         while not wait([update], SECONDS_BETWEEN_LOOKS).done:
@@ -211,18 +211,15 @@ def _update_servers(engine: RolloutEngine, step: int, folder: Path) -> None:
         threads.shutdown(wait=False)
 
 
-class _SignalWatch:
-    """Called again and again while servers are waited for: raises ServerError some seconds after a signal."""
+class _ServerWatch(SignalWatch):
+    """A `SignalWatch` for answers of servers. It shows the watchdog that this process is alive."""
 
     def __init__(self) -> None:
-        self._since: float | None = None
+        super().__init__(ServerError("a signal came while the run waited for completions"))
 
     def __call__(self) -> None:
         watchdog.progress()
-        if requested():
-            self._since = self._since or time.monotonic()
-            if time.monotonic() - self._since > SECONDS_TO_STOP:
-                raise ServerError("a signal came while the run waited for completions")
+        super().__call__()
 
 
 def make_queue(
@@ -253,7 +250,7 @@ def make_queue(
         last_step=steps - 1,
         advantage=rollout.advantage,
         deviation=rollout.deviation,
-        alive=_SignalWatch(),
+        alive=_ServerWatch(),
         by_student=rollout.writer == "student",
     )
 

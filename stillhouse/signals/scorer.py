@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
+from stillhouse.data import DataReport, Documents, PackedSequences
+from stillhouse.models import NotFiniteError
 from stillhouse.models.modes import packs_one_row
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Runner, StageInputs
@@ -31,10 +32,6 @@ class ScoreRequest(NamedTuple):
         return len(self.document.tokens)
 
 
-class NotFiniteError(ValueError):
-    """What the model computes for a request has a NaN or an infinity."""
-
-
 #: what a request gets: its tensors, or why it has none
 Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError
 
@@ -51,30 +48,28 @@ class Scorer:
 
         Raises RuntimeError where the forward pass fails, as with too little memory.
         """
+        return [_checked(tensors) for tensors in self.tensors(requests)]
+
+    def tensors(self, requests: Sequence[ScoreRequest]) -> list[dict[str, Tensor]]:
+        """The tensors of each request on the CPU, whatever numbers they have."""
         documents = _documents([request.document.tokens for request in requests])
         one_row = packs_one_row(self._decoder.pretrained)
         tokens = len(documents.tokens_N) if one_row else int(documents.lengths_D.max())
         sequences = PackedSequences(documents, max_tokens=tokens, seed=0, shuffle=False)
-        tensors = self.tensors(sequences.micro_batch(range(len(sequences))), dict(enumerate(requests)))
-        return [_checked(tensors[number]) for number in range(len(requests))]
-
-    def tensors(self, micro_batch: MicroBatch, requests: Mapping[int, ScoreRequest]) -> dict[int, dict[str, Tensor]]:
-        """The tensors of each request on the CPU, whatever numbers they have.
-
-        requests: by the numbers of their documents in the micro-batch
-        """
+        micro_batch = sequences.micro_batch(range(len(sequences)))
         is_first_T = (micro_batch.position_ids_BS.flatten() == 0) & (micro_batch.document_T >= 0)
-        firsts = micro_batch.document_T[is_first_T].tolist()
-        starts = dict(zip(firsts, is_first_T.nonzero()[:, 0].tolist(), strict=True))
+        starts = dict(
+            zip(micro_batch.document_T[is_first_T].tolist(), is_first_T.nonzero()[:, 0].tolist(), strict=True)
+        )
         numbers_by_wanted: dict[Wanted, list[int]] = {}
-        for number, request in requests.items():
+        for number, request in enumerate(requests):
             numbers_by_wanted.setdefault(request.wanted, []).append(number)
         rows = {
             wanted: SignalRows.of(wanted, [requests[at].document for at in numbers], [starts[at] for at in numbers])
             for wanted, numbers in numbers_by_wanted.items()
         }
         (signals,) = self._runner.forward([StageInputs(micro_batch.to(self._device), {}, _ExtractAll(rows))])
-        by_document: dict[int, dict[str, Tensor]] = {number: {} for number in requests}
+        by_document: list[dict[str, Tensor]] = [{} for _ in requests]
         for wanted, numbers in numbers_by_wanted.items():
             lengths = [len(requests[number].document.rows) for number in numbers]
             for name, tensor in signals[wanted].items():

@@ -120,8 +120,10 @@ class DocumentRows:
     tokens: all ids of the document
     rows: the numbers of the rows
     ids_NK: with "chosen", the K ids of each of these rows; -1 is none
+    source: where the document is from, for messages; "" if unknown
     """
 
     tokens: np.ndarray
     rows: range
     ids_NK: Tensor | None = None
+    source: str = ""

@@ -7,12 +7,12 @@ B rows of S tokens, T = B·S, E the teacher's width, K ids per token.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,54 +33,56 @@ SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
 StepTensors = list[dict[str, Tensor]]
 
 
-class SignalStore(Protocol):
-    """Signals that were computed elsewhere."""
+class SignalStore(ABC):
+    """Signals that were computed elsewhere.
 
-    @property
-    def signal(self) -> SignalSpec: ...
+    width: E, the teacher's width
+    identity: a hash that changes if the teacher changes
+    name: where the store is, for messages: a folder or a URL
+    may_take_long: whether `read` may take longer than a step may, without being hung. The same on all processes
+    teacher_folder: the teacher's configuration and tokenizer, and with hidden states its output head; None if unknown
+    """
 
-    @property
-    def width(self) -> int:
-        """E, the teacher's width."""
-        ...
+    signal: SignalSpec
+    width: int
+    identity: str
+    name: str
+    may_take_long: bool = False
+    teacher_folder: Path | None = None
 
-    @property
-    def identity(self) -> str:
-        """A hash that changes if the teacher changes."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Where the store is, for messages: a folder or a URL."""
-        ...
-
-    @property
-    def may_take_long(self) -> bool:
-        """Whether `read` may take longer than a step may, without being hung. The same on all processes."""
-        ...
-
-    @property
-    def teacher_folder(self) -> Path | None:
-        """The teacher's configuration and tokenizer, and with hidden states its output head; None if unknown."""
-        ...
-
+    @abstractmethod
     def require(self, documents: Documents, what: str) -> None:
         """Raise ValueError unless the store has signals for these documents.
 
         what: their name in the message
         """
-        ...
 
-    def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
+    @abstractmethod
+    def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
         """The tensors of `SignalSpec.tensors` of each document on the CPU. Several threads call this at a time.
 
         Raises ValueError or OSError if they are not available.
         """
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (a store in this process has nothing to abandon)
         """Abandon the reads in progress, which then raise an error."""
-        ...
+
+
+class SignalWatch:
+    """Called again and again while something is waited for: raises an error some seconds after a signal.
+
+    error: the error
+    """
+
+    def __init__(self, error: Exception):
+        self._error = error
+        self._since: float | None = None
+
+    def __call__(self) -> None:
+        if requested():
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > SECONDS_TO_STOP:
+                raise self._error
 
 
 class SignalsLostError(ValueError):
@@ -139,18 +141,11 @@ class StoredTeacher:
         """What the thread has read, after all processes have it; empty on a process that does not read."""
         error, tensors = "", StepTensors()
         if reading is not None:
+            require_no_signal = SignalWatch(OSError("a signal came while the run waited for the teacher"))
             try:
-                stopping_since = None
-                while not reading.done():
-                    if requested():
-                        stopping_since = stopping_since or time.monotonic()
-                        if time.monotonic() - stopping_since > SECONDS_TO_STOP:
-                            break
-                    wait([reading], timeout=SECONDS_BETWEEN_LOOKS)
-                if reading.done():
-                    tensors = reading.result()
-                else:
-                    error = "a signal came while the run waited for the teacher"
+                while not wait([reading], SECONDS_BETWEEN_LOOKS).done:
+                    require_no_signal()
+                tensors = reading.result()
             # torch's errors, too: the other processes wait for this one below
             except (ValueError, OSError, RuntimeError, CancelledError) as problem:
                 error = str(problem) or type(problem).__name__

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from textwrap import shorten
@@ -27,6 +28,7 @@ from stillhouse.serving.engines.vllm import VllmApi
 from stillhouse.serving.pool import Call, ServerPool
 from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalKind, SignalSpec
+from stillhouse.signals.stored import SignalStore
 
 if TYPE_CHECKING:
     from stillhouse.serving.client.signal_proof import Proof
@@ -44,8 +46,8 @@ class SignalRequest:
     dtype: str = "auto"
 
 
-class RemoteSignals:
-    """The signals of a teacher behind one or several servers; a `SignalStore`.
+class RemoteSignals(SignalStore):
+    """The signals of a teacher behind one or several servers.
 
     spec: what the servers are asked for. width: E, the teacher's width (0 if it is unknown and not needed).
     vocabulary: the rows of the teacher's head; None if unknown.
@@ -53,6 +55,8 @@ class RemoteSignals:
     that answer again after they had failed, unless every answer has the teacher's hash. It raises ValueError for a
     wrong server, and returns the servers that are proven.
     """
+
+    may_take_long = True  # it has a timeout of its own
 
     def __init__(
         self,
@@ -75,15 +79,11 @@ class RemoteSignals:
         #: servers that were away and are not proven yet
         self._unproven: set[str] = set()
 
-    @property
-    def may_take_long(self) -> bool:
-        return True  # it has a timeout of its own
-
-    @property
+    @cached_property
     def name(self) -> str:
         return ", ".join(server.url for server in self.servers)
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """The teacher's own hash; that of its files here, if the server tells none; else its name."""
         first = self.servers[0]

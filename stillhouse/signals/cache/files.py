@@ -22,7 +22,7 @@ not matter, and neither does the position of the document in its file.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,11 @@ class Manifest:
     tokenizer_hash: str
     vocabulary: int
     width: int
-    documents: int
-    rows: int
-    documents_hash: str
-    shards: int
-    versions: dict[str, str]
+    documents: int = 0
+    rows: int = 0
+    documents_hash: str = ""
+    shards: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
     packed: bool = False
     format: int = FORMAT
 

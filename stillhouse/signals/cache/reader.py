@@ -35,6 +35,7 @@ from stillhouse.signals.cache.files import (
 from stillhouse.signals.cache.shard_layout import StoredRows
 from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DocumentRows
+from stillhouse.signals.stored import SignalStore
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,18 @@ class Stored:
     number: int
 
 
-class SignalCache:
+class SignalCache(SignalStore):
     """An opened cache.
 
     Raises ValueError, naming the file, for a folder that is not a complete cache, and for a file that is missing,
     truncated, of another cache or changed since it was written.
     """
 
-    may_take_long = False  # a step touches a few shards; a file system that does not answer is found by the watchdog
+    #: the teacher's configuration and tokenizer, and with hidden states its output head
+    teacher_folder: Path
 
     def __init__(self, folder: Path):
         self.folder, self.name = folder, str(folder)
-        #: the teacher's configuration and tokenizer, and with hidden states its output head
         self.teacher_folder = folder / TEACHER
         self.hashes = _index(folder)
         self.manifest = Manifest.from_json(self._checked(MANIFEST).decode(), folder / MANIFEST)
