@@ -13,9 +13,10 @@ Reading gives exactly the tensors that were written.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,28 +52,28 @@ class StoredRows(NamedTuple):
         return slice(self.start + self.rows.start, self.start + self.rows.stop)
 
 
-class ShardLayout(Protocol):
+class ShardLayout(ABC):
     """The form of a signal in a shard. `file`: an opened safetensors file."""
 
     @property
     def bytes_per_token(self) -> int:
         """For the packed form of draws, the most that a token can need."""
-        ...
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.forms().values())
 
+    @abstractmethod
     def forms(self) -> TensorForms:
         """For each tensor of a shard, all dims after the first one, and the dtype."""
-        ...
 
+    @abstractmethod
     def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
         """The tensors of a shard from those of the signal.
 
         offsets: [D+1], where each document's rows begin
         """
-        ...
 
+    @abstractmethod
     def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
         """The tensors of the signal. Raises ValueError if the shard's tensors do not fit each other."""
-        ...
 
 
 def layout_of(spec: SignalSpec, width: int, vocabulary: int, *, packed: bool) -> ShardLayout:
@@ -89,13 +90,9 @@ def layout_of(spec: SignalSpec, width: int, vocabulary: int, *, packed: bool) ->
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(ShardLayout):
     spec: SignalSpec
     width: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.spec.bytes_per_token(self.width)
 
     def forms(self) -> TensorForms:
         return self.spec.tensors(self.width)
@@ -108,15 +105,11 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class PackedIds:
+class PackedIds(ShardLayout):
     """Log-probabilities as they are, ids in as few bits as the vocabulary needs."""
 
     spec: SignalSpec
     vocabulary: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.forms().values())
 
     @property
     def _least(self) -> int:
@@ -145,7 +138,7 @@ class PackedIds:
 
 
 @dataclass(frozen=True)
-class PackedDraws:
+class PackedDraws(ShardLayout):
     """As many pairs of an id and a count as a row has different ids."""
 
     spec: SignalSpec
@@ -169,11 +162,7 @@ class PackedDraws:
         return bits_for(self.vocabulary) + self._count_bits
 
     def forms(self) -> TensorForms:
-        return {
-            "distinct": ((), torch.uint8),
-            "pairs": ((), torch.uint8),
-            "pair_offsets": ((), torch.int64),
-        }
+        return {"distinct": ((), torch.uint8), "pairs": ((), torch.uint8), "pair_offsets": ((), torch.int64)}
 
     def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
         ids, counts = tensors["ids"].numpy(), tensors["counts"].numpy()
