@@ -1,7 +1,7 @@
 """`stillhouse cache`: writes a teacher's signals to disk, and handles what was written."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from stillhouse.signals.signal_spec import SignalKind
 
 FOLDER = click.Path(path_type=Path)
+SIGNALS = ("hidden", "top_k", "sampled")
 
 
 class _Group(click.Group):
@@ -35,8 +36,8 @@ def cache() -> None:
 
 @cache.command()
 @configured
-@click.option("--signal", type=click.Choice(["hidden", "top_k", "sampled"]), help="hidden: exact, at any temperature. top_k: the "
-              "likeliest ids. sampled: drawn ids. [default: hidden; teacher.signal with teacher.url]")  # fmt: skip
+@click.option("--signal", type=click.Choice(SIGNALS), help="hidden: exact, at any temperature. top_k: the "
+              "most likely ids. sampled: drawn ids. [default: hidden; teacher.signal with teacher.url]")  # fmt: skip
 @click.option("--top-k", type=click.IntRange(1), help="Ids per token of top_k, draws of sampled. [default: 64; 50]")
 @click.option("--dtype", help="float32, bfloat16 or float16. [default: the teacher's; float32 for top_k]")
 @click.option("--with-label", is_flag=True, help="top_k: the actual next token, too.")
@@ -175,7 +176,7 @@ def import_(
     compression: Path | None,
     packed: bool,
     temperature: float,
-    **of_teacher: str,
+    **of_teacher: Any,
 ) -> None:
     """Write a cache from the files of another project.
 

@@ -74,8 +74,7 @@ def assert_same_rows(first: SignalCache, second: SignalCache, names: tuple[str, 
             torch.testing.assert_close(one[name], other[name], rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "packed"), [("float32", False), ("bfloat16", True), ("float16", False)])
 def test_an_export_is_imported_to_the_bit(folder: Path, tmp_path: Path, dtype: str, packed: bool) -> None:
     config = write_run(folder, **FORWARD_KL)
     compression = export_distillkit(folder / dtype, RunSetup(config).load_data, tmp_path / "exported")

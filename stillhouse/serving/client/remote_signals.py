@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import count
 from pathlib import Path
 from textwrap import shorten
@@ -71,6 +70,7 @@ class RemoteSignals(SignalStore):
     ):
         self.pool, self.api, self.servers = pool, api, servers
         self.signal, self.width, self.vocabulary, self.teacher_folder = spec, width, vocabulary, teacher_folder
+        self.name, self.identity = ", ".join(server.url for server in servers), _identity(servers[0], teacher_folder)
         self.prove: Callable[[Sequence[str]], set[str]] | None = None
         self.prove_every = 0
         self.proof: Proof | None = None
@@ -78,20 +78,6 @@ class RemoteSignals(SignalStore):
         self._proving = Lock()
         #: servers that were away and are not proven yet
         self._unproven: set[str] = set()
-
-    @cached_property
-    def name(self) -> str:
-        return ", ".join(server.url for server in self.servers)
-
-    @cached_property
-    def identity(self) -> str:
-        """The teacher's own hash; that of its files here, if the server tells none; else its name."""
-        first = self.servers[0]
-        if first.identity is not None:
-            return first.identity
-        if self.teacher_folder is not None:
-            return model_fingerprint(self.teacher_folder)
-        return hashlib.sha256(first.model.encode()).hexdigest()
 
     def require(self, documents: Documents, what: str) -> None:
         """Raise DataError for the first document that a server cannot score. what: their name in the message."""
@@ -230,6 +216,15 @@ def _connected(pool: ServerPool, request: SignalRequest, api: str, model_folder:
         width, vocabulary = columns, rows
     spec = _spec(request, dtype)
     return RemoteSignals(pool, engine, servers, spec, width=width, vocabulary=vocabulary, teacher_folder=folder)
+
+
+def _identity(first: ServerInfo, teacher_folder: Path | None) -> str:
+    """The teacher's own hash; that of its files here, if the server tells none; else its name."""
+    if first.identity is not None:
+        return first.identity
+    if teacher_folder is not None:
+        return model_fingerprint(teacher_folder)
+    return hashlib.sha256(first.model.encode()).hexdigest()
 
 
 def _require_same(first: ServerInfo, other: ServerInfo) -> None:
