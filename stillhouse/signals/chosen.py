@@ -38,9 +38,8 @@ class ChosenTeacher(StoredTeacher):
         name: str = "",
     ):
         super().__init__(store, runner, tail, name)
-        assert store.signal.top_k is not None
         self._vocabulary = vocabulary
-        self._processor = _TopKOfStudent(store.signal.top_k)
+        self._processor = _TopKOfStudent(store.signal.entries)
         self._autocast = autocast
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:

@@ -58,8 +58,7 @@ class AlignedSpec(SignalSpec):
     method: Method = "gold"
 
     def tensors(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        assert self.top_k is not None
-        entries = self.top_k + 2 if self.method == "gold" else self.top_k
+        entries = self.entries + 2 if self.method == "gold" else self.entries
         forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "log_probs": ((entries,), torch.float32),
             "tail_log_prob": ((), torch.float32),
