@@ -15,7 +15,7 @@ from stillhouse.objective.signals import Tail
 from stillhouse.parallel import Runner, ShardedMicroBatches
 from stillhouse.signals.id_log_probs import top_k_log_probs
 from stillhouse.signals.in_stage import student_forward
-from stillhouse.signals.signal_source import PendingSignals
+from stillhouse.signals.signal_source import DeferredSignals
 from stillhouse.signals.stored import SignalStore, StoredTeacher
 
 
@@ -42,7 +42,7 @@ class ChosenTeacher(StoredTeacher):
         self._processor = _TopKOfStudent(store.signal.entries)
         self._autocast = autocast
 
-    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
         return self._request(micro_batches, self._student_top_k(micro_batches))
 
     def _student_top_k(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:

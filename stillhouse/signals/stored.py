@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from stillhouse.objective import TEACHER, Signals
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import Runner, ShardedMicroBatches, TeacherHead, TeacherHidden, watchdog
 from stillhouse.preemption import requested
-from stillhouse.signals.signal_source import PendingSignals
+from stillhouse.signals.signal_source import DeferredSignals
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: while signals are waited for: seconds between two looks whether the process is to stop, and how long it waits on
@@ -114,17 +114,19 @@ class StoredTeacher:
         self.store, self._runner, self._tail, self._name, self._head = store, runner, tail, name, head
         self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
 
-    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
         return self._request(micro_batches)
 
-    def _request(self, micro_batches: ShardedMicroBatches, ids: Sequence[Tensor] = ()) -> PendingSignals:
+    def _request(self, micro_batches: ShardedMicroBatches, ids: Sequence[Tensor] = ()) -> DeferredSignals:
         """ids: with "chosen", the ids of each micro-batch's rows with a weight, [C, K] on the CPU"""
         reads = self._runner.has_results
         future = self._threads.submit(self._read, micro_batches, ids) if reads else None
-        return _Reading(future, self, micro_batches)
+        return DeferredSignals(partial(self._received, future, micro_batches))
 
-    def received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[Signals]:
+    def _received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[Signals]:
         """Wait for what the threads read, and move it to the devices. A collective of all processes.
+
+        reading: None on a process that does not read
 
         Raises SignalsLostError on all processes if one of them could not read.
         """
@@ -205,18 +207,3 @@ class StoredTeacher:
             return {TEACHER: self.store.signal.as_signal(tensors, self._tail)}
         assert self._head is not None
         return {TEACHER: TeacherHidden(tensors["hidden"], self._head)}
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """The signals of a step, which threads read into host memory.
-
-    future: None on a process that does not read
-    """
-
-    future: "Future[StepTensors] | None"
-    teacher: StoredTeacher
-    micro_batches: ShardedMicroBatches
-
-    def result(self) -> Sequence[Signals]:
-        return self.teacher.received(self.future, self.micro_batches)

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -60,7 +59,7 @@ class _CacheFolder:
     path: Path
     manifest: Manifest
 
-    def begin(self, save: Callable[[Path], None]) -> None:
+    def begin(self, save: Callable[[Path, SignalSpec], None]) -> None:
         """Create the folder's files, or check that an existing folder has a part of the same cache.
 
         save: writes the files of the teacher's folder
@@ -72,7 +71,7 @@ class _CacheFolder:
             for path in self.path.rglob(f"*{UNFINISHED}"):
                 path.unlink()
             require_space(self.path, self._missing_bytes(), ONE_PROCESS)
-            save(self.path / TEACHER)
+            save(self.path / TEACHER, self.manifest.signal)
 
     def write_shard(self, number: int, tensors: dict[str, Tensor]) -> None:
         path = self.path / shard_name(number)
@@ -135,19 +134,9 @@ class CacheTeacher:
     decoder: Decoder
     tokenizer: PreTrainedTokenizerBase
 
-    def write(
-        self,
-        out: Path,
-        signal: SignalSpec,
-        documents: Sequence[tuple[bytes, range]],
-        read: Callable[[Sequence[int]], Sequence[dict[str, Tensor]]],
-        ranks: Ranks = ONE_PROCESS,
-        *,
-        packed: bool = False,
-        shard_bytes: int | None = None,
-    ) -> Manifest:
-        """Write a cache of this teacher; see `write_documents`."""
-        description = Manifest(
+    def describe(self, signal: SignalSpec, *, packed: bool = False) -> Manifest:
+        """The description of a cache without its documents, which `write_documents` adds."""
+        return Manifest(
             signal,
             self.name,
             self.identity,
@@ -157,8 +146,9 @@ class CacheTeacher:
             versions=library_versions(),
             packed=packed,
         )
-        save = partial(save_teacher, teacher=self.decoder, tokenizer=self.tokenizer, with_head=signal.is_exact)
-        return write_documents(out, description, documents, read, save, ranks, shard_bytes)
+
+    def save(self, folder: Path, signal: SignalSpec) -> None:
+        save_teacher(folder, self.decoder, self.tokenizer, with_head=signal.is_exact)
 
 
 def write_documents(
@@ -166,7 +156,7 @@ def write_documents(
     description: Manifest,
     documents: Sequence[tuple[bytes, range]],
     read: Callable[[Sequence[int]], Sequence[dict[str, Tensor]]],
-    save: Callable[[Path], None],
+    save: Callable[[Path, SignalSpec], None],
     ranks: Ranks = ONE_PROCESS,
     shard_bytes: int | None = None,
 ) -> Manifest:
@@ -175,7 +165,7 @@ def write_documents(
     description: its documents, rows and shards do not count
     documents: the id and the rows of each
     read: the signals of several documents, by their places in `documents`
-    save: writes the files of the teacher's folder
+    save: writes the files of the teacher's folder for a signal
     shard_bytes: the size of a shard before packing, which is what is in memory; None: `SHARD_BYTES`
 
     Raises ValueError for a folder in which something else was written.

@@ -20,7 +20,7 @@ from stillhouse.signals.cache.files import Manifest, document_id
 from stillhouse.signals.cache.formats.distillkit import Compression, DistillkitFiles
 from stillhouse.signals.cache.formats.speculators import SpeculatorsFiles
 from stillhouse.signals.signal_spec import DTYPES, SignalSpec
-from stillhouse.tools.cache_folder import CacheTeacher
+from stillhouse.tools.cache_folder import CacheTeacher, write_documents
 
 #: how many documents the teacher computes, spread over all of them
 PROBES = 5
@@ -71,7 +71,8 @@ def import_distillkit(
                 f"on average, expected at most {NATS:g}: is {teacher} the model that wrote them, at temperature "
                 f"{temperature:g}?"
             )
-    return model.write(out, spec, documents, read, packed=packed, shard_bytes=shard_bytes)
+    description = model.describe(spec, packed=packed)
+    return write_documents(out, description, documents, read, model.save, shard_bytes=shard_bytes)
 
 
 def import_speculators(
@@ -119,7 +120,8 @@ def import_speculators(
             signals.append({"hidden": normed_NE.to(DTYPES[stored_dtype])})
         return signals
 
-    return model.write(out, SignalSpec("hidden", stored_dtype), documents, read, shard_bytes=shard_bytes)
+    description = model.describe(SignalSpec("hidden", stored_dtype))
+    return write_documents(out, description, documents, read, model.save, shard_bytes=shard_bytes)
 
 
 def _load_teacher(name: str, dtype: str, device: torch.device | str) -> CacheTeacher:

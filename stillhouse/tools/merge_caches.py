@@ -2,13 +2,12 @@
 
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from stillhouse.output.disk import flush
-from stillhouse.signals import SignalCache
+from stillhouse.signals import SignalCache, SignalSpec
 from stillhouse.signals.cache.files import TEACHER, Manifest
 from stillhouse.signals.signal_checks import row_differences
 from stillhouse.tools.cache_folder import write_documents
@@ -43,8 +42,12 @@ def merge_caches(folders: Sequence[Path], out: Path, *, shard_bytes: int | None 
         chosen = (documents[number] for number in numbers)
         return [owners[document][0].read_document(document, rows) for document, rows in chosen]
 
-    copy = partial(_copy, first.teacher_folder)
-    return write_documents(out, first.manifest, documents, read, copy, shard_bytes=shard_bytes)
+    def copy_teacher(folder: Path, _: SignalSpec) -> None:
+        shutil.copytree(first.teacher_folder, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        for path in folder.iterdir():
+            flush(path)
+
+    return write_documents(out, first.manifest, documents, read, copy_teacher, shard_bytes=shard_bytes)
 
 
 def _require_same(first: SignalCache, other: SignalCache) -> None:
@@ -80,9 +83,3 @@ def _are_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
         differs_N = (ours["counts"] != theirs["counts"]).any(1) | (ours["ids"] != theirs["ids"]).any(1)
         return int(differs_N.sum()) <= max(1, TOLERANCE * len(differs_N))
     return bool(row_differences(ours, theirs).mean() <= TOLERANCE)
-
-
-def _copy(source: Path, folder: Path) -> None:
-    shutil.copytree(source, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
-    for path in folder.iterdir():
-        flush(path)

@@ -21,7 +21,7 @@ from stillhouse.signals import SignalStore, TeacherInJob
 from stillhouse.signals.cache.files import Manifest, document_id, target_rows
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 from stillhouse.signals.teacher_folder import head_of
-from stillhouse.tools.cache_folder import CacheTeacher
+from stillhouse.tools.cache_folder import CacheTeacher, write_documents
 
 
 def write_cache(
@@ -72,8 +72,9 @@ def write_cache(
 
     watchdog.enter("writing the cache", timed=False)
     rows = [(document_id(document.tokens), document.rows) for document in documents]
+    description = teacher.describe(store.signal, packed=packed)
     with closing(store):
-        return teacher.write(out, store.signal, rows, read, setup.ranks, packed=packed, shard_bytes=shard_bytes)
+        return write_documents(out, description, rows, read, teacher.save, setup.ranks, shard_bytes)
 
 
 def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
