@@ -106,5 +106,5 @@ def _checked(tensors: dict[str, Tensor]) -> Outcome:
         if tensor.isnan().any() or (name == "hidden" and tensor.isinf().any()):
             return NotFiniteError(f"the teacher's {name} are not finite")
     if "counts" in tensors and not (tensors["ids"][:, :1] >= 0).all():
-        return NotFiniteError("the teacher's logits are not finite, so that nothing can be drawn")
+        return NotFiniteError("the teacher's logits are not finite, so that no id can be sampled")
     return tensors

@@ -37,7 +37,7 @@ class SignalSpec:
         that the caller gives; "sampled" draws (random sampling distillation, arXiv 2503.16870)
     dtype: of the hidden states or of the log-probabilities; "float32" for "sampled", which has neither
     top_k: K of "top_k" and "chosen"; M, the number of draws, of "sampled"
-    temperature: divides the teacher's logits before log-probabilities are taken or ids are drawn
+    temperature: divides the teacher's logits before log-probabilities are taken or ids are sampled
     with_label: "top_k" has one more entry, the token that comes next in the document; its id is -1 and its
         log-probability -inf if it is among the K ids; it does not count for the mass outside
 

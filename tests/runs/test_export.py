@@ -24,6 +24,7 @@ from stillhouse.tools.export_run import ExportSettings, export_run
 from stillhouse.tools.write_cache import write_cache
 
 IDS = torch.arange(3, 35)[None]
+STEP = "checkpoints/step-00000004"
 PLAIN = ExportSettings(card=False)
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -178,7 +179,6 @@ def with_another_rate(out: Path) -> None:
 
 
 #: for each damage: the problem, and whether only the card needs what is damaged
-STEP = "checkpoints/step-00000004"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     "weights": (with_another_number, "student/model.safetensors is not what was written", False),
     "optimizer": (lambda out: next((out / STEP / "resume").glob("*.safetensors")).unlink(), "is lost", False),

@@ -152,5 +152,5 @@ def test_the_mean_gradient_over_draws_is_the_exact_one() -> None:
 
 def test_other_divergences_than_forward_kl_are_refused(folder: Path, tmp_path: Path) -> None:
     write_cache(write_run(folder, **FORWARD_KL), tmp_path / "cache", "sampled", top_k=DRAWS, packed=True)
-    with pytest.raises(ConfigError, match="draws can only estimate forward_kl"):
+    with pytest.raises(ConfigError, match="sampled ids can only estimate forward_kl"):
         gradients(folder, **{"objective.loss": "jsd(0.5)", "teacher.cache": str(tmp_path / "cache")})
