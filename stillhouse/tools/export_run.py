@@ -32,7 +32,7 @@ from stillhouse.models.pretrained import auto_class, parse_dtype
 from stillhouse.output.disk import atomic_folder, file_names
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.model_card import Exported, model_card, quoted_file
-from stillhouse.output.progress import STATE, folder_name
+from stillhouse.output.progress import STATE
 from stillhouse.run.models import source_fingerprint
 from stillhouse.run.setup import RunSetup
 
@@ -144,13 +144,12 @@ def _chosen(path: Path, step: str | None) -> Path:
         if best is None:
             raise ValueError(f"--step: no checkpoint in {path} has the metric of checkpoint.best: name a step")
         return best
-    names = {checkpoint.name: checkpoint for checkpoint in every}
-    if not str(step).isdecimal() or folder_name(int(str(step))) not in names:
-        raise ValueError(
-            f"--step: got {step}, expected best, last or one of the steps that {path} has: "
-            f"{', '.join(str(int(name.rpartition('-')[2])) for name in names)}"
-        )
-    return names[folder_name(int(str(step)))]
+    steps = {int(checkpoint.name.rpartition("-")[2]): checkpoint for checkpoint in every}
+    number = int(str(step)) if str(step).isdecimal() else -1
+    if number not in steps:
+        known = ", ".join(map(str, steps))
+        raise ValueError(f"--step: got {step}, expected best, last or one of the steps that {path} has: {known}")
+    return steps[number]
 
 
 def _configuration(run: Path, checkpoint: IntactCheckpoint) -> RunConfig:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -37,7 +39,7 @@ WARMUP_STEPS = 200
 DECAY_SHARE = 0.3  # the last part of the steps, in which the learning rate falls to zero
 CHOOSING_SHARE = 0.02  # of the teacher split's names: these documents choose the checkpoint and are not trained on
 PROSE_REPEATS = 2  # per epoch, which contains the source code once
-STATE = "state.pt"
+STATE = "state.safetensors"
 
 
 def teacher_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
@@ -155,18 +157,29 @@ def new_training(config: Qwen3Config, seed: int) -> Training:
 
 
 def save_state(path: Path, training: Training) -> None:
-    """Save everything that a resumed run needs in one file, which is replaced atomically."""
-    states = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
-    torch.save(states | {"log": training.log}, path.with_suffix(".new"))
+    """Save everything that a resumed run needs in one safetensors file, which is replaced atomically."""
+    tensors = {f"model.{name}": p.detach() for name, p in training.model.named_parameters()}
+    for index, state in training.optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
+    save_file(tensors, path.with_suffix(".new"), metadata={"log": json.dumps(training.log)})
     os.replace(path.with_suffix(".new"), path)
 
 
 def load_state(path: Path, training: Training) -> None:
     """Restore a saved state."""
-    state = torch.load(path, weights_only=True)
-    training.model.load_state_dict(state["model"])
-    training.optimizer.load_state_dict(state["optimizer"])
-    training.log = state["log"]
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    parameters = dict(training.model.named_parameters())
+    with safe_open(path, "pt") as file, torch.no_grad():
+        training.log = json.loads(file.metadata()["log"])
+        for key in file.keys():  # noqa: SIM118
+            owner, name = key.split(".", 1)
+            if owner == "model":
+                parameters[name].copy_(file.get_tensor(key))
+            else:
+                index, name = name.split(".")
+                state.setdefault(int(index), {})[name] = file.get_tensor(key)
+    groups = training.optimizer.state_dict()["param_groups"]
+    training.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def train(out: Path, steps: int, every: int, seed: int) -> None:
