@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.checkpoint.checkpoint_folder import best_checkpoint, checkpoints
@@ -33,6 +33,7 @@ from stillhouse.output.disk import atomic_folder, file_names
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.model_card import Exported, model_card, quoted_file
 from stillhouse.output.progress import STATE
+from stillhouse.run.initial import configuration
 from stillhouse.run.models import source_fingerprint
 from stillhouse.run.setup import RunSetup
 
@@ -173,10 +174,7 @@ def _require_same_base(base: StudentConfig, checkpoint: IntactCheckpoint) -> Non
 
 def _model_config(source: Path) -> PretrainedConfig | None:
     """The configuration of a model's folder; None for a folder with an adapter alone."""
-    if not (source / CONFIG_NAME).is_file():
-        return None
-    with reading(f"{source}: its configuration cannot be read"):
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    return configuration(str(source)) if (source / CONFIG_NAME).is_file() else None
 
 
 def _mtp_prefixes(config: PretrainedConfig | None) -> tuple[str, ...]:

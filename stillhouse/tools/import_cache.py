@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stillhouse.data import load_tokenizer
 from stillhouse.models import Decoder, check_finite_weights, evaluating, model_fingerprint
+from stillhouse.models.layer_hooks import hooked
 from stillhouse.parallel.sharded_loading import local_folder
 from stillhouse.signals.cache.files import Manifest, document_id
 from stillhouse.signals.cache.formats.distillkit import Compression, DistillkitFiles
@@ -188,15 +189,9 @@ def _around_last_norm(decoder: Decoder, tokens: np.ndarray) -> tuple[Tensor, Ten
         if isinstance(output, Tensor) and arguments and isinstance(arguments[0], Tensor):
             calls.append((module, arguments[0], output))
 
-    handles = [
-        module.register_forward_hook(note) for module in decoder.backbone.modules() if module is not decoder.backbone
-    ]
-    try:
-        with evaluating(decoder):
-            hidden_BNE = decoder(torch.from_numpy(tokens)[None].to(decoder.output_weight.device), head=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    inner = (module for module in decoder.backbone.modules() if module is not decoder.backbone)
+    with hooked(*(module.register_forward_hook(note) for module in inner)), evaluating(decoder):
+        hidden_BNE = decoder(torch.from_numpy(tokens)[None].to(decoder.output_weight.device), head=False)
     for module, before_BNE, after_BNE in reversed(calls):
         if after_BNE is hidden_BNE and before_BNE.shape == hidden_BNE.shape:
             return before_BNE[0].float().cpu(), hidden_BNE[0].float().cpu(), module
