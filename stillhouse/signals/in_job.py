@@ -26,14 +26,23 @@ class TeacherInJob(SignalStore):
     identity: a hash of its files
     load: returns the model on a device
     tokens: how many tokens run through the model at a time, unless a single document has more
+    packs_all: whether the documents of a read are packed together before they are cut into batches: less padding
     """
 
     width = 0  # only a `StoredTeacher` of hidden states needs it
 
     def __init__(
-        self, name: str, identity: str, signal: SignalSpec, load: Callable[[torch.device], Decoder], tokens: int
+        self,
+        name: str,
+        identity: str,
+        signal: SignalSpec,
+        load: Callable[[torch.device], Decoder],
+        tokens: int,
+        *,
+        packs_all: bool = False,
     ):
         self.name, self.identity, self.signal, self._load, self._tokens = name, identity, signal, load, tokens
+        self._packs_all = packs_all
         self._decoder: Decoder | None = None
         self._longest = self._largest_id = 0
         self._running = Lock()
@@ -58,20 +67,24 @@ class TeacherInJob(SignalStore):
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
         assert self._decoder is not None
         scorer = Scorer(single_process_runner(self._decoder, None), next(self._decoder.parameters()).device)
+        requests = [ScoreRequest(document, self.signal) for document in wanted]
         with self._running, torch.no_grad():
-            signals = [tensors for batch in self._batches(wanted) for tensors in scorer.tensors(batch)]
+            if self._packs_all:
+                signals = scorer.tensors(requests, self._tokens)
+            else:
+                signals = [tensors for batch in self._batches(requests) for tensors in scorer.tensors(batch)]
         for document, tensors in zip(wanted, signals, strict=True):
             if problem := problem_in(self.signal, self._decoder.vocabulary_rows, tensors):
                 where = f" on {document.source}" if document.source else ""
                 raise ValueError(f"the teacher's {problem}{where}: expected a teacher that can run in this dtype")
         return signals
 
-    def _batches(self, wanted: Sequence[DocumentRows]) -> Iterator[list[ScoreRequest]]:
+    def _batches(self, requests: Sequence[ScoreRequest]) -> Iterator[list[ScoreRequest]]:
         batch: list[ScoreRequest] = []
-        for document in wanted:
-            if batch and sum(request.tokens for request in batch) + len(document.tokens) > self._tokens:
+        for request in requests:
+            if batch and sum(other.tokens for other in batch) + request.tokens > self._tokens:
                 yield batch
                 batch = []
-            batch.append(ScoreRequest(document, self.signal))
+            batch.append(request)
         if batch:
             yield batch

@@ -6,6 +6,7 @@ into shards once, by their order and size alone. Each process computes every n-t
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from itertools import groupby
 from pathlib import Path
 
 from torch import Tensor
@@ -51,7 +52,8 @@ def write_cache(
     is_served = config.teacher is not None and config.teacher.url is not None
     teacher_config = None if is_served else _teacher_in_job(setup)
     data = setup.load_data()
-    documents = list(cache_documents(data))
+    entries = list(cache_documents(data))
+    documents = [document for _, document in entries]
     store: SignalStore
     if teacher_config is None:
         store, teacher = _served_teacher(setup, data)
@@ -63,12 +65,14 @@ def write_cache(
             spec = SignalSpec("hidden", dtype or saved_dtype, with_label=with_label)
         else:
             spec = SignalSpec(kind, dtype or "float32", top_k, config.objective.temperature, with_label)
-        store = TeacherInJob(name, identity, spec, lambda _: decoder, config.train.micro_batch_tokens)
+        tokens = config.train.micro_batch_tokens
+        store = TeacherInJob(name, identity, spec, lambda _: decoder, tokens, packs_all=True)
         store.start(setup.ranks.device)
         teacher = CacheTeacher(name, identity, decoder, data.tokenizer)
 
-    def read(places: Sequence[int]) -> Sequence[dict[str, Tensor]]:
-        return store.read([documents[place] for place in places])
+    def read(places: Sequence[int]) -> list[dict[str, Tensor]]:
+        parts = (list(part) for _, part in groupby(places, key=lambda place: entries[place][0]))
+        return [tensors for part in parts for tensors in store.read([documents[place] for place in part])]
 
     watchdog.enter("writing the cache", timed=False)
     rows = [(document_id(document.tokens), document.rows) for document in documents]
@@ -113,15 +117,15 @@ def data_splits(data: RunData) -> list[Documents]:
     return [sequences.documents for sequences in (data.train, data.evaluation) if sequences is not None]
 
 
-def cache_documents(data: RunData) -> Iterator[DocumentRows]:
-    """Every different document of a run that has a target, once."""
+def cache_documents(data: RunData) -> Iterator[tuple[int, DocumentRows]]:
+    """Every different document of a run that has a target, once, and the number of its split."""
     seen: dict[bytes, range] = {}
-    for documents in data_splits(data):
+    for split, documents in enumerate(data_splits(data)):
         for number, source in enumerate(documents.sources):
             tokens, rows = documents.tokens(number), target_rows(documents.targets(number))
             known = seen.setdefault(document_id(tokens), rows)
             if known is rows and len(rows):
-                yield DocumentRows(tokens, rows, source=source)
+                yield split, DocumentRows(tokens, rows, source=source)
             elif known != rows:
                 raise ValueError(
                     f"{source} has the tokens of another document and other targets: expected "

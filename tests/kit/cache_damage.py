@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stillhouse.signals import TeacherInJob
 from stillhouse.signals.cache.files import CACHE_KEY, INDEX, shard_name
+from stillhouse.tools import cache_folder
 
 
 def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number: int = 0) -> None:
@@ -30,13 +30,13 @@ def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number:
 
 def interrupt_writer(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[object]:
     """Interrupt these computations of a shard, counted from 1; return the list of all that are made."""
-    read, made = TeacherInJob.read, list[object]()
+    compute, made = cache_folder.shard_tensors, list[object]()
 
-    def interrupted(teacher: TeacherInJob, documents: Any) -> list[dict[str, Tensor]]:
-        made.append(documents)
+    def interrupted(*arguments: Any) -> dict[str, Tensor]:
+        made.append(arguments)
         if len(made) in calls:
             raise KeyboardInterrupt
-        return read(teacher, documents)
+        return compute(*arguments)
 
-    monkeypatch.setattr(TeacherInJob, "read", interrupted)
+    monkeypatch.setattr(cache_folder, "shard_tensors", interrupted)
     return made
