@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 
 from stillhouse import __version__
-from stillhouse.cli.arguments import FLAGS, configured, load, quiet_libraries, takes_configuration
+from stillhouse.cli.arguments import OPTIONS, configured, load, quiet_libraries, takes_configuration
 from stillhouse.cli.cache import cache
 from stillhouse.cli.evaluate import evaluate
 from stillhouse.cli.export import export
@@ -82,7 +82,8 @@ def _run(arguments: Sequence[str]) -> int:
 
         if not isinstance(error, ConfigError):
             return _report(error, str(error) or type(error).__name__, FAILED)
-        missing = [FLAGS[part.key] for part in error.parts if isinstance(part, MissingKeyError) and part.key in FLAGS]
+        keys = [part.key for part in error.parts if isinstance(part, MissingKeyError)]
+        missing = [OPTIONS[key][0] for key in keys if key in OPTIONS]
         hint = f"\n(set it in the file, as an override, or as an option: {', '.join(missing)})" if missing else ""
         return _report(error, str(error) + hint, USAGE)
     except RuntimeError as error:

@@ -13,13 +13,14 @@ from stillhouse.cli.hub import settle_offline
 if TYPE_CHECKING:
     from stillhouse.config import RunConfig
 
-FLAGS = {
-    "student.model": "--student",
-    "teacher.model": "--teacher",
-    "data.train": "--data",
-    "data.eval": "--eval",
-    "objective.loss": "--loss",
-    "out": "--out",
+#: the options of commands that take a configuration: for each key, the option, its value and its help
+OPTIONS = {
+    "teacher.model": ("--teacher", "MODEL", "Model to imitate: hub id or folder"),
+    "student.model": ("--student", "MODEL", "Model to train: hub id or folder"),
+    "data.train": ("--data", "SOURCE", "JSONL, Parquet, folder or hub id"),
+    "data.eval": ("--eval", "SOURCE|SHARE", "Held-out data, or a share of --data"),
+    "objective.loss": ("--loss", "SUM", "Such as 0.3*cross_entropy + 0.7*jsd(0.5)"),
+    "out": ("--out", "DIR", "Folder of the run"),
 }
 EXAMPLE = "--teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
 #: suffixes of data, which is never a configuration
@@ -30,19 +31,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def configured(command: Command) -> Command:
     """Add the arguments of a command that takes a run's configuration: a file, options and overrides."""
-    for parameter in reversed(
-        [
-            click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]..."),
-            click.option("--teacher", metavar="MODEL", help="Model to imitate: hub id or folder (teacher.model)."),
-            click.option("--student", metavar="MODEL", help="Model to train: hub id or folder (student.model)."),
-            click.option("--data", metavar="SOURCE", help="JSONL, Parquet, folder or hub id (data.train)."),
-            click.option("--eval", metavar="SOURCE|SHARE", help="Held-out data, or a share of --data (data.eval)."),
-            click.option("--loss", metavar="SUM", help="Such as 0.3*cross_entropy + 0.7*jsd(0.5) (objective.loss)."),
-            click.option("--out", metavar="DIR", help="Folder of the run (out)."),
-        ]
-    ):
-        command = parameter(command)
-    return command
+    for key, (flag, metavar, text) in reversed(OPTIONS.items()):
+        command = click.option(flag, metavar=metavar, help=f"{text} ({key}).")(command)
+    return click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")(command)
 
 
 def takes_configuration(command: click.Command) -> bool:
@@ -88,7 +79,7 @@ def is_override(argument: str) -> bool:
 def settings_layer(options: dict[str, str]) -> dict[str, Any]:
     """The options as a layer of the configuration. Values are text; only `--eval` may be a number, a share."""
     settings: dict[str, Any] = {}
-    for key, flag in FLAGS.items():
+    for key, (flag, *_) in OPTIONS.items():
         name = flag.removeprefix("--")
         if name in options:
             section, _, field = key.rpartition(".")

@@ -1,17 +1,18 @@
 """`stillhouse cache`: writes a teacher's signals to disk, and handles what was written."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from stillhouse.cli.arguments import configured, is_override, load, misused, quiet_libraries
 
 if TYPE_CHECKING:
+    from stillhouse.signals import SignalCache
     from stillhouse.signals.signal_spec import SignalKind
 
 FOLDER = click.Path(path_type=Path)
-SIGNALS: "dict[str, SignalKind]" = {"hidden": "hidden", "top_k": "top_k", "sampled": "sampled"}
+SIGNALS = ("hidden", "top_k", "sampled")
 
 
 class _Group(click.Group):
@@ -35,15 +36,16 @@ def cache() -> None:
 
 @cache.command()
 @configured
-@click.option("--signal", type=click.Choice(list(SIGNALS)), help="hidden: exact, at any temperature. top_k: the "
-              "likeliest ids. sampled: drawn ids. [default: hidden; teacher.signal with teacher.url]")  # fmt: skip
+@click.option("--signal", type=click.Choice(SIGNALS), help="hidden: exact, at any temperature. "
+              "top_k: the most likely ids. sampled: sampled ids. [default: hidden; with teacher.url, "
+              "teacher.signal]")  # fmt: skip
 @click.option("--top-k", type=click.IntRange(1), help="Ids per token of top_k, draws of sampled. [default: 64; 50]")
 @click.option("--dtype", help="float32, bfloat16 or float16. [default: the teacher's; float32 for top_k]")
 @click.option("--with-label", is_flag=True, help="top_k: the actual next token, too.")
 @click.option("--packed", is_flag=True, help="top_k, sampled: ids and counts in as few bits as they need.")
 def write(
     arguments: tuple[str, ...],
-    signal: str | None,
+    signal: "SignalKind | None",
     top_k: int | None,
     dtype: str | None,
     with_label: bool,
@@ -68,12 +70,12 @@ def write(
     from stillhouse.tools.write_cache import write_cache
 
     if config.teacher is not None and config.teacher.url is not None:
-        asked = {"signal": signal, "top_k": top_k, "dtype": dtype}
-        asking = [f"teacher.{name}={value}" for name, value in asked.items() if value is not None]
-        config = load((*arguments, *asking), flags)
+        options = {"signal": signal, "top_k": top_k, "dtype": dtype}
+        overrides = [f"teacher.{name}={value}" for name, value in options.items() if value is not None]
+        config = load((*arguments, *overrides), flags)
         if with_label or (dtype is not None and config.teacher is not None and config.teacher.signal != "hidden"):
             raise misused("a served teacher sends no labels, and log-probabilities only in float32")
-    kind = SIGNALS[signal or "hidden"]
+    kind = signal or "hidden"
     top_k = top_k or (50 if kind == "sampled" else 64)
     manifest = write_cache(config, out, kind, top_k=top_k, dtype=dtype, with_label=with_label, packed=packed)
     if is_first():
@@ -99,22 +101,23 @@ def _with_student(
 @click.argument("folder", type=FOLDER)
 def info(folder: Path) -> None:
     """What a cache holds."""
-    quiet_libraries()
-    from stillhouse.signals import SignalCache
-
-    click.echo(SignalCache(folder).manifest.summary(folder))
+    click.echo(_opened(folder).manifest.summary(folder))
 
 
 @cache.command()
 @click.argument("folder", type=FOLDER)
 def verify(folder: Path) -> None:
     """Compare every shard with its hash, and check all rows."""
+    opened = _opened(folder)
+    opened.verify()
+    click.echo(opened.manifest.summary(folder))
+
+
+def _opened(folder: Path) -> "SignalCache":
     quiet_libraries()
     from stillhouse.signals import SignalCache
 
-    opened = SignalCache(folder)
-    opened.verify()
-    click.echo(opened.manifest.summary(folder))
+    return SignalCache(folder)
 
 
 @cache.command()
@@ -172,10 +175,9 @@ def import_(
     teacher: str,
     out: Path,
     compression: Path | None,
-    temperature: float,
     packed: bool,
-    dtype: str,
-    device: str,
+    temperature: float,
+    **of_teacher: Any,
 ) -> None:
     """Write a cache from the files of another project.
 
@@ -193,15 +195,13 @@ def import_(
     from stillhouse.tools.import_cache import import_distillkit, import_speculators
 
     if form == "speculators":
-        click.echo(import_speculators(source, teacher, out, dtype=dtype, device=device).summary(out))
+        click.echo(import_speculators(source, teacher, out, **of_teacher).summary(out))
         return
     path = compression or (source if source.is_dir() else source.parent) / CONFIGURATION
     if not path.is_file():
         raise misused(
             f"{path} is missing: expected DistillKit's compression configuration, which --compression names"
         )
-    known = Compression.of(read_yaml(path.read_text(encoding="utf-8"), str(path)), path)
-    manifest = import_distillkit(
-        source, known, teacher, out, temperature=temperature, packed=packed, dtype=dtype, device=device
-    )
+    exact = Compression.of(read_yaml(path.read_text(encoding="utf-8"), str(path)), path)
+    manifest = import_distillkit(source, exact, teacher, out, temperature=temperature, packed=packed, **of_teacher)
     click.echo(manifest.summary(out))

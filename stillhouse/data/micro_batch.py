@@ -69,6 +69,11 @@ class MicroBatch:
         """How many rows have a weight; needs no synchronization with the device."""
         return len(self.valid_index)
 
+    @property
+    def as_read_by_teacher(self) -> "MicroBatch":
+        """The same rows with the inputs that a teacher reads."""
+        return replace(self, inputs=self.teacher_inputs or self.inputs)
+
     def without_targets(self) -> "MicroBatch":
         """The same tokens without labels, weights and documents, so that none counts."""
         return replace(

@@ -48,14 +48,6 @@ class StepOutput:
         return self._total()
 
 
-class NotFiniteError(ValueError):
-    """The norm of a gradient is NaN or infinite; no weight was changed. norm: of the full gradient."""
-
-    def __init__(self, norm: float):
-        super().__init__(f"the gradient is not finite (norm {norm:g})")
-        self.norm = norm
-
-
 @dataclass(frozen=True)
 class SavedTensors:
     """elements: the number of elements in the weights and moments of all processes; copies of an element count once.

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.engine.engine import NotFiniteError, SavedTensors, StepOutput, add_up
+from stillhouse.engine.engine import SavedTensors, StepOutput, add_up
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.optimizer import OptimizerSettings, embedding_weights, make_optimizer, make_step
 from stillhouse.engine.parts import LossPart, MtpLoss
 from stillhouse.engine.state import TrainingState
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.generation.weights import publish
-from stillhouse.models import Decoder, OutputProcessor, evaluating
+from stillhouse.models import Decoder, NotFiniteError, OutputProcessor, evaluating
 from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.models.processors import cross_entropy
 from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
@@ -91,7 +91,7 @@ class TorchEngine:
     def update(self, learning_rate: float) -> float:
         norm = float(self._runner.clip(self._settings.clip))
         if not math.isfinite(norm):
-            raise NotFiniteError(norm)
+            raise NotFiniteError.of_gradient(norm)
         make_step(self.optimizer, learning_rate)
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:

@@ -18,10 +18,9 @@ from stillhouse.generation.key_value_cache import roomy_cache
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.generation.token_sampler import EndOfCompletion, TokenSampler
 from stillhouse.libraries import reading
-from stillhouse.models import Decoder, check_document_length, evaluating
+from stillhouse.models import Decoder, NotFiniteError, check_document_length, evaluating
 from stillhouse.models.model_checks import describe
 from stillhouse.parallel import watchdog
-from stillhouse.signals.scorer import NotFiniteError
 
 # largest difference of log-probabilities with the cache and without it, in nats: matrix products of other shapes
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}

@@ -34,10 +34,10 @@ from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.parallel import ShardedMicroBatches, is_first, watchdog
-from stillhouse.preemption import OverdueError, requested
+from stillhouse.preemption import OverdueError
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
-from stillhouse.signals.stored import SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP
+from stillhouse.signals.stored import SECONDS_BETWEEN_LOOKS, SignalWatch
 
 Result = TypeVar("Result")
 
@@ -154,7 +154,7 @@ class Rollouts:
         If it is, the thread goes on until what it waits for is closed.
         """
         assert self.engine is not None
-        threads, require_no_signal = ThreadPoolExecutor(1), _SignalWatch()
+        threads, require_no_signal = ThreadPoolExecutor(1), _ServerWatch()
         try:
             update = threads.submit(self.engine.update_weights, step, folder)
             while not wait([update], SECONDS_BETWEEN_LOOKS).done:
@@ -212,18 +212,15 @@ def first_rollouts(session: Session, folder: RunFolder) -> ShardedMicroBatches:
     return rollouts.micro_batches(0, rollouts.take(0, timeline))
 
 
-class _SignalWatch:
-    """Called again and again while servers are waited for: raises ServerError some seconds after a signal."""
+class _ServerWatch(SignalWatch):
+    """A `SignalWatch` for answers of servers. It shows the watchdog that this process is alive."""
 
     def __init__(self) -> None:
-        self._since: float | None = None
+        super().__init__(ServerError("a signal came while the run waited for completions"))
 
     def __call__(self) -> None:
         watchdog.progress()
-        if requested():
-            self._since = self._since or time.monotonic()
-            if time.monotonic() - self._since > SECONDS_TO_STOP:
-                raise ServerError("a signal came while the run waited for completions")
+        super().__call__()
 
 
 def make_queue(
@@ -254,7 +251,7 @@ def make_queue(
         last_step=steps - 1,
         advantage=rollout.advantage,
         deviation=rollout.deviation,
-        alive=_SignalWatch(),
+        alive=_ServerWatch(),
         by_student=rollout.writer == "student",
     )
 

@@ -24,7 +24,7 @@ from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.checkpoint.queue_file import read_queue
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError
-from stillhouse.engine.engine import NotFiniteError, StepOutput
+from stillhouse.engine.engine import StepOutput
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.generation import RolloutQueue
 from stillhouse.loops.finite import not_finite_error
@@ -32,6 +32,7 @@ from stillhouse.loops.greedy_evaluation import GreedyEvaluation, greedy_evaluati
 from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.step_metrics import step_metrics
+from stillhouse.models import NotFiniteError
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import NoLog, RunLog, open_log
@@ -89,7 +90,7 @@ class Training:
         self._rate = learning_rate(session.train_config, self.last_step, step)
         try:
             if not math.isfinite(output.sums["loss"]):
-                raise NotFiniteError(session.engine.gradient_norm())
+                raise NotFiniteError.of_gradient(session.engine.gradient_norm())
             self._norm = session.engine.update(self._rate)
         except NotFiniteError as error:
             raise not_finite_error(session, checkpoints, step + 1, micro_batches, output, error.norm) from None

@@ -8,6 +8,7 @@ from stillhouse.models.hidden_match import HiddenMatchLoss, HiddenPair
 from stillhouse.models.layer_numbers import match_hidden, recorded
 from stillhouse.models.lm_head import OutputProcessor
 from stillhouse.models.model_checks import (
+    NotFiniteError,
     ProofError,
     check_document_length,
     check_finite_weights,
@@ -23,6 +24,7 @@ __all__ = [
     "Decoder",
     "HiddenMatchLoss",
     "HiddenPair",
+    "NotFiniteError",
     "OutputProcessor",
     "ProofError",
     "RouterAuxLoss",

@@ -4,6 +4,7 @@ Each failure is a ValueError.
 """
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
@@ -25,6 +26,21 @@ _ROW_WINDOWS = {
     "heavily_compressed_attention",
     "minimax_m3_sparse",
 }
+
+
+class NotFiniteError(ValueError):
+    """What a model computes has a NaN or an infinity.
+
+    norm: that of the whole gradient, if it is the gradient
+    """
+
+    def __init__(self, message: str, norm: float = math.nan):
+        super().__init__(message)
+        self.norm = norm
+
+    @classmethod
+    def of_gradient(cls, norm: float) -> "NotFiniteError":
+        return cls(f"the gradient is not finite (norm {norm:g})", norm)
 
 
 def require_decoder(model: Any) -> nn.Linear:

@@ -150,7 +150,7 @@ class TeacherStudentPair(nn.Module):
         dtype: that of autocast (see `StageInputs`), for a teacher that is the student without its adapter.
         """
         teacher, device = self._teacher_layers, micro_batch.input_ids_BS.device
-        inputs = _model_inputs(micro_batch.teacher_inputs or micro_batch.inputs, hidden_BSE)
+        inputs = _model_inputs(micro_batch.as_read_by_teacher.inputs, hidden_BSE)
         base = without_lora(teacher) if self.teacher_is_base else nullcontext()
         with torch.no_grad(), evaluating(teacher), base, autocast(device, dtype):
             return teacher(**inputs, head=False)

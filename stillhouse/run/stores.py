@@ -163,7 +163,7 @@ def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig,
             "temperature, or hidden states, which give every temperature",
         )
     if signal.kind == "sampled" and parse_objective(loss).divergence not in (None, forward_kl()):
-        raise ConfigError("objective.loss", f"got {loss!r}: draws can only estimate forward_kl")
+        raise ConfigError("objective.loss", f"got {loss!r}: sampled ids can only estimate forward_kl")
     several = objective.teachers
     if several is not None and several.sum == "distributions" and not signal.is_exact:
         raise ConfigError(

@@ -4,20 +4,18 @@ With reverse KL, these are the ids that decide the loss (student-top-k distillat
 student's present weights, so a step's request is made when the step begins, and costs a forward of the student.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stillhouse.models import evaluating
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import OutputHead
 from stillhouse.objective.signals import Tail
-from stillhouse.parallel import Runner, ShardedMicroBatches, StageInputs
-from stillhouse.signals.extract import Extract, SignalRows
-from stillhouse.signals.signal_source import PendingSignals
-from stillhouse.signals.signal_spec import SignalSpec
+from stillhouse.parallel import Runner, ShardedMicroBatches
+from stillhouse.signals.id_log_probs import top_k_log_probs
+from stillhouse.signals.in_stage import student_forward
+from stillhouse.signals.signal_source import DeferredSignals
 from stillhouse.signals.stored import SignalStore, StoredTeacher
 
 
@@ -40,21 +38,16 @@ class ChosenTeacher(StoredTeacher):
         name: str = "",
     ):
         super().__init__(store, runner, tail, name)
-        assert store.signal.top_k is not None
         self._vocabulary = vocabulary
-        self._processor = _TopKOfStudent(Extract(SignalSpec("top_k", "float32", store.signal.top_k, 1.0)))
+        self._processor = _TopKOfStudent(store.signal.entries)
         self._autocast = autocast
 
-    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
         return self._request(micro_batches, self._student_top_k(micro_batches))
 
     def _student_top_k(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
         """The student's top-k ids of each micro-batch's rows with a weight; empty without the last stage."""
-        with ExitStack() as modes:
-            for student in self._runner.students():
-                modes.enter_context(evaluating(student))
-            inputs = [StageInputs(batch, {}, self._processor, autocast=self._autocast) for batch in micro_batches]
-            top_k = self._runner.forward(inputs)
+        top_k = student_forward(self._runner, micro_batches, self._processor, self._autocast)
         if not self._runner.has_results:
             return []
         return [tensors["ids"].masked_fill(tensors["ids"] >= self._vocabulary, -1) for tensors in top_k]
@@ -64,10 +57,10 @@ class ChosenTeacher(StoredTeacher):
 class _TopKOfStudent:
     """The output processor: the student's top-k ids of the rows with a weight."""
 
-    extract: Extract
+    k: int
 
     def __call__(
         self, *, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0
     ) -> dict[str, Tensor]:
         assert context.valid_index is not None
-        return self.extract(hidden_states=hidden_states, head=head, context=SignalRows(context.valid_index))
+        return top_k_log_probs(hidden_states.flatten(0, -2)[context.valid_index], head, self.k, 1.0)

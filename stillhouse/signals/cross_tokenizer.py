@@ -27,7 +27,6 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -41,6 +40,7 @@ from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
 from stillhouse.objective.signals import Tail
 from stillhouse.signals.in_job import TeacherInJob
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+from stillhouse.signals.stored import SignalStore
 
 Method = Literal["gold", "uld"]
 
@@ -59,8 +59,7 @@ class AlignedSpec(SignalSpec):
     method: Method = "gold"
 
     def tensors(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        assert self.top_k is not None
-        entries = self.top_k + 2 if self.method == "gold" else self.top_k
+        entries = self.entries + 2 if self.method == "gold" else self.entries
         forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "log_probs": ((entries,), torch.float32),
             "tail_log_prob": ((), torch.float32),
@@ -84,8 +83,8 @@ class AlignedSpec(SignalSpec):
         )
 
 
-class CrossTokenizerStore:
-    """A `SignalStore` for the student's documents, from a store for the same texts in the teacher's tokens.
+class CrossTokenizerStore(SignalStore):
+    """Signals for the student's documents, from a store for the same texts in the teacher's tokens.
 
     inner: the teacher, which gives "top_k" with a label
     student, teacher: their tokenizers
@@ -93,7 +92,7 @@ class CrossTokenizerStore:
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
 
-    teacher_folder: Path | None = None
+    signal: AlignedSpec
 
     def __init__(
         self,
@@ -106,7 +105,7 @@ class CrossTokenizerStore:
         assert spec.with_label
         self.inner, self.aligner = inner, Aligner(student, teacher)
         self.signal = AlignedSpec("top_k", "float32", spec.top_k, spec.temperature, method=method)
-        self.width, self.name, self.may_take_long = inner.width, inner.name, inner.may_take_long
+        self.width, self.name = inner.width, inner.name
         teacher_tokenizer = tokenizer_fingerprint(teacher)
         self.identity = hashlib.sha256(f"{inner.identity} {teacher_tokenizer}".encode()).hexdigest()
         self.warnings: list[str] = []
@@ -139,9 +138,6 @@ class CrossTokenizerStore:
             else:
                 _sort(signals[number], wanted[number].rows, spans[number], teacher)
         return signals
-
-    def close(self) -> None:
-        self.inner.close()
 
     def _empty(self, rows: int) -> dict[str, Tensor]:
         return {

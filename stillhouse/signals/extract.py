@@ -36,13 +36,12 @@ class SignalRows(NamedTuple):
     """The context of `Extract`: some rows of a micro-batch.
 
     index_C: int64, the rows
-    ids_CK: the ids of "chosen"; for `Ranked` and signals with a label, the token that follows each row, [C, 1]
-    uniform_CM: for "sampled", random numbers from 0 up to but without 1, float64
+    values_CX: what the signal needs for each row. "chosen": the K ids. `Ranked` and signals with a label: the token
+        that follows. "sampled": M random numbers from 0 up to but without 1, float64. Others: nothing
     """
 
     index_C: Tensor
-    ids_CK: Tensor | None = None
-    uniform_CM: Tensor | None = None
+    values_CX: Tensor = torch.zeros(0)
 
     @classmethod
     def of(cls, wanted: Wanted, documents: Sequence[DocumentRows], starts: Sequence[int]) -> Self:
@@ -61,11 +60,10 @@ class SignalRows(NamedTuple):
         if wanted.kind == "chosen":
             return cls(index_C, torch.cat([document.ids_NK for document in documents if document.ids_NK is not None]))
         if wanted.kind == "sampled":
-            assert wanted.top_k is not None
             numbers = [
-                uniform_numbers(document_id(document.tokens), document.rows, wanted.top_k) for document in documents
+                uniform_numbers(document_id(document.tokens), document.rows, wanted.entries) for document in documents
             ]
-            return cls(index_C, uniform_CM=torch.from_numpy(np.concatenate(numbers)))
+            return cls(index_C, torch.from_numpy(np.concatenate(numbers)))
         return cls(index_C)
 
 
@@ -82,26 +80,21 @@ class Extract:
     def __call__(
         self, *, hidden_states: Tensor, head: OutputHead, context: SignalRows, depth: int = 0
     ) -> dict[str, Tensor]:
-        wanted, ids_CK = self.wanted, context.ids_CK
+        wanted, values_CX = self.wanted, context.values_CX
         hidden_CE = hidden_states.flatten(0, -2)[context.index_C.to(hidden_states.device)]
         if isinstance(wanted, Ranked):
-            assert ids_CK is not None
-            return ranked_log_probs(hidden_CE, head, ids_CK[:, 0], wanted.top_k)
+            return ranked_log_probs(hidden_CE, head, values_CX[:, 0], wanted.top_k)
         dtype = DTYPES[wanted.dtype]
         if wanted.kind == "hidden":
             return {"hidden": hidden_CE.to(dtype).cpu()}
-        assert wanted.top_k is not None
         assert wanted.temperature is not None
         if wanted.kind == "sampled":
-            assert context.uniform_CM is not None
-            return draw(hidden_CE, head, context.uniform_CM, wanted.temperature)
+            return draw(hidden_CE, head, values_CX, wanted.temperature)
         if wanted.kind == "chosen":
-            assert ids_CK is not None
-            return chosen_log_probs(hidden_CE, head, ids_CK, wanted.temperature, dtype)
+            return chosen_log_probs(hidden_CE, head, values_CX, wanted.temperature, dtype)
         if wanted.with_label:
-            assert ids_CK is not None
-            return labelled_log_probs(hidden_CE, head, ids_CK[:, 0], wanted.top_k, wanted.temperature, dtype)
-        return top_k_log_probs(hidden_CE, head, wanted.top_k, wanted.temperature, dtype)
+            return labelled_log_probs(hidden_CE, head, values_CX[:, 0], wanted.entries, wanted.temperature, dtype)
+        return top_k_log_probs(hidden_CE, head, wanted.entries, wanted.temperature, dtype)
 
 
 def _next_tokens(document: DocumentRows) -> Tensor:

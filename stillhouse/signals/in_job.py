@@ -5,7 +5,6 @@ stages. Each process that reads signals holds the whole teacher.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from threading import Lock
 
 import torch
@@ -14,28 +13,36 @@ from torch import Tensor
 from stillhouse.data import Documents
 from stillhouse.models import Decoder, check_document_length
 from stillhouse.parallel import single_process_runner
-from stillhouse.signals.scorer import NotFiniteError, Scorer, ScoreRequest
+from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+from stillhouse.signals.stored import SignalStore
 
 
-class TeacherInJob:
-    """A `SignalStore` of a model in this job.
+class TeacherInJob(SignalStore):
+    """A model in this job, whose forward is a part of the step.
 
     name: of the teacher
     identity: a hash of its files
     load: returns the model on a device
     tokens: how many tokens run through the model at a time, unless a single document has more
+    packs_all: whether the documents of a read are packed together before they are cut into batches: less padding
     """
 
-    width = 0  # "top_k" does not need it
-    teacher_folder: Path | None = None
-    may_take_long = False  # the teacher's forward is a part of the step
+    width = 0  # only a `StoredTeacher` of hidden states needs it
 
     def __init__(
-        self, name: str, identity: str, signal: SignalSpec, load: Callable[[torch.device], Decoder], tokens: int
+        self,
+        name: str,
+        identity: str,
+        signal: SignalSpec,
+        load: Callable[[torch.device], Decoder],
+        tokens: int,
+        *,
+        packs_all: bool = False,
     ):
         self.name, self.identity, self.signal, self._load, self._tokens = name, identity, signal, load, tokens
+        self._packs_all = packs_all
         self._decoder: Decoder | None = None
         self._longest = self._largest_id = 0
         self._running = Lock()
@@ -59,31 +66,25 @@ class TeacherInJob:
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
         assert self._decoder is not None
-        decoder, signals = self._decoder, list[dict[str, Tensor]]()
-        device = next(decoder.parameters()).device
+        scorer = Scorer(single_process_runner(self._decoder, None), next(self._decoder.parameters()).device)
+        requests = [ScoreRequest(document, self.signal) for document in wanted]
         with self._running, torch.no_grad():
-            scorer = Scorer(single_process_runner(decoder, None), device)
-            for batch in self._batches(wanted):
-                for outcome in scorer.score(batch):
-                    signals.append(self._checked(outcome, decoder.vocabulary_rows))
+            if self._packs_all:
+                signals = scorer.tensors(requests, self._tokens)
+            else:
+                signals = [tensors for batch in self._batches(requests) for tensors in scorer.tensors(batch)]
+        for document, tensors in zip(wanted, signals, strict=True):
+            if problem := problem_in(self.signal, self._decoder.vocabulary_rows, tensors):
+                where = f" on {document.source}" if document.source else ""
+                raise ValueError(f"the teacher's {problem}{where}: expected a teacher that can run in this dtype")
         return signals
 
-    def close(self) -> None:
-        """Nothing is under way between two reads."""
-
-    def _batches(self, wanted: Sequence[DocumentRows]) -> Iterator[list[ScoreRequest]]:
+    def _batches(self, requests: Sequence[ScoreRequest]) -> Iterator[list[ScoreRequest]]:
         batch: list[ScoreRequest] = []
-        for document in wanted:
-            if batch and sum(request.tokens for request in batch) + len(document.tokens) > self._tokens:
+        for request in requests:
+            if batch and sum(other.tokens for other in batch) + request.tokens > self._tokens:
                 yield batch
                 batch = []
-            batch.append(ScoreRequest(document, self.signal))
+            batch.append(request)
         if batch:
             yield batch
-
-    def _checked(self, outcome: dict[str, Tensor] | NotFiniteError, vocabulary: int) -> dict[str, Tensor]:
-        if isinstance(outcome, NotFiniteError):
-            raise outcome
-        if problem := problem_in(self.signal, vocabulary, outcome):
-            raise ValueError(f"the teacher's {problem}: expected a teacher that can run in this dtype")
-        return outcome

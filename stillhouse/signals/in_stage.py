@@ -1,12 +1,14 @@
 """Teachers in the student's own stages: another model, or the student itself."""
 
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stillhouse.data import MicroBatch
 from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.models.processors import full_vocab, replicated_hidden
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, StudentHidden
@@ -54,17 +56,22 @@ class SelfTeacher:
         On processes with the student's last stage, they are `StudentHidden`, or `FullVocab` with the averaged head.
         """
         processor: OutputProcessor = _hidden if self._average is None else _WithHead()
-        read = [replace(batch, inputs=batch.teacher_inputs or batch.inputs) for batch in micro_batches]
-        inputs = [StageInputs(micro_batch, {}, processor, autocast=self._autocast) for micro_batch in read]
-        with ExitStack() as modes:
-            for student in self._runner.students():
-                modes.enter_context(evaluating(student))
-            if self._average is not None:
-                modes.enter_context(self._average.applied())
-            signals = self._runner.forward(inputs)
+        read = [batch.as_read_by_teacher for batch in micro_batches]
+        with nullcontext() if self._average is None else self._average.applied():
+            signals = student_forward(self._runner, read, processor, self._autocast)
         if not self._runner.has_last_stage:
-            return ReadySignals([{}] * len(inputs))
+            return ReadySignals([{}] * len(read))
         return ReadySignals([{TEACHER: signal} for signal in signals])
+
+
+def student_forward(
+    runner: Runner, micro_batches: Iterable[MicroBatch], processor: OutputProcessor, autocast: torch.dtype | None
+) -> Sequence[Any]:
+    """What the processor returns for each micro-batch from the student in eval mode; see `Runner.forward`."""
+    with ExitStack() as modes:
+        for student in runner.students():
+            modes.enter_context(evaluating(student))
+        return runner.forward([StageInputs(batch, {}, processor, autocast=autocast) for batch in micro_batches])
 
 
 def _hidden(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> StudentHidden:

@@ -6,6 +6,7 @@ same transfers.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -27,30 +28,6 @@ class MicroBatchShape:
     teacher_BS: tuple[int, int]
     student_BS: tuple[int, int]
     teacher_number: int = 0
-
-
-@dataclass(frozen=True)
-class LastStage:
-    """The processes of a layout that hold its last stage: their ranks, indexed by (data, context, tensor)."""
-
-    ranks_DCT: Tensor
-
-    @classmethod
-    def of(cls, mesh: Mesh, coordinate: int) -> "LastStage":
-        """coordinate: of the last stage on the pipeline axis"""
-        return cls(mesh.tokens.mesh[coordinate])
-
-    @property
-    def data(self) -> int:
-        return self.ranks_DCT.shape[0]
-
-    @property
-    def context(self) -> int:
-        return self.ranks_DCT.shape[1]
-
-    @property
-    def tensor(self) -> int:
-        return self.ranks_DCT.shape[2]
 
 
 @dataclass(frozen=True)
@@ -87,38 +64,42 @@ def shapes_of(
     return shapes
 
 
-def route(shapes: Sequence[MicroBatchShape], teacher: LastStage, student: LastStage) -> Iterator[Transfer]:
+def route(shapes: Sequence[MicroBatchShape], teacher_DCT: Tensor, student_DCT: Tensor) -> Iterator[Transfer]:
     """Yield all transfers of a step, in the same order on every process.
+
+    teacher_DCT, student_DCT: the ranks of each layout's last stage, by their data, context and tensor coordinates
 
     Each process of the student's last stage receives each of its columns once, without the padding. The teacher's
     ranks on one tensor axis have the same columns, so each of them sends to some of the student's tensor ranks.
     """
+    teacher_data, teacher_context, teacher_tensor = teacher_DCT.shape
+    student_data, student_context, student_tensor = student_DCT.shape
     for number, shape in enumerate(shapes):
-        if not shape.rows:
-            continue
-        teacher_columns = shape.teacher_BS[1] // teacher.context
-        student_columns = shape.student_BS[1] // student.context
-        for teacher_rank in range(teacher.context):
-            for student_rank in range(student.context):
-                start = max(teacher_rank * teacher_columns, student_rank * student_columns)
-                stop = min((teacher_rank + 1) * teacher_columns, (student_rank + 1) * student_columns, shape.tokens)
-                if start >= stop:
-                    continue
-                senders_T = teacher.ranks_DCT[shape.teacher_number % teacher.data, teacher_rank]
-                for tensor in range(student.tensor):
-                    receiver = student.ranks_DCT[number % student.data, student_rank, tensor]
-                    yield Transfer(number, int(senders_T[tensor % teacher.tensor]), int(receiver), start, stop)
+        teacher_columns = shape.teacher_BS[1] // teacher_context
+        student_columns = shape.student_BS[1] // student_context
+        for teacher_rank, student_rank in product(range(teacher_context), range(student_context)):
+            start = max(teacher_rank * teacher_columns, student_rank * student_columns)
+            stop = min((teacher_rank + 1) * teacher_columns, (student_rank + 1) * student_columns, shape.tokens)
+            if start >= stop:
+                continue
+            senders_T = teacher_DCT[shape.teacher_number % teacher_data, teacher_rank]
+            for tensor in range(student_tensor):
+                receiver = student_DCT[number % student_data, student_rank, tensor]
+                yield Transfer(number, int(senders_T[tensor % teacher_tensor]), int(receiver), start, stop)
 
 
-def columns(shape_BS: tuple[int, int], mesh: Mesh) -> slice:
-    """Return the columns of the whole sequence that this process has."""
-    width = shape_BS[1] // mesh.degrees.context
-    first = mesh.coordinate("context") * width
-    return slice(first, first + width)
+def local_columns(transfer: Transfer, shape_BS: tuple[int, int], mesh: Mesh) -> slice:
+    """Return where the columns of a transfer are in this process's part of a micro-batch."""
+    first = mesh.coordinate("context") * (shape_BS[1] // mesh.degrees.context)
+    return slice(transfer.start - first, transfer.stop - first)
 
 
 def empty_part(shape: MicroBatchShape, mesh: Mesh, width: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros [B, S, E], all one zero, for this process's columns of a micro-batch in the student's layout."""
+    """Return zeros [B, S, E] for this process's columns of a micro-batch in the student's layout.
+
+    They are all one zero in memory where the teacher does not run, so that nothing arrives.
+    """
     rows, tokens = shape.student_BS
-    zero = torch.zeros((), dtype=dtype, device=mesh.device)
-    return zero.expand(rows, tokens // mesh.degrees.context, width)
+    size = rows, tokens // mesh.degrees.context, width
+    zeros = torch.zeros(size if shape.rows else (), dtype=dtype, device=mesh.device)
+    return zeros.expand(size)

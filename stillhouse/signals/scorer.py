@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
+from stillhouse.models import NotFiniteError
 from stillhouse.models.modes import packs_one_row
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Runner, StageInputs
@@ -31,10 +32,6 @@ class ScoreRequest(NamedTuple):
         return len(self.document.tokens)
 
 
-class NotFiniteError(ValueError):
-    """What the model computes for a request has a NaN or an infinity."""
-
-
 #: what a request gets: its tensors, or why it has none
 Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError
 
@@ -51,30 +48,38 @@ class Scorer:
 
         Raises RuntimeError where the forward pass fails, as with too little memory.
         """
-        documents = _documents([request.document.tokens for request in requests])
-        one_row = packs_one_row(self._decoder.pretrained)
-        tokens = len(documents.tokens_N) if one_row else int(documents.lengths_D.max())
-        sequences = PackedSequences(documents, max_tokens=tokens, seed=0, shuffle=False)
-        tensors = self.tensors(sequences.micro_batch(range(len(sequences))), dict(enumerate(requests)))
-        return [_checked(tensors[number]) for number in range(len(requests))]
+        return [_checked(tensors) for tensors in self.tensors(requests)]
 
-    def tensors(self, micro_batch: MicroBatch, requests: Mapping[int, ScoreRequest]) -> dict[int, dict[str, Tensor]]:
+    def tensors(self, requests: Sequence[ScoreRequest], batch_tokens: int | None = None) -> list[dict[str, Tensor]]:
         """The tensors of each request on the CPU, whatever numbers they have.
 
-        requests: by the numbers of their documents in the micro-batch
+        batch_tokens: how many tokens run at a time, unless a document has more; None: all of them
         """
+        documents = _documents([request.document.tokens for request in requests])
+        longest, one_row = int(documents.lengths_D.max()), packs_one_row(self._decoder.pretrained)
+        row_tokens = len(documents.tokens_N) if one_row and batch_tokens is None else longest
+        sequences = PackedSequences(documents, max_tokens=row_tokens, seed=0, shuffle=False)
+        at_a_time = len(sequences) if batch_tokens is None else 1 if one_row else max(1, batch_tokens // longest)
+        signals: dict[int, dict[str, Tensor]] = {}
+        for start in range(0, len(sequences), at_a_time):
+            micro_batch = sequences.micro_batch(range(start, min(start + at_a_time, len(sequences))))
+            signals |= self._batch(micro_batch, requests)
+        return [signals[number] for number in range(len(requests))]
+
+    def _batch(self, micro_batch: MicroBatch, requests: Sequence[ScoreRequest]) -> dict[int, dict[str, Tensor]]:
+        """The tensors of the requests whose documents are in the micro-batch, by the requests' numbers."""
         is_first_T = (micro_batch.position_ids_BS.flatten() == 0) & (micro_batch.document_T >= 0)
         firsts = micro_batch.document_T[is_first_T].tolist()
         starts = dict(zip(firsts, is_first_T.nonzero()[:, 0].tolist(), strict=True))
         numbers_by_wanted: dict[Wanted, list[int]] = {}
-        for number, request in requests.items():
-            numbers_by_wanted.setdefault(request.wanted, []).append(number)
+        for number in sorted(firsts):
+            numbers_by_wanted.setdefault(requests[number].wanted, []).append(number)
         rows = {
             wanted: SignalRows.of(wanted, [requests[at].document for at in numbers], [starts[at] for at in numbers])
             for wanted, numbers in numbers_by_wanted.items()
         }
         (signals,) = self._runner.forward([StageInputs(micro_batch.to(self._device), {}, _ExtractAll(rows))])
-        by_document: dict[int, dict[str, Tensor]] = {number: {} for number in requests}
+        by_document: dict[int, dict[str, Tensor]] = {number: {} for number in firsts}
         for wanted, numbers in numbers_by_wanted.items():
             lengths = [len(requests[number].document.rows) for number in numbers]
             for name, tensor in signals[wanted].items():
@@ -111,5 +116,5 @@ def _checked(tensors: dict[str, Tensor]) -> Outcome:
         if tensor.isnan().any() or (name == "hidden" and tensor.isinf().any()):
             return NotFiniteError(f"the teacher's {name} are not finite")
     if "counts" in tensors and not (tensors["ids"][:, :1] >= 0).all():
-        return NotFiniteError("the teacher's logits are not finite, so that nothing can be drawn")
+        return NotFiniteError("the teacher's logits are not finite, so that no id can be sampled")
     return tensors

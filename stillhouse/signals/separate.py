@@ -34,14 +34,7 @@ from stillhouse.parallel import (
     prove_runner,
     shard_micro_batches,
 )
-from stillhouse.signals.routing import (
-    LastStage,
-    MicroBatchShape,
-    columns,
-    empty_part,
-    route,
-    shapes_of,
-)
+from stillhouse.signals.routing import MicroBatchShape, empty_part, local_columns, route, shapes_of
 from stillhouse.signals.signal_source import ReadySignals
 
 
@@ -88,8 +81,9 @@ class SeparateTeacher:
         self._mesh = mesh
         self._transfer: _HiddenTransfer | None = None
         if student_mesh.ranks.size > 1:
-            last_stages = LastStage.of(mesh, layout.last_rank), LastStage.of(student_mesh, student_layout.last_rank)
-            self._transfer = _HiddenTransfer(mesh, student_mesh, *last_stages, self._width, self._dtype)
+            teacher_DCT = mesh.tokens.mesh[layout.last_rank]
+            student_DCT = student_mesh.tokens.mesh[student_layout.last_rank]
+            self._transfer = _HiddenTransfer(mesh, student_mesh, teacher_DCT, student_DCT, self._width, self._dtype)
 
     @property
     def decoder(self) -> Decoder:
@@ -110,8 +104,7 @@ class SeparateTeacher:
         chosen: the numbers of these micro-batches
         """
         transfer, teacher_micro_batches = self._transfer, self._shard(micro_batches, chosen)
-        read = [replace(batch, inputs=batch.teacher_inputs or batch.inputs) for batch in teacher_micro_batches]
-        inputs = [StageInputs(batch, {}, _hidden_states) for batch in read]
+        inputs = [StageInputs(batch.as_read_by_teacher, {}, _hidden_states) for batch in teacher_micro_batches]
         with self._on_device():
             hidden = self._runner.forward(inputs) if inputs else []
         if transfer is not None:
@@ -146,19 +139,22 @@ class SeparateTeacher:
 
 
 class _HiddenTransfer:
-    """Sends the teacher's hidden states to the processes of the student's last stage."""
+    """Sends the teacher's hidden states to the processes of the student's last stage.
+
+    teacher_DCT, student_DCT: the ranks of each layout's last stage, by their data, context and tensor coordinates
+    """
 
     def __init__(
         self,
         mesh: Mesh,
         student_mesh: Mesh,
-        teacher: LastStage,
-        student: LastStage,
+        teacher_DCT: Tensor,
+        student_DCT: Tensor,
         width: int,
         dtype: torch.dtype,
     ):
-        self.mesh, self._student_mesh, self._last_stages = mesh, student_mesh, (teacher, student)
-        self._width, self._dtype = width, dtype
+        self.mesh, self._student_mesh, self._width, self._dtype = mesh, student_mesh, width, dtype
+        self._teacher_DCT, self._student_DCT = teacher_DCT, student_DCT
         # NCCL: all processes of a group must take part in its first collective
         dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ranks.group)
 
@@ -169,17 +165,17 @@ class _HiddenTransfer:
 
         hidden: of the chosen micro-batches that this process of the teacher has
         """
-        whole_BS, uniform_shapes = micro_batches.whole.shapes_BS, micro_batches.uniform_shapes
-        shapes = shapes_of(whole_BS, chosen, self.mesh, self._student_mesh, uniform_shapes=uniform_shapes)
-        local_numbers = range(self.mesh.coordinate("data"), len(chosen), self.mesh.degrees.data)
-        sent = dict(zip((chosen[place] for place in local_numbers), hidden, strict=False))
+        student_mesh, step = self._student_mesh, micro_batches.whole
+        shapes = shapes_of(
+            step.shapes_BS, chosen, self.mesh, student_mesh, uniform_shapes=micro_batches.uniform_shapes
+        )
+        sent = dict(zip(chosen[self.mesh.coordinate("data") :: self.mesh.degrees.data], hidden, strict=False))
+        numbers = range(student_mesh.coordinate("data"), len(shapes), student_mesh.degrees.data)
         received: dict[int, Tensor] = {}
-        numbers = _numbers(self._student_mesh, len(shapes))
-        if dist.get_rank() in self._last_stages[1].ranks_DCT:
-            for number in numbers:
-                part = empty_part(shapes[number], self._student_mesh, self._width, self._dtype)
-                # nothing arrives for a micro-batch on which the teacher does not run
-                received[number] = part.contiguous() if shapes[number].rows else part
+        if dist.get_rank() in self._student_DCT:
+            received = {
+                number: empty_part(shapes[number], student_mesh, self._width, self._dtype) for number in numbers
+            }
         self._send_and_receive(sent, received, shapes)
         return [received.get(number) for number in numbers]
 
@@ -190,20 +186,16 @@ class _HiddenTransfer:
         rank, all_ranks = dist.get_rank(), self.mesh.ranks.group
         operations: list[dist.P2POp] = []
         incoming: list[tuple[Tensor, Tensor]] = []
-        for transfer in route(shapes, *self._last_stages):
+        for transfer in route(shapes, self._teacher_DCT, self._student_DCT):
             shape = shapes[transfer.micro_batch]
             if rank == transfer.sender:
-                first = columns(shape.teacher_BS, self.mesh).start
-                sent_BSE = (
-                    sent[transfer.micro_batch][: shape.rows, transfer.start - first : transfer.stop - first]
-                    .to(self._dtype)
-                    .contiguous()
-                )
+                columns = local_columns(transfer, shape.teacher_BS, self.mesh)
+                sent_BSE = sent[transfer.micro_batch][: shape.rows, columns].to(self._dtype).contiguous()
                 if transfer.receiver != rank:
                     operations.append(dist.P2POp(dist.isend, sent_BSE, transfer.receiver, all_ranks))
             if rank == transfer.receiver:
-                first = columns(shape.student_BS, self._student_mesh).start
-                part = received[transfer.micro_batch][: shape.rows, transfer.start - first : transfer.stop - first]
+                columns = local_columns(transfer, shape.student_BS, self._student_mesh)
+                part = received[transfer.micro_batch][: shape.rows, columns]
                 if transfer.sender == rank:
                     part.copy_(sent_BSE)
                 else:
@@ -217,8 +209,3 @@ class _HiddenTransfer:
 
 def _hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
     return hidden_states
-
-
-def _numbers(mesh: Mesh, count: int) -> range:
-    """Return which of a step's `count` micro-batches this process has, by number."""
-    return range(mesh.coordinate("data"), count, mesh.degrees.data)

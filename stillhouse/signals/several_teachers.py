@@ -4,7 +4,8 @@ T tokens of a micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from stillhouse.objective import RoutedSignal, Signals
 from stillhouse.parallel import Runner, ShardedMicroBatches, shard_micro_batches
 from stillhouse.signals.separate import SeparateTeacher
-from stillhouse.signals.signal_source import PendingSignals, SignalSource
+from stillhouse.signals.signal_source import DeferredSignals, PendingSignals, SignalSource
 from stillhouse.signals.stored import StoredTeacher
 
 
@@ -40,21 +41,39 @@ class SeveralTeachers:
     def steps_ahead(self) -> int:
         return max(teacher.steps_ahead for teacher in self.teachers.values())
 
-    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
         """Request the signals. Teachers that use the job's own devices begin only when the signals are needed."""
         rows = None if self._route is None else self._rows(micro_batches, self._route)
         views = {name: self._view(micro_batches, name, rows) for name in self.teachers}
-        pending = {name: source.request(views[name]) for name, source in self.teachers.items() if source.steps_ahead}
-        return _Pending(self, micro_batches, views, pending, rows)
+        pending: dict[str, PendingSignals] = {
+            name: source.request(views[name])
+            if source.steps_ahead
+            else DeferredSignals(partial(self._signals_of, name, views[name]))
+            for name, source in self.teachers.items()
+        }
+        return DeferredSignals(partial(self._result, pending, len(micro_batches), rows))
 
-    def request_now(self, name: str, view: ShardedMicroBatches) -> Sequence[Signals]:
+    def _result(
+        self, pending: Mapping[str, PendingSignals], micro_batches: int, rows: list[dict[str, Tensor]] | None
+    ) -> Sequence[Signals]:
+        """The signals of so many micro-batches, by the teachers' names."""
+        by_teacher = {name: signals.result() for name, signals in pending.items()}
+        by_micro_batch = [
+            {name: signal for name, signals in by_teacher.items() for signal in signals[number].values()}
+            for number in range(micro_batches)
+        ]
+        if rows is None:
+            return by_micro_batch
+        return [self._routed(signals, of_batch) for signals, of_batch in zip(by_micro_batch, rows, strict=True)]
+
+    def _signals_of(self, name: str, view: ShardedMicroBatches) -> Sequence[Signals]:
         """The signals of a teacher in this job for its view of the micro-batches."""
         source = self.teachers[name]
         if isinstance(source, SeparateTeacher) and self._route is not None:
             return source.request_some(view, self._chosen(view, name)).result()
         return source.request(view).result()
 
-    def routed(self, signals: Signals, rows: Mapping[str, Tensor]) -> Signals:
+    def _routed(self, signals: Signals, rows: Mapping[str, Tensor]) -> Signals:
         """The signals with the rows that they score. A teacher without rows is left out, but at least one stays.
 
         Where FSDP shards the heads, none is left out: all processes gather the heads together, in the same order.
@@ -109,27 +128,3 @@ class SeveralTeachers:
             return view
         routed = [replace(batch, valid_index=rows_of[name]) for batch, rows_of in zip(view, rows, strict=True)]
         return ShardedMicroBatches(routed, view.whole, uniform_shapes=view.uniform_shapes)
-
-
-@dataclass(frozen=True)
-class _Pending:
-    teacher: SeveralTeachers
-    micro_batches: ShardedMicroBatches
-    views: Mapping[str, ShardedMicroBatches]
-    pending: Mapping[str, PendingSignals]
-    rows: list[dict[str, Tensor]] | None
-
-    def result(self) -> Sequence[Signals]:
-        by_teacher = {
-            name: self.pending[name].result() if name in self.pending else self.teacher.request_now(name, view)
-            for name, view in self.views.items()
-        }
-        micro_batch_signals = [
-            {name: signal for name, signals in by_teacher.items() for signal in signals[number].values()}
-            for number in range(len(self.micro_batches))
-        ]
-        if self.rows is None:
-            return micro_batch_signals
-        return [
-            self.teacher.routed(signals, rows) for signals, rows in zip(micro_batch_signals, self.rows, strict=True)
-        ]

@@ -24,7 +24,7 @@ def problem_in(spec: SignalSpec, vocabulary: int, tensors: Mapping[str, Tensor])
     if spec.kind == "hidden":
         return "" if tensors["hidden"].isfinite().all() else "'hidden' is not finite"
     if spec.kind == "sampled":
-        return _problem_of_draws(tensors["ids"], tensors["counts"], spec.top_k or 0, vocabulary)
+        return _problem_of_draws(tensors["ids"], tensors["counts"], spec.entries, vocabulary)
     return _problem_of_ids(spec, vocabulary, tensors["ids"], tensors["log_probs"], tensors["tail_log_prob"])
 
 

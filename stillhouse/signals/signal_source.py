@@ -5,7 +5,7 @@ signals = pending.result()                  for each of this process's micro-bat
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,19 @@ class ReadySignals:
 
     def result(self) -> Sequence[Signals]:
         return self.signals
+
+
+@dataclass(frozen=True)
+class DeferredSignals:
+    """Signals that are waited for, or computed, when they are needed.
+
+    wait: returns them
+    """
+
+    wait: Callable[[], Sequence[Signals]]
+
+    def result(self) -> Sequence[Signals]:
+        return self.wait()
 
 
 class NoTeacher:

@@ -37,7 +37,7 @@ class SignalSpec:
         that the caller gives; "sampled" draws (random sampling distillation, arXiv 2503.16870)
     dtype: of the hidden states or of the log-probabilities; "float32" for "sampled", which has neither
     top_k: K of "top_k" and "chosen"; M, the number of draws, of "sampled"
-    temperature: divides the teacher's logits before log-probabilities are taken or ids are drawn
+    temperature: divides the teacher's logits before log-probabilities are taken or ids are sampled
     with_label: "top_k" has one more entry, the token that comes next in the document; its id is -1 and its
         log-probability -inf if it is among the K ids; it does not count for the mass outside
 
@@ -73,6 +73,12 @@ class SignalSpec:
         """Whether the signal gives the whole distribution, at every temperature."""
         return self.kind == "hidden"
 
+    @property
+    def entries(self) -> int:
+        """K or M: the ids per row, without a label."""
+        assert self.top_k is not None
+        return self.top_k
+
     def tensors(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """For each tensor: the shape of a row, and the dtype.
 
@@ -81,10 +87,9 @@ class SignalSpec:
         dtype = DTYPES[self.dtype]
         if self.kind == "hidden":
             return {"hidden": ((width,), dtype)}
-        assert self.top_k is not None
         if self.kind == "sampled":
-            return {"ids": ((self.top_k,), torch.int32), "counts": ((self.top_k,), torch.uint8)}
-        entries = self.top_k + self.with_label
+            return {"ids": ((self.entries,), torch.int32), "counts": ((self.entries,), torch.uint8)}
+        entries = self.entries + self.with_label
         return {
             "ids": ((entries,), torch.int32),
             "log_probs": ((entries,), dtype),
@@ -97,8 +102,7 @@ class SignalSpec:
     def as_signal(self, tensors: dict[str, Tensor], tail: Tail) -> Signal:
         """The objective's signal from the tensors of "top_k", "chosen" or "sampled"."""
         if self.kind == "sampled":
-            assert self.top_k is not None
-            return Sampled(tensors["ids"], tensors["counts"].to(torch.float32) / self.top_k)
+            return Sampled(tensors["ids"], tensors["counts"].to(torch.float32) / self.entries)
         kind = TopK if self.kind == "top_k" else Chosen
         log_probs_TK = tensors["log_probs"].to(torch.float32)
         return kind(tensors["ids"], log_probs_TK, tail, tensors["tail_log_prob"], self.temperature)
@@ -120,8 +124,10 @@ class DocumentRows:
     tokens: all ids of the document
     rows: the numbers of the rows
     ids_NK: with "chosen", the K ids of each of these rows; -1 is none
+    source: where the document is from, for messages; "" if unknown
     """
 
     tokens: np.ndarray
     rows: range
     ids_NK: Tensor | None = None
+    source: str = ""

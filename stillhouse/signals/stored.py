@@ -7,12 +7,12 @@ B rows of S tokens, T = B·S, E the teacher's width, K ids per token.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from stillhouse.objective import TEACHER, Signals
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import Runner, ShardedMicroBatches, TeacherHead, TeacherHidden, watchdog
 from stillhouse.preemption import requested
-from stillhouse.signals.signal_source import PendingSignals
+from stillhouse.signals.signal_source import DeferredSignals
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: seconds between two checks for a signal while the teacher's signals are awaited, and seconds to wait after one
@@ -33,54 +33,56 @@ SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
 StepTensors = list[dict[str, Tensor]]
 
 
-class SignalStore(Protocol):
-    """Signals that were computed elsewhere."""
+class SignalStore(ABC):
+    """Signals that were computed elsewhere.
 
-    @property
-    def signal(self) -> SignalSpec: ...
+    width: E, the teacher's width
+    identity: a hash that changes if the teacher changes
+    name: where the store is, for messages: a folder or a URL
+    may_take_long: whether `read` may take longer than a step may, without being hung. The same on all processes
+    teacher_folder: the teacher's configuration and tokenizer, and with hidden states its output head; None if unknown
+    """
 
-    @property
-    def width(self) -> int:
-        """E, the teacher's width."""
-        ...
+    signal: SignalSpec
+    width: int
+    identity: str
+    name: str
+    may_take_long: bool = False
+    teacher_folder: Path | None = None
 
-    @property
-    def identity(self) -> str:
-        """A hash that changes if the teacher changes."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Where the store is, for messages: a folder or a URL."""
-        ...
-
-    @property
-    def may_take_long(self) -> bool:
-        """Whether `read` may take longer than a step may, without being hung. The same on all processes."""
-        ...
-
-    @property
-    def teacher_folder(self) -> Path | None:
-        """The teacher's configuration and tokenizer, and with hidden states its output head; None if unknown."""
-        ...
-
+    @abstractmethod
     def require(self, documents: Documents, what: str) -> None:
         """Raise ValueError unless the store has signals for these documents.
 
         what: their name in the message
         """
-        ...
 
-    def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
+    @abstractmethod
+    def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
         """The tensors of `SignalSpec.tensors` of each document on the CPU. Several threads call this at a time.
 
         Raises ValueError or OSError if they are not available.
         """
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (a store in this process has nothing to abandon)
         """Abandon the reads in progress, which then raise an error."""
-        ...
+
+
+class SignalWatch:
+    """Called again and again while something is waited for: raises an error some seconds after a signal.
+
+    error: the error
+    """
+
+    def __init__(self, error: Exception):
+        self._error = error
+        self._since: float | None = None
+
+    def __call__(self) -> None:
+        if requested():
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > SECONDS_TO_STOP:
+                raise self._error
 
 
 class SignalsLostError(ValueError):
@@ -112,17 +114,19 @@ class StoredTeacher:
         self.store, self._runner, self._tail, self._name, self._head = store, runner, tail, name, head
         self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
 
-    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
+    def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
         return self._request(micro_batches)
 
-    def _request(self, micro_batches: ShardedMicroBatches, ids: Sequence[Tensor] = ()) -> PendingSignals:
+    def _request(self, micro_batches: ShardedMicroBatches, ids: Sequence[Tensor] = ()) -> DeferredSignals:
         """ids: with "chosen", the ids of each micro-batch's rows with a weight, [C, K] on the CPU"""
         reads = self._runner.has_results
         future = self._threads.submit(self._read, micro_batches, ids) if reads else None
-        return _Reading(future, self, micro_batches)
+        return DeferredSignals(partial(self._received, future, micro_batches))
 
-    def received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[Signals]:
+    def _received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[Signals]:
         """Wait for what the threads read, and move it to the devices. A collective of all processes.
+
+        reading: None on a process that does not read
 
         Raises SignalsLostError on all processes if one of them could not read.
         """
@@ -139,18 +143,11 @@ class StoredTeacher:
         """What the thread has read, after all processes have it; empty on a process that does not read."""
         error, tensors = "", StepTensors()
         if reading is not None:
+            require_no_signal = SignalWatch(OSError("a signal came while the run waited for the teacher"))
             try:
-                stopping_since = None
-                while not reading.done():
-                    if requested():
-                        stopping_since = stopping_since or time.monotonic()
-                        if time.monotonic() - stopping_since > SECONDS_TO_STOP:
-                            break
-                    wait([reading], timeout=SECONDS_BETWEEN_LOOKS)
-                if reading.done():
-                    tensors = reading.result()
-                else:
-                    error = "a signal came while the run waited for the teacher"
+                while not wait([reading], SECONDS_BETWEEN_LOOKS).done:
+                    require_no_signal()
+                tensors = reading.result()
             # torch's errors, too: the other processes wait for this one below
             except (ValueError, OSError, RuntimeError, CancelledError) as problem:
                 error = str(problem) or type(problem).__name__
@@ -210,18 +207,3 @@ class StoredTeacher:
             return {TEACHER: self.store.signal.as_signal(tensors, self._tail)}
         assert self._head is not None
         return {TEACHER: TeacherHidden(tensors["hidden"], self._head)}
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """The signals of a step, which threads read into host memory.
-
-    future: None on a process that does not read
-    """
-
-    future: "Future[StepTensors] | None"
-    teacher: StoredTeacher
-    micro_batches: ShardedMicroBatches
-
-    def result(self) -> Sequence[Signals]:
-        return self.teacher.received(self.future, self.micro_batches)

@@ -18,6 +18,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import tokenizer_fingerprint
+from stillhouse.hashing import file_hash
+from stillhouse.models import Decoder
 from stillhouse.output.disk import (
     UNFINISHED,
     explained_write_errors,
@@ -44,40 +46,24 @@ from stillhouse.signals.cache.files import (
     shard_tensors,
 )
 from stillhouse.signals.signal_spec import SignalSpec
+from stillhouse.signals.teacher_folder import save_teacher
 
 #: the size of a shard before packing, unless a single document needs more
 SHARD_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
-class CacheFolder:
-    """A folder that all processes of a job write to; each computes every n-th shard."""
+class _CacheFolder:
+    """A folder that all processes of a job write to; each writes every n-th shard."""
 
     path: Path
     manifest: Manifest
 
-    def write(
-        self, save_teacher: Callable[[Path], None], compute: Callable[[int], dict[str, Tensor]], ranks: Ranks
-    ) -> None:
-        """Write the cache, or the part of it that is missing. A collective of all processes.
+    def begin(self, save: Callable[[Path, SignalSpec], None]) -> None:
+        """Create the folder's files, or check that an existing folder has a part of the same cache.
 
-        save_teacher: writes the files of the teacher's folder
-        compute: the tensors of a shard, by its number
-
-        Raises ValueError for a folder in which something else was written.
+        save: writes the files of the teacher's folder
         """
-        with folder_lock(self.path) if is_first() else nullcontext():
-            self._begin(save_teacher)
-            require_shared_folder(self.path, ranks)
-            self._write_shards(compute)
-            wait_for_all()
-            if is_first():
-                self._finish()
-
-    def _begin(self, save_teacher: Callable[[Path], None]) -> None:
-        """Create the folder, or check that an existing one has a part of the same cache."""
-        if not is_first():
-            return
         self._require_own_folder()
         replace_text(self.path / MANIFEST, self.manifest.to_json())
         with explained_write_errors(self.path):
@@ -85,28 +71,28 @@ class CacheFolder:
             for path in self.path.rglob(f"*{UNFINISHED}"):
                 path.unlink()
             require_space(self.path, self._missing_bytes(), ONE_PROCESS)
-            save_teacher(self.path / TEACHER)
+            save(self.path / TEACHER, self.manifest.signal)
 
-    def _write_shards(self, compute: Callable[[int], dict[str, Tensor]]) -> None:
-        """Compute this process's shards that are not complete yet."""
-        share = range(process_rank(), self.manifest.shards, process_count())
-        missing = [number for number in share if not self._is_complete(number)]
-        for number in tqdm(missing, desc="shards", unit="shard", disable=not is_first() or not missing):
-            tensors = compute(number)
-            path = self.path / shard_name(number)
-            partial = path.with_name(path.name + UNFINISHED)
-            with explained_write_errors(path):
-                save_file(tensors, partial, metadata={CACHE_KEY: shard_identity(self.manifest, number)})
-                flush(partial)
-                partial.rename(path)
-            record = {"sha256": hashes(self.path, [shard_name(number)])[shard_name(number)]}
-            replace_text(self.path / record_name(number), json.dumps(record))
+    def write_shard(self, number: int, tensors: dict[str, Tensor]) -> None:
+        path = self.path / shard_name(number)
+        unfinished = path.with_name(path.name + UNFINISHED)
+        with explained_write_errors(path):
+            save_file(tensors, unfinished, metadata={CACHE_KEY: shard_identity(self.manifest, number)})
+            flush(unfinished)
+            unfinished.rename(path)
+        replace_text(self.path / record_name(number), json.dumps({"sha256": file_hash(path)}))
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Write the index, after all processes have written their shards."""
         shards = {shard_name(number): self._recorded_hash(number) for number in range(self.manifest.shards)}
         small = [name for name in file_names(self.path) if not name.startswith((SHARDS, INDEX, "."))]
         replace_text(self.path / INDEX, json.dumps({"sha256": {**hashes(self.path, small), **shards}}, indent=1))
+
+    def is_complete(self, number: int) -> bool:
+        """Whether a shard has the hash of its record, which is written after the shard."""
+        if not (self.path / record_name(number)).is_file():
+            return False
+        return hashes(self.path, [shard_name(number)])[shard_name(number)] == self._recorded_hash(number)
 
     def _require_own_folder(self) -> None:
         path = self.path / MANIFEST
@@ -125,12 +111,6 @@ class CacheFolder:
         complete = sum(path.stat().st_size for path in (self.path / SHARDS).glob("*.safetensors"))
         return max(0, self.manifest.rows * self.manifest.layout.bytes_per_token - complete)
 
-    def _is_complete(self, number: int) -> bool:
-        """Whether a shard has the hash of its record, which is written after the shard."""
-        if not (self.path / record_name(number)).is_file():
-            return False
-        return hashes(self.path, [shard_name(number)])[shard_name(number)] == self._recorded_hash(number)
-
     def _recorded_hash(self, number: int) -> str:
         path = self.path / record_name(number)
         try:
@@ -141,31 +121,34 @@ class CacheFolder:
             ) from error
 
 
-def describe(
-    signal: SignalSpec,
-    teacher: str,
-    teacher_hash: str,
-    tokenizer: PreTrainedTokenizerBase,
-    vocabulary: int,
-    width: int,
-    *,
-    packed: bool = False,
-) -> Manifest:
-    """The description of a cache (see `Manifest`), without its documents, which `write_documents` adds."""
-    return Manifest(
-        signal,
-        teacher,
-        teacher_hash,
-        tokenizer_fingerprint(tokenizer),
-        vocabulary,
-        width,
-        documents=0,
-        rows=0,
-        documents_hash="",
-        shards=0,
-        versions=library_versions(),
-        packed=packed,
-    )
+@dataclass(frozen=True)
+class CacheTeacher:
+    """The teacher of a cache that is written.
+
+    name, identity: of the model, and a hash of its files
+    decoder: the model, or its output head alone
+    """
+
+    name: str
+    identity: str
+    decoder: Decoder
+    tokenizer: PreTrainedTokenizerBase
+
+    def describe(self, signal: SignalSpec, *, packed: bool = False) -> Manifest:
+        """The description of a cache without its documents, which `write_documents` adds."""
+        return Manifest(
+            signal,
+            self.name,
+            self.identity,
+            tokenizer_fingerprint(self.tokenizer),
+            self.decoder.vocabulary_rows,
+            self.decoder.config.get_text_config().hidden_size,
+            versions=library_versions(),
+            packed=packed,
+        )
+
+    def save(self, folder: Path, signal: SignalSpec) -> None:
+        save_teacher(folder, self.decoder, self.tokenizer, with_head=signal.is_exact)
 
 
 def write_documents(
@@ -173,16 +156,19 @@ def write_documents(
     description: Manifest,
     documents: Sequence[tuple[bytes, range]],
     read: Callable[[Sequence[int]], Sequence[dict[str, Tensor]]],
-    save_teacher: Callable[[Path], None],
+    save: Callable[[Path, SignalSpec], None],
     ranks: Ranks = ONE_PROCESS,
     shard_bytes: int | None = None,
 ) -> Manifest:
     """Write a cache, or the part of it that is missing, one shard in memory at a time. A collective of all processes.
 
-    description: without documents, rows and shards
+    description: its documents, rows and shards do not count
     documents: the id and the rows of each
     read: the signals of several documents, by their places in `documents`
+    save: writes the files of the teacher's folder for a signal
     shard_bytes: the size of a shard before packing, which is what is in memory; None: `SHARD_BYTES`
+
+    Raises ValueError for a folder in which something else was written.
     """
     lengths = [len(rows) for _, rows in documents]
     if not lengths:
@@ -196,13 +182,21 @@ def write_documents(
         documents_hash=documents_hash(documents),
         shards=len(shards),
     )
-
-    def compute(number: int) -> dict[str, Tensor]:
-        signals = read(shards[number])
-        tensors = {name: torch.cat([signal[name] for signal in signals]) for name in signals[0]}
-        return shard_tensors(manifest.layout, [documents[document] for document in shards[number]], tensors)
-
-    CacheFolder(out, manifest).write(save_teacher, compute, ranks)
+    folder = _CacheFolder(out, manifest)
+    with folder_lock(out) if is_first() else nullcontext():
+        if is_first():
+            folder.begin(save)
+        require_shared_folder(out, ranks)
+        share = range(process_rank(), len(shards), process_count())
+        missing = [number for number in share if not folder.is_complete(number)]
+        for number in tqdm(missing, desc="shards", unit="shard", disable=not is_first() or not missing):
+            signals = read(shards[number])
+            tensors = {name: torch.cat([signal[name] for signal in signals]) for name in signals[0]}
+            stored = [documents[document] for document in shards[number]]
+            folder.write_shard(number, shard_tensors(manifest.layout, stored, tensors))
+        wait_for_all()
+        if is_first():
+            folder.finish()
     return manifest
 
 

@@ -6,9 +6,12 @@ changes no weight and writes no file.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +36,6 @@ from stillhouse.run.session import Session, data_reports, prepare
 
 #: how many characters of the sample document are shown
 _SAMPLE = 600
-
 
 Result = TypeVar("Result")
 
@@ -130,22 +132,11 @@ def _model_line(decoder: Decoder) -> str:
 
 def _sample(session: Session, documents: Documents) -> str:
     """The beginning of the first document as the student sees it, with the targets in brackets."""
-    ids, targets = documents.tokens(0), documents.targets(0)
-    text, is_target = "", False
-    for start, stop in _runs(targets.tolist()):
-        is_target = bool(targets[start])
-        piece = session.tokenizer.decode(ids[start:stop].tolist())
+    text, tokens = "", zip(documents.targets(0).tolist(), documents.tokens(0).tolist(), strict=True)
+    for is_target, stretch in groupby(tokens, key=itemgetter(0)):
+        piece = session.tokenizer.decode([token for _, token in stretch])
         text += f"⟦{piece}⟧" if is_target else piece
     return escaped(text[:_SAMPLE], lines=True) + ("…" if len(text) > _SAMPLE else "")
-
-
-def _runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each stretch of equal values."""
-    start = 0
-    for position in range(1, len(values) + 1):
-        if position == len(values) or values[position] != values[start]:
-            yield start, position
-            start = position
 
 
 def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
@@ -159,13 +150,14 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
         return
     yield f"running one step twice{_size(session)}; functions are compiled the first time …"
     parameters = [parameter for parameter in session.student.parameters() if parameter.requires_grad]
-    with PeakMemory(session.device) as memory:
-        if session.plan is None:
-            micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
-        else:
-            micro_batches = first_rollouts(session, folder)
-        first, output = _timed(lambda: session.forward_backward(micro_batches))
-        norm = engine.gradient_norm()
+    peak_memory = _peak_memory(session.device)
+    if session.plan is None:
+        micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+    else:
+        micro_batches = first_rollouts(session, folder)
+    first, output = _timed(lambda: session.forward_backward(micro_batches))
+    norm = engine.gradient_norm()
+    memory = peak_memory()
     if not math.isfinite(output.sums["loss"]) or not math.isfinite(norm):
         raise not_finite_error(session, folder.checkpoints, 1, micro_batches, output, norm)
     optimizer_bytes = 2 * sum(local(weight).numel() * weight.element_size() for weight in parameters)
@@ -175,7 +167,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     seconds, _ = _timed(lambda: session.forward_backward(micro_batches).sums)
     times = f"{seconds:.1f} s ({first:.1f} s the first time, when functions are compiled)"
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
-    yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
+    yield _row("peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
     terms = [(name, engine.with_losses(spec)) for name, spec in _single_terms(session.spec)]
     losses = [*terms, *engine.single_parts()]
     yield f"running the same step with each of {len(losses)} losses alone …"
@@ -218,34 +210,27 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
             yield labels.get(name, name), replace(none, **{name: scale})
 
 
-class PeakMemory:
-    """Measures the peak memory within a `with` block: of the GPU; without a GPU, of the process (on Linux)."""
+def _peak_memory(device: torch.device) -> Callable[[], str]:
+    """Begin to measure the peak memory: of the GPU; without a GPU, of the process (on Linux).
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.peak_bytes: int | None = None
-        self.before_bytes = 0
+    Returns a function that describes the peak since this call.
+    """
+    reset = Path("/proc/self/clear_refs")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before, peak = torch.cuda.memory_allocated(device), partial(torch.cuda.max_memory_allocated, device)
+    elif reset.exists():
+        reset.write_text("5")  # resets VmHWM, the peak of the resident set
+        before, peak = _status_bytes("VmRSS"), partial(_status_bytes, "VmHWM")
+    else:
+        return lambda: "not measured on this system"
 
-    def __enter__(self) -> "PeakMemory":
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before_bytes = torch.cuda.memory_allocated(self.device)
-        elif Path("/proc/self/clear_refs").exists():
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of the resident set
-            self.before_bytes = _status_bytes("VmRSS")
-        return self
+    def in_words() -> str:
+        peak_bytes = peak()
+        added = peak_bytes - before
+        return f"{peak_bytes / 2**30:.2f} GiB, of which this step added {added / 2**30:.2f} GiB"
 
-    def __exit__(self, *_: object) -> None:
-        if self.device.type == "cuda":
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-        elif Path("/proc/self/clear_refs").exists():
-            self.peak_bytes = _status_bytes("VmHWM")
-
-    def in_words(self) -> str:
-        if self.peak_bytes is None:
-            return "not measured on this system"
-        added = self.peak_bytes - self.before_bytes
-        return f"{self.peak_bytes / 2**30:.2f} GiB, of which this step added {added / 2**30:.2f} GiB"
+    return in_words
 
 
 def _status_bytes(key: str) -> int:

@@ -31,8 +31,7 @@ def export_distillkit(folder: Path, load_data: Callable[[], RunData], out: Path)
         raise ValueError(f"{folder} has {spec}: DistillKit reads top-k log-probabilities without the actual token's")
     if out.exists():
         raise ValueError(f"{out} exists: expected a new folder")
-    assert spec.top_k is not None
-    compression = Compression(cache.manifest.vocabulary, spec.top_k, spec.dtype, delta_encoding=False)
+    compression = Compression(cache.manifest.vocabulary, spec.entries, spec.dtype, delta_encoding=False)
     data, stored = load_data(), dict(cache.documents())
 
     def documents() -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:

@@ -7,8 +7,9 @@ the whole model is in host memory.
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers import AutoTokenizer, PretrainedConfig
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.checkpoint.checkpoint_folder import best_checkpoint, checkpoints
 from stillhouse.checkpoint.export_weights import save_merged, write_weights
@@ -31,7 +32,8 @@ from stillhouse.models.pretrained import auto_class, parse_dtype
 from stillhouse.output.disk import atomic_folder, file_names
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.model_card import Exported, model_card, quoted_file
-from stillhouse.output.progress import STATE, folder_name
+from stillhouse.output.progress import STATE
+from stillhouse.run.initial import configuration
 from stillhouse.run.models import source_fingerprint
 from stillhouse.run.setup import RunSetup
 
@@ -68,7 +70,7 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
     has_adapter = (student / ADAPTER_CONFIG).is_file()
     if settings.merge is not None and not has_adapter:
         raise ValueError(f"{checkpoint.path} has no adapter: expected neither --merge nor --adapter")
-    if not settings.mtp and not _mtp_prefixes(student):
+    if not settings.mtp and not _mtp_prefixes(_model_config(student)):
         raise ValueError(f"--no-mtp: the student of {checkpoint.path} has no MTP layers: expected no such option")
     config = _configuration(run, checkpoint) if settings.card or has_adapter else None
     merges = has_adapter and settings.merge is not False
@@ -143,13 +145,12 @@ def _chosen(path: Path, step: str | None) -> Path:
         if best is None:
             raise ValueError(f"--step: no checkpoint in {path} has the metric of checkpoint.best: name a step")
         return best
-    names = {checkpoint.name: checkpoint for checkpoint in every}
-    if not str(step).isdecimal() or folder_name(int(str(step))) not in names:
-        raise ValueError(
-            f"--step: got {step}, expected best, last or one of the steps that {path} has: "
-            f"{', '.join(str(int(name.rpartition('-')[2])) for name in names)}"
-        )
-    return names[folder_name(int(str(step)))]
+    steps = {int(checkpoint.name.rpartition("-")[2]): checkpoint for checkpoint in every}
+    number = int(str(step)) if str(step).isdecimal() else -1
+    if number not in steps:
+        known = ", ".join(map(str, steps))
+        raise ValueError(f"--step: got {step}, expected best, last or one of the steps that {path} has: {known}")
+    return steps[number]
 
 
 def _configuration(run: Path, checkpoint: IntactCheckpoint) -> RunConfig:
@@ -171,39 +172,42 @@ def _require_same_base(base: StudentConfig, checkpoint: IntactCheckpoint) -> Non
         )
 
 
-def _mtp_prefixes(source: Path) -> tuple[str, ...]:
-    """How the names of the MTP layers' weights begin; empty for a model or an adapter without them."""
-    if not (source / CONFIG_NAME).is_file():
-        return ()
-    with reading(f"{source}: its configuration cannot be read"):
-        return tuple(without_mtp(AutoConfig.from_pretrained(source, trust_remote_code=False)))
+def _model_config(source: Path) -> PretrainedConfig | None:
+    """The configuration of a model's folder; None for a folder with an adapter alone."""
+    return configuration(str(source)) if (source / CONFIG_NAME).is_file() else None
+
+
+def _mtp_prefixes(config: PretrainedConfig | None) -> tuple[str, ...]:
+    """How the names of the MTP layers' weights begin; the configuration is then that of the model without them."""
+    return () if config is None else tuple(without_mtp(config))
 
 
 def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, settings: ExportSettings) -> None:
     """Copy these files of a model or an adapter, its weights in another dtype, with one file in memory at a time."""
     stored = stored_tensors(source)
     wanted = None if dtype is None else parse_dtype(dtype)
-    paths = [source / name for name in sorted(names) if name.endswith(_WEIGHTS)]
-    left_out = () if settings.mtp else _mtp_prefixes(source)
-    files = {name: path for path in paths for name in _names(path) if not name.startswith(left_out)}
-    kept = _kept_in_float32(source) if wanted in (torch.bfloat16, torch.float16) else []
+    config = _model_config(source)
+    kept = _kept_in_float32(config) if wanted in (torch.bfloat16, torch.float16) else []
+    left_out = () if settings.mtp else _mtp_prefixes(config)
+    with ExitStack() as opened:
+        paths = [source / name for name in sorted(names) if name.endswith(_WEIGHTS)]
+        files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
+        file_of = {name: file for file in files for name in file.keys() if not name.startswith(left_out)}  # noqa: SIM118
 
-    def to(name: str) -> torch.dtype:
-        trained: torch.dtype = stored[name].properties.dtype
-        is_kept = any(part in name.split(".") for part in kept)
-        return wanted if trained.is_floating_point and isinstance(wanted, torch.dtype) and not is_kept else trained
+        def to(name: str) -> torch.dtype:
+            trained: torch.dtype = stored[name].properties.dtype
+            is_kept = any(part in name.split(".") for part in kept)
+            return (
+                wanted if trained.is_floating_point and isinstance(wanted, torch.dtype) and not is_kept else trained
+            )
 
-    def read(names: Any) -> dict[str, Tensor]:
-        return {name: _rounded(name, files[name], to(name)) for name in names}
+        def read(names: Iterable[str]) -> dict[str, Tensor]:
+            return {name: _rounded(name, file_of[name].get_tensor(name), to(name)) for name in names}
 
-    shapes = {name: torch.empty(stored[name].size, dtype=to(name), device="meta") for name in files}
-    if (source / ADAPTER_CONFIG).is_file():
-        write_weights(target, shapes, read, settings.shard_bytes, file=ADAPTER_WEIGHTS)
-    else:
-        write_weights(target, shapes, read, settings.shard_bytes)
-    if left_out:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        without_mtp(config)
+        shapes = {name: torch.empty(stored[name].size, dtype=to(name), device="meta") for name in file_of}
+        name_of_file = ADAPTER_WEIGHTS if (source / ADAPTER_CONFIG).is_file() else SAFE_WEIGHTS_NAME
+        write_weights(target, shapes, read, settings.shard_bytes, file=name_of_file)
+    if config is not None and left_out:
         config.save_pretrained(target)
     _copy_others(source, names, target)
     if dtype is not None and (target / CONFIG_NAME).is_file():
@@ -220,25 +224,18 @@ def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def _names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())
-
-
-def _rounded(name: str, path: Path, dtype: torch.dtype) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name).to(dtype)
-    if tensor.is_floating_point() and not tensor.isfinite().all():
+def _rounded(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = weight.to(dtype)
+    if rounded.is_floating_point() and not rounded.isfinite().all():
         raise ValueError(f"--dtype: {dtype} cannot represent '{name}': expected bfloat16 or float32")
-    return tensor
+    return rounded
 
 
-def _kept_in_float32(source: Path) -> list[str]:
+def _kept_in_float32(config: PretrainedConfig | None) -> list[str]:
     """The parts of names of weights that transformers computes in float32 whatever the model's dtype is."""
-    if not (source / CONFIG_NAME).is_file():
+    if config is None:
         return []
-    with reading(f"{source}: its configuration cannot be read"), torch.device("meta"):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    with reading(f"{config.name_or_path}: its configuration cannot be read"), torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=False)
     return sorted(model._keep_in_fp32_modules_strict or [])
 
@@ -250,10 +247,10 @@ def _with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _dtype_of(folder: Path) -> str:
-    sizes: dict[torch.dtype, int] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for tensor in stored_tensors(folder).values():
-        sizes[tensor.properties.dtype] = sizes.get(tensor.properties.dtype, 0) + tensor.size.numel()
-    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+        sizes[tensor.properties.dtype] += tensor.size.numel()
+    return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
 
 
 def _has_template(folder: Path) -> bool:

@@ -6,30 +6,30 @@ itself computes some of the documents, and files that disagree with it are refus
 N tokens of a document, K ids per row, V vocabulary, E the teacher's width.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import load_tokenizer
 from stillhouse.models import Decoder, check_finite_weights, evaluating, model_fingerprint
+from stillhouse.models.layer_hooks import hooked
 from stillhouse.parallel.sharded_loading import local_folder
 from stillhouse.signals.cache.files import Manifest, document_id
 from stillhouse.signals.cache.formats.distillkit import Compression, DistillkitFiles
 from stillhouse.signals.cache.formats.speculators import SpeculatorsFiles
 from stillhouse.signals.signal_spec import DTYPES, SignalSpec
-from stillhouse.signals.teacher_folder import save_teacher
-from stillhouse.tools.cache_folder import describe, write_documents
+from stillhouse.tools.cache_folder import CacheTeacher, write_documents
 
 #: how many documents the teacher computes, spread over all of them
 PROBES = 5
 #: hidden states: relative error; log-probabilities: mean error in nats. Another engine's kernels and bfloat16 cause
 #: about a tenth of these; a shift by one token, another layer or another model many times as much
 HIDDEN_ERROR, NATS = 0.1, 0.1
+
+ForeignFiles = DistillkitFiles | SpeculatorsFiles
 
 
 def import_distillkit(
@@ -52,29 +52,28 @@ def import_distillkit(
     Raises ValueError, naming file and row, for rows that no teacher gives, and for files of another teacher.
     """
     files = DistillkitFiles(source, compression)
-    model = _Teacher.load(teacher, dtype, device)
+    model = _load_teacher(teacher, dtype, device)
     vocabulary = model.decoder.vocabulary_rows
     if compression.d < vocabulary and compression.d < len(model.tokenizer):
         raise ValueError(
             f"d = {compression.d}, but the teacher has {len(model.tokenizer)} tokens: expected its vocabulary"
         )
     spec = SignalSpec("top_k", compression.exact_dtype, compression.k, temperature)
-    numbers, documents = _documents(files.tokens(), files.where, vocabulary)
+    numbers, documents = _documents(files, vocabulary)
 
-    def read_one(place: int) -> dict[str, Tensor]:
-        return files.signal(numbers[place], len(documents[place][1]), vocabulary)
+    def read(places: Sequence[int]) -> list[dict[str, Tensor]]:
+        return [files.signal(numbers[place], len(documents[place][1]), vocabulary) for place in places]
 
-    places = _spread(len(documents))
-    probes = _tokens_of(files.tokens(), [numbers[place] for place in places])
-    for place, tokens in zip(places, probes, strict=True):
-        error = _nats(model.decoder, tokens, read_one(place), temperature)
+    for place, tokens in _probes(files, numbers):
+        error = _nats(model.decoder, tokens, read([place])[0], temperature)
         if not error <= NATS:
             raise ValueError(
                 f"{files.where(numbers[place])}: its log-probabilities differ from the teacher's by {error:.2g} nats "
                 f"on average, expected at most {NATS:g}: is {teacher} the model that wrote them, at temperature "
                 f"{temperature:g}?"
             )
-    return model.write(out, spec, documents, read_one, packed=packed, shard_bytes=shard_bytes)
+    description = model.describe(spec, packed=packed)
+    return write_documents(out, description, documents, read, model.save, shard_bytes=shard_bytes)
 
 
 def import_speculators(
@@ -96,98 +95,62 @@ def import_speculators(
     stored_dtype = next((name for name, dtype in DTYPES.items() if dtype == files.dtype()), None)
     if stored_dtype is None:
         raise ValueError(f"{files.where(0)}: hidden_states of {files.dtype()}: expected {', '.join(DTYPES)}")
-    model = _Teacher.load(teacher, dtype, device)
-    decoder, width = model.decoder, model.width
-    numbers, documents = _documents(files.tokens(), files.where, decoder.vocabulary_rows)
-    probes = [numbers[place] for place in _spread(len(documents))]
-    norm: nn.Module | None = None
-    for place, (number, tokens) in enumerate(zip(probes, _tokens_of(files.tokens(), probes), strict=True)):
-        stored_NE = files.last_layer(number, len(tokens), width)
-        needed = _needed_norm(decoder, tokens, stored_NE, files.where(number))
-        if place and needed is not norm:
-            raise ValueError(f"{files.where(number)} is normed otherwise than {files.where(probes[0])}")
-        norm = needed
+    model = _load_teacher(teacher, dtype, device)
+    decoder, width = model.decoder, model.decoder.config.get_text_config().hidden_size
+    numbers, documents = _documents(files, decoder.vocabulary_rows)
+    probes = _probes(files, numbers)
+    norms: list[nn.Module | None] = []
+    for place, tokens in probes:
+        stored_NE = files.last_layer(numbers[place], len(tokens), width)
+        norms.append(_needed_norm(decoder, tokens, stored_NE, files.where(numbers[place])))
+        if norms[-1] is not norms[0]:
+            first, other = files.where(numbers[probes[0][0]]), files.where(numbers[place])
+            raise ValueError(f"{other} is normed otherwise than {first}")
 
     @torch.no_grad()
-    def read_one(place: int) -> dict[str, Tensor]:
-        rows = documents[place][1]
-        hidden_NE = files.last_layer(numbers[place], len(rows) + 1, width)[: len(rows)]
-        if hidden_NE.dtype != DTYPES[stored_dtype]:
-            raise ValueError(
-                f"{files.where(numbers[place])}: {hidden_NE.dtype}, expected {stored_dtype} as in the first"
-            )
-        return {"hidden": (hidden_NE if norm is None else _normed(norm, hidden_NE)).to(DTYPES[stored_dtype])}
+    def read(places: Sequence[int]) -> list[dict[str, Tensor]]:
+        signals = []
+        for place in places:
+            rows = documents[place][1]
+            hidden_NE = files.last_layer(numbers[place], len(rows) + 1, width)[: len(rows)]
+            if hidden_NE.dtype != DTYPES[stored_dtype]:
+                raise ValueError(
+                    f"{files.where(numbers[place])}: {hidden_NE.dtype}, expected {stored_dtype} as in the first"
+                )
+            normed_NE = hidden_NE if norms[0] is None else _normed(norms[0], hidden_NE)
+            signals.append({"hidden": normed_NE.to(DTYPES[stored_dtype])})
+        return signals
 
-    return model.write(out, SignalSpec("hidden", stored_dtype), documents, read_one, shard_bytes=shard_bytes)
-
-
-@dataclass(frozen=True)
-class _Teacher:
-    """The model that has written the files, as the user says. fingerprint: a hash of its files, or its commit."""
-
-    name: str
-    decoder: Decoder
-    tokenizer: PreTrainedTokenizerBase
-    fingerprint: str
-
-    @classmethod
-    def load(cls, name: str, dtype: str, device: torch.device | str) -> "_Teacher":
-        tokenizer = load_tokenizer(name)
-        decoder = Decoder.from_pretrained(name, dtype=dtype, device=device).eval()
-        check_finite_weights(decoder, "teacher")
-        folder = Path(local_folder(name))
-        fingerprint = model_fingerprint(folder) if Path(name).is_dir() else folder.name
-        return cls(name, decoder, tokenizer, fingerprint)
-
-    @property
-    def width(self) -> int:
-        return int(self.decoder.config.get_text_config().hidden_size)
-
-    def write(
-        self,
-        out: Path,
-        signal: SignalSpec,
-        documents: Sequence[tuple[bytes, range]],
-        read_one: Callable[[int], dict[str, Tensor]],
-        *,
-        packed: bool = False,
-        shard_bytes: int | None = None,
-    ) -> Manifest:
-        """Write a cache. read_one: the signals of a document, by its place in `documents`."""
-        vocabulary = self.decoder.vocabulary_rows
-        return write_documents(
-            out,
-            describe(signal, self.name, self.fingerprint, self.tokenizer, vocabulary, self.width, packed=packed),
-            documents,
-            lambda places: [read_one(place) for place in places],
-            lambda folder: save_teacher(folder, self.decoder, self.tokenizer, with_head=signal.is_exact),
-            shard_bytes=shard_bytes,
-        )
+    description = model.describe(SignalSpec("hidden", stored_dtype))
+    return write_documents(out, description, documents, read, model.save, shard_bytes=shard_bytes)
 
 
-def _documents(
-    tokens: Iterable[np.ndarray], where: Callable[[int], str], vocabulary: int
-) -> tuple[list[int], list[tuple[bytes, range]]]:
+def _load_teacher(name: str, dtype: str, device: torch.device | str) -> CacheTeacher:
+    """The model that has written the files, as the user says; its identity is a hash of its files, or its commit."""
+    tokenizer = load_tokenizer(name)
+    decoder = Decoder.from_pretrained(name, dtype=dtype, device=device).eval()
+    check_finite_weights(decoder, "teacher")
+    folder = Path(local_folder(name))
+    return CacheTeacher(name, model_fingerprint(folder) if Path(name).is_dir() else folder.name, decoder, tokenizer)
+
+
+def _documents(files: ForeignFiles, vocabulary: int) -> tuple[list[int], list[tuple[bytes, range]]]:
     """The number in the source, and the id and rows, of every different document of two tokens or more."""
-    numbers, documents, seen = list[int](), list[tuple[bytes, range]](), set[bytes]()
-    for number, ids in enumerate(tokens):
+    numbers: dict[bytes, int] = {}
+    rows: dict[bytes, range] = {}
+    for number, ids in enumerate(files.tokens()):
         if len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
-            raise ValueError(f"{where(number)}: token ids from {ids.min()} to {ids.max()} of {vocabulary}")
-        document = document_id(ids)
-        if len(ids) > 1 and document not in seen:
-            seen.add(document)
-            numbers.append(number)
-            documents.append((document, range(len(ids) - 1)))
-    return numbers, documents
+            raise ValueError(f"{files.where(number)}: token ids from {ids.min()} to {ids.max()} of {vocabulary}")
+        if len(ids) > 1:
+            numbers.setdefault(document_id(ids), number)
+            rows.setdefault(document_id(ids), range(len(ids) - 1))
+    return list(numbers.values()), list(rows.items())
 
 
-def _spread(count: int) -> list[int]:
-    return sorted({round(place) for place in np.linspace(0, count - 1, min(PROBES, count))})
-
-
-def _tokens_of(tokens: Iterable[np.ndarray], numbers: list[int]) -> list[np.ndarray]:
-    wanted = set(numbers)
-    return [ids for number, ids in enumerate(tokens) if number in wanted]
+def _probes(files: ForeignFiles, numbers: Sequence[int]) -> list[tuple[int, np.ndarray]]:
+    """The places in `numbers` of some documents, and their tokens."""
+    places = {numbers[round(at)]: round(at) for at in np.linspace(0, len(numbers) - 1, min(PROBES, len(numbers)))}
+    return [(places[number], ids) for number, ids in enumerate(files.tokens()) if number in places]
 
 
 @torch.no_grad()
@@ -226,15 +189,9 @@ def _around_last_norm(decoder: Decoder, tokens: np.ndarray) -> tuple[Tensor, Ten
         if isinstance(output, Tensor) and arguments and isinstance(arguments[0], Tensor):
             calls.append((module, arguments[0], output))
 
-    handles = [
-        module.register_forward_hook(note) for module in decoder.backbone.modules() if module is not decoder.backbone
-    ]
-    try:
-        with evaluating(decoder):
-            hidden_BNE = decoder(torch.from_numpy(tokens)[None].to(decoder.output_weight.device), head=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    inner = (module for module in decoder.backbone.modules() if module is not decoder.backbone)
+    with hooked(*(module.register_forward_hook(note) for module in inner)), evaluating(decoder):
+        hidden_BNE = decoder(torch.from_numpy(tokens)[None].to(decoder.output_weight.device), head=False)
     for module, before_BNE, after_BNE in reversed(calls):
         if after_BNE is hidden_BNE and before_BNE.shape == hidden_BNE.shape:
             return before_BNE[0].float().cpu(), hidden_BNE[0].float().cpu(), module

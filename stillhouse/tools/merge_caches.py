@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from stillhouse.output.disk import flush
-from stillhouse.signals import SignalCache
+from stillhouse.signals import SignalCache, SignalSpec
 from stillhouse.signals.cache.files import TEACHER, Manifest
 from stillhouse.signals.signal_checks import row_differences
 from stillhouse.tools.cache_folder import write_documents
@@ -30,28 +30,24 @@ def merge_caches(folders: Sequence[Path], out: Path, *, shard_bytes: int | None 
     first = caches[0]
     for other in caches[1:]:
         _require_same(first, other)
-    owners: dict[bytes, SignalCache] = {}
-    rows_of: dict[bytes, range] = {}
+    owners: dict[bytes, tuple[SignalCache, range]] = {}
     for cache in caches:
         for document, rows in cache.documents().items():
-            owner = owners.setdefault(document, cache)
+            owner, first_rows = owners.setdefault(document, (cache, rows))
             if owner is not cache:
-                _require_equal(document, rows_of[document], rows, owner, cache)
-            rows_of.setdefault(document, rows)
-    documents = list(rows_of.items())
+                _require_equal(document, first_rows, rows, owner, cache)
+    documents = [(document, rows) for document, (_, rows) in owners.items()]
 
     def read(numbers: Sequence[int]) -> list[dict[str, Tensor]]:
         chosen = (documents[number] for number in numbers)
-        return [owners[document].read_document(document, rows) for document, rows in chosen]
+        return [owners[document][0].read_document(document, rows) for document, rows in chosen]
 
-    return write_documents(
-        out,
-        first.manifest,
-        documents,
-        read,
-        lambda folder: _copy(first.teacher_folder, folder),
-        shard_bytes=shard_bytes,
-    )
+    def copy_teacher(folder: Path, _: SignalSpec) -> None:
+        shutil.copytree(first.teacher_folder, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        for path in folder.iterdir():
+            flush(path)
+
+    return write_documents(out, first.manifest, documents, read, copy_teacher, shard_bytes=shard_bytes)
 
 
 def _require_same(first: SignalCache, other: SignalCache) -> None:
@@ -87,10 +83,3 @@ def _are_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
         differs_N = (ours["counts"] != theirs["counts"]).any(1) | (ours["ids"] != theirs["ids"]).any(1)
         return int(differs_N.sum()) <= max(1, TOLERANCE * len(differs_N))
     return bool(row_differences(ours, theirs).mean() <= TOLERANCE)
-
-
-def _copy(source: Path, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    for path in source.iterdir():
-        shutil.copyfile(path, folder / path.name)
-        flush(folder / path.name)

@@ -23,14 +23,7 @@ from stillhouse.generation.rollout_engines import InProcessEngine
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
 from stillhouse.models import draw_lora, eos_ids
-from stillhouse.parallel import (
-    SCHEMES,
-    Degrees,
-    Layout,
-    Mesh,
-    process_count,
-    start,
-)
+from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import require_adapters
@@ -87,16 +80,15 @@ def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
 
 def parity(config: RunConfig) -> Iterator[Row]:
     """One row for each layout, the same on every process. Raises ConfigError and ValueError as a run does."""
-    config = config.model_copy(
-        update={
-            "train": config.train.model_copy(update={"precision": "fp32"}),
-            "student": config.student.model_copy(update={"dtype": "float32"}),
-            "teacher": config.teacher and config.teacher.model_copy(update={"dtype": "float32"}),
-        }
-    )
-    if config.teachers is not None:
-        exact = {name: teacher.model_copy(update={"dtype": "float32"}) for name, teacher in config.several.items()}
-        config = config.model_copy(update={"teachers": config.teachers.model_copy(update=exact)})
+    exact = {"dtype": "float32"}
+    several = {name: teacher.model_copy(update=exact) for name, teacher in config.several.items()}
+    in_float32 = {
+        "train": config.train.model_copy(update={"precision": "fp32"}),
+        "student": config.student.model_copy(update=exact),
+        "teacher": config.teacher and config.teacher.model_copy(update=exact),
+        "teachers": config.teachers and config.teachers.model_copy(update=several),
+    }
+    config = config.model_copy(update=in_float32)
     setup = RunSetup(config)
     _ = setup.objective.spec, setup.stores  # whose mistakes are reported first
     require_adapters(config.student)

@@ -56,24 +56,22 @@ def test_a_teacher_that_is_the_students_base_is_refused(folder: Path) -> None:
 
 def test_a_tokenizer_without_exact_bytes_is_refused(folder: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "words", "words", family="qwen3", seed=2)
-    found = refused(folder, **GOLD, **{"teacher.model": str(tmp_path / "words")})
-    assert "teacher.cross_tokenizer: the tokens of" in found
-    assert "WordPiece" in found
+    message = refused(folder, **GOLD, **{"teacher.model": str(tmp_path / "words")})
+    assert "teacher.cross_tokenizer: the tokens of" in message
+    assert "WordPiece" in message
 
 
 def test_a_document_that_cannot_be_aligned_is_refused_by_its_line(folder: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "teacher", "pieces", family="qwen3", seed=2)
-    write_records(tmp_path / "train.jsonl", [{"text": "fine"}, {"text": "a▁b"}])
-    settings = {"teacher.model": str(tmp_path / "teacher"), "data.train": str(tmp_path / "train.jsonl")}
-    assert f"{tmp_path / 'train.jsonl'}:2: the teacher's tokenizer changes its text" in refused(
-        folder, **GOLD, **settings
-    )
+    data = write_records(tmp_path / "train.jsonl", [{"text": "fine"}, {"text": "a▁b"}])
+    message = refused(folder, **GOLD, **{"teacher.model": str(tmp_path / "teacher"), "data.train": str(data)})
+    assert f"{data}:2: the teacher's tokenizer changes its text" in message
 
 
 def test_no_cache_is_written(folder: Path, tmp_path: Path) -> None:
     write_run(folder, **GOLD)
-    found = run("cache", folder / "run.yaml", "--out", tmp_path / "cache", code=2).err
-    assert "teacher.cross_tokenizer: got gold: a cache holds the signals of one tokenizer" in found
+    message = run("cache", folder / "run.yaml", "--out", tmp_path / "cache", code=2).err
+    assert "teacher.cross_tokenizer: got gold: a cache holds the signals of one tokenizer" in message
 
 
 def test_the_same_tokenizer_gives_a_warning(folder: Path, tmp_path: Path) -> None:

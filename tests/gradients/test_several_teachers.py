@@ -107,44 +107,60 @@ def answer_of(source: str, folder: Path) -> str:
     return json.loads((folder / "train.jsonl").read_text().splitlines()[line - 1])["answer"]
 
 
-def test_the_sum_of_each_teachers_divergence(folder: Path) -> None:
-    """Weights 3 and 1, and a temperature of its own for one of them."""
-    session = session_with(folder, **named(folder, {"weight": 3.0}, {"weight": 1, "temperature": 2.0}))
-
-    def of_both(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
-        def at(teacher: str, temperature: float) -> Tensor:
-            return jsd((z[teacher] / temperature).log_softmax(1), (q / temperature).log_softmax(1))
-
-        return 0.75 * at("math", 1.0) + 0.25 * at("code", 2.0)
-
-    reference = expected(session, folder, of_both)
-    assert_same_as_float64(gradients(session), reference)
+def divergence_from(teacher: str, q: Tensor, z: dict[str, Tensor], temperature: float = 1.0) -> Tensor:
+    return jsd((z[teacher] / temperature).log_softmax(1), (q / temperature).log_softmax(1))
 
 
-def test_the_sum_of_the_teachers_distributions(folder: Path) -> None:
-    settings = named(folder, {"weight": 3.0}, {"weight": 1}) | {
-        "teachers.sum": "distributions",
-        "objective.temperature": 2.0,
-    }
-    session = session_with(folder, **settings)
-
-    def of_mixture(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
-        p = 0.75 * (z["math"] / 2).softmax(1) + 0.25 * (z["code"] / 2).softmax(1)
-        return jsd(p.log(), (q / 2).log_softmax(1))
-
-    reference = expected(session, folder, of_mixture)
-    assert_same_as_float64(gradients(session), reference)
+def of_divergences(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
+    return 0.75 * divergence_from("math", q, z) + 0.25 * divergence_from("code", q, z, 2.0)
 
 
-def routed(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
+def of_distributions(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
+    p = 0.75 * (z["math"] / 2).softmax(1) + 0.25 * (z["code"] / 2).softmax(1)
+    return jsd(p.log(), (q / 2).log_softmax(1))
+
+
+def of_own_teacher(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
     temperature, weight = {"math": (1.0, 1.0), "code": (2.0, 0.5)}[name]
-    return weight * jsd((z[name] / temperature).log_softmax(1), (q / temperature).log_softmax(1))
+    return weight * divergence_from(name, q, z, temperature)
 
 
-def test_a_column_names_each_documents_teacher(folder: Path) -> None:
-    code = {"weight": 0.5, "temperature": 2.0}
-    session = session_with(folder, **named(folder, {}, code), **{"teachers.route": "subject"})
-    reference = expected(session, folder, routed)
+def of_equals(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
+    return 0.5 * (divergence_from("math", q, z) + divergence_from("code", q, z))
+
+
+PREFIXES = {"math": "You know the answer: {answer}. ", "code": "{answer}! "}
+ROUTE = {"teachers.route": "subject"}
+DISTRIBUTIONS = {"teachers.sum": "distributions", "objective.temperature": 2.0}
+OF_CODE: dict[str, Any] = {"weight": 0.5, "temperature": 2.0}
+SERVED = {"url": "that of the server"}
+#: top-k over the whole vocabulary of 400 ids is exact, too
+TOP_K = {"signal": "top_k", "top_k": 400}
+#: the keys of the two teachers, further settings, the divergence, and the teachers' prefixes
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], Divergence, dict[str, str]]] = {
+    "sum of divergences": ({"weight": 3.0}, {"weight": 1, "temperature": 2.0}, {}, of_divergences, {}),
+    "sum of distributions": ({"weight": 3.0}, {"weight": 1}, DISTRIBUTIONS, of_distributions, {}),
+    "a column names the teacher": ({}, OF_CODE, ROUTE, of_own_teacher, {}),
+    "one on a server": ({}, OF_CODE | SERVED, ROUTE, of_own_teacher, {}),
+    "top-k of a server": ({}, OF_CODE | SERVED | TOP_K, ROUTE, of_own_teacher, {}),
+    "prefixes": ({"prefix": PREFIXES["math"]}, {"prefix": PREFIXES["code"]}, {}, of_equals, PREFIXES),
+    "prefixes, one served": (
+        {"prefix": PREFIXES["math"]},
+        {"prefix": PREFIXES["code"], **SERVED},
+        {},
+        of_equals,
+        PREFIXES,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_whole_logits(folder: Path, server: str, case: str) -> None:
+    of_math, of_code, settings, divergence, prefixes = CASES[case]
+    if "url" in of_code:
+        of_code = of_code | {"url": server}
+    session = session_with(folder, **named(folder, of_math, of_code), **settings)
+    reference = expected(session, folder, divergence, prefixes)
     assert_same_as_float64(gradients(session), reference)
 
 
@@ -167,41 +183,9 @@ def test_a_teacher_runs_only_on_its_own_documents(folder: Path) -> None:
     session.close()
 
 
-@pytest.mark.parametrize("signal", ["hidden", "top_k"])
-def test_one_teacher_in_the_job_and_one_on_a_server(folder: Path, server: str, signal: str) -> None:
-    """A server's top-k over the whole vocabulary is exact, too."""
-    rows = json.loads((folder / "code" / "config.json").read_text())["vocab_size"]
-    keys = {"url": server, "signal": signal, "weight": 0.5, "temperature": 2.0, "top_k": rows}
-    session = session_with(folder, **named(folder, {}, keys), **{"teachers.route": "subject"})
-    reference = expected(session, folder, routed)
-    assert_same_as_float64(gradients(session), reference)
-
-
-PREFIXES = {"math": "You know the answer: {answer}. ", "code": "{answer}! "}
-
-
-@pytest.mark.parametrize("served", [False, True])
-def test_a_prefix_is_read_by_its_teacher_alone(folder: Path, server: str, served: bool) -> None:
-    own = {"url": server} if served else {}
-    settings = named(folder, {"prefix": PREFIXES["math"]}, {"prefix": PREFIXES["code"], **own})
-    session = session_with(folder, **settings)
-
-    def of_both(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
-        return 0.5 * (
-            jsd(z["math"].log_softmax(1), q.log_softmax(1)) + jsd(z["code"].log_softmax(1), q.log_softmax(1))
-        )
-
-    reference = expected(session, folder, of_both, PREFIXES)
-    assert_same_as_float64(gradients(session), reference)
-
-
 def test_the_student_behind_a_prefix_is_its_own_teacher(folder: Path) -> None:
     """live: its gradient does not flow through the teacher."""
     session = session_with(folder, **{"teachers.self": {"student": "live", "prefix": PREFIXES["math"]}})
-
-    def of_itself(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
-        return jsd(z["math"].log_softmax(1), q.log_softmax(1))
-
     as_teacher = folder / "as teacher"
     if not as_teacher.exists():
         as_teacher.mkdir()
@@ -209,7 +193,9 @@ def test_the_student_behind_a_prefix_is_its_own_teacher(folder: Path) -> None:
             (as_teacher / name).symlink_to(folder / "student")
         (as_teacher / "student").symlink_to(folder / "student")
         (as_teacher / "train.jsonl").symlink_to(folder / "train.jsonl")
-    reference = expected(session, as_teacher, of_itself, {"math": PREFIXES["math"]})
+    reference = expected(
+        session, as_teacher, lambda q, z, _: divergence_from("math", q, z), {"math": PREFIXES["math"]}
+    )
     assert_same_as_float64(gradients(session), reference)
 
 
@@ -348,21 +334,27 @@ def test_heads_of_one_shape_share_a_buffer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "error", "message"),
     [
-        ({"teachers.route": "topic"}, r"train.jsonl:1: .*topic"),
+        ({"teachers.route": "topic"}, DataError, r"train.jsonl:1: .*topic"),
         (
             {"teachers.route": "answer"},
-            r"train.jsonl:1: column 'answer' is a string .*: expected one of code, math",
+            DataError,
+            r"jsonl:1: column 'answer' is a string .*: expected one of code, math",
         ),
+        ({"teachers.other": {"student": "live", "prefix": "{solution}"}}, DataError, r"train.jsonl:1: .*solution"),
         (
-            {"teachers.other": {"student": "live", "prefix": "{solution}"}},
-            r"train.jsonl:1: .*solution",
+            {"teachers.other": {"student": "live", "prefix": "{answer.x}"}},
+            ConfigError,
+            r"other.prefix: .*\{answer.x\}",
         ),
+        ({f"teachers.{name}": {"student": "ema"} for name in "ab"}, ConfigError, r"b.student: got ema a second time"),
     ],
 )
-def test_data_that_do_not_fit_the_teachers_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_teachers_that_do_not_fit_are_refused(
+    folder: Path, settings: dict[str, Any], error: type[ValueError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         session_with(folder, **named(folder, {}, {}), **settings)
 
 
@@ -382,11 +374,6 @@ def test_a_teacher_without_documents_is_refused(folder: Path) -> None:
     teachers = named(folder, {}, {}) | {"teachers.art": {"model": str(folder / "math")}}
     with pytest.raises(ConfigError, match=r"teachers.art: no document of data.train has 'art' in its column"):
         session_with(folder, **teachers, **{"teachers.route": "subject"})
-
-
-def test_one_average_per_run(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"teachers.b.student: got ema a second time"):
-        session_with(folder, **{"teachers.a": {"student": "ema"}, "teachers.b": {"student": "ema"}})
 
 
 def test_a_mean_is_over_the_teachers_that_report_it(folder: Path, server: str) -> None:
@@ -465,8 +452,3 @@ def test_a_family_that_cannot_be_cut_runs_in_one_process(folder: Path, family: s
     alone = gradients(session_of(folder, **LOSS, **{"teacher.model": model["model"]}))
     for name, gradient in alone.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
-
-
-def test_a_prefix_that_is_no_template_names_its_key(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"teachers.math.prefix: .*\{answer.x\}"):
-        session_with(folder, **named(folder, {"prefix": "{answer.x}"}, {}))

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stillhouse.signals.cache.files import CACHE_KEY, INDEX, shard_name
-from stillhouse.tools import write_cache
+from stillhouse.tools import cache_folder
 
 
 def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number: int = 0) -> None:
@@ -30,13 +30,13 @@ def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number:
 
 def interrupt_writer(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[object]:
     """Interrupt these computations of a shard, counted from 1; return the list of all that are made."""
-    compute, made = write_cache._Writer.compute, list[object]()
+    compute, made = cache_folder.shard_tensors, list[object]()
 
-    def interrupted(writer: write_cache._Writer, entries: Any) -> list[dict[str, Tensor]]:
-        made.append(entries)
+    def interrupted(*arguments: Any) -> dict[str, Tensor]:
+        made.append(arguments)
         if len(made) in calls:
             raise KeyboardInterrupt
-        return compute(writer, entries)
+        return compute(*arguments)
 
-    monkeypatch.setattr(write_cache._Writer, "compute", interrupted)
+    monkeypatch.setattr(cache_folder, "shard_tensors", interrupted)
     return made

@@ -87,7 +87,7 @@ def kill_at(instant: int) -> None:
     import signal
 
     from stillhouse.output import disk
-    from stillhouse.tools import cache_folder, write_cache
+    from stillhouse.tools import cache_folder
 
     cache_folder.SHARD_BYTES = SHARD_BYTES
     calls = 0
@@ -107,4 +107,4 @@ def kill_at(instant: int) -> None:
     counted(disk, "flush")
     counted(cache_folder, "flush")
     counted(cache_folder, "save_file")
-    counted(write_cache, "save_teacher")
+    counted(cache_folder, "save_teacher")

@@ -68,15 +68,13 @@ def test_behind_a_proxy_the_proxy_is_asked(
     assert os.environ[HUB] == "1"
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("HF_ENDPOINT", "http://hub:port"),
-        ("HF_ENDPOINT", "http://[::1"),
-        ("HF_ENDPOINT", "http://a..b"),
-        ("HTTPS_PROXY", "http://proxy:port"),
-    ],
-)
+ADDRESSES = [
+    *(("HF_ENDPOINT", f"http://{host}") for host in ("hub:port", "[::1", "a..b")),
+    ("HTTPS_PROXY", "http://x:y"),
+]
+
+
+@pytest.mark.parametrize(("variable", "value"), ADDRESSES)
 def test_an_address_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=rf"^{variable}: the hub's address is not readable"):

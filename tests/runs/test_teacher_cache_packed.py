@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.cache_damage import resealed
 from kit.runs import run, session_of, write_run
-from kit.teacher_gradients import gradients
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -98,16 +97,6 @@ def test_the_size_that_is_printed_is_that_on_disk(folder: Path) -> None:
             assert (", packed of" in manifest.summary(cache)) is packed
 
 
-def test_draws_over_a_large_vocabulary_need_three_bytes_each() -> None:
-    ids_CM = torch.randint(0, 151_936, (2000, 50), generator=torch.Generator().manual_seed(0))
-    ids_CM[:, 12:] = ids_CM[:, :1]
-    ids, counts = distinct(ids_CM)
-    packed = layout_of(SignalSpec("sampled", "float32", 50, 1.0), 1, 131_072, packed=True)
-    tensors = packed.pack({"ids": ids.clamp(max=131_071), "counts": counts}, np.array([0, 2000]))
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    assert size / 2000 <= 1 + 12 * 3 + 0.1
-
-
 @st.composite
 def draw_cases(strategy: st.DrawFn) -> tuple[int, int, Tensor, list[int]]:
     """vocabulary, M, draws [N, M] and the lengths of the documents."""
@@ -174,11 +163,7 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
     "pairs of ones": ("sampled True", lambda tensors: tensors["pairs"].fill_(255), "not in the vocabulary"),
     "offsets back": ("sampled True", changed("pair_offsets", 0, 1), "'pair_offsets' of document 0 does not fit"),
     "counts of fewer draws": ("sampled False", changed("counts", 0), "do not fit|do not add up"),
-    "one count more": (
-        "sampled False",
-        lambda tensors: tensors["counts"][0, :1].add_(1),
-        "do not add up to 50 draws",
-    ),
+    "one count more": ("sampled False", lambda tensors: tensors["counts"][0, :1].add_(1), "add up to 50 draws"),
     "an id beyond": ("sampled False", changed("ids", 999), "not in the vocabulary of"),
     "an id beyond of top-k": ("top_k False", changed("ids", 999), "not in the vocabulary of"),
     "an id beyond of packed top-k": ("top_k True", changed("ids", 255), "not in the vocabulary|an id twice"),
@@ -189,21 +174,9 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
         "expected .rows, ",
     ),
     "an id twice": ("top_k False", lambda tensors: tensors["ids"][0].fill_(3), "an id twice in a row"),
-    "a positive log-probability": (
-        "top_k False",
-        lambda tensors: tensors["log_probs"][0, 0].fill_(0.5),
-        "has a positive number",
-    ),
-    "log-probabilities of another temperature": (
-        "top_k False",
-        lambda tensors: tensors["log_probs"].mul_(0.5),
-        "do not add up to 1",
-    ),
-    "a label that is known": (
-        "label True",
-        lambda tensors: tensors["log_probs"][:, -1].fill_(-0.1),
-        "do not add up to 1",
-    ),
+    "a positive number": ("top_k False", lambda tensors: tensors["log_probs"][0, 0].fill_(0.5), "a positive number"),
+    "another temperature": ("top_k False", lambda tensors: tensors["log_probs"].mul_(0.5), "do not add up to 1"),
+    "a known label": ("label True", lambda tensors: tensors["log_probs"][:, -1].fill_(-0.1), "do not add up to 1"),
     "NaN": ("top_k True", lambda tensors: tensors["tail_log_prob"].fill_(torch.nan), "has NaN"),
 }
 
@@ -242,21 +215,11 @@ def test_the_label_of_a_row_is_the_next_token_of_its_document(folder: Path) -> N
     assert present > 50
 
 
-def test_a_run_from_packed_labels_gives_the_gradients_of_the_plain_ones(folder: Path) -> None:
-    plain, packed = (
-        gradients(folder, **FORWARD_KL, **{"teacher.cache": str(folder / f"label {packed}")})
-        for packed in (False, True)
-    )
-    assert plain[0] == packed[0] > 0
-    assert all(torch.equal(packed[1][name], gradient) for name, gradient in plain[1].items())
-
-
 def test_the_command_writes_draws_and_says_what_they_are(folder: Path, tmp_path: Path) -> None:
     write_run(folder, **FORWARD_KL)
-    out = tmp_path / "draws"
-    shown = run("cache", folder / "run.yaml", "--out", out, "--signal", "sampled", "--packed").out
+    shown = run("cache", folder / "run.yaml", "--out", tmp_path / "a", "--signal", "sampled", "--packed").out
     assert "50 draws at temperature 1, packed of" in shown
-    assert run("cache", "info", out).out == shown == run("cache", "verify", out).out
+    assert run("cache", "info", tmp_path / "a").out == shown
     with_label = ("--signal", "top_k", "--top-k", "5", "--with-label", "--dtype", "float16")
     shown = run("cache", folder / "run.yaml", "--out", tmp_path / "b", *with_label).out
     assert "top 5 and the actual token's log-probabilities in float16" in shown

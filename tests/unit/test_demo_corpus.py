@@ -52,20 +52,14 @@ def test_a_split_is_collected_without_reading_the_others(documents):
         assert corpus.collect_split(split) == of_split(documents, split)
 
 
-def test_documents_have_text_and_a_name_of_their_own(documents):
+def test_documents_have_names_of_their_own_and_share_no_paragraph(documents):
     """And tests and installed packages are not read."""
     assert all(document.text.strip() for document in documents)
     assert len({document.name for document in documents}) == len(documents)
     parts = {part for document in documents for part in document.name.split(".")}
     assert parts.isdisjoint({"test", "tests", "idle_test", "torch", "site-packages"})
-
-
-def test_the_teacher_has_much_more_text_than_the_student(documents):
     size = {split: sum(len(document.text) for document in of_split(documents, split)) for split in SPLITS}
     assert size["teacher"] > 4 * size["student"] > 4 * size["held_out"] > 400_000
-
-
-def test_splits_share_no_paragraph(documents):
     owner: dict[str, str] = {}
     for document in documents:
         for paragraph in document.text.split("\n\n"):
@@ -124,37 +118,29 @@ def test_topics_are_read_with_and_without_an_annotation(tmp_path):
         assert corpus.collect_documents(tmp_path) == [Document("topic:if", "The if statement.")]
 
 
-def test_a_repeated_paragraph_stays_in_the_first_document():
+def test_a_repeated_paragraph_stays_in_the_first_document(tmp_path):
+    """And a file has a name and a text per line."""
     repeated = "A paragraph that the reference has on several of its pages."
-    first, second, third = (
-        Document(n, t) for n, t in [("a", repeated), ("b", f"New.\n\n{repeated}"), ("c", repeated)]
-    )
-    assert corpus.without_repeats([first, second, third]) == [first, Document("b", "New.")]
-
-
-def test_jsonl_has_a_name_and_a_text_per_line(tmp_path):
-    documents = [Document("a", "one\ntwo"), Document("b", "ä")]
-    corpus.write_jsonl(documents, tmp_path / "a.jsonl")
+    documents = [Document("a", repeated), Document("b", f"Neü.\n\n{repeated}"), Document("c", repeated)]
+    kept = corpus.without_repeats(documents)
+    assert kept == [documents[0], Document("b", "Neü.")]
+    corpus.write_jsonl(kept, tmp_path / "a.jsonl")
     lines = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [Document(**json.loads(line)) for line in lines] == documents
+    assert [Document(**json.loads(line)) for line in lines] == kept
 
 
-@pytest.mark.parametrize("text", ["def f(x):\n    return x\n", "naïve – 蒸留所 🥃\t\r\n  ", "", "<|endoftext|>"])
-def test_the_tokenizer_round_trips(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-
-
-def test_the_tokenizer_ends_documents(tokenizer, teacher):
+def test_the_tokenizer_decodes_what_it_encodes_and_ends_documents(tokenizer, teacher):
+    for text in ("def f(x):\n    return x\n", "naïve – 蒸留所 🥃\t\r\n  ", "", "<|endoftext|>"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
     assert teacher.config.eos_token_id == tokenizer.eos_token_id
     assert len(tokenizer) == teacher.config.vocab_size
 
 
-def test_the_shipped_weights_are_small_and_bfloat16():
+def test_the_shipped_weights_are_small_and_bfloat16(teacher):
     assert (TEACHER / "model.safetensors").stat().st_size <= 10_000_000
-    model = AutoModelForCausalLM.from_pretrained(TEACHER, dtype="auto")
-    assert model.dtype == torch.bfloat16
-    assert 3_000_000 <= model.num_parameters() <= 5_000_000
+    assert AutoModelForCausalLM.from_pretrained(TEACHER, dtype="auto").dtype == torch.bfloat16
+    assert 3_000_000 <= teacher.num_parameters() <= 5_000_000
 
 
 @torch.no_grad()
@@ -185,18 +171,15 @@ def test_the_log_ends_where_the_card_says():
     assert f"{log[-1]['tokens']:,}" in (TEACHER / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_student_is_a_quarter_of_the_teacher_and_shares_its_vocabulary(teacher):
-    new = student.new_student(seed=0)
-    assert new.num_parameters() / teacher.num_parameters() == pytest.approx(0.25, abs=0.02)
-    assert new.config.vocab_size == teacher.config.vocab_size
-    assert new(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, teacher.config.vocab_size)
-
-
-def test_a_student_follows_its_seed_and_leaves_the_global_one_alone(tmp_path):
+def test_a_student_is_a_quarter_of_the_teacher_and_follows_its_seed(teacher, tmp_path):
+    """It shares the teacher's vocabulary, and leaves the global random state alone."""
     before = torch.random.get_rng_state()
-    student.save_new_student(tmp_path / "a", seed=1)
+    student.save_new_student(tmp_path, seed=1)
     assert torch.equal(before, torch.random.get_rng_state())
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "a").state_dict()
-    assert all(torch.equal(saved[key], value) for key, value in student.new_student(seed=1).state_dict().items())
-    assert any(not torch.equal(saved[key], value) for key, value in student.new_student(seed=2).state_dict().items())
-    assert AutoTokenizer.from_pretrained(tmp_path / "a").eos_token == "<|endoftext|>"
+    saved, same, other = AutoModelForCausalLM.from_pretrained(tmp_path), *map(student.new_student, (1, 2))
+    assert saved.num_parameters() / teacher.num_parameters() == pytest.approx(0.25, abs=0.02)
+    assert saved(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, teacher.config.vocab_size)
+    weights = saved.state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in same.state_dict().items())
+    assert any(not torch.equal(weights[key], value) for key, value in other.state_dict().items())
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "<|endoftext|>"

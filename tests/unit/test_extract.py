@@ -94,25 +94,21 @@ def test_shards_of_the_vocabulary_give_the_signals_of_the_whole(
         assert torch.equal(tensor, results[1]["top_k"][name])
 
 
-def test_all_ids_leave_nothing_outside() -> None:
-    tensors = top_k_log_probs(torch.randn(3, 4), OutputHead(torch.randn(9, 4)), 9, 1.0)
-    assert tensors["tail_log_prob"].tolist() == [-torch.inf] * 3
+def test_all_ids_and_no_rows() -> None:
+    head, none = OutputHead(torch.randn(9, 4)), torch.zeros(0, 2, dtype=torch.int32)
+    assert top_k_log_probs(torch.randn(3, 4), head, 9, 1.0)["tail_log_prob"].tolist() == [-torch.inf] * 3
+    assert chosen_log_probs(torch.zeros(0, 4), head, none, 1.0)["log_probs"].shape == (0, 2)
+    assert ranked_log_probs(torch.zeros(0, 4), head, none[:, 0], 3)["ids"].shape == (0, 3)
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:
-    head, message = OutputHead(torch.randn(9, 4)), "top_k=10 of a teacher with a vocabulary of 9"
+    hidden_CE, head, message = torch.randn(3, 4), OutputHead(torch.randn(9, 4)), "top_k=10 of a teacher with a vocab"
     with pytest.raises(ValueError, match="id 9 of a teacher with a vocabulary of 9"):
-        chosen_log_probs(torch.randn(3, 4), head, torch.tensor([[1], [9], [2]]), 1.0)
+        chosen_log_probs(hidden_CE, head, torch.tensor([[1], [9], [2]]), 1.0)
     with pytest.raises(ValueError, match=message):
-        ranked_log_probs(torch.randn(3, 4), head, torch.tensor([1, 2, 3]), 10)
+        ranked_log_probs(hidden_CE, head, torch.tensor([1, 2, 3]), 10)
     with pytest.raises(ValueError, match=message):
-        top_k_log_probs(torch.randn(3, 4), head, 10, 1.0)
-
-
-def test_no_rows_give_empty_tensors() -> None:
-    head, none = OutputHead(torch.randn(9, 4)), torch.zeros(0, 2, dtype=torch.int32)
-    assert chosen_log_probs(torch.zeros(0, 4), head, none, 1.0)["log_probs"].shape == (0, 2)
-    assert ranked_log_probs(torch.zeros(0, 4), head, none[:, 0], 3)["ids"].shape == (0, 3)
+        top_k_log_probs(hidden_CE, head, 10, 1.0)
 
 
 def test_nan_stays_nan_in_every_signal() -> None:

@@ -27,6 +27,7 @@ from stillhouse.serving.engines.vllm import VllmApi
 from stillhouse.serving.pool import Call, ServerPool
 from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalKind, SignalSpec
+from stillhouse.signals.stored import SignalStore
 
 if TYPE_CHECKING:
     from stillhouse.serving.client.signal_proof import Proof
@@ -44,8 +45,8 @@ class SignalRequest:
     dtype: str = "auto"
 
 
-class RemoteSignals:
-    """The signals of a teacher behind one or several servers; a `SignalStore`.
+class RemoteSignals(SignalStore):
+    """The signals of a teacher behind one or several servers.
 
     spec: what the servers are asked for. width: E, the teacher's width (0 if it is unknown and not needed).
     vocabulary: the rows of the teacher's head; None if unknown.
@@ -53,6 +54,8 @@ class RemoteSignals:
     that answer again after they had failed, unless every answer has the teacher's hash. It raises ValueError for a
     wrong server, and returns the servers that are proven.
     """
+
+    may_take_long = True  # it has a timeout of its own
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class RemoteSignals:
     ):
         self.pool, self.api, self.servers = pool, api, servers
         self.signal, self.width, self.vocabulary, self.teacher_folder = spec, width, vocabulary, teacher_folder
+        self.name, self.identity = ", ".join(server.url for server in servers), _identity(servers[0], teacher_folder)
         self.prove: Callable[[Sequence[str]], set[str]] | None = None
         self.prove_every = 0
         self.proof: Proof | None = None
@@ -74,24 +78,6 @@ class RemoteSignals:
         self._proving = Lock()
         #: servers that were away and are not proven yet
         self._unproven: set[str] = set()
-
-    @property
-    def may_take_long(self) -> bool:
-        return True  # it has a timeout of its own
-
-    @property
-    def name(self) -> str:
-        return ", ".join(server.url for server in self.servers)
-
-    @property
-    def identity(self) -> str:
-        """The teacher's own hash; that of its files here, if the server tells none; else its name."""
-        first = self.servers[0]
-        if first.identity is not None:
-            return first.identity
-        if self.teacher_folder is not None:
-            return model_fingerprint(self.teacher_folder)
-        return hashlib.sha256(first.model.encode()).hexdigest()
 
     def require(self, documents: Documents, what: str) -> None:
         """Raise DataError for the first document that a server cannot score. what: their name in the message."""
@@ -230,6 +216,15 @@ def _connected(pool: ServerPool, request: SignalRequest, api: str, model_folder:
         width, vocabulary = columns, rows
     spec = _spec(request, dtype)
     return RemoteSignals(pool, engine, servers, spec, width=width, vocabulary=vocabulary, teacher_folder=folder)
+
+
+def _identity(first: ServerInfo, teacher_folder: Path | None) -> str:
+    """The teacher's own hash; that of its files here, if the server tells none; else its name."""
+    if first.identity is not None:
+        return first.identity
+    if teacher_folder is not None:
+        return model_fingerprint(teacher_folder)
+    return hashlib.sha256(first.model.encode()).hexdigest()
 
 
 def _require_same(first: ServerInfo, other: ServerInfo) -> None:

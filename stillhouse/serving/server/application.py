@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from stillhouse import __version__
+from stillhouse.models import NotFiniteError
 from stillhouse.serving.server.gate import Answer, BearerToken, Bodies, Counted, until_disconnected
 from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.server.metrics import Metrics
@@ -31,7 +32,6 @@ from stillhouse.serving.server.request_queue import (
     RequestQueue,
     Ticket,
 )
-from stillhouse.signals.scorer import NotFiniteError
 
 #: up to this size, a body is parsed and an answer is encoded in the HTTP thread itself
 AT_ONCE_BYTES = 16 * 1024

@@ -22,7 +22,7 @@ not matter, and neither does the position of the document in its file.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,11 @@ class Manifest:
     tokenizer_hash: str
     vocabulary: int
     width: int
-    documents: int
-    rows: int
-    documents_hash: str
-    shards: int
-    versions: dict[str, str]
+    documents: int = 0
+    rows: int = 0
+    documents_hash: str = ""
+    shards: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
     packed: bool = False
     format: int = FORMAT
 
@@ -78,10 +78,14 @@ class Manifest:
         return layout_of(self.signal, self.width, self.vocabulary, packed=self.packed)
 
     @property
+    def content(self) -> dict[str, Any]:
+        """Everything but the versions."""
+        return {key: value for key, value in asdict(self).items() if key != "versions"}
+
+    @property
     def identity(self) -> str:
-        """A hash of everything but the versions. Each shard holds it, so that a shard of another cache is refused."""
-        hashed = {key: value for key, value in asdict(self).items() if key != "versions"}
-        return json_hash(hashed)
+        """A hash of the content. Each shard holds it, so that a shard of another cache is refused."""
+        return json_hash(self.content)
 
     def summary(self, folder: Path) -> str:
         """A complete cache in two lines, for a terminal. Its size is that of its shards on disk."""
@@ -94,13 +98,9 @@ class Manifest:
         )
 
     def differences(self, other: "Manifest") -> list[tuple[str, Any, Any]]:
-        """The name and the two values of everything but the versions that differs."""
-        values, others = asdict(self), asdict(other)
-        return [
-            (name, values[name], others[name])
-            for name in values
-            if name != "versions" and values[name] != others[name]
-        ]
+        """The name and the two values of everything in the content that differs."""
+        others = other.content
+        return [(name, value, others[name]) for name, value in self.content.items() if value != others[name]]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

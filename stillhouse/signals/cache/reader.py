@@ -4,15 +4,14 @@ Nothing of a cache is trusted: the description, the index and every shard are co
 written last. The content of a shard is hashed when its first row is read, since a cache may be larger than memory.
 """
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -35,6 +34,9 @@ from stillhouse.signals.cache.files import (
 from stillhouse.signals.cache.shard_layout import StoredRows
 from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DocumentRows
+from stillhouse.signals.stored import SignalStore
+
+_DAMAGED = "is damaged: write the cache again"
 
 
 @dataclass(frozen=True)
@@ -52,28 +54,30 @@ class Stored:
     start: int
     number: int
 
+    def has(self, rows: range) -> bool:
+        return self.rows.start <= rows.start and rows.stop <= self.rows.stop
 
-class SignalCache:
+
+class SignalCache(SignalStore):
     """An opened cache.
 
     Raises ValueError, naming the file, for a folder that is not a complete cache, and for a file that is missing,
     truncated, of another cache or changed since it was written.
     """
 
-    may_take_long = False  # a step touches a few shards; a file system that does not answer is found by the watchdog
+    #: the teacher's configuration and tokenizer, and with hidden states its output head
+    teacher_folder: Path
 
     def __init__(self, folder: Path):
-        self.folder, self.name = folder, str(folder)
-        #: the teacher's configuration and tokenizer, and with hidden states its output head
-        self.teacher_folder = folder / TEACHER
+        self.folder, self.name, self.teacher_folder = folder, str(folder), folder / TEACHER
         self.hashes = _index(folder)
-        self.manifest = Manifest.from_json(self._checked(MANIFEST).decode(), folder / MANIFEST)
-        self.signal, self.width, self.identity = self.manifest.signal, self.manifest.width, self.manifest.identity
-        self._layout = self.manifest.layout
         # files that were added count, too: a model folder's weights are found by their names' ending
         present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
-        for name in sorted(present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
-            self._checked(name)
+        for name in sorted({MANIFEST} | present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
+            self._require_unchanged(name)
+        self.manifest = Manifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"), folder / MANIFEST)
+        self.signal, self.width, self.identity = self.manifest.signal, self.manifest.width, self.manifest.identity
+        self._layout = self.manifest.layout
         self._files: list[Any] = [self._open(number) for number in range(self.manifest.shards)]
         self._verified: set[int] = set()
         self._lock = Lock()
@@ -91,9 +95,15 @@ class SignalCache:
 
         what: the documents' name in the error message
         """
-        missing = [number for number in range(len(documents)) if not self._covers(documents, number)]
+        ids = [document_id(documents.tokens(number)) for number in range(len(documents))]
+        stored = [self._documents.get(document) for document in ids]
+        missing = [
+            number
+            for number, place in enumerate(stored)
+            if place is None or not place.has(target_rows(documents.targets(number)))
+        ]
         if missing:
-            known = document_id(documents.tokens(missing[0])) in self._documents
+            known = stored[missing[0]] is not None
             why = "rows of it are missing; was it written for other target tokens?" if known else "it is absent"
             raise ValueError(
                 f"{self.folder} lacks {len(missing):,} of the {len(documents):,} documents of {what}, the first is "
@@ -126,91 +136,65 @@ class SignalCache:
     def read_document(self, document: bytes, rows: range) -> dict[str, Tensor]:
         """`read` for one document, by its id."""
         stored = self._documents.get(document)
-        if stored is None or rows.start < stored.rows.start or rows.stop > stored.rows.stop:
+        if stored is None or not stored.has(rows):
             raise ValueError(
                 f"{self.folder} has no rows {rows.start} to {rows.stop - 1} of document {document.hex()}"
             )
         self._verify(stored.shard)
         path, first = self.folder / shard_name(stored.shard), stored.rows.start
         part = StoredRows(stored.number, stored.start, range(rows.start - first, rows.stop - first))
-        with reading(f"{path} is damaged: write the cache again"):
+        with reading(f"{path} {_DAMAGED}"):
             tensors = self._layout.read(self._files[stored.shard], part)
         if problem := problem_in(self.signal, self.manifest.vocabulary, tensors):
             raise ValueError(f"{path}: {problem}: write the cache again")
         return tensors
 
-    def _covers(self, documents: Documents, number: int) -> bool:
-        rows = target_rows(documents.targets(number))
-        stored = self._documents.get(document_id(documents.tokens(number)))
-        return stored is not None and stored.rows.start <= rows.start and rows.stop <= stored.rows.stop
-
-    def _checked(self, name: str) -> bytes:
-        """The content of a file of the cache."""
-        path = self.folder / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: the cache is not whole")
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != self.hashes.get(name):
-            raise ValueError(f"{path} was changed or added after the cache was written: write the cache again")
-        return content
-
     def _open(self, number: int) -> Any:
-        path = self.folder / shard_name(number)
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: the cache is not whole")
-        with reading(f"{path} is damaged: write the cache again"):
+        path = _present(self.folder / shard_name(number))
+        with reading(f"{path} {_DAMAGED}"):
             file = safe_open(path, framework="pt")
             identity = (file.metadata() or {}).get(CACHE_KEY)
-            shapes = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in _slices(file)}
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            forms = {name: (tuple(part.get_shape()), part[:0].dtype) for name, part in slices.items()}
         if identity != shard_identity(self.manifest, number):
             raise ValueError(f"{path} is not shard {number} of this cache: write the cache again")
         for name, (shape, dtype) in self._layout.forms().items():
-            actual, code = shapes.get(name, ((), "absent"))
-            if (actual[1:], code) != (shape, _CODES[dtype]):
+            actual, stored_dtype = forms.get(name, ((), "absent"))
+            if (actual[1:], stored_dtype) != (shape, dtype):
                 raise ValueError(
-                    f"{path}: '{name}' is {code} of shape {actual}: expected [rows, *{shape}] of {dtype}"
+                    f"{path}: '{name}' is {stored_dtype} of shape {actual}: expected [rows, *{shape}] of {dtype}"
                 )
         return file
 
-    def _table(self, number: int, file: Any) -> list[tuple[bytes, Stored]]:
-        with reading(f"{self.folder / shard_name(number)} is damaged: write the cache again"):
+    def _table(self, number: int, file: Any) -> Iterator[tuple[bytes, Stored]]:
+        path = self.folder / shard_name(number)
+        with reading(f"{path} {_DAMAGED}"):
             ids, first, offsets = (file.get_tensor(name) for name in ("document", "first_row", "offsets"))
         raw, starts, borders = ids.numpy().tobytes(), first.tolist(), offsets.tolist()
         documents = len(raw) // ID_BYTES
         if (len(starts), len(borders)) != (documents, documents + 1) or borders != sorted(borders) or borders[0] != 0:
-            raise ValueError(f"{self.folder / shard_name(number)} is damaged: its table of documents has gaps")
-        return [
-            (
-                raw[at * ID_BYTES : (at + 1) * ID_BYTES],
-                Stored(number, range(starts[at], starts[at] + borders[at + 1] - borders[at]), borders[at], at),
-            )
-            for at in range(len(starts))
-        ]
+            raise ValueError(f"{path} is damaged: its table of documents has gaps")
+        for at, (start, (first_row, stop_row)) in enumerate(zip(starts, pairwise(borders), strict=True)):
+            document = raw[at * ID_BYTES : (at + 1) * ID_BYTES]
+            yield document, Stored(number, range(start, start + stop_row - first_row), first_row, at)
 
     def _verify(self, number: int) -> None:
         """Compare a shard's content with its hash, once."""
         with self._lock:
-            if number in self._verified:
-                return
-            path = self.folder / shard_name(number)
-            if file_hash(path) != self.hashes.get(shard_name(number)):
-                raise ValueError(f"{path} was changed after the cache was written: write the cache again")
-            self._verified.add(number)
+            if number not in self._verified:
+                self._require_unchanged(shard_name(number))
+                self._verified.add(number)
+
+    def _require_unchanged(self, name: str) -> None:
+        path = _present(self.folder / name)
+        if file_hash(path) != self.hashes.get(name):
+            raise ValueError(f"{path} was changed or added after the cache was written: write the cache again")
 
 
-#: names of dtypes in safetensors files
-_CODES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.uint8: "U8",
-}
-
-
-def _slices(file: Any) -> list[tuple[str, Any]]:
-    return [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118 (a safetensors file is no dict)
+def _present(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: the cache is not whole")
+    return path
 
 
 def _index(folder: Path) -> dict[str, str]:

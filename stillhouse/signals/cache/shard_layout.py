@@ -13,9 +13,10 @@ Reading gives exactly the tensors that were written.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,28 +52,28 @@ class StoredRows(NamedTuple):
         return slice(self.start + self.rows.start, self.start + self.rows.stop)
 
 
-class ShardLayout(Protocol):
+class ShardLayout(ABC):
     """The form of a signal in a shard. `file`: an opened safetensors file."""
 
     @property
     def bytes_per_token(self) -> int:
         """For the packed form of draws, the most that a token can need."""
-        ...
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.forms().values())
 
+    @abstractmethod
     def forms(self) -> TensorForms:
         """For each tensor of a shard, all dims after the first one, and the dtype."""
-        ...
 
+    @abstractmethod
     def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
         """The tensors of a shard from those of the signal.
 
         offsets: [D+1], where each document's rows begin
         """
-        ...
 
+    @abstractmethod
     def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
         """The tensors of the signal. Raises ValueError if the shard's tensors do not fit each other."""
-        ...
 
 
 def layout_of(spec: SignalSpec, width: int, vocabulary: int, *, packed: bool) -> ShardLayout:
@@ -89,13 +90,9 @@ def layout_of(spec: SignalSpec, width: int, vocabulary: int, *, packed: bool) ->
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(ShardLayout):
     spec: SignalSpec
     width: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.spec.bytes_per_token(self.width)
 
     def forms(self) -> TensorForms:
         return self.spec.tensors(self.width)
@@ -108,15 +105,11 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class PackedIds:
+class PackedIds(ShardLayout):
     """Log-probabilities as they are, ids in as few bits as the vocabulary needs."""
 
     spec: SignalSpec
     vocabulary: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.forms().values())
 
     @property
     def _least(self) -> int:
@@ -145,46 +138,39 @@ class PackedIds:
 
 
 @dataclass(frozen=True)
-class PackedDraws:
+class PackedDraws(ShardLayout):
     """As many pairs of an id and a count as a row has different ids."""
 
     spec: SignalSpec
     vocabulary: int
 
     @property
-    def draws(self) -> int:
-        assert self.spec.top_k is not None
-        return self.spec.top_k
-
-    @property
     def bytes_per_token(self) -> int:
-        return 1 + bytes_for(self.draws, self._bits)
+        return 1 + bytes_for(self.spec.entries, self._bits)
 
     @property
     def _count_bits(self) -> int:
-        return bits_for(self.draws)
+        return bits_for(self.spec.entries)
 
     @property
     def _bits(self) -> int:
         return bits_for(self.vocabulary) + self._count_bits
 
     def forms(self) -> TensorForms:
-        return {
-            "distinct": ((), torch.uint8),
-            "pairs": ((), torch.uint8),
-            "pair_offsets": ((), torch.int64),
-        }
+        return {"distinct": ((), torch.uint8), "pairs": ((), torch.uint8), "pair_offsets": ((), torch.int64)}
 
     def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
         ids, counts = tensors["ids"].numpy(), tensors["counts"].numpy()
         present = ids >= 0
         distinct = present.sum(1)
         _require_range(tensors["ids"], -1, self.vocabulary)
-        if (present != (np.arange(self.draws) < distinct[:, None])).any() or (present != (counts > 0)).any():
+        if (present != (np.arange(self.spec.entries) < distinct[:, None])).any() or (present != (counts > 0)).any():
             raise ValueError("the ids and counts of a row have gaps: expected its different ids first, then -1 and 0")
         starts = np.concatenate([[0], np.cumsum(bytes_for(distinct, self._bits))])
         # the counts of a row add up to the number of draws, so none is larger
-        values = (ids.astype(np.int64) << self._count_bits) | (np.minimum(counts, self.draws).astype(np.int64) - 1)
+        values = (ids.astype(np.int64) << self._count_bits) | (
+            np.minimum(counts, self.spec.entries).astype(np.int64) - 1
+        )
         pairs = write_bits(values[present], self._positions(starts[:-1], distinct), self._bits, int(starts[-1]))
         return {
             "distinct": torch.from_numpy(distinct.astype(np.uint8)),
@@ -195,8 +181,8 @@ class PackedDraws:
     def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
         until = StoredRows(part.document, part.start, range(part.rows.stop))
         distinct = _rows(file, "distinct", until).numpy().astype(np.int64)
-        if distinct.size and distinct.max() > self.draws:
-            raise ValueError(f"'distinct' has {distinct.max()} ids in a row of {self.draws} draws")
+        if distinct.size and distinct.max() > self.spec.entries:
+            raise ValueError(f"'distinct' has {distinct.max()} ids in a row of {self.spec.entries} draws")
         starts = np.concatenate([[0], np.cumsum(bytes_for(distinct, self._bits))])
         first, stop = (int(offset) for offset in file.get_slice("pair_offsets")[part.document : part.document + 2])
         low, high = int(starts[part.rows.start]), int(starts[part.rows.stop])
@@ -208,9 +194,9 @@ class PackedDraws:
         distinct = distinct[part.rows.start :]
         positions = self._positions(starts[part.rows.start : part.rows.stop] - low, distinct)
         values = read_bits(string, positions, self._bits).astype(np.int64)
-        ids = np.full((len(distinct), self.draws), -1, dtype=np.int32)
-        counts = np.zeros((len(distinct), self.draws), dtype=np.uint8)
-        present = np.arange(self.draws) < distinct[:, None]
+        ids = np.full((len(distinct), self.spec.entries), -1, dtype=np.int32)
+        counts = np.zeros((len(distinct), self.spec.entries), dtype=np.uint8)
+        present = np.arange(self.spec.entries) < distinct[:, None]
         ids[present] = values >> self._count_bits
         counts[present] = (values & ((1 << self._count_bits) - 1)) + 1
         return {"ids": torch.from_numpy(ids), "counts": torch.from_numpy(counts)}

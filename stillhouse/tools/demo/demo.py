@@ -91,14 +91,9 @@ def table(rows: list[Row]) -> str:
         "seconds": lambda row: f"{row['seconds']:.0f}" if row["seconds"] else "",
     }
     cells = [list(columns)] + [[show(row) for show in columns.values()] for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(columns))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    )
+    first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
+    form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
+    return "\n".join(form.format(*line) for line in cells)
 
 
 def _teacher_row(session: Session) -> Row:

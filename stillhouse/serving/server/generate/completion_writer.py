@@ -10,7 +10,7 @@ from stillhouse.data import check_vocabulary, load_tokenizer
 from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.generation.sample import Completion, Sampling
 from stillhouse.generation.token_sampler import stop_texts
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.parallel import choose_device, local_folder
 from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.generate.generate_routes import add_generate_route, add_weights_route
@@ -18,7 +18,6 @@ from stillhouse.serving.server.generate.token_completions import GenerationPart,
 from stillhouse.serving.server.generate.weight_updates import FIRST_VERSION, WeightUpdates
 from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.server.role import ModelOptions, longest_sequence, model_info
-from stillhouse.signals.scorer import NotFiniteError
 
 
 class CompletionWriter:

@@ -13,7 +13,7 @@ that a polynomial or quantized residuals approximate are refused.
 N tokens, K ids per row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,29 +156,25 @@ class DistillkitFiles:
         return _checked(where, self.compression, vocabulary, parts[0][:rows], parts[1][:rows])
 
 
-def encode(compression: Compression, ids: Tensor, log_probs: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of rows of log-probabilities and of ids, [N, ·] uint8 each. No differences are taken."""
-    values = log_probs.to(DTYPES[compression.exact_dtype]).contiguous()
-    return values.view(torch.uint8).numpy(), pack_rows(ids.numpy(), compression.id_bits)
-
-
 def write_parquet(
     path: Path, compression: Compression, documents: Iterator[tuple[np.ndarray, dict[str, Tensor]]]
 ) -> None:
-    """Write a Parquet file.
+    """Write a Parquet file. No differences of log-probabilities are taken.
 
     documents: the token ids of each document, and its tensors of "top_k" without the last row
     """
     with pq.ParquetWriter(path, SCHEMA) as writer:
-        group: list[list[Any]] = []
+        group: list[dict[str, Any]] = []
         for tokens, tensors in documents:
-            log_probs, ids = encode(compression, tensors["ids"], tensors["log_probs"])
-            group.append([tokens.astype(np.uint64), list(log_probs), list(ids)])
+            log_probs = tensors["log_probs"].to(DTYPES[compression.exact_dtype]).contiguous()
+            ids = pack_rows(tensors["ids"].numpy(), compression.id_bits)
+            columns = tokens.astype(np.uint64), list(log_probs.view(torch.uint8).numpy()), list(ids)
+            group.append(dict(zip(COLUMNS, columns, strict=True)))
             if len(group) == GROUP:
-                writer.write_table(_table(group))
+                writer.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
                 group = []
         if group:
-            writer.write_table(_table(group))
+            writer.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
 
 
 def _checked(
@@ -219,17 +215,6 @@ def _bytes(rows: pa.ListArray, size: int) -> np.ndarray:
     if flat.null_count or flat.type != pa.uint8():
         raise ValueError(f"its values are {flat.type}, {flat.null_count} of them null")
     return np.array(flat.to_numpy(zero_copy_only=False)).reshape(len(rows), size)
-
-
-def _table(documents: Sequence[Sequence[Any]]) -> pa.Table:
-    columns = zip(*documents, strict=True)
-    return pa.Table.from_arrays(
-        [
-            pa.array([list(row) for row in column], type=field.type)
-            for column, field in zip(columns, SCHEMA, strict=True)
-        ],
-        schema=SCHEMA,
-    )
 
 
 def _by_number(path: Path) -> tuple[int, str]:

@@ -12,7 +12,6 @@ N tokens, L layers, E the teacher's width.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,11 +50,11 @@ class SpeculatorsFiles:
 
     def dtype(self) -> torch.dtype:
         """The dtype of the first document's states."""
-        return self._states(0, slice(0, 0))[1]
+        return self._states(0, slice(0, 0)).dtype
 
     def last_layer(self, document: int, tokens: int, width: int) -> Tensor:
         """The output of the last layer, [N, E]. Raises ValueError for another shape and for NaN."""
-        states, _ = self._states(document, slice(None))
+        states = self._states(document, slice(None))
         if states.dim() != 3 or states.shape[0] != tokens or states.shape[2] != width or not states.shape[1]:
             raise ValueError(
                 f"{self.where(document)}: hidden_states of shape {list(states.shape)}: expected "
@@ -66,9 +65,8 @@ class SpeculatorsFiles:
             raise ValueError(f"{self.where(document)}: hidden_states has numbers that are not finite")
         return last
 
-    def _states(self, document: int, rows: slice) -> tuple[Tensor, torch.dtype]:
+    def _states(self, document: int, rows: slice) -> Tensor:
         path = self._paths[document]
         with reading(f"{path} is not a file of hidden states"), safe_open(path, framework="pt") as file:
-            part: Any = file.get_slice("hidden_states")
-            states: Tensor = part[rows]
-        return states, states.dtype
+            states: Tensor = file.get_slice("hidden_states")[rows]
+        return states
