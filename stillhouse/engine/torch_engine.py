@@ -15,10 +15,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import NotFiniteError, SavedTensors, StepOutput, add_up
 from stillhouse.engine.loss import StepLoss
-from stillhouse.engine.optimizer import OptimizerSettings, embedding_weights, make_optimizer, make_step
+from stillhouse.engine.optimizer import embedding_weights, make_optimizer, make_step
 from stillhouse.engine.parts import LossPart, MtpLoss
 from stillhouse.engine.state import TrainingState
 from stillhouse.generation.student_copy import StudentCopy
@@ -36,13 +37,15 @@ from stillhouse.signals.weight_average import WeightAverage
 #: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
 #: that the student accepts, and top-1 agreement the share of greedy ones
 ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
+#: AdamW as torch has it, without clipping
+DEFAULT_TRAIN = TrainConfig(betas=(0.9, 0.999), clip=None)
 
 
 class TorchEngine:
     """Trains a student on micro-batches and the teachers' signals for them.
 
     objective: the minimised loss at the student's head.
-    optimizer: None: AdamW with the default settings.
+    train: the optimizer's settings and the gradient norm above which it is clipped.
     autocast: the dtype of matrix products; the weights keep their own. None: that of the weights.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
     parts: the losses that arise inside the student.
@@ -54,7 +57,7 @@ class TorchEngine:
         runner: Runner,
         objective: ObjectiveSpec,
         *,
-        optimizer: OptimizerSettings | None = None,
+        train: TrainConfig = DEFAULT_TRAIN,
         autocast: torch.dtype | None = None,
         chunk_tokens: int | None = None,
         parts: Sequence[LossPart] = (),
@@ -62,8 +65,8 @@ class TorchEngine:
     ):
         self._runner, self.objective, self.parts = runner, objective, tuple(parts)
         self.layout, self.ranks, self.device = runner.layout, runner.ranks, runner.device
-        self._settings = optimizer or OptimizerSettings()
-        self.autocast, self._chunk_tokens, self.average = autocast, chunk_tokens, average
+        self._train, self.autocast = train, autocast
+        self._chunk_tokens, self.average = chunk_tokens, average
 
     # ---- the step
 
@@ -89,7 +92,7 @@ class TorchEngine:
         return StepOutput(outputs, partial(self._total, outputs, losses))
 
     def update(self, learning_rate: float) -> float:
-        norm = float(self._runner.clip(self._settings.clip))
+        norm = float(self._runner.clip(self._train.clip or 0.0))
         if not math.isfinite(norm):
             raise NotFiniteError(norm)
         make_step(self.optimizer, learning_rate)
@@ -101,7 +104,7 @@ class TorchEngine:
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         parameters = (parameter for _, parameter in self._runner.named_parameters())
-        return make_optimizer(parameters, self._settings, embedding_weights(self.students))
+        return make_optimizer(parameters, self._train, embedding_weights(self.students))
 
     def _inputs(
         self,

@@ -5,7 +5,7 @@ A stage keeps the model's own modules and names. In place of the layers of other
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,35 @@ class Stage:
     @property
     def is_last(self) -> bool:
         return self.number == self.count - 1
+
+
+class HiddenSize(NamedTuple):
+    """The width and the dtype of the hidden states that a model's stages send."""
+
+    width: int
+    dtype: torch.dtype
+
+    def empty(self, shape_BS: tuple[int, int], device: torch.device) -> Tensor:
+        """Return hidden states without values."""
+        return torch.empty(*shape_BS, self.width, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Properties of the models that a pipeline needs before they are cut.
+
+    student, teacher: of their hidden states; None: the teacher's are not sent.
+    tied: whether the student's embedding and head, on the first and the last stage, train as one weight.
+    copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
+    teacher_cost: a forward of the teacher's layers, in forwards of the student's layers.
+    """
+
+    stages: list[Stage]
+    student: HiddenSize
+    teacher: HiddenSize | None
+    tied: bool
+    copies_embedding: bool
+    teacher_cost: float
 
 
 @dataclass(frozen=True)

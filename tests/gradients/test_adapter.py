@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stillhouse.engine.optimizer import OptimizerSettings, make_optimizer
+from stillhouse.config import TrainConfig
+from stillhouse.engine.optimizer import make_optimizer
 from stillhouse.models import Decoder, add_lora, draw_lora, without_lora
 from stillhouse.models.adapter import base_name, is_lora
 from stillhouse.models.dtensors import gathered_tensor
@@ -85,7 +86,7 @@ def peft_model(model: PreTrainedModel, like: Decoder) -> Any:
 def test_training_leaves_the_rest_as_it_was_to_the_byte(dtype: torch.dtype) -> None:
     decoder = adapted(tied=True, dtype=dtype)
     before = copy.deepcopy(decoder.state_dict())
-    optimizer = make_optimizer(decoder.parameters(), OptimizerSettings(1e-2, weight_decay=0.1))
+    optimizer = make_optimizer(decoder.parameters(), TrainConfig(learning_rate=1e-2, weight_decay=0.1))
     for _ in range(3):
         decoder(IDS).float().logsumexp(-1).sum().backward()
         optimizer.step()

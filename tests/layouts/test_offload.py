@@ -15,9 +15,8 @@ from torch import Tensor
 
 from stillhouse.checkpoint.integrity import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
-from stillhouse.config import ConfigError
+from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.data import StepMicroBatches
-from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
@@ -100,7 +99,7 @@ def offloaded(folder: Path, mesh: Mesh, offload: bool) -> TorchEngine:
         apply_fsdp(each, mesh.weights["shard"], offload=offload)
         load_weights(each, folder / name, mesh.device, offload=offload)
     runner = Runner(Layout(offload=offload), {0: pair}, None, mesh, tied=student.tied)
-    return TorchEngine(runner, SPEC, optimizer=OptimizerSettings(weight_decay=0.1, clip=0.1))
+    return TorchEngine(runner, SPEC, train=TrainConfig(weight_decay=0.1, betas=(0.9, 0.999), clip=0.1))
 
 
 def train(family: str, step: int, engine: TorchEngine) -> float:

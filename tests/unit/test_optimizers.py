@@ -18,10 +18,9 @@ from torch import nn
 from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.checkpoint.integrity import stored_tensors, verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
-from stillhouse.config import ConfigError
+from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.config.read_config import dotted_values
 from stillhouse.engine.optimizer import (
-    OptimizerSettings,
     embedding_weights,
     make_optimizer,
     require_optimizer,
@@ -76,7 +75,7 @@ def test_steps_are_those_of_the_library(kind: str, family: str) -> None:
     model = build(family, vocab_size=256)
     other = copy.deepcopy(model)
     decoder = Decoder(model, verify=False)
-    settings = OptimizerSettings(1e-2, kind=kind, **SETTINGS)
+    settings = TrainConfig(learning_rate=1e-2, optimizer=kind, **SETTINGS)
     optimizer = make_optimizer(decoder.parameters(), settings, embedding_weights([decoder]))
     expected = reference(kind, other, 1e-2)
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
