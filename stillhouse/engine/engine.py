@@ -2,7 +2,7 @@
 
     output = engine.forward_backward(micro_batches, signals, normalizer)     adds the step's gradient
     norm = engine.update(learning_rate)                                      clips it, and makes the optimizer step
-    sums = engine.evaluate(parts)                                            returns held-out sums
+    sums = engine.evaluate(held_out)                                         returns held-out sums
     engine.save(folder); engine.load(folder)                                 everything that a run needs to continue
 
 The loss of every micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So
@@ -107,7 +107,7 @@ class Engine(Protocol):
         ...
 
     def evaluate(
-        self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
+        self, held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
     ) -> dict[str, float]:
         """Sums over all target tokens, the same on every process: cross-entropy and, with signals, the forward KL.
 
@@ -115,6 +115,7 @@ class Engine(Protocol):
         not depend on the engine's own objective. Of sorted probabilities, the result is their distance, `uld`, at the
         objective's temperature. Of MTP layers, the sums have what `ACCEPTANCE` measures.
 
+        held_out: some micro-batches and their signals at a time.
         of_teacher: also the teacher's own cross-entropy; the signals have to be exact.
         """
         ...

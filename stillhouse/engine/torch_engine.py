@@ -135,10 +135,10 @@ class TorchEngine:
     # ---- passes without gradients
 
     def evaluate(
-        self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
+        self, held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
     ) -> dict[str, float]:
         outputs: list[ObjectiveOutput] = []
-        for micro_batches, signals in parts:
+        for micro_batches, signals in held_out:
             loss = StepLoss(
                 self._held_out_objective(signals),
                 chunk_tokens=self._chunk_tokens,
@@ -146,7 +146,7 @@ class TorchEngine:
                 with_teacher_cross_entropy=of_teacher,
             )
             outputs += self.process(loss, micro_batches, signals, self._acceptance)
-            del micro_batches, signals  # a teacher's hidden states are large, and the next part comes first
+            del micro_batches, signals  # a teacher's hidden states are large, and the next ones come first
         return add_up(self.ranks.gather(summed_metrics(outputs)))
 
     @property

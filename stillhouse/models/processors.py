@@ -11,9 +11,8 @@ run's objective.
 B rows of S tokens each, T = B·S tokens in the rows' order, D width.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +33,7 @@ from stillhouse.objective import (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class LogProbs:
+class LogProbs(NamedTuple):
     """The log-probability of each row's label (0 without a label) and the entropy of each row's distribution in nats.
 
     Both are differentiable and at least float32.
@@ -43,9 +41,6 @@ class LogProbs:
 
     log_probs_BS: Tensor
     entropy_BS: Tensor
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.log_probs_BS, self.entropy_BS))
 
 
 def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:

@@ -27,10 +27,10 @@ from stillhouse.parallel.stages import (
 )
 
 
-def single_process_runner(student: Decoder, teacher: Decoder | None, *, teacher_is_base: bool = False) -> Runner:
+def single_process_runner(student: Decoder, teacher: Decoder | None) -> Runner:
     """Return the runner of a single process, which has both models whole."""
     teacher_source = None if teacher is None else ModelSource(lambda: teacher, is_proven=True)
-    student_source = ModelSource(lambda: student, teacher_is_base=teacher_is_base, is_proven=True)
+    student_source = ModelSource(lambda: student, is_proven=True)
     mesh = Mesh(Degrees(), next(student.parameters()).device, of_one_process=True)
     return build_runner(Layout(), mesh, student_source, teacher_source)
 

@@ -147,8 +147,8 @@ class TeacherStudentPair(nn.Module):
         context = _targets(micro_batch, signals) if self.student.has_head else None
         with ExitStack() as running:
             running.enter_context(autocast(micro_batch.input_ids_BS.device, inputs.autocast))
-            for loss in losses:
-                arguments |= loss.student_inputs()
+            for part, loss in zip(inputs.losses, losses, strict=True):
+                arguments |= part.student_inputs(micro_batch, self.student)
                 running.enter_context(loss.during_student())
             output = self.student(**arguments, processor=inputs.processor, context=context)
         return StageResults(output, teacher_BSE, [named for loss in losses for named in loss.losses()])

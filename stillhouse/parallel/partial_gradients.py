@@ -80,10 +80,10 @@ def _cross_entropies(number: int) -> OutputProcessor:
     """A processor: the sum of the cross-entropies of all depths, with labels that depend on `number`."""
 
     def process(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> ObjectiveOutput:
-        depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-        place_T = torch.arange(depths[0].shape[:-1].numel(), device=depths[0].device)
+        hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        place_T = torch.arange(hidden_by_depth[0].shape[:-1].numel(), device=hidden_by_depth[0].device)
         terms = [CrossEntropy((place_T * (number + 1)) % 7)]
-        losses = [linear_objective(hidden_BSD.flatten(0, -2), head, terms).loss for hidden_BSD in depths]
+        losses = [linear_objective(hidden_BSD.flatten(0, -2), head, terms).loss for hidden_BSD in hidden_by_depth]
         return ObjectiveOutput(torch.stack(losses).sum(), {}, {})
 
     return process

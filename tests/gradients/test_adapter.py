@@ -175,35 +175,6 @@ def test_a_stage_that_trains_nothing_is_refused() -> None:
     require_training(adapted(targets=["mlp.up_proj"]), stages)
 
 
-def draw_under_a_layout(rank: Rank, degrees: Degrees) -> dict[str, bool] | None:
-    """Check that each matrix on this rank is this rank's part of the matrix in a single process."""
-    mesh = Mesh(degrees, torch.device("cpu"))
-    if rank.number >= degrees.processes:
-        return None
-
-    def make() -> Decoder:
-        decoder = Decoder(build("llama"), verify=False)
-        add_lora(decoder, r=5)
-        return decoder
-
-    runner = build_runner(
-        Layout(degrees), mesh, ModelSource(make, lambda decoder: draw_lora(decoder, 3, fresh=False)), None
-    )
-    unsharded = make()
-    draw_lora(unsharded, 3, fresh=False)
-    actual = {}
-    for name, parameter in runner.named_parameters():
-        actual[name] = torch.equal(gathered_tensor(parameter), unsharded.get_parameter(name))
-    return actual
-
-
-@pytest.mark.parametrize("degrees", [Degrees(fsdp=2, tensor=2), Degrees(fsdp=4)], ids=str)
-def test_every_layout_starts_from_the_same_numbers(degrees: Degrees) -> None:
-    for actual in shared_pool(4).call(draw_under_a_layout, degrees):
-        assert all(actual.values()), actual
-        assert any(is_lora(name) for name in actual)
-
-
 def drop_under_tensor_parallel(rank: Rank, _: None) -> list[Tensor] | None:
     """Return the gradients of the replicated LoRA matrices after three passes with dropout."""
     mesh = Mesh(Degrees(tensor=2), torch.device("cpu"))

@@ -146,64 +146,6 @@ def test_packed_rows_are_the_documents_at_every_depth(family: str, depths: int) 
             torch.testing.assert_close(document[: len(by_depth[depth])], by_depth[depth], rtol=0, atol=1e-6)
 
 
-def shifted_by_hand(each_BS: list[list[Any]], at: list[list[int]], depth: int, absent: Any) -> list[Any]:
-    """Return for each token the value `depth` tokens later in the same document, or `absent`."""
-    moved = []
-    for row, place in zip(each_BS, at, strict=True):
-        for token in range(len(row)):
-            inside = token + depth < len(row) and place[token + depth] == place[token] + depth
-            moved.append(row[token + depth] if inside else absent)
-    return moved
-
-
-def test_shift_for_mtp_moves_labels_weights_and_signal_together_and_stops_at_documents() -> None:
-    at_BS = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
-    labels_BS = torch.tensor([[5, 6, -1, 8, 9, 10], [11, -1, 13, 14, 15, -1]])
-    weights_BS = torch.arange(1.0, 13.0).view(2, 6) * (labels_BS >= 0)
-    hidden_TE = torch.randn(12, 3)
-    head = OutputHead(torch.randn(20, 3))
-    targets = DistillTargets(labels_BS, weights_BS, signals={TEACHER: FullVocab(hidden_TE, head)})
-    shifted = targets.shift_for_mtp(at_BS, 3)
-    assert shifted.at(0).labels_T.tolist() == labels_BS.flatten().tolist()
-    assert len(shifted.mtp_targets) == 3
-    for depth in (1, 2, 3):
-        here = shifted.at(depth)
-        assert here.labels_T.tolist() == shifted_by_hand(labels_BS.tolist(), at_BS.tolist(), depth, -1)
-        assert here.weights_T is not None
-        assert here.weights_T.tolist() == shifted_by_hand(weights_BS.tolist(), at_BS.tolist(), depth, 0.0)
-        expected_rows = shifted_by_hand(hidden_TE.view(2, 6, 3).tolist(), at_BS.tolist(), depth, None)
-        signal = here.signals[TEACHER]
-        assert isinstance(signal, FullVocab)
-        assert signal.head is head
-        for row, expected in enumerate(expected_rows):
-            if expected is not None:
-                assert signal.hidden_TE[row].tolist() == expected
-    with pytest.raises(ValueError, match=r"depth 4 .* targets of 3 further depths"):
-        shifted.at(4)
-
-
-def test_context_shards_cut_after_the_shift_have_the_rows_of_the_whole() -> None:
-    """Of two ranks, one has the first and the last quarter of each row, as in a load-balanced causal layout."""
-    decoder, teacher = make(depths=2), Decoder(build("llama", seed=3))
-    whole_context = targets_of(teacher, "jsd").shift_for_mtp(positions(), 2)
-    processor = StepLoss(parse_objective(OBJECTIVES["jsd"], TEMPERATURE), NORMALIZER)
-    outputs = decoder(packed(documents()), positions(), processor=processor, context=whole_context)
-    hidden = decoder(packed(documents()), positions(), processor=hidden_states)
-
-    places_BS = torch.arange(positions().numel()).view(positions().shape)
-    pieces = places_BS.tensor_split(4, dim=1)
-    ranks = [torch.cat([pieces[0], pieces[3]], 1).flatten(), torch.cat([pieces[1], pieces[2]], 1).flatten()]
-    for depth, output in enumerate(outputs):
-        losses = []
-        for index_T in ranks:
-            rows = hidden[depth].flatten(0, 1)[index_T][None]
-            part = decoder.main.head(rows, processor, whole_context.rows(index_T), depth)
-            for name, per_token in part.per_token.items():
-                torch.testing.assert_close(per_token, output.per_token[name][index_T])
-            losses.append(part.loss)
-        torch.testing.assert_close(sum(losses), output.loss)
-
-
 def test_no_depth_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 32))
     rows, tokens, vocabulary = 2, 64, 4001

@@ -150,36 +150,6 @@ def run(call: Callable[[], Any], *, in_a_thread: bool) -> None:
     thread.join()
 
 
-def test_recomputation_changes_no_bit() -> None:
-    results = []
-    for recomputed in (False, True):
-        model, batch = decoder(THREE_LAYERS), Batch.make(0)
-        balance_routers(model)
-        if recomputed:
-            model.gradient_checkpointing_enable()
-        balance = batch.loss()
-        forward(model, batch, balance).backward()
-        results.append(gradients(model) | balance.losses)
-    assert results[0].keys() == results[1].keys()
-    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
-
-
-def test_two_backward_passes_recompute_twice() -> None:
-    """Zero-bubble schedules do this. Each pass gives the whole gradient, and the recorded losses do not change."""
-    model, batch = decoder(THREE_LAYERS), Batch.make(0)
-    balance_routers(model)
-    model.gradient_checkpointing_enable()
-    balance = batch.loss()
-    result = forward(model, batch, balance)
-    losses = dict(balance.losses)
-    result.backward(retain_graph=True)
-    once = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    forward(model, Batch.make(1), Batch.make(1).loss())  # another micro-batch runs between the two passes
-    result.backward()
-    assert_close(gradients(model), {name: 2 * gradient for name, gradient in once.items()})
-    assert balance.losses == losses
-
-
 def test_router_balance_beside_a_lora() -> None:
     """The adapter's gradient through the frozen routers equals the formula's."""
     actual = []

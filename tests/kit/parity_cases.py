@@ -18,10 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.engine.parts import ROUTER_LOSS, LossPart, MtpLoss, RouterBalancing
+from stillhouse.engine.parts import ROUTER_LOSS, HiddenStates, LossPart, MtpLoss, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
 from stillhouse.models.dtensors import gathered_tensor, local
+from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
@@ -192,6 +193,8 @@ class Side:
             parts.append(MtpLoss(case.spec, 2, 0.7, of_student=of_student, group=runner.context_group))
         elif case.family == "qwen3_moe":
             parts.append(RouterBalancing(0.5, runner.context_group))
+        if (match := runner.students()[0].hidden_match) is not None:
+            parts.append(HiddenStates(match.all_pairs))
         train = TRAIN.model_copy(update={"optimizer": case.optimizer})
         autocast = torch.bfloat16 if bf16 else None
         return cls(
@@ -238,6 +241,7 @@ def first_step(
     expected, sums = single.step(*reference_step), sharded.step(*sharded_step)
     assert (ROUTER_LOSS in sums) == (case.family == "qwen3_moe" and not case.mtp)
     assert ("mtp_2/tokens" in sums) == bool(case.mtp)
+    assert sum(name.startswith(HIDDEN) for name in sums) == len(case.hidden)
     if case.mtp and case.layout.degrees.tensor > 1:
         named = dict(sharded.runner.named_parameters())
         weights = [named[name] for name in named if name.startswith("mtp.") and name.endswith("up_proj.weight")]

@@ -85,16 +85,6 @@ def test_steps_of_one_sequence_leave_a_process_without_one(workspace: Path, layo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp=2", "fsdp=2 gather_dtype=bfloat16", "tensor=2", "pipeline=2"])
-def test_bfloat16_products_under_a_layout(workspace: Path, layout: str) -> None:
-    """The weights are close but not bitwise equal: where a gradient is nearly 0, rounding can change AdamW's step."""
-    keys = [f"parallel.{each}" for each in layout.split()]
-    for out, processes, overrides in (("bf16", 1, []), (f"bf16 {layout}", 2, keys)):
-        distill(workspace, out, processes, "train.precision=bf16", *overrides)
-    assert_same_weights(workspace / f"bf16 {layout}", workspace / "bf16", 2e-2)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
     [
