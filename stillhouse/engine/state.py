@@ -9,9 +9,7 @@ The files are those of PyTorch's distributed checkpoints (DCP), as safetensors. 
 parallelism a rank has only a shard of a tensor, as a DTensor.
 """
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from stillhouse.models.dtensors import local
 from stillhouse.output.progress import DamagedCheckpointError
 from stillhouse.parallel import Runner
 from stillhouse.parallel.gradients import copies
+from stillhouse.parallel.sharded_loading import without_distributed_warning
 from stillhouse.signals.weight_average import WeightAverage
 
 #: prefixes of the names of tensors
@@ -237,11 +236,3 @@ def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     except (SafetensorError, ValueError) as error:
         raise DamagedCheckpointError(f"{folder.parent} is damaged: {error}") from error
     return {name: value for name, value in stored.items() if isinstance(value, TensorStorageMetadata)}
-
-
-@contextmanager
-def without_distributed_warning() -> Iterator[None]:
-    """Suppress DCP's warning that torch.distributed is disabled: one process is intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

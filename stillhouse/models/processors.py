@@ -14,7 +14,6 @@ B rows of S tokens each, T = B·S tokens in the rows' order, D width.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from stillhouse.models.lm_head import OutputProcessor
@@ -59,7 +58,10 @@ def replicated_hidden(hidden_states: Tensor, head: OutputHead) -> Tensor:
     if shard is None or shard.is_alone or shard.reduce_hidden_grad:
         return hidden_states
     assert shard.group is not None
-    return _PartOfGradient.apply(hidden_states, shard.group.size())
+    ranks, part = shard.group.size(), hidden_states.view_as(hidden_states)
+    if part.requires_grad:
+        part.register_hook(lambda gradient: gradient / ranks)
+    return part
 
 
 def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
@@ -157,14 +159,3 @@ def by_depth(main: OutputProcessor, mtp_targets: OutputProcessor) -> OutputProce
         return chosen(hidden_states=hidden_states, head=head, context=context, depth=depth)
 
     return process
-
-
-class _PartOfGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, parts: int) -> Tensor:
-        ctx.parts = parts
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.parts, None

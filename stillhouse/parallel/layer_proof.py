@@ -59,7 +59,7 @@ def layers_compared(
         name = names[layer]
         expected = functional_call(unsharded.get_submodule(name), tensors, arguments, shadow_options)
         error_T = _errors(_hidden(output), _hidden(expected), input_BSD, precision or input_BSD.dtype)
-        # two experts can be nearly tied for a token; without experts, only few tokens may have large errors by rounding
+        # two experts can be nearly tied for a token; without experts, rounding gives only few tokens large errors
         has_experts = any("experts" in key for key in tensors)
         error = error_T.quantile(0.5 if has_experts else 0.95)
         errors[name] = float(torch.maximum(error, error.new_tensor(errors.get(name, 0.0))))  # NaN stays NaN

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
+from stillhouse.models.lm_head import PassThrough
 from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel.sharded_loading import make_buffers
 
@@ -80,13 +81,6 @@ class Cost:
     layer: float
     head: float
     passes: int
-
-
-class PassThrough(nn.Module):
-    """Replaces a layer or the last norm that is on another stage; returns its input."""
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
 
 
 def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:

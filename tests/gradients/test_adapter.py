@@ -18,7 +18,6 @@ from stillhouse.config import TrainConfig
 from stillhouse.engine.optimizer import make_optimizer
 from stillhouse.models import Decoder, add_lora, draw_lora, without_lora
 from stillhouse.models.adapter import base_name, is_lora
-from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.objective import CrossEntropy, Distill, OutputHead, linear_objective, reverse_kl
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
 from stillhouse.parallel.stages import Stage, require_training

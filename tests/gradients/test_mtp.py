@@ -17,7 +17,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder
 from stillhouse.models.processors import hidden_states
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import TEACHER, FullVocab, OutputHead, TopK
+from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.spec import parse_objective
 from stillhouse.objective.tile import chunks
 

@@ -197,9 +197,7 @@ class Side:
             parts.append(HiddenStates(match.all_pairs))
         train = TRAIN.model_copy(update={"optimizer": case.optimizer})
         autocast = torch.bfloat16 if bf16 else None
-        return cls(
-            TorchEngine(runner, case.spec, train=train, autocast=autocast, parts=parts), source, runner
-        )
+        return cls(TorchEngine(runner, case.spec, train=train, autocast=autocast, parts=parts), source, runner)
 
     def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         return self.engine.shard(step, training=training)

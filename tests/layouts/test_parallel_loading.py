@@ -34,7 +34,10 @@ WITH_BUFFERS = ("falcon_h1", "gemma3n_text", "gemma4_text", "glm4_moe_lite", "qw
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [*((family, tied) for family in FAMILIES for tied in (True, False)), *((family, None) for family in WITH_BUFFERS)],
+    [
+        *((family, tied) for family in FAMILIES for tied in (True, False)),
+        *((family, None) for family in WITH_BUFFERS),
+    ],
 )
 def test_a_filled_model_is_the_loaded_one(tmp_path: Path, family: str, tied: bool | None) -> None:
     model = build_packing(family) if tied is None else build(family, tied=tied)

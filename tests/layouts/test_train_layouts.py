@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.layout_runs import LIMIT, assert_same_model, assert_same_weights, distill
+from kit.layout_runs import LIMIT, assert_same_model, distill
 from kit.odd_lines import LINE, vanished, vanishing, with_odd_line
 from kit.ranks import TORCHRUN, Ranks, under_torchrun
 from kit.runs import metrics, save_model, wait_for, write_run
