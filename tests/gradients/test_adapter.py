@@ -71,13 +71,13 @@ def peft_model(model: PreTrainedModel, like: Decoder) -> Any:
     peft_config = like.pretrained.peft_config["default"]
     config = LoraConfig(r=peft_config.r, lora_alpha=peft_config.lora_alpha, target_modules=peft_config.target_modules)
     peft_decoder = get_peft_model(model, config)
-    matrices = {name: each for name, each in like.named_parameters() if is_lora(name)}
+    matrices = {name: matrix for name, matrix in like.named_parameters() if is_lora(name)}
     prefix = f"base_model.model.{model.base_model_prefix}."
-    trained = {name: each for name, each in peft_decoder.named_parameters() if each.requires_grad}
+    trained = {name: matrix for name, matrix in peft_decoder.named_parameters() if matrix.requires_grad}
     assert trained.keys() == {prefix + name.removeprefix("backbone.") for name in matrices}
     with torch.no_grad():
-        for name, each in matrices.items():
-            trained[prefix + name.removeprefix("backbone.")].copy_(each)
+        for name, matrix in matrices.items():
+            trained[prefix + name.removeprefix("backbone.")].copy_(matrix)
     return peft_decoder
 
 

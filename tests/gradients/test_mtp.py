@@ -34,7 +34,7 @@ def separate_document(decoder: MultiTokenDecoder, ids_N: Tensor) -> list[Tensor]
             by_depth.append(below)
             continue
         by_depth.append(decoder.mtp.forward_layer(depth - 1, below, at, None, input_ids=ids_N[None, depth:]))
-    return [each[0] for each in by_depth]
+    return [hidden[0] for hidden in by_depth]
 
 
 TEMPERATURE, K = 1.3, 5
@@ -90,7 +90,7 @@ def plain(decoder: MultiTokenDecoder, teacher: Decoder, kind: str) -> list[Tenso
 
 
 def targets_of(teacher: Decoder, kind: str) -> DistillTargets:
-    labels_BS = packed([labels_of(each) for each in documents()])
+    labels_BS = packed([labels_of(document_N) for document_N in documents()])
     ids_BS = packed(documents())
     signal: Any = teacher.signal(ids_BS, positions())
     if kind == "top_k":
@@ -102,7 +102,7 @@ def targets_of(teacher: Decoder, kind: str) -> DistillTargets:
 def gradients(decoder: MultiTokenDecoder, losses: list[Tensor]) -> dict[str, Tensor]:
     decoder.zero_grad()
     sum(scale * loss for scale, loss in zip(SCALES, losses, strict=False)).backward()  # type: ignore[union-attr]
-    return {name: each.grad for name, each in decoder.named_parameters() if each.grad is not None}
+    return {name: parameter.grad for name, parameter in decoder.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_loss_and_gradients_are_those_of_plain_logits(family: str, depths: int, 
     for output, loss in zip(outputs, expected, strict=True):
         assert output.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     labels = [sum(max(length - 1 - max(depth, 2), 0) for row in LENGTHS for length in row) for depth in (0, 1, 2)]
-    assert [int(each.metrics["tokens"]) for each in outputs] == labels[: depths + 1]
+    assert [int(output.metrics["tokens"]) for output in outputs] == labels[: depths + 1]
 
-    actual, expected_gradients = gradients(decoder, [each.loss for each in outputs]), gradients(decoder, expected)
-    names = {name for name, each in decoder.named_parameters() if each.requires_grad}
+    actual, expected_gradients = gradients(decoder, [output.loss for output in outputs]), gradients(decoder, expected)
+    names = {name for name, parameter in decoder.named_parameters() if parameter.requires_grad}
     assert actual.keys() == expected_gradients.keys() == names
     for name, gradient in expected_gradients.items():
         assert float((actual[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
@@ -138,9 +138,9 @@ def test_packed_rows_are_the_documents_at_every_depth(family: str, depths: int) 
     decoder = make(family, depths, torch.float64)
     with torch.no_grad():
         together = decoder(packed(documents()), positions(), processor=hidden_states)
-        separate = [separate_document(decoder, each) for each in documents()]
+        separate = [separate_document(decoder, document_N) for document_N in documents()]
     for depth, rows_BSD in enumerate(together):
-        actual = [each for row, lengths in zip(rows_BSD, LENGTHS, strict=True) for each in row.split(lengths)]
+        actual = [part for row, lengths in zip(rows_BSD, LENGTHS, strict=True) for part in row.split(lengths)]
         for document, by_depth in zip(actual, separate, strict=True):
             assert len(by_depth[depth]) == len(document) - depth
             torch.testing.assert_close(document[: len(by_depth[depth])], by_depth[depth], rtol=0, atol=1e-6)
@@ -158,7 +158,7 @@ def test_no_depth_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
     processor = StepLoss(parse_objective("0.5*cross_entropy + 0.5*forward_kl"), chunk_tokens=32)
     with Largest() as largest:
         outputs = decoder(ids_BS, at_BS, processor=processor, context=context)
-        sum(each.loss for each in outputs).backward()
+        sum(output.loss for output in outputs).backward()
     assert largest.numbers <= max(32, 48) * vocabulary  # the size of a tile or of a head's weight
     assert largest.numbers < rows * tokens * vocabulary / 2
 

@@ -166,7 +166,7 @@ def test_router_balance_beside_a_lora() -> None:
         actual.append(gradients(model))
     assert_close(actual[1], actual[0])
     assert all("lora" in name for name in actual[1])
-    assert max(float(each.norm()) for each in actual[1].values()) > 1e-4
+    assert max(float(gradient.norm()) for gradient in actual[1].values()) > 1e-4
 
 
 def test_without_gradients_and_outside_of_the_context_nothing_is_balanced() -> None:
