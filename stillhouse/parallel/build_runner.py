@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder, ProofError
@@ -69,7 +70,7 @@ def _build_runner(
 ) -> Runner:
     require_own_teacher(layout, student_source, teacher_head_only=teacher_head_only)
     if teacher_source is not None and teacher_head_only:
-        teacher_source = replace(teacher_source, build=only_head(teacher_source.build))
+        teacher_source = replace(teacher_source, build=partial(only_head, teacher_source.build))
     sources = student_source, teacher_source
     student, teacher = _build(layout.degrees, *sources)
     if student.mtp is not None:
@@ -94,28 +95,20 @@ def _build_runner(
     return Runner(layout, pairs, Pipeline(pairs, scheme, plan, mesh), mesh, tied=plan.tied)
 
 
-def only_layers(build: Callable[[], Decoder]) -> Callable[[], Decoder]:
-    """Return a builder of a frozen teacher without its head; it raises ValueError for a family that cannot be cut."""
-
-    def layers() -> Decoder:
-        decoder = build()
-        require_cuttable(decoder.config)
-        keep_layers(decoder, range(len(decoder.layers())), first=True, last=False, norm=True)
-        return decoder.requires_grad_(False).eval()
-
-    return layers
+def only_layers(build: Callable[[], Decoder]) -> Decoder:
+    """Build a frozen teacher without its head. Raises ValueError for a family that cannot be cut."""
+    decoder = build()
+    require_cuttable(decoder.config)
+    keep_layers(decoder, range(len(decoder.layers())), first=True, last=False, norm=True)
+    return decoder.requires_grad_(False).eval()
 
 
-def only_head(build: Callable[[], Decoder]) -> Callable[[], Decoder]:
-    """Return a builder of a teacher's head alone; it raises ValueError for a family that cannot be cut."""
-
-    def head() -> Decoder:
-        decoder = build()
-        require_cuttable(decoder.config)
-        keep_layers(decoder, range(0), first=False, last=True, norm=False)
-        return decoder
-
-    return head
+def only_head(build: Callable[[], Decoder]) -> Decoder:
+    """Build a teacher's head alone. Raises ValueError for a family that cannot be cut."""
+    decoder = build()
+    require_cuttable(decoder.config)
+    keep_layers(decoder, range(0), first=False, last=True, norm=False)
+    return decoder
 
 
 def _build(
@@ -207,8 +200,9 @@ def _distributed(
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
                 continue
-            model_layout = replace(layout, offload=layout.offload or source.offload)
-            apply_parallelism(decoder, model_layout, mesh, layout.gather_dtype if decoder is student else None)
+            gather_dtype = layout.gather_dtype if decoder is student else None
+            offload = layout.offload or source.offload
+            apply_parallelism(decoder, replace(layout, gather_dtype=gather_dtype, offload=offload), mesh)
             if source.load_weights is not None:
                 source.load_weights(decoder)
     return pair

@@ -89,13 +89,6 @@ class _TeacherStep:
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
 
-class _Request(NamedTuple):
-    """The announcement of a later step's micro-batches. number: in the order of the steps."""
-
-    number: int
-    micro_batches: Sequence[MicroBatch]
-
-
 class TeacherPrefetch:
     """This rank's stage of the teacher, and the results that it has computed ahead for the next step.
 
@@ -110,16 +103,16 @@ class TeacherPrefetch:
         self.ranks, self.rank = self.group.size(), self.group.rank()
         for messages in mesh.pipelines:
             self._connect(messages)
-        #: for later steps, in the order of the steps
-        self.announced: list[_Request] = []
+        #: the micro-batches of later steps by the number of the request, in the order of the steps
+        self.announced: dict[int, Sequence[MicroBatch]] = {}
         self._numbers = itertools.count()
-        self.now, self.next = self._all_done(()), self._all_done(())
+        self.now, self.next = self._step((), 0), self._step((), 0)
         self.sends = Sends()
 
     def announce(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Announce the micro-batches of a later step, in the order of the steps; returns the request's number."""
         number = next(self._numbers)
-        self.announced.append(_Request(number, micro_batches))
+        self.announced[number] = micro_batches
         return number
 
     def begin(self, micro_batches: Sequence[MicroBatch], request: int | None, *, runs: bool) -> Sequence[Action]:
@@ -132,8 +125,8 @@ class TeacherPrefetch:
         if request is not None and self.next.request == request:
             self.now = self.next
         else:
-            self.now = self._not_begun(micro_batches) if runs else self._all_done(micro_batches)
-        self.next = self._not_begun(following, next_request)
+            self.now = self._step(micro_batches, 0 if runs else len(micro_batches))
+        self.next = self._step(following, 0, next_request)
         order = bubble_schedule(len(micro_batches), len(following), self.plan.teacher_cost, self.now.done)
         self.next.done = order.done
         return order.ranks[self.rank]
@@ -164,19 +157,18 @@ class TeacherPrefetch:
 
     def _take_announced(self, request: int | None) -> tuple[int | None, Sequence[MicroBatch]]:
         """Drop the announcements up to this request; return the next one, or no micro-batches if there is none."""
-        self.announced = [] if request is None else [later for later in self.announced if later.number > request]
-        return self.announced[0] if self.announced else (None, ())
+        for number in [number for number in self.announced if request is None or number <= request]:
+            del self.announced[number]
+        return next(iter(self.announced.items()), (None, ()))
 
     def forget(self, request: int | None) -> None:
         """Drop the announcement of micro-batches that will not come in a step."""
-        self.announced = [other for other in self.announced if other.number != request]
+        if request is not None:
+            self.announced.pop(request, None)
 
-    def _not_begun(self, micro_batches: Sequence[MicroBatch], request: int | None = None) -> _TeacherStep:
-        return _TeacherStep(micro_batches, (0,) * self.ranks, request)
-
-    def _all_done(self, micro_batches: Sequence[MicroBatch]) -> _TeacherStep:
-        """No teacher is needed: mark all micro-batches as done."""
-        return _TeacherStep(micro_batches, (len(micro_batches),) * self.ranks)
+    def _step(self, micro_batches: Sequence[MicroBatch], done: int, request: int | None = None) -> _TeacherStep:
+        """A step before it begins. done: how many micro-batches need no teacher, on every rank."""
+        return _TeacherStep(micro_batches, (done,) * self.ranks, request)
 
     def _receive(self, micro_batch: MicroBatch) -> Tensor:
         assert self.plan.teacher is not None
