@@ -78,7 +78,9 @@ def expected_loss(session: Session) -> Tensor:
         loss_T = -log_q_TV.gather(1, label_T[:, None])[:, 0]
         for pair in match.pairs:
             kind, scale = pair.kind, pair.scale
-            hidden_TE = student_hidden[pair.student].double().flatten(0, 1) @ match.projectors[pair.name].weight.double().T
+            hidden_TE = (
+                student_hidden[pair.student].double().flatten(0, 1) @ match.projectors[pair.name].weight.double().T
+            )
             target_TE = teacher_hidden[pair.teacher].double().flatten(0, 1)
             if kind == "mse":
                 loss_T = loss_T + scale * (hidden_TE - target_TE).square().mean(1)

@@ -40,7 +40,7 @@ def last_record(run: Path, key: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_checkpoints_move_between_layouts(workspace: Path) -> None:
-    """From one process over every axis to one process again. Each run resumes from a checkpoint of the previous one."""
+    """From one process over every axis to one process again. Each run resumes from the previous run's checkpoint."""
     before = workspace / "one process"
     for step, axis in enumerate(("fsdp", "tensor", "pipeline", "context", "replicate", ""), start=1):
         out, layout = workspace / f"over {axis}", [f"parallel.{axis}=2"] if axis else []
