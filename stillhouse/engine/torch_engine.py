@@ -6,7 +6,6 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -190,9 +189,7 @@ class TorchEngine:
         signals: Sequence[Signals],
         parts: Sequence[LossPart] = (),
     ) -> list[Any]:
-        with ExitStack() as modes:
-            for student in self.students:
-                modes.enter_context(evaluating(student))
+        with evaluating(*self.students):
             results = self._runner.forward(self._inputs(micro_batches, signals, processor, parts))
         return results if self._runner.has_results else []
 

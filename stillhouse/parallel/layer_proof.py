@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.dtensors import gathered_tensor
-from stillhouse.models.layer_hooks import hooked
+from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.model_checks import describe
 
 #: the largest allowed error of what a layer adds to its input, relative to it. The order of sums differs, and in half
@@ -58,7 +58,7 @@ def layers_compared(
         }
         name = names[layer]
         expected = functional_call(unsharded.get_submodule(name), tensors, arguments, shadow_options)
-        error_T = _errors(_hidden(output), _hidden(expected), input_BSD, precision or input_BSD.dtype)
+        error_T = _errors(hidden_of(output), hidden_of(expected), input_BSD, precision or input_BSD.dtype)
         # two experts can be nearly tied for a token; without experts, rounding gives only few tokens large errors
         has_experts = any("experts" in key for key in tensors)
         error = error_T.quantile(0.5 if has_experts else 0.95)
@@ -77,10 +77,6 @@ def require_equal_layers(decoder: Decoder, errors: Mapping[str, float]) -> None:
                 "layer does, because something between two matrices reads all columns, of which a rank has a part: "
                 "expected tensor=1"
             )
-
-
-def _hidden(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _errors(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precision: torch.dtype) -> Tensor:

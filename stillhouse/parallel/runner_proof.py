@@ -101,9 +101,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, tea
         teacher = pair.student if pair.teacher_is_base else pair.teacher
     forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     probe = forward.probe
-    with ExitStack() as stack:
-        for part in runner.students():
-            stack.enter_context(in_mode(part, training=training))
+    with in_mode(*runner.students(), training=training):
         # a forward pass is the same for all ranks, also for those without its result
         passes = run_probe(forward.of_rows, probe, forward.device)
     count = len(passes) - (teacher is not None)

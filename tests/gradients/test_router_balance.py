@@ -3,8 +3,8 @@
 T tokens, X experts.
 """
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,22 +132,15 @@ def test_each_micro_batch_sequence_and_layer_counts_by_itself(order: str, recomp
     for action, number in order.split():
         if action == "F":
             results[number] = forward(model, batches[int(number)], losses[int(number)])
+        elif threads:  # as on a GPU
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(results[number].backward).result()
         else:
-            run(results[number].backward, in_a_thread=threads)
+            results[number].backward()
     assert_close(gradients(model), gradients(reference))
     for actual, expected in zip(losses, formulas, strict=True):
         assert actual.losses.keys() == {f"backbone.layers.{layer}.mlp.gate" for layer in (0, 2)}
         torch.testing.assert_close(sum(actual.losses.values()), expected.detach().float(), rtol=1e-5, atol=0)
-
-
-def run(call: Callable[[], Any], *, in_a_thread: bool) -> None:
-    """Call a function, in a new thread if in_a_thread, because backward on a GPU runs in a separate thread."""
-    if not in_a_thread:
-        call()
-        return
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
 
 
 def test_router_balance_beside_a_lora() -> None:
