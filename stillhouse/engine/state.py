@@ -47,11 +47,8 @@ class TrainingState:
         """Write all tensors to a folder that all ranks share."""
         writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
         group = self.runner.ranks.group
-        if group is None:
-            with without_distributed_warning():
-                dcp.save(self.tensors(), storage_writer=writer, no_dist=True)
-        else:
-            dcp.save(self.tensors(), storage_writer=writer, process_group=group)
+        with without_distributed_warning():
+            dcp.save(self.tensors(), storage_writer=writer, process_group=group, no_dist=group is None)
 
     def read(self, folder: Path, without_moments: Sequence[str]) -> None:
         """Restore weights, their average, moments and random generators from the state of any layout.
