@@ -43,7 +43,7 @@ def test_checkpoints_move_between_layouts(workspace: Path) -> None:
     """From one process over every axis to one process again. Each run resumes from the previous run's checkpoint."""
     before = workspace / "one process"
     for step, axis in enumerate(("fsdp", "tensor", "pipeline", "context", "replicate", ""), start=1):
-        out, layout = workspace / f"over {axis}", [f"parallel.{axis}=2"] if axis else []
+        out, layout = workspace / (axis or "again"), [f"parallel.{axis}=2"] if axis else []
         resume = f"checkpoint.resume={before / 'checkpoints' / f'step-{step:08d}'}"
         run = distill(workspace, out.name, 2 if axis else 1, resume, *layout)
         assert run.out.count("resuming from") == 1
