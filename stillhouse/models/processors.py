@@ -11,8 +11,9 @@ run's objective.
 B rows of S tokens each, T = B·S tokens in the rows' order, D width.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -32,14 +33,18 @@ from stillhouse.objective import (
 )
 
 
-class LogProbs(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LogProbs:
     """The log-probability of each row's label (0 without a label) and the entropy of each row's distribution in nats.
 
-    Both are differentiable and at least float32.
+    Both are differentiable and at least float32. This is no tuple: Megatron's wrappers convert the tensors of tuples.
     """
 
     log_probs_BS: Tensor
     entropy_BS: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.log_probs_BS, self.entropy_BS))
 
 
 def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
