@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.parallel_costs import Job, Shape
+from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
 from stillhouse.engine.loss import StepLoss
-from stillhouse.engine.optimizer import OptimizerSettings, make_optimizer
+from stillhouse.engine.optimizer import make_optimizer
 from stillhouse.models import Decoder
 from stillhouse.objective import TEACHER as TEACHER_NAME
 from stillhouse.objective import OutputHead
@@ -128,7 +129,9 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
         if case.recomputed:
             student.gradient_checkpointing_enable()
     forward_backward = partial(runner.forward_backward, inputs(case, mesh))
-    optimizer = make_optimizer((parameter for _, parameter in runner.named_parameters()), OptimizerSettings(1e-3))
+    optimizer = make_optimizer(
+        (parameter for _, parameter in runner.named_parameters()), TrainConfig(learning_rate=1e-3, betas=(0.9, 0.999))
+    )
 
     def step() -> None:
         forward_backward()

@@ -28,10 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import metrics
 from stillhouse.checkpoint.identity import RunIdentity
-from stillhouse.config import RunConfig, load_config
+from stillhouse.config import RunConfig, TrainConfig, load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
-from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
@@ -181,7 +180,7 @@ def make_session(arguments: argparse.Namespace, folder: Path) -> Session:
         for seed, shape in enumerate((arguments.student, arguments.teacher))
     )
     runner, spec = single_process_runner(student.train(), teacher), parse_objective(config.objective.loss)
-    settings = OptimizerSettings(learning_rate=1e-5, betas=(0.9, 0.95), clip=1.0)
+    train = TrainConfig(learning_rate=1e-5, betas=(0.9, 0.95), clip=1.0)
     return Session(
         spec=spec,
         tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>"))),
@@ -190,7 +189,7 @@ def make_session(arguments: argparse.Namespace, folder: Path) -> Session:
         step_schedule=make_step_schedule(config.train, len(packed), arguments.max_tokens),
         student_source=ModelSource(lambda: student),
         engine=TorchEngine(
-            runner, spec, optimizer=settings, autocast=torch.bfloat16 if config.train.precision == "bf16" else None
+            runner, spec, train=train, autocast=torch.bfloat16 if config.train.precision == "bf16" else None
         ),
         source=InStageTeacher(runner),
         stores={},

@@ -19,12 +19,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import StudentConfig
 from stillhouse.data import save_tokenizer
-from stillhouse.engine.state import WEIGHT, stored_tensors, without_distributed_warning
+from stillhouse.engine.state import WEIGHT, stored_tensors
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, merged, save_lora
 from stillhouse.models.checkpoint_names import checkpoint_names
 from stillhouse.models.pretrained import auto_class, load_causal_lm
 from stillhouse.parallel import Ranks
+from stillhouse.parallel.sharded_loading import without_distributed_warning
 
 #: largest size of one file when a model is written from a checkpoint
 FILE_BYTES = 5 * 10**9

@@ -2,7 +2,7 @@
 
     output = engine.forward_backward(micro_batches, signals, normalizer)     adds the step's gradient
     norm = engine.update(learning_rate)                                      clips it, and makes the optimizer step
-    sums = engine.evaluate(parts)                                            returns held-out sums
+    sums = engine.evaluate(held_out)                                         returns held-out sums
     engine.save(folder); engine.load(folder)                                 everything that a run needs to continue
 
 The loss of every micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So
@@ -99,7 +99,7 @@ class Engine(Protocol):
         ...
 
     def evaluate(
-        self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
+        self, held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
     ) -> dict[str, float]:
         """Sums over all target tokens, the same on every process: cross-entropy and, with signals, the forward KL.
 
@@ -108,6 +108,7 @@ class Engine(Protocol):
         distance, `uld`, at the objective's temperature. For a student with MTP layers, the sums also have the metrics
         of `ACCEPTANCE`.
 
+        held_out: some micro-batches and their signals at a time.
         of_teacher: also the teacher's own cross-entropy; the signals have to be exact.
         """
         ...

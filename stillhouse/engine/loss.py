@@ -59,8 +59,8 @@ class StepLoss:
         self, *, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0
     ) -> ObjectiveOutput:
         """hidden_states: [B, S, D], or a tuple of those of depths 0, 1, … of multi-token prediction."""
-        depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-        hidden_TD, targets = depths[0].flatten(0, -2), context.at(depth)
+        hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        hidden_TD, targets = hidden_by_depth[0].flatten(0, -2), context.at(depth)
         options: dict[str, Any] = {"weights_T": targets.weights_T, "normalizer": self.normalizer}
         options["chunk_tokens"] = self.chunk_tokens
         with ExitStack() as heads:
@@ -75,7 +75,7 @@ class StepLoss:
             if self.with_teacher_cross_entropy and not depth:
                 output = _with_teacher_cross_entropy(output, signals, targets)
             for part in self.parts:
-                output = part.at_head(self, output, depths, head, replace(context, signals=signals))
+                output = part.at_head(self, output, hidden_by_depth, head, replace(context, signals=signals))
         return output
 
     def _routed_terms(

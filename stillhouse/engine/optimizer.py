@@ -9,7 +9,6 @@ import importlib.util
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,36 +24,6 @@ from stillhouse.parallel import Layout
 #: optimizers whose update of a sharded matrix equals that of the full matrix
 _OF_SHARDED_WEIGHTS = ("adamw", "muon")
 _KEY = "train.optimizer"
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """The settings of an optimizer, and the gradient norm above which the gradient is clipped (0: never).
-
-    kind: adamw, muon, adafactor or adamw_8bit.
-    betas, eps: of AdamW.
-    momentum: of Muon.
-    """
-
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    clip: float = 0.0
-    kind: str = "adamw"
-    momentum: float = 0.95
-
-
-def optimizer_settings(train: TrainConfig) -> OptimizerSettings:
-    return OptimizerSettings(
-        train.learning_rate,
-        train.weight_decay,
-        train.betas,
-        train.eps,
-        train.clip or 0.0,
-        train.optimizer,
-        train.momentum,
-    )
 
 
 def require_optimizer(train: TrainConfig, layout: Layout) -> None:
@@ -77,7 +46,7 @@ def require_optimizer(train: TrainConfig, layout: Layout) -> None:
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, embeddings: Collection[Tensor] = ()
+    parameters: Iterable[nn.Parameter], train: TrainConfig, embeddings: Collection[Tensor] = ()
 ) -> torch.optim.Optimizer:
     """The optimizer of the parameters that require a gradient.
 
@@ -85,17 +54,17 @@ def make_optimizer(
     AdamW (see `embedding_weights`).
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if settings.kind == "adafactor":
-        return torch.optim.Adafactor(_groups(trained, settings), lr=settings.learning_rate)
-    if settings.kind == "muon":
+    if train.optimizer == "adafactor":
+        return torch.optim.Adafactor(_groups(trained, train), lr=train.learning_rate)
+    if train.optimizer == "muon":
         excluded = {id(embedding) for embedding in embeddings}
         by_muon = [parameter for parameter in trained if parameter.dim() == 2 and id(parameter) not in excluded]
         by_adamw = [parameter for parameter in trained if parameter.dim() != 2 or id(parameter) in excluded]
         parts: list[torch.optim.Optimizer] = []
         if by_muon:
-            parts.append(Muon(by_muon, settings.learning_rate, settings.weight_decay, settings.momentum))
-        return CombinedOptimizer(parts + [_adamw(by_adamw, settings)] if by_adamw else parts)
-    return _adamw(trained, settings)
+            parts.append(Muon(by_muon, train.learning_rate, train.weight_decay, train.momentum))
+        return CombinedOptimizer(parts + [_adamw(by_adamw, train)] if by_adamw else parts)
+    return _adamw(trained, train)
 
 
 def embedding_weights(students: Iterable[Decoder]) -> list[Tensor]:
@@ -212,23 +181,23 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return tensors
 
 
-def _adamw(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
-    groups = _groups(parameters, settings)
-    if settings.kind != "adamw_8bit":
+def _adamw(parameters: Iterable[nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
+    groups = _groups(parameters, train)
+    if train.optimizer != "adamw_8bit":
         return torch.optim.AdamW(groups, **options)
     from torchao.optim import AdamW8bit
 
     return AdamW8bit(groups, **options)
 
 
-def _groups(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> list[dict[str, Any]]:
+def _groups(parameters: Iterable[nn.Parameter], train: TrainConfig) -> list[dict[str, Any]]:
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         # foreach AdamW needs one mesh per group
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups[parameter.dim() >= 2, mesh].append(parameter)
-    decay = {True: settings.weight_decay, False: 0.0}
+    decay = {True: train.weight_decay, False: 0.0}
     return [{"params": held, "weight_decay": decay[is_matrix]} for (is_matrix, _), held in groups.items()]
 
 

@@ -9,9 +9,7 @@ The files are those of PyTorch's distributed checkpoints (DCP), as safetensors. 
 parallelism a rank has only a shard of a tensor, as a DTensor.
 """
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from stillhouse.models.dtensors import local
 from stillhouse.output.progress import DamagedCheckpointError
 from stillhouse.parallel import Runner
 from stillhouse.parallel.gradients import copies
+from stillhouse.parallel.sharded_loading import without_distributed_warning
 from stillhouse.signals.weight_average import WeightAverage
 
 #: prefixes of the names of tensors
@@ -48,11 +47,8 @@ class TrainingState:
         """Write all tensors to a folder that all ranks share."""
         writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
         group = self.runner.ranks.group
-        if group is None:
-            with without_distributed_warning():
-                dcp.save(self.tensors(), storage_writer=writer, no_dist=True)
-        else:
-            dcp.save(self.tensors(), storage_writer=writer, process_group=group)
+        with without_distributed_warning():
+            dcp.save(self.tensors(), storage_writer=writer, process_group=group, no_dist=group is None)
 
     def read(self, folder: Path, without_moments: Sequence[str]) -> None:
         """Restore weights, their average, moments and random generators from the state of any layout.
@@ -237,11 +233,3 @@ def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     except (SafetensorError, ValueError) as error:
         raise DamagedCheckpointError(f"{folder.parent} is damaged: {error}") from error
     return {name: value for name, value in stored.items() if isinstance(value, TensorStorageMetadata)}
-
-
-@contextmanager
-def without_distributed_warning() -> Iterator[None]:
-    """Suppress DCP's warning that torch.distributed is disabled: one process is intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

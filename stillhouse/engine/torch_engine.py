@@ -6,7 +6,6 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,10 +14,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import SavedTensors, StepOutput, add_up
 from stillhouse.engine.loss import StepLoss
-from stillhouse.engine.optimizer import OptimizerSettings, embedding_weights, make_optimizer, make_step
+from stillhouse.engine.optimizer import embedding_weights, make_optimizer, make_step
 from stillhouse.engine.parts import LossPart, MtpLoss
 from stillhouse.engine.state import TrainingState
 from stillhouse.generation.student_copy import StudentCopy
@@ -36,13 +36,15 @@ from stillhouse.signals.weight_average import WeightAverage
 #: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
 #: that the student accepts, and top-1 agreement the share of greedy ones
 ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
+#: AdamW as torch has it, without clipping
+DEFAULT_TRAIN = TrainConfig(betas=(0.9, 0.999), clip=None)
 
 
 class TorchEngine:
     """Trains a student on micro-batches and the teachers' signals for them.
 
     objective: the minimised loss at the student's head.
-    optimizer: None: AdamW with the default settings.
+    train: the optimizer's settings and the gradient norm above which it is clipped.
     autocast: the dtype of matrix products; the weights keep their own. None: that of the weights.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
     parts: the losses that arise inside the student.
@@ -54,7 +56,7 @@ class TorchEngine:
         runner: Runner,
         objective: ObjectiveSpec,
         *,
-        optimizer: OptimizerSettings | None = None,
+        train: TrainConfig = DEFAULT_TRAIN,
         autocast: torch.dtype | None = None,
         chunk_tokens: int | None = None,
         parts: Sequence[LossPart] = (),
@@ -62,8 +64,8 @@ class TorchEngine:
     ):
         self._runner, self.objective, self.parts = runner, objective, tuple(parts)
         self.layout, self.ranks, self.device = runner.layout, runner.ranks, runner.device
-        self._settings = optimizer or OptimizerSettings()
-        self.autocast, self._chunk_tokens, self.average = autocast, chunk_tokens, average
+        self._train, self.autocast = train, autocast
+        self._chunk_tokens, self.average = chunk_tokens, average
 
     # ---- the step
 
@@ -89,7 +91,7 @@ class TorchEngine:
         return StepOutput(outputs, partial(self._total, outputs, losses))
 
     def update(self, learning_rate: float) -> float:
-        norm = float(self._runner.clip(self._settings.clip))
+        norm = float(self._runner.clip(self._train.clip or 0.0))
         if not math.isfinite(norm):
             raise NotFiniteError.of_gradient(norm)
         make_step(self.optimizer, learning_rate)
@@ -101,7 +103,7 @@ class TorchEngine:
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         parameters = (parameter for _, parameter in self._runner.named_parameters())
-        return make_optimizer(parameters, self._settings, embedding_weights(self.students))
+        return make_optimizer(parameters, self._train, embedding_weights(self.students))
 
     def _inputs(
         self,
@@ -132,10 +134,10 @@ class TorchEngine:
     # ---- passes without gradients
 
     def evaluate(
-        self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
+        self, held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
     ) -> dict[str, float]:
         outputs: list[ObjectiveOutput] = []
-        for micro_batches, signals in parts:
+        for micro_batches, signals in held_out:
             loss = StepLoss(
                 self._held_out_objective(signals),
                 chunk_tokens=self._chunk_tokens,
@@ -143,7 +145,7 @@ class TorchEngine:
                 with_teacher_cross_entropy=of_teacher,
             )
             outputs += self.process(loss, micro_batches, signals, self._acceptance)
-            del micro_batches, signals  # a teacher's hidden states are large, and the next part comes first
+            del micro_batches, signals  # a teacher's hidden states are large, and the next ones come first
         return add_up(self.ranks.gather(summed_metrics(outputs)))
 
     @property
@@ -187,9 +189,7 @@ class TorchEngine:
         signals: Sequence[Signals],
         parts: Sequence[LossPart] = (),
     ) -> list[Any]:
-        with ExitStack() as modes:
-            for student in self.students:
-                modes.enter_context(evaluating(student))
+        with evaluating(*self.students):
             results = self._runner.forward(self._inputs(micro_batches, signals, processor, parts))
         return results if self._runner.has_results else []
 

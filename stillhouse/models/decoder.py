@@ -29,7 +29,7 @@ from stillhouse.display import escaped
 from stillhouse.models.decoder_proof import prove_decoder, require_runnable
 from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
 from stillhouse.models.layer_hooks import Running, checkpoint_contexts
-from stillhouse.models.lm_head import Head, LogitRule, NoHead, OutputProcessor
+from stillhouse.models.lm_head import Head, LogitRule, OutputProcessor, PassThrough
 from stillhouse.models.lora import Lora
 from stillhouse.models.model_checks import layer_list, outermost_lists, require_decoder
 from stillhouse.models.modes import evaluating, packs_one_row
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
 
     pretrained: PreTrainedModel
     backbone: nn.Module
-    head: Head | NoHead
+    head: Head | PassThrough
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: Lora | None = None  # describes the adapter that `add_lora` has added
@@ -254,7 +254,7 @@ class Decoder(nn.Module):
         layers, which have a copy of the embedding.
         """
         if not last:
-            self.head, self.mtp = NoHead(), None
+            self.head, self.mtp = PassThrough(), None
             self.pretrained.set_output_embeddings(None)
         self.tied = self.tied and last and (first or self.mtp is not None)
 
@@ -295,12 +295,10 @@ class Decoder(nn.Module):
 
         MTP layers have the numbers that follow those of the model's own layers, as in released checkpoints.
         """
-        if self.mtp is None:
-            self.pretrained.save_pretrained(folder)
-            return
-        self.pretrained.save_pretrained(
-            folder, state_dict=self.pretrained.state_dict() | self.mtp.checkpoint_tensors(self.pretrained)
-        )
+        model, tensors = self.pretrained, None
+        if self.mtp is not None:
+            tensors = model.state_dict() | self.mtp.checkpoint_tensors(model)
+        model.save_pretrained(folder, state_dict=tensors)
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Decoder) -> tuple[int, ...]:

@@ -121,12 +121,12 @@ def prove_decoder(decoder: Any) -> None:
 
     dtype = autocast_dtype(model)
     for training in (False, True):
-        with in_mode(decoder, training=training), in_mode(model, training=training), autocast(model.device, dtype):
+        with in_mode(decoder, model, training=training), autocast(model.device, dtype):
             depths_hidden = run_probe(by_rows(forward) if packs_one_row(model) else forward, probe, model.device)
         prove_documents(decoder, depths_hidden, probe)
         if not training:
             prove_places(decoder, depths_hidden, probe, dtype)
-    with evaluating(decoder), evaluating(model), autocast(model.device, dtype):
+    with evaluating(decoder, model), autocast(model.device, dtype):
         ids_BS, position_ids_BS = (values[:1].to(model.device) for values in (probe.ids_BS, probe.position_ids_BS))
         prove_logits(decoder, {"input_ids": ids_BS, "position_ids": position_ids_BS})
 

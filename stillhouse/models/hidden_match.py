@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stillhouse.models.dtensors import name_seed, set_from_global
-from stillhouse.models.layer_hooks import AddLoss, Running
+from stillhouse.models.layer_hooks import AddLoss, Running, hidden_of
 
 #: the beginning of the names of pairs
 HIDDEN = "hidden_"
@@ -109,7 +109,7 @@ class HiddenMatch(nn.Module):
         loss, recomputing = self.running.current
         if loss is None or not torch.is_grad_enabled():
             return output
-        hidden_BSD = output[0] if isinstance(output, tuple) else output
+        hidden_BSD = hidden_of(output)
         teacher_TE = loss.teacher_BSE[pair.teacher].flatten(0, 1)
         with torch.autocast(hidden_BSD.device.type, enabled=False):
             hidden_TE = hidden_BSD.flatten(0, 1).float()

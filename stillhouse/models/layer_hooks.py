@@ -72,6 +72,11 @@ class _Using(AbstractContextManager[None]):
             state.current = before
 
 
+def hidden_of(output: Any) -> Tensor:
+    """Return the hidden states in a layer's output, which may be a tuple that begins with them."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 @contextmanager
 def hooked(*hooks: RemovableHandle) -> Iterator[None]:
     """Remove these hooks at the end of the block."""

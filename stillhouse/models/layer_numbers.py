@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.hidden_match import HiddenMatch, HiddenPair
-from stillhouse.models.layer_hooks import hooked
+from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.model_checks import layer_list
 
 
@@ -78,7 +78,7 @@ def recorded(decoder: Decoder, numbers: Iterable[int], into: dict[int, Tensor]) 
 
 
 def _record(number: int, into: dict[int, Tensor], _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-    into[number] = output[0] if isinstance(output, tuple) else output
+    into[number] = hidden_of(output)
 
 
 def _number(number: int, layers: int, which: str) -> int:

@@ -68,12 +68,6 @@ class Head(nn.Module):
         weight_VD, bias = local(self.linear.weight), local(self.linear.bias)
         return OutputHead(weight_VD, bias, scale=self.rule.scale, softcap=self.rule.softcap, shard=self.shard)
 
-    def shard_vocabulary(self, weight_VD: nn.Parameter, bias: nn.Parameter | None, shard: VocabShard) -> None:
-        """Replace weight and bias by sharded ones, of which this process has the rows `shard`."""
-        self.linear.weight, self.shard = weight_VD, shard
-        if bias is not None:
-            self.linear.bias = bias
-
     def forward(
         self,
         hidden_BSD: Tensor,
@@ -88,13 +82,11 @@ class Head(nn.Module):
         return processor(hidden_states=hidden_BSD, head=head, context=context, depth=depth)
 
 
-class NoHead(nn.Module):
-    """Replaces a head that is on another process: returns the hidden states unchanged."""
+class PassThrough(nn.Module):
+    """Replaces a layer, the last norm or the head that is on another process; returns its input."""
 
-    def forward(
-        self, hidden_BSD: Tensor, processor: OutputProcessor | None = None, context: Any = None, depth: int = 0
-    ) -> Tensor:
-        return hidden_BSD
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
 
 
 def _number(config: PreTrainedConfig, name: str, absent: float) -> float:

@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 
 
 @contextmanager
-def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
     """Set all submodules to train or eval mode; afterwards each gets its previous mode back."""
-    changed = [submodule for submodule in module.modules() if submodule.training != training]
+    submodules = {submodule for module in modules for submodule in module.modules()}
+    changed = [submodule for submodule in submodules if submodule.training != training]
     for submodule in changed:
         submodule.training = training
     try:
@@ -21,9 +22,9 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
             submodule.training = not training
 
 
-def evaluating(module: nn.Module) -> AbstractContextManager[None]:
+def evaluating(*modules: nn.Module) -> AbstractContextManager[None]:
     """Set all submodules to eval mode; afterwards each gets its previous mode back."""
-    return in_mode(module, training=False)
+    return in_mode(*modules, training=False)
 
 
 def packs_one_row(model: PreTrainedModel) -> bool:

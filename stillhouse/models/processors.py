@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stillhouse.models.lm_head import OutputProcessor
@@ -38,7 +37,7 @@ from stillhouse.objective import (
 class LogProbs:
     """The log-probability of each row's label (0 without a label) and the entropy of each row's distribution in nats.
 
-    Both are differentiable and at least float32.
+    Both are differentiable and at least float32. This is no tuple: Megatron's wrappers convert the tensors of tuples.
     """
 
     log_probs_BS: Tensor
@@ -64,7 +63,10 @@ def replicated_hidden(hidden_states: Tensor, head: OutputHead) -> Tensor:
     if shard is None or shard.is_alone or shard.reduce_hidden_grad:
         return hidden_states
     assert shard.group is not None
-    return _PartOfGradient.apply(hidden_states, shard.group.size())
+    ranks, part = shard.group.size(), hidden_states.view_as(hidden_states)
+    if part.requires_grad:
+        part.register_hook(lambda gradient: gradient / ranks)
+    return part
 
 
 def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
@@ -162,14 +164,3 @@ def by_depth(main: OutputProcessor, mtp_targets: OutputProcessor) -> OutputProce
         return chosen(hidden_states=hidden_states, head=head, context=context, depth=depth)
 
     return process
-
-
-class _PartOfGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, parts: int) -> Tensor:
-        ctx.parts = parts
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.parts, None

@@ -38,7 +38,7 @@ class Targets:
         if self.weights_T is None:
             object.__setattr__(self, "weights_T", (self.labels_T >= 0).float())
         for name in self._per_token:
-            object.__setattr__(self, name, _flat(getattr(self, name)))
+            object.__setattr__(self, name, _mapped(_flat, getattr(self, name)))
 
     def at(self, depth: int) -> Self:
         """Return the targets of a depth. Raises ValueError for a depth that `mtp_targets` does not have."""
@@ -76,14 +76,12 @@ class Targets:
         """
 
         def more(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {name: more(entry) for name, entry in value.items()}
             if isinstance(value, Tensor):
                 return extend(value.unflatten(0, shape_BS)).flatten(0, 1)
             if isinstance(value, Signal) and is_dataclass(value):
                 values = {entry.name: getattr(value, entry.name) for entry in fields(value)}
                 per_token = {name: entry for name, entry in values.items() if isinstance(entry, Tensor | Mapping)}
-                return replace(value, **more(per_token))
+                return replace(value, **_mapped(more, per_token))
             raise ValueError(f"{type(value).__name__} cannot be extended: expected a signal of all rows")
 
         return self._changed(more)
@@ -102,7 +100,9 @@ class Targets:
     def _changed(self, change: Callable[[Any], Any]) -> Self:
         """Return these targets with `change` applied to all values per token, without further depths."""
         values = {name: getattr(self, name) for name in self._per_token}
-        changed: dict[str, Any] = {name: change(value) for name, value in values.items() if value is not None}
+        changed: dict[str, Any] = {
+            name: _mapped(change, value) for name, value in values.items() if value is not None
+        }
         return replace(self, **changed, valid_index=None, mtp_targets=())
 
 
@@ -142,15 +142,18 @@ class PolicyTargets(Targets):
                 raise ValueError(f"{name} is missing: expected a number for each of {len(self.labels_T)} tokens")
 
 
-def _flat(value: Any) -> Any:
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """A function's result for a value, or for the values of a mapping."""
     if isinstance(value, Mapping):
-        return {name: _flat(entry) for name, entry in value.items()}
+        return {name: _mapped(change, entry) for name, entry in value.items()}
+    return change(value)
+
+
+def _flat(value: Any) -> Any:
     return value.flatten() if isinstance(value, Tensor) else value
 
 
 def _rows(index_T: Tensor, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _rows(index_T, entry) for name, entry in value.items()}
     return value.rows(index_T) if isinstance(value, Signal) else value[index_T]
 
 

@@ -1,7 +1,8 @@
 """From model sources and a layout to a runner: plan the stages, then build, cut, distribute and load each model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder, ProofError
@@ -9,13 +10,14 @@ from stillhouse.parallel.apply import apply_parallelism
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pair import TeacherStudentPair
-from stillhouse.parallel.pipeline import Pipeline, Width
+from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.run_layout import SCHEMES, Layout
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.runner_proof import prove_runner
 from stillhouse.parallel.sharded_loading import ModelSource
 from stillhouse.parallel.stages import (
-    Stage,
+    HiddenSize,
+    StagePlan,
     cost_of,
     forwards,
     keep_layers,
@@ -26,26 +28,10 @@ from stillhouse.parallel.stages import (
 )
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """Properties of the models that a pipeline needs before they are cut.
-
-    tied: whether the student's embedding and head, on the first and the last stage, train as one weight.
-    copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
-    teacher_cost: a forward of the teacher's layers, in forwards of the student's layers.
-    """
-
-    stages: list[Stage]
-    width: Width
-    tied: bool
-    copies_embedding: bool
-    teacher_cost: float
-
-
-def single_process_runner(student: Decoder, teacher: Decoder | None, *, teacher_is_base: bool = False) -> Runner:
+def single_process_runner(student: Decoder, teacher: Decoder | None) -> Runner:
     """Return the runner of a single process, which has both models whole."""
     teacher_source = None if teacher is None else ModelSource(lambda: teacher, is_proven=True)
-    student_source = ModelSource(lambda: student, teacher_is_base=teacher_is_base, is_proven=True)
+    student_source = ModelSource(lambda: student, is_proven=True)
     mesh = Mesh(Degrees(), next(student.parameters()).device, of_one_process=True)
     return build_runner(Layout(), mesh, student_source, teacher_source)
 
@@ -84,7 +70,7 @@ def _build_runner(
 ) -> Runner:
     require_own_teacher(layout, student_source, teacher_head_only=teacher_head_only)
     if teacher_source is not None and teacher_head_only:
-        teacher_source = replace(teacher_source, build=only_head(teacher_source.build))
+        teacher_source = replace(teacher_source, build=partial(only_head, teacher_source.build))
     sources = student_source, teacher_source
     student, teacher = _build(layout.degrees, *sources)
     if student.mtp is not None:
@@ -92,7 +78,8 @@ def _build_runner(
     if layout.stages == 1:
         pair = _distributed(layout, mesh, student, teacher, *sources)
         return Runner(layout, {0: pair}, None, mesh, tied=student.tied)
-    plan = _plan_stages(layout, student, teacher, student_source, teacher_head_only=teacher_head_only)
+    in_stages = student if student_source.teacher_is_base else teacher
+    plan = _plan_stages(layout, student, teacher, None if teacher_head_only else in_stages)
     scheme = SCHEMES[layout.schedule]
     pairs: dict[int, TeacherStudentPair] = {}
     for number in scheme.stages_of(mesh.coordinate("pipeline"), layout.degrees.pipeline):
@@ -105,39 +92,23 @@ def _build_runner(
         if teacher is not None:
             keep_layers(teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
         pairs[number] = _distributed(layout, mesh, student, teacher, *sources)
-    pipeline = Pipeline(
-        pairs,
-        scheme,
-        plan.width,
-        mesh,
-        copies_embedding=plan.copies_embedding,
-        teacher_cost=plan.teacher_cost,
-    )
-    return Runner(layout, pairs, pipeline, mesh, tied=plan.tied)
+    return Runner(layout, pairs, Pipeline(pairs, scheme, plan, mesh), mesh, tied=plan.tied)
 
 
-def only_layers(build: Callable[[], Decoder]) -> Callable[[], Decoder]:
-    """Return a builder of a frozen teacher without its head; it raises ValueError for a family that cannot be cut."""
-
-    def layers() -> Decoder:
-        decoder = build()
-        require_cuttable(decoder.config)
-        keep_layers(decoder, range(len(decoder.layers())), first=True, last=False, norm=True)
-        return decoder.requires_grad_(False).eval()
-
-    return layers
+def only_layers(build: Callable[[], Decoder]) -> Decoder:
+    """Build a frozen teacher without its head. Raises ValueError for a family that cannot be cut."""
+    decoder = build()
+    require_cuttable(decoder.config)
+    keep_layers(decoder, range(len(decoder.layers())), first=True, last=False, norm=True)
+    return decoder.requires_grad_(False).eval()
 
 
-def only_head(build: Callable[[], Decoder]) -> Callable[[], Decoder]:
-    """Return a builder of a teacher's head alone; it raises ValueError for a family that cannot be cut."""
-
-    def head() -> Decoder:
-        decoder = build()
-        require_cuttable(decoder.config)
-        keep_layers(decoder, range(0), first=False, last=True, norm=False)
-        return decoder
-
-    return head
+def only_head(build: Callable[[], Decoder]) -> Decoder:
+    """Build a teacher's head alone. Raises ValueError for a family that cannot be cut."""
+    decoder = build()
+    require_cuttable(decoder.config)
+    keep_layers(decoder, range(0), first=False, last=True, norm=False)
+    return decoder
 
 
 def _build(
@@ -149,14 +120,13 @@ def _build(
 
 
 def _plan_stages(
-    layout: Layout,
-    student: Decoder,
-    teacher: Decoder | None,
-    student_source: ModelSource,
-    *,
-    teacher_head_only: bool,
+    layout: Layout, student: Decoder, teacher: Decoder | None, teacher_in_stages: Decoder | None
 ) -> StagePlan:
-    """Plan the layout's stages. Raises ValueError for a model that cannot be cut into them."""
+    """Plan the layout's stages. Raises ValueError for a model that cannot be cut into them.
+
+    teacher: it may have nothing but its head.
+    teacher_in_stages: the model whose layers are the teacher's; the student, if the teacher is its base.
+    """
     for decoder in (student, teacher):
         if decoder is not None:
             require_cuttable(decoder.config)
@@ -164,14 +134,14 @@ def _plan_stages(
     stages = split(layout.stages, *costs)
     if student.lora is not None or student.mtp is not None:
         require_training(student, stages)
-    is_base = student_source.teacher_is_base
+    is_base = teacher_in_stages is student
     require_pairs(student, [replace(stage, teacher=stage.student) for stage in stages] if is_base else stages)
-    teacher_in_stages = None if teacher_head_only else (student if is_base else teacher)
     # a frozen weight has no gradient to sum
     tied = student.tied and student.output_weight.requires_grad
     return StagePlan(
         stages,
-        _width(student, teacher_in_stages),
+        _hidden_size(student),
+        None if teacher_in_stages is None else _hidden_size(teacher_in_stages),
         tied=tied,
         copies_embedding=tied or student.mtp is not None,
         teacher_cost=0.0 if costs[1] is None else forwards(costs[1], costs[0]),
@@ -230,18 +200,15 @@ def _distributed(
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
                 continue
-            model_layout = replace(layout, offload=layout.offload or source.offload)
-            apply_parallelism(decoder, model_layout, mesh, layout.gather_dtype if decoder is student else None)
+            gather_dtype = layout.gather_dtype if decoder is student else None
+            offload = layout.offload or source.offload
+            apply_parallelism(decoder, replace(layout, gather_dtype=gather_dtype, offload=offload), mesh)
             if source.load_weights is not None:
                 source.load_weights(decoder)
     return pair
 
 
-def _width(student: Decoder, teacher: Decoder | None) -> Width:
+def _hidden_size(decoder: Decoder) -> HiddenSize:
     """Hidden states have the dtype of the embedding, because the layers add to its output."""
-    sides = [
-        (decoder.config.get_text_config().hidden_size, decoder.pretrained.get_input_embeddings().weight.dtype)
-        for decoder in (student, teacher)
-        if decoder is not None
-    ]
-    return Width(*(value for side in sides for value in side))
+    embedding = decoder.pretrained.get_input_embeddings()
+    return HiddenSize(decoder.config.get_text_config().hidden_size, embedding.weight.dtype)

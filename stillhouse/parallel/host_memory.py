@@ -94,13 +94,11 @@ class HeadBuffers:
 
     def _free(self, name: str, weight_VE: Tensor) -> _Buffer:
         """The buffer that has this weight already, or a free one of its shape, or a new one."""
-        free = [buffer for buffer in self._buffers if not buffer.is_used]
-        fits = [
-            buffer
-            for buffer in free
-            if (buffer.tensor.shape, buffer.tensor.dtype) == (weight_VE.shape, weight_VE.dtype)
+        kind, buffers = (weight_VE.shape, weight_VE.dtype), self._buffers
+        free = [
+            buffer for buffer in buffers if not buffer.is_used and kind == (buffer.tensor.shape, buffer.tensor.dtype)
         ]
-        if not fits:
-            fits = [_Buffer(torch.empty_like(weight_VE, device=self._device, requires_grad=False))]
-            self._buffers += fits
-        return next((buffer for buffer in fits if buffer.name == name), fits[0])
+        if not free:
+            free = [_Buffer(torch.empty_like(weight_VE, device=self._device, requires_grad=False))]
+            buffers += free
+        return next((buffer for buffer in free if buffer.name == name), free[0])

@@ -12,12 +12,8 @@ from stillhouse.models import Decoder
 from stillhouse.parallel.apply.context_parallel import NextTokens
 
 
-class LayerLoss(Protocol):
+class LayerLoss:
     """A loss of one micro-batch on one stage. Its gradient enters the graph where the layer is."""
-
-    def student_inputs(self) -> Mapping[str, Tensor]:
-        """Further arguments of the student's forward."""
-        return {}
 
     def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
         """The context in which the layers of a teacher in the student's stages run."""
@@ -35,13 +31,17 @@ class LayerLoss(Protocol):
 class LayerLosses(Protocol):
     """Starts the loss of each micro-batch on a stage."""
 
+    def student_inputs(self, micro_batch: MicroBatch, student: Decoder) -> Mapping[str, Tensor]:
+        """Further arguments of the student's forward. student: the part on this stage."""
+        return {}
+
     def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> LayerLoss:
         """Start the loss of a micro-batch. student: the part on this stage. normalizer: the step's target tokens."""
-        ...
+        return LayerLoss()
 
 
 @dataclass(frozen=True)
-class MtpLayersRun:
+class MtpLayersRun(LayerLosses):
     """Runs the student's layers of multi-token prediction, on the stage that has its head, and adds no loss.
 
     next_tokens: appends the next tokens to a context rank's columns of the token ids.
@@ -49,13 +49,5 @@ class MtpLayersRun:
 
     next_tokens: NextTokens
 
-    def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> "_MtpInputs":
-        return _MtpInputs(self.next_tokens(micro_batch.input_ids_BS) if student.has_head else None)
-
-
-@dataclass(frozen=True)
-class _MtpInputs(LayerLoss):
-    input_ids_BS: Tensor | None
-
-    def student_inputs(self) -> Mapping[str, Tensor]:
-        return {} if self.input_ids_BS is None else {"mtp_input_ids": self.input_ids_BS}
+    def student_inputs(self, micro_batch: MicroBatch, student: Decoder) -> Mapping[str, Tensor]:
+        return {"mtp_input_ids": self.next_tokens(micro_batch.input_ids_BS)} if student.has_head else {}

@@ -10,7 +10,6 @@ T tokens, D width.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.func import functional_call
 
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.dtensors import gathered_tensor
-from stillhouse.models.layer_hooks import hooked
+from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.model_checks import describe
 
 #: the largest allowed error of what a layer adds to its input, relative to it. The order of sums differs, and in half
@@ -43,15 +42,29 @@ def layers_compared(
     # context parallelism has replaced the attention function, under another name
     unsharded.pretrained.set_attn_implementation(decoder.pretrained.config._attn_implementation)
     errors: dict[str, float] = {}
+    # for each dict that the layers share, such as shared keys and values, by its `id`: the dict itself, so that no
+    # other object gets this `id`, and the dict of the complete copies
     shadows: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
-    hooks = [
-        layer.register_forward_hook(
-            partial(_compare, names[layer], unsharded.get_submodule(names[layer]), precision, errors, shadows),
-            with_kwargs=True,
-        )
-        for layer in decoder.layers()
-    ]
-    with hooked(*hooks):
+
+    @torch.no_grad()
+    def compare(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        """A forward hook of a layer: add the error of its output to `errors`, in units of the allowed one."""
+        input_BSD = options["hidden_states"] if "hidden_states" in options else arguments[0]
+        named = (*layer.named_parameters(), *layer.named_buffers())
+        tensors = {key: gathered_tensor(value, input_BSD.device) for key, value in named}
+        shadow_options = {
+            key: shadows.setdefault(id(value), (value, dict(value)))[1] if isinstance(value, dict) else value
+            for key, value in options.items()
+        }
+        name = names[layer]
+        expected = functional_call(unsharded.get_submodule(name), tensors, arguments, shadow_options)
+        error_T = _errors(hidden_of(output), hidden_of(expected), input_BSD, precision or input_BSD.dtype)
+        # two experts can be nearly tied for a token; without experts, rounding gives only few tokens large errors
+        has_experts = any("experts" in key for key in tensors)
+        error = error_T.quantile(0.5 if has_experts else 0.95)
+        errors[name] = float(torch.maximum(error, error.new_tensor(errors.get(name, 0.0))))  # NaN stays NaN
+
+    with hooked(*(layer.register_forward_hook(compare, with_kwargs=True) for layer in decoder.layers())):
         yield errors
 
 
@@ -64,42 +77,6 @@ def require_equal_layers(decoder: Decoder, errors: Mapping[str, float]) -> None:
                 "layer does, because something between two matrices reads all columns, of which a rank has a part: "
                 "expected tensor=1"
             )
-
-
-@torch.no_grad()
-def _compare(
-    name: str,
-    unsharded: nn.Module,
-    precision: torch.dtype | None,
-    errors: dict[str, float],
-    shadows: dict[int, tuple[dict[Any, Any], dict[Any, Any]]],
-    layer: nn.Module,
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
-    output: Any,
-) -> None:
-    """A forward hook of a layer: add the error of its output to `errors`, in units of the allowed one.
-
-    shadows: for each dict that the layers of a model share, such as shared keys and values, by its `id`: the dict
-        itself, so that no other object gets this `id`, and the dict of the complete copies.
-    """
-    input_BSD = options["hidden_states"] if "hidden_states" in options else arguments[0]
-    named = (*layer.named_parameters(), *layer.named_buffers())
-    tensors = {key: gathered_tensor(value, input_BSD.device) for key, value in named}
-    shadow_options = {
-        key: shadows.setdefault(id(value), (value, dict(value)))[1] if isinstance(value, dict) else value
-        for key, value in options.items()
-    }
-    expected = functional_call(unsharded, tensors, arguments, shadow_options)
-    error_T = _errors(_hidden(output), _hidden(expected), input_BSD, precision or input_BSD.dtype)
-    # two experts can be nearly tied for a token; without experts, only few tokens may have large errors by rounding
-    has_experts = any("experts" in key for key in tensors)
-    error = error_T.quantile(0.5 if has_experts else 0.95)
-    errors[name] = float(torch.maximum(error, error.new_tensor(errors.get(name, 0.0))))  # NaN stays NaN
-
-
-def _hidden(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _errors(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precision: torch.dtype) -> Tensor:

@@ -71,10 +71,10 @@ class Mesh:
     experts: DeviceMesh
     tokens: DeviceMesh
 
-    def __init__(self, degrees: Degrees, device: torch.device, *, of_one_process: bool | None = None):
+    def __init__(self, degrees: Degrees, device: torch.device, *, of_one_process: bool = False):
         self.degrees, self.device = degrees, device
         self.pipelines: list[ProcessGroup] = []
-        self.has_groups = not of_one_process if of_one_process is not None else dist.is_initialized()
+        self.has_groups = dist.is_initialized() and not of_one_process
         if not self.has_groups:
             assert degrees.processes == 1, f"{degrees} in one process"
             self.ranks = Ranks(None, device)

@@ -113,31 +113,42 @@ class TeacherStudentPair(nn.Module):
         return DecoderHead(self.teacher, self.keep_gathered)
 
     def forward(
-        self, inputs: StageInputs, student_BSD: Tensor | None = None, teacher_BSE: Tensor | None = None
+        self,
+        inputs: StageInputs,
+        student_BSD: Tensor | None = None,
+        teacher_BSE: Tensor | None = None,
+        *,
+        run_teacher: bool = True,
     ) -> StageResults:
-        """Run a micro-batch. student_BSD, teacher_BSE: the hidden states of the previous stage."""
+        """Run a micro-batch.
+
+        student_BSD, teacher_BSE: the hidden states of the previous stage.
+        run_teacher: False for a teacher in the stages that has run before; `teacher_BSE` is then, on the last stage,
+            what `teacher_forward` has returned there.
+        """
         watchdog.progress()
         micro_batch, signals = inputs.micro_batch, inputs.signals
         losses = [part.start(micro_batch, self.student, inputs.normalizer) for part in inputs.losses]
         in_stage = next((name for name, signal in signals.items() if isinstance(signal, InStage)), None)
-        # a rank with two stages has the teacher's signal on both, but only the last stage has the heads
         if in_stage is None:
             teacher_BSE = None
-        else:
+        elif run_teacher:
             with ExitStack() as running:
                 for loss in losses:
                     running.enter_context(loss.during_teacher(self._teacher_layers))
                 dtype = inputs.autocast if self.teacher_is_base else None
                 teacher_BSE = self.teacher_forward(micro_batch, teacher_BSE, dtype=dtype)
-            if self.student.has_head:
-                assert len(signals) == 1, "a teacher in the stages is the only one"
-                signals = {in_stage: self._exact(teacher_BSE)}
+        # a rank with two stages has the teacher's signal on both, but only the last stage has the heads
+        if in_stage is not None and self.student.has_head:
+            assert teacher_BSE is not None
+            assert len(signals) == 1, "a teacher in the stages is the only one"
+            signals = {in_stage: self._exact(teacher_BSE)}
         arguments = _model_inputs(micro_batch.inputs, student_BSD)
         context = _targets(micro_batch, signals) if self.student.has_head else None
         with ExitStack() as running:
             running.enter_context(autocast(micro_batch.input_ids_BS.device, inputs.autocast))
-            for loss in losses:
-                arguments |= loss.student_inputs()
+            for part, loss in zip(inputs.losses, losses, strict=True):
+                arguments |= part.student_inputs(micro_batch, self.student)
                 running.enter_context(loss.during_student())
             output = self.student(**arguments, processor=inputs.processor, context=context)
         return StageResults(output, teacher_BSE, [named for loss in losses for named in loss.losses()])

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.dtensors import local
-from stillhouse.models.layer_hooks import hooked
+from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.model_checks import describe
 from stillhouse.objective import CrossEntropy, ObjectiveOutput, OutputHead, linear_objective
 from stillhouse.parallel.apply.tensor_parallel import generic
@@ -49,9 +49,8 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
     """
     runs, squares = Counter[nn.Module](), defaultdict[str, float](float)
     hidden: dict[str, Tensor] = {}
-    with ExitStack() as stack:
+    with evaluating(*runner.students()), ExitStack() as stack:
         for student in runner.students():
-            stack.enter_context(evaluating(student))
             stack.enter_context(_counted(student, runs))
             stack.enter_context(_hidden_gradients(student, hidden))
         count = 2 * runner.layout.degrees.pipeline  # every schedule can run this number
@@ -80,10 +79,10 @@ def _cross_entropies(number: int) -> OutputProcessor:
     """A processor: the sum of the cross-entropies of all depths, with labels that depend on `number`."""
 
     def process(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> ObjectiveOutput:
-        depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-        place_T = torch.arange(depths[0].shape[:-1].numel(), device=depths[0].device)
+        hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        place_T = torch.arange(hidden_by_depth[0].shape[:-1].numel(), device=hidden_by_depth[0].device)
         terms = [CrossEntropy((place_T * (number + 1)) % 7)]
-        losses = [linear_objective(hidden_BSD.flatten(0, -2), head, terms).loss for hidden_BSD in depths]
+        losses = [linear_objective(hidden_BSD.flatten(0, -2), head, terms).loss for hidden_BSD in hidden_by_depth]
         return ObjectiveOutput(torch.stack(losses).sum(), {}, {})
 
     return process
@@ -187,9 +186,9 @@ def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> AbstractCont
         into[name] = into[name] + value if name in into else value
 
     def watch(name: str, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if first.requires_grad:
-            first.register_hook(partial(add, name))
+        hidden_BSD = hidden_of(output)
+        if hidden_BSD.requires_grad:
+            hidden_BSD.register_hook(partial(add, name))
 
     names = {module: name for name, module in student.named_modules()}
     embedding = student.pretrained.get_input_embeddings()

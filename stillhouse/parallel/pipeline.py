@@ -9,7 +9,7 @@ B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,46 +21,22 @@ from torch.distributed.pipelining import PipelineStage
 
 from stillhouse.data import MicroBatch
 from stillhouse.models.dtensors import local
-from stillhouse.objective import TEACHER, Signals
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.older_torch import stage_class
 from stillhouse.parallel.pair import InStage, StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.run_layout import Scheme
-from stillhouse.parallel.teacher_head import TeacherHidden
-from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
-
-
-@dataclass(frozen=True)
-class Width:
-    """The widths D, E and the dtypes of the hidden states that stages send. E is 0 if the teacher's are not sent."""
-
-    student: int
-    student_dtype: torch.dtype
-    teacher: int = 0
-    teacher_dtype: torch.dtype = torch.float32
+from stillhouse.parallel.stages import StagePlan
+from stillhouse.parallel.teacher_prefetch import Sends, TeacherPrefetch
 
 
 class Pipeline:
-    """The stages of this rank and their schedule.
+    """The stages of this rank and their schedule. pairs: by stage number.
 
-    pairs: by stage number.
-    copies_embedding: the last stage has a copy of the student's embedding, which is on the first stage: as its head,
-    if the two are tied, or for MTP layers. The two gradients are summed after every step, so that the copies stay
-    equal.
-    teacher_cost: a forward of the teacher's layers, in forwards of the student's layers; for schemes with prefetch.
+    If the plan copies the embedding, the two gradients are summed after every step, so that the copies stay equal.
     """
 
-    def __init__(
-        self,
-        pairs: dict[int, TeacherStudentPair],
-        scheme: Scheme,
-        width: Width,
-        mesh: Mesh,
-        *,
-        copies_embedding: bool,
-        teacher_cost: float,
-    ):
+    def __init__(self, pairs: dict[int, TeacherStudentPair], scheme: Scheme, plan: StagePlan, mesh: Mesh):
         group = mesh.group("pipeline")
         assert group is not None
         self.ranks, self.rank = group.size(), group.rank()
@@ -71,14 +47,12 @@ class Pipeline:
             # gradients once per step
             for stage in self.stages.values():
                 fully_shard(stage, mesh=mesh.sharding)
-        self.copies_embedding = copies_embedding
-        self.scheme, self.width, self.group, self.device = scheme, width, group, mesh.device
+        self.scheme, self.plan, self.group, self.device = scheme, plan, group, mesh.device
         self.reverse_groups = mesh.pipelines
         self.prefetch: TeacherPrefetch | None = None
         if scheme.prefetch:
-            (stage,), (teacher_group, backward_group) = self.stages.values(), mesh.pipelines
-            teacher = (teacher_cost, width.teacher, width.teacher_dtype, teacher_group)
-            self.prefetch = TeacherPrefetch(stage.teacher_forward, *teacher, backward_group, mesh.device)
+            (stage,) = self.stages.values()
+            self.prefetch = TeacherPrefetch(stage.teacher_forward, plan, mesh)
         self._schedule_key: tuple[Any, ...] = ()
         self._schedule: Any = None
 
@@ -101,7 +75,7 @@ class Pipeline:
         schedule.step(*first, target=target, number=numbers, step=step, return_outputs=False)
         if self.prefetch is not None:
             self.prefetch.end()
-        if self.copies_embedding:
+        if self.plan.copies_embedding:
             self._sum_embedding_gradient()
         return [step.results[key] for key in sorted(step.results)]
 
@@ -117,7 +91,7 @@ class Pipeline:
         if self.prefetch is not None:
             self.prefetch.forget(step.request)
         outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # of a stage, for the next one on this rank
-        sends: list[tuple[Any, Tensor]] = []
+        sends = Sends()
         for number, stage in sorted(self.stages.items()):
             source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
             for index, batch in enumerate(inputs):
@@ -132,10 +106,9 @@ class Pipeline:
                 if target == self.rank:
                     outputs[number, index] = passed
                 else:
-                    group = self._message_group(self.rank, target)
-                    sends += [(dist.isend(hidden, group=group, group_dst=target), hidden) for hidden in passed]
-        for send, _ in sends:
-            send.wait()
+                    for hidden in passed:
+                        sends.send(hidden, self._message_group(self.rank, target), target)
+        sends.wait()
         return [step.results[key] for key in sorted(step.results) if key[0] + 1 == self.count]
 
     def _sum_embedding_gradient(self) -> None:
@@ -173,12 +146,11 @@ class Pipeline:
     @property
     def embedding_copy(self) -> Tensor | None:
         """The last stage's trained copy of the first stage's embedding; None if this rank has no such copy."""
-        is_here = self.copies_embedding and self.count - 1 in self.stages
+        is_here = self.plan.copies_embedding and self.count - 1 in self.stages
         return self._embeddings()[-1] if is_here else None
 
     def _receive(self, micro_batch: MicroBatch, source: int, *, with_teacher: bool) -> tuple[Tensor, ...]:
-        hidden = self._hidden(*micro_batch.shape_BS, with_teacher=with_teacher)
-        received = tuple(torch.empty_like(meta, device=self.device, requires_grad=False) for meta in hidden)
+        received = self._hidden(micro_batch.shape_BS, self.device, with_teacher=with_teacher)
         for buffer in received:
             dist.recv(buffer, group=self._message_group(source, self.rank), group_src=source)
         return received
@@ -195,10 +167,11 @@ class Pipeline:
         """Return torch's schedule for these shapes. A schedule fixes the shapes of its messages at construction."""
         shapes = {batch.micro_batch.shape_BS for batch in inputs}
         assert len(shapes) == 1, f"micro-batches of different shapes in one step: {shapes}"
-        ((rows, tokens),) = shapes
-        key = (len(inputs), rows, tokens, with_teacher)
+        (shape_BS,) = shapes
+        key = (len(inputs), shape_BS, with_teacher)
         if key != self._schedule_key:
-            hidden = self._hidden(rows, tokens, with_teacher=with_teacher)
+            hidden = self._hidden(shape_BS, torch.device("meta"), with_teacher=with_teacher)
+            hidden[0].requires_grad_()  # the student's
             stages = [self._stage(number, hidden) for number in sorted(self.stages)]
             options = {"loss_fn": _sum, "scale_grads": False}
             chosen = stages if self.scheme.per_rank > 1 else stages[0]
@@ -218,13 +191,10 @@ class Pipeline:
             group=self.group,
         )
 
-    def _hidden(self, rows: int, tokens: int, *, with_teacher: bool) -> tuple[Tensor, ...]:
-        """Return what one stage sends to the next one, as meta tensors."""
-        width = self.width
-        student = torch.empty(rows, tokens, width.student, dtype=width.student_dtype, device="meta").requires_grad_()
-        if not (with_teacher and width.teacher):
-            return (student,)
-        return student, torch.empty(rows, tokens, width.teacher, dtype=width.teacher_dtype, device="meta")
+    def _hidden(self, shape_BS: tuple[int, int], device: torch.device, *, with_teacher: bool) -> tuple[Tensor, ...]:
+        """Return tensors for what one stage sends to the next one, without values."""
+        sizes = (self.plan.student, self.plan.teacher if with_teacher else None)
+        return tuple(size.empty(shape_BS, device) for size in sizes if size is not None)
 
 
 class _Step:
@@ -239,13 +209,10 @@ class _Step:
         self.inputs = inputs
         self.results: dict[tuple[int, int], StageResults] = {}
         self.prefetched: dict[int, Tensor] | None = None
-        signals = [batch.signals.values() for batch in inputs]
-        markers = [[signal for signal in of_batch if isinstance(signal, InStage)] for of_batch in signals]
-        assert len({len(of_batch) for of_batch in markers}) == 1, (
-            "a teacher in the stages for only some of the micro-batches"
-        )
-        self.in_stage = bool(markers[0])
-        self.request = markers[0][0].request if self.in_stage else None
+        markers = [signal for batch in inputs for signal in batch.signals.values() if isinstance(signal, InStage)]
+        assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
+        self.in_stage = bool(markers)
+        self.request = markers[0].request if markers else None
 
 
 class _Stage(nn.Module):
@@ -274,10 +241,10 @@ class _Stage(nn.Module):
         assert number is not None
         assert step is not None
         index = int(number)
-        inputs = step.inputs[index]
-        if step.prefetched is not None:
-            inputs = replace(inputs, signals=self._prefetched(step.prefetched, index))
-        result = self.pair(inputs, *(received if self.number else ()))
+        hidden = received if self.number else ()
+        if step.prefetched is not None and self.is_last:
+            hidden = (*hidden, step.prefetched.pop(index))
+        result = self.pair(step.inputs[index], *hidden, run_teacher=step.prefetched is None)
         if not self.is_last:
             step.results[self.number, index] = replace(result, output=None, teacher_BSE=None)
             return (result.output,) if result.teacher_BSE is None else (result.output, result.teacher_BSE)
@@ -286,14 +253,6 @@ class _Stage(nn.Module):
             return ()
         # 1-D: the schedule cannot merge 0-D losses, and its error would leave the other ranks waiting
         return torch.stack([result.output.loss])
-
-    def _prefetched(self, hidden: dict[int, Tensor], index: int) -> Signals:
-        """The signals of a teacher that has run ahead; only the last stage needs them."""
-        if not self.is_last:
-            return {}
-        head = self.pair.teacher_head
-        assert head is not None
-        return {TEACHER: TeacherHidden(hidden.pop(index).flatten(0, 1), head)}
 
 
 def _sum(loss: Tensor, _: Tensor) -> Tensor:

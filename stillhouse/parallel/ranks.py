@@ -111,6 +111,9 @@ class Ranks:
         Otherwise the other processes would wait for the one that failed. Of several errors, that of the first kind
         counts, and of several processes with this kind, that of the first one.
         """
+        if self.size == 1:
+            yield
+            return
         failure: BaseException | None = None
         try:
             yield
@@ -120,12 +123,9 @@ class Ranks:
 
     def gather_results(self, function: Callable[[], Any], *kinds: type[BaseException]) -> list[Any]:
         """What a function returns on all processes. Its errors are those of `all_raise`, in the same collective."""
-        failure: BaseException | None = None
-        result = None
-        try:
-            result = function()
-        except kinds as error:
-            failure = error
+        if self.size == 1:
+            return [function()]
+        result, failure = _attempt(function, kinds)
         answers = self.gather([None if failure is None else _encoded(failure, kinds), result])
         self._raise([encoded for encoded, _ in answers], failure, kinds)
         return [result for _, result in answers]
@@ -138,8 +138,6 @@ class Ranks:
         if not failed:
             return
         rank = min(failed, key=lambda rank: failures[rank][0])
-        if self.size == 1 and local_failure is not None:
-            raise local_failure
         # the rank that failed raises this type, too: a caller may treat a subclass in another way than its base
         raise _decoded(failures[rank], kinds) from (local_failure if rank == self.rank else None)
 
@@ -148,19 +146,17 @@ class Ranks:
 
         An error of one of these kinds is raised on all processes.
         """
-        message: dict[str, Any] = {}
-        if self.is_first:
-            try:
-                message["result"] = result = function()
-            except kinds as error:
-                message["error"] = _encoded(error, kinds)
-                self.from_first(message)
-                if self.size == 1:
-                    raise
-                raise _decoded(message["error"], kinds) from error
-            self.from_first(message)
+        if self.size == 1:
+            return function()
+        if not self.is_first:
+            return self.outcome(self.from_first(None), *kinds)
+        result, failure = _attempt(function, kinds)
+        if failure is None:
+            self.from_first({"result": result})
             return result
-        return self.outcome(self.from_first(message), *kinds)
+        error = _encoded(failure, kinds)
+        self.from_first({"error": error})
+        raise _decoded(error, kinds) from failure
 
     def outcome(self, message: Any, *kinds: type[BaseException]) -> Any:
         """What the first process has sent in `on_first`: the result is returned, or the error raised."""
@@ -171,6 +167,14 @@ class Ranks:
 
 #: this process by itself, whether it belongs to a job of several processes or not
 ONE_PROCESS = Ranks(None, torch.device("cpu"))
+
+
+def _attempt(function: Callable[[], Any], kinds: tuple[type[BaseException], ...]) -> tuple[Any, BaseException | None]:
+    """The result of a function, and its error if that is of one of these kinds."""
+    try:
+        return function(), None
+    except kinds as error:
+        return None, error
 
 
 def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list[Any]:

@@ -51,7 +51,8 @@ class Runner:
 
         Under a pipeline, only the ranks of the last stage have results; the others return an empty list.
         """
-        _require_micro_batches(inputs)
+        if not inputs:
+            raise ValueError("no micro-batches: expected at least one on every process")
         with torch.no_grad():
             if self.pipeline is not None:
                 results = self.pipeline.forward(inputs)
@@ -66,7 +67,6 @@ class Runner:
 
         Returns the results of this rank's stages; those of stages without the student's head have no outputs.
         """
-        _require_micro_batches(inputs)
         with self.gradients_summed():
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(inputs)
@@ -81,7 +81,6 @@ class Runner:
 
         HSDP: each replica sums its own gradients until the last micro-batch, whose backward all-reduces them.
         """
-        _require_micro_batches(inputs)
         pair = self.pairs[0]
         for number, batch in enumerate(inputs, start=1):
             if isinstance(pair.student, FSDPModule):
@@ -198,8 +197,3 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-
-
-def _require_micro_batches(inputs: Sequence[StageInputs]) -> None:
-    if not inputs:
-        raise ValueError("no micro-batches: expected at least one on every process")

@@ -101,13 +101,11 @@ def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, tea
         teacher = pair.student if pair.teacher_is_base else pair.teacher
     forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     probe = forward.probe
-    with ExitStack() as stack:
-        for part in runner.students():
-            stack.enter_context(in_mode(part, training=training))
+    with in_mode(*runner.students(), training=training):
         # a forward pass is the same for all ranks, also for those without its result
-        depths = run_probe(forward.of_rows, probe, forward.device)
-    count = len(depths) - (teacher is not None)
-    hidden_of_both = depths[:count], depths[count:]
+        passes = run_probe(forward.of_rows, probe, forward.device)
+    count = len(passes) - (teacher is not None)
+    hidden_of_both = passes[:count], passes[count:]
     for decoder, name, hidden in zip((student, teacher), names, hidden_of_both, strict=True):
         with _raised(runner, name):
             if decoder is not None:
@@ -187,12 +185,12 @@ class ProbeForward:
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> _Hidden:
     """An output processor."""
-    depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+    hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
     for signal in context.signals.values():
         with signal.opened(head) as opened:
             assert isinstance(opened, FullVocab)
-            return _Hidden(depths, opened.hidden_TE)
-    return _Hidden(depths, None)
+            return _Hidden(hidden_by_depth, opened.hidden_TE)
+    return _Hidden(hidden_by_depth, None)
 
 
 def _precision(runner: Runner) -> torch.dtype | None:

@@ -11,6 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def read_weights(
     wanted: dict[str, Any] = {}
     files = _files(folder)
     for name, value in decoder.state_dict().items():
-        if not name.startswith(prefix) or _is_drawn(decoder, name):
+        if not name.startswith(prefix) or _is_initialised(decoder, name):
             continue
         candidates = checkpoint_names(decoder, name)
         if renamed is not None:
@@ -136,12 +137,19 @@ def read_weights(
                 f"{folder} has no tensor '{candidates[0]}': expected the tensor names of the model itself, so that "
                 "each process can read its own part of each tensor"
             )
-    with warnings.catch_warnings(), reading(f"{folder}: its weights cannot be read"):
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with without_distributed_warning(), reading(f"{folder}: its weights cannot be read"):
         dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
 
 
-def _is_drawn(decoder: Decoder, name: str) -> bool:
+@contextmanager
+def without_distributed_warning() -> Iterator[None]:
+    """Suppress DCP's warning that torch.distributed is disabled: one process is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _is_initialised(decoder: Decoder, name: str) -> bool:
     """Whether a tensor is not read: `draw_lora`, `MtpLayers.draw` and `HiddenMatch.draw` initialise it."""
     is_new_mtp = is_mtp(name) and decoder.mtp is not None and decoder.mtp.is_new
     return is_lora(name) or is_new_mtp or name.startswith(PROJECTORS)

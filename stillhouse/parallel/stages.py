@@ -5,14 +5,15 @@ A stage keeps the model's own modules and names. In place of the layers of other
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
+from stillhouse.models.lm_head import PassThrough
 from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel.sharded_loading import make_buffers
 
@@ -40,6 +41,35 @@ class Stage:
         return self.number == self.count - 1
 
 
+class HiddenSize(NamedTuple):
+    """The width and the dtype of the hidden states that a model's stages send."""
+
+    width: int
+    dtype: torch.dtype
+
+    def empty(self, shape_BS: tuple[int, int], device: torch.device) -> Tensor:
+        """Return hidden states without values."""
+        return torch.empty(*shape_BS, self.width, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Properties of the models that a pipeline needs before they are cut.
+
+    student, teacher: of their hidden states; None: the teacher's are not sent.
+    tied: whether the student's embedding and head, on the first and the last stage, train as one weight.
+    copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
+    teacher_cost: a forward of the teacher's layers, in forwards of the student's layers.
+    """
+
+    stages: list[Stage]
+    student: HiddenSize
+    teacher: HiddenSize | None
+    tied: bool
+    copies_embedding: bool
+    teacher_cost: float
+
+
 @dataclass(frozen=True)
 class Cost:
     """A model's cost, in multiplications per token: `layer` for each of its `layers`, `head` for its head.
@@ -51,13 +81,6 @@ class Cost:
     layer: float
     head: float
     passes: int
-
-
-class PassThrough(nn.Module):
-    """Replaces a layer or the last norm that is on another stage; returns its input."""
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
 
 
 def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:

@@ -9,7 +9,7 @@ B rows, S tokens per row of a micro-batch; E the teacher's width.
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from stillhouse.data import MicroBatch
 from stillhouse.parallel.bubble_schedule import Action, bubble_schedule
+from stillhouse.parallel.mesh import Mesh
+from stillhouse.parallel.stages import StagePlan
 
 
 class Schedule1F1BWithPrefetch(Schedule1F1B):
@@ -50,7 +52,7 @@ class Schedule1F1BWithPrefetch(Schedule1F1B):
     ) -> None:
         positional, named = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         self._initialize_stage(positional[0], named[0])
-        stage, sends = self._stage, _Sends()
+        stage, sends = self._stage, Sends()
         assert stage.group is not None
         for action in self.order:
             at = action.micro_batch
@@ -91,36 +93,27 @@ class TeacherPrefetch:
     """This rank's stage of the teacher, and the results that it has computed ahead for the next step.
 
     teacher_forward: runs the stage on a micro-batch and the hidden states of the previous stage, without gradient.
-    cost: a forward of the teacher's stage, in forwards of the student's stage.
-    group, backward_group: groups along the pipeline, for the teacher's messages and for the student's gradients.
+    mesh: its `pipelines` are the groups for the teacher's messages and for the student's gradients.
     Between two steps, no message is under way.
     """
 
-    def __init__(
-        self,
-        teacher_forward: Callable[..., Tensor],
-        cost: float,
-        width: int,
-        dtype: torch.dtype,
-        group: ProcessGroup,
-        backward_group: ProcessGroup,
-        device: torch.device,
-    ):
-        self.teacher_forward, self.cost, self.width, self.dtype = teacher_forward, cost, width, dtype
-        self.device, self.ranks, self.rank = device, group.size(), group.rank()
-        self.group, self.backward_group = group, backward_group
-        for messages in (group, backward_group):
+    def __init__(self, teacher_forward: Callable[..., Tensor], plan: StagePlan, mesh: Mesh):
+        self.teacher_forward, self.plan, self.device = teacher_forward, plan, mesh.device
+        self.group, self.backward_group = mesh.pipelines
+        self.ranks, self.rank = self.group.size(), self.group.rank()
+        for messages in mesh.pipelines:
             self._connect(messages)
-        #: the requests for later steps, in the order of the steps
-        self.announced: list[tuple[int, Sequence[MicroBatch]]] = []
-        self._requests = itertools.count()
-        self.now, self.next = self._all_done(()), self._all_done(())
-        self.sends = _Sends()
+        #: the micro-batches of later steps by the number of the request, in the order of the steps
+        self.announced: dict[int, Sequence[MicroBatch]] = {}
+        self._numbers = itertools.count()
+        self.now, self.next = self._step((), 0), self._step((), 0)
+        self.sends = Sends()
 
     def announce(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Announce the micro-batches of a later step, in the order of the steps; returns the request's number."""
-        self.announced.append((next(self._requests), micro_batches))
-        return self.announced[-1][0]
+        number = next(self._numbers)
+        self.announced[number] = micro_batches
+        return number
 
     def begin(self, micro_batches: Sequence[MicroBatch], request: int | None, *, runs: bool) -> Sequence[Action]:
         """Return this rank's order for a step, whose T actions put the teacher's hidden states into `now.hidden`.
@@ -128,13 +121,13 @@ class TeacherPrefetch:
         request: the number of the step's request, for which results may have been computed already; None: the step
             was not announced. runs: whether the step needs the teacher.
         """
-        following = self._take_announced(request)
+        next_request, following = self._take_announced(request)
         if request is not None and self.next.request == request:
             self.now = self.next
         else:
-            self.now = self._not_begun(micro_batches) if runs else self._all_done(micro_batches)
-        self.next = self._not_begun(following[1], following[0])
-        order = bubble_schedule(len(micro_batches), len(following[1]), self.cost, self.now.done)
+            self.now = self._step(micro_batches, 0 if runs else len(micro_batches))
+        self.next = self._step(following, 0, next_request)
+        order = bubble_schedule(len(micro_batches), len(following), self.plan.teacher_cost, self.now.done)
         self.next.done = order.done
         return order.ranks[self.rank]
 
@@ -150,7 +143,7 @@ class TeacherPrefetch:
         if self.rank + 1 == self.ranks:
             step.hidden[number] = hidden_BSE
             return
-        self.sends.add([(dist.isend(hidden_BSE, group=self.group, group_dst=self.rank + 1), hidden_BSE)])
+        self.sends.send(hidden_BSE, self.group, self.rank + 1)
 
     def end(self) -> None:
         """Receive the hidden states that the previous stage has sent and this stage has not used yet, so that no
@@ -164,22 +157,22 @@ class TeacherPrefetch:
 
     def _take_announced(self, request: int | None) -> tuple[int | None, Sequence[MicroBatch]]:
         """Drop the announcements up to this request; return the next one, or no micro-batches if there is none."""
-        self.announced = [later for later in self.announced if request is not None and later[0] > request]
-        return self.announced[0] if self.announced else (None, ())
+        for number in [number for number in self.announced if request is None or number <= request]:
+            del self.announced[number]
+        return next(iter(self.announced.items()), (None, ()))
 
     def forget(self, request: int | None) -> None:
         """Drop the announcement of micro-batches that will not come in a step."""
-        self.announced = [other for other in self.announced if other[0] != request]
+        if request is not None:
+            self.announced.pop(request, None)
 
-    def _not_begun(self, micro_batches: Sequence[MicroBatch], request: int | None = None) -> _TeacherStep:
-        return _TeacherStep(micro_batches, (0,) * self.ranks, request)
-
-    def _all_done(self, micro_batches: Sequence[MicroBatch]) -> _TeacherStep:
-        """No teacher is needed: mark all micro-batches as done."""
-        return _TeacherStep(micro_batches, (len(micro_batches),) * self.ranks)
+    def _step(self, micro_batches: Sequence[MicroBatch], done: int, request: int | None = None) -> _TeacherStep:
+        """A step before it begins. done: how many micro-batches need no teacher, on every rank."""
+        return _TeacherStep(micro_batches, (done,) * self.ranks, request)
 
     def _receive(self, micro_batch: MicroBatch) -> Tensor:
-        hidden_BSE = torch.empty(*micro_batch.shape_BS, self.width, dtype=self.dtype, device=self.device)
+        assert self.plan.teacher is not None
+        hidden_BSE = self.plan.teacher.empty(micro_batch.shape_BS, self.device)
         dist.recv(hidden_BSE, group=self.group, group_src=self.rank - 1)
         return hidden_BSE
 
@@ -196,14 +189,25 @@ class TeacherPrefetch:
             dist.send(token, group=group, group_dst=self.rank + 1)
 
 
-class _Sends:
-    """Messages under way, with their tensors, which have to stay alive until they have been sent."""
+class _Message(NamedTuple):
+    """A message under way. tensor: it has to stay alive until it has been sent."""
+
+    work: Any
+    tensor: Tensor
+
+
+class Sends:
+    """The messages of a rank that are under way."""
 
     def __init__(self) -> None:
-        self.started: list[tuple[Any, Tensor]] = []
+        self.started: list[_Message] = []
 
-    def add(self, started: Iterable[tuple[Any, Tensor]]) -> None:
-        self.started = [(message, tensor) for message, tensor in self.started if not message.is_completed()]
+    def send(self, tensor: Tensor, group: ProcessGroup, rank: int) -> None:
+        """Start to send a tensor to a rank of a group."""
+        self.add([_Message(dist.isend(tensor, group=group, group_dst=rank), tensor)])
+
+    def add(self, started: Iterable[_Message]) -> None:
+        self.started = [message for message in self.started if not message.work.is_completed()]
         self.started += started
 
     def wait(self) -> None:
@@ -211,15 +215,15 @@ class _Sends:
         self.started = []
 
 
-def _start(messages: Iterable[P2POp], group: ProcessGroup) -> list[tuple[Any, Tensor]]:
+def _start(operations: Iterable[P2POp], group: ProcessGroup) -> list[_Message]:
     """Start messages in `group` that torch made for another group of the same ranks."""
     started = []
-    for message in messages:
-        peer = {"group_dst" if message.op is dist.isend else "group_src": message.group_peer}
-        started.append((message.op(message.tensor, group=group, **peer), message.tensor))
+    for operation in operations:
+        peer = {"group_dst" if operation.op is dist.isend else "group_src": operation.group_peer}
+        started.append(_Message(operation.op(operation.tensor, group=group, **peer), operation.tensor))
     return started
 
 
-def _wait(started: Iterable[tuple[Any, Tensor]]) -> None:
-    for message, _ in started:
-        message.wait()
+def _wait(started: Iterable[_Message]) -> None:
+    for message in started:
+        message.work.wait()

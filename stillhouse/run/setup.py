@@ -12,7 +12,6 @@ import torch
 from stillhouse.config import ConfigError, ParallelConfig, RunConfig, as_config_error
 from stillhouse.config.read_config import dotted_values
 from stillhouse.config.rules import check_rules
-from stillhouse.engine.optimizer import optimizer_settings
 from stillhouse.engine.parts import HiddenStates, LossPart, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import ProofError
@@ -142,7 +141,7 @@ class RunSetup:
         engine = TorchEngine(
             runner,
             self.objective.spec,
-            optimizer=optimizer_settings(config.train),
+            train=config.train,
             autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
             chunk_tokens=config.objective.chunk_tokens,
             parts=self._loss_parts(runner),

@@ -207,8 +207,8 @@ def _can_be_cut(teacher: TeacherConfig) -> bool:
 
 
 def _head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
-    decoder = only_head(source.build)().requires_grad_(False).eval()
-    apply_parallelism(decoder, layout, mesh, None)
+    decoder = only_head(source.build).requires_grad_(False).eval()
+    apply_parallelism(decoder, replace(layout, gather_dtype=None), mesh)
     assert source.load_weights is not None
     source.load_weights(decoder)
     return decoder

@@ -11,6 +11,7 @@ B rows, S tokens per row of a micro-batch, E the teacher's width.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class SeparateTeacher:
         keep_head: bool = False,
     ):
         self._head = head
-        layers = source if keep_head else replace(source, build=only_layers(source.build))
+        layers = source if keep_head else replace(source, build=partial(only_layers, source.build))
         self._runner = build_runner(layout, mesh, layers, None, prove=False)
         self._device, self._width = mesh.device, self.decoder.config.get_text_config().hidden_size
         self._dtype = next(self.decoder.parameters()).dtype

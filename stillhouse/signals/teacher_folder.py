@@ -40,7 +40,7 @@ def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerB
 
 def head_of(folder: Path | str, dtype: str = "auto") -> Decoder:
     """The output head of a model's folder, on the CPU; no layers are read."""
-    decoder = only_head(partial(empty_decoder, str(folder), dtype=dtype))()
+    decoder = only_head(partial(empty_decoder, str(folder), dtype=dtype))
     load_weights(decoder, str(folder), torch.device("cpu"))
     return decoder
 

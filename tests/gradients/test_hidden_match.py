@@ -3,6 +3,7 @@
 B rows, S tokens per row, T = B·S; D, E widths of student and teacher.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def outputs(decoder: Decoder, inputs: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
     """The outputs [B, S, D] of all layers, and the logits, by a plain forward of the Hugging Face model."""
-    found: list[Tensor] = []
+    hidden: list[Tensor] = []
 
     def keep(_: object, __: object, output: Any) -> None:
-        found.append(output[0] if isinstance(output, tuple) else output)
+        hidden.append(output[0] if isinstance(output, tuple) else output)
 
-    hooks = [each.register_forward_hook(keep) for each in numbered_layers(decoder)]
+    hooks = [layer.register_forward_hook(keep) for layer in numbered_layers(decoder)]
     logits = decoder.pretrained(**inputs, use_cache=False).logits
     for hook in hooks:
         hook.remove()
-    return found, logits
+    return hidden, logits
 
 
 def expected_loss(session: Session) -> Tensor:
@@ -68,22 +69,24 @@ def expected_loss(session: Session) -> Tensor:
     assert teacher is not None
     step = session.step_schedule.micro_batches(session.train, 0)
     total = torch.zeros((), dtype=torch.float64)
-    for each in step:
-        own, logits_BSV = outputs(session.student, each.inputs)
+    for batch in step:
+        student_hidden, logits_BSV = outputs(session.student, batch.inputs)
         with torch.no_grad():
-            theirs, _ = outputs(teacher, each.inputs)
+            teacher_hidden, _ = outputs(teacher, batch.inputs)
         log_q_TV = logits_BSV.double().log_softmax(-1).flatten(0, 1)
-        label_T = each.labels_T.clamp(min=0)
+        label_T = batch.labels_T.clamp(min=0)
         loss_T = -log_q_TV.gather(1, label_T[:, None])[:, 0]
         for pair in match.pairs:
             kind, scale = pair.kind, pair.scale
-            hidden_TE = own[pair.student].double().flatten(0, 1) @ match.projectors[pair.name].weight.double().T
-            target_TE = theirs[pair.teacher].double().flatten(0, 1)
+            hidden_TE = (
+                student_hidden[pair.student].double().flatten(0, 1) @ match.projectors[pair.name].weight.double().T
+            )
+            target_TE = teacher_hidden[pair.teacher].double().flatten(0, 1)
             if kind == "mse":
                 loss_T = loss_T + scale * (hidden_TE - target_TE).square().mean(1)
             else:
                 loss_T = loss_T + scale * (1 - cosine_similarity(hidden_TE, target_TE))
-        total = total + (loss_T * each.weights_T).sum()
+        total = total + (loss_T * batch.weights_T).sum()
     return total / step.normalizer
 
 
@@ -96,9 +99,9 @@ def test_gradients_are_those_of_plain_autograd(folder: Path, recomputed: bool) -
     loss.backward()
     reference = {name: gradient.clone() for name, gradient in named_gradients(session.student).items()}
     session.engine.zero_grad()
-    found = forward_backward(session).sums
-    assert found["loss"] == pytest.approx(float(loss), rel=1e-6)
-    assert found["hidden_0_1_mse"] > 0
+    sums = forward_backward(session).sums
+    assert sums["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert sums["hidden_0_1_mse"] > 0
     gradients = named_gradients(session.student)
     assert gradients.keys() == reference.keys()
     assert {f"hidden_match.projectors.{name}.weight" for name in NAMES} < gradients.keys()
@@ -114,19 +117,11 @@ def test_a_run_with_hidden_states_is_resumed_exactly_and_exports_a_plain_model(f
     write_run(folder, **{"objective.hidden": PAIRS, **parts, "train.steps": 6})
     run("distill", path)
     final = folder / "parts" / "checkpoints" / "step-00000006"
-    assert final.exists()
-    for each in final.rglob("*"):
-        if each.is_file():
-            each.unlink()
-    for each in sorted(final.rglob("*"), reverse=True):
-        each.rmdir()
-    final.rmdir()
-    for name in contents(folder / "parts" / "model"):
-        (folder / "parts" / "model" / name).unlink()
-    (folder / "parts" / "model").rmdir()
+    for removed in (final, folder / "parts" / "model"):
+        shutil.rmtree(removed)
     assert "resuming from" in run("distill", path).out
     assert contents(folder / "whole" / "model") == contents(folder / "parts" / "model")
-    steps = [each for each in metrics(folder / "whole") if "loss/total_nats_per_token" in each]
+    steps = [record for record in metrics(folder / "whole") if "loss/total_nats_per_token" in record]
     assert steps[-1]["loss/hidden_0_1_mse_per_token"] < 0.95 * steps[0]["loss/hidden_0_1_mse_per_token"]
     with safe_open(folder / "whole" / "model" / "model.safetensors", framework="pt") as file:
         assert not [name for name in file.keys() if "hidden_match" in name]  # noqa: SIM118
@@ -154,19 +149,17 @@ def test_the_projector_of_another_pair_is_refused(folder: Path) -> None:
 def test_projectors_of_two_processes_are_those_of_one(folder: Path, settings: dict[str, Any]) -> None:
     """Also beside weights of another dtype, and beside random ones. The rate is nearly zero."""
     write_run(folder, **{"objective.hidden": PAIRS, "train.steps": 1, "train.learning_rate": 1e-30}, **settings)
-    name, found = "-".join(settings), {}
+    name, projectors = "-".join(settings), {}
     for processes in (1, 2):
         distill(folder, f"{name} {processes}", processes, "checkpoint.every=1")
         resume = folder / f"{name} {processes}" / "checkpoints" / "step-00000001" / "resume"
-        tensors = [load_file(each) for each in sorted(resume.glob("*.safetensors"))]
-        for each in NAMES:
-            parts = [
-                every[key] for every in tensors if (key := f"student.hidden_match.projectors.{each}.weight") in every
-            ]
-            found[each, processes] = torch.cat(parts)
-    for each in NAMES:
-        assert torch.equal(found[each, 1], found[each, 2])
-        assert float(found[each, 1].norm(dim=1).mean()) == pytest.approx(1, abs=0.05)
+        tensors = [load_file(file) for file in sorted(resume.glob("*.safetensors"))]
+        for pair_name in NAMES:
+            key = f"student.hidden_match.projectors.{pair_name}.weight"
+            projectors[pair_name, processes] = torch.cat([stored[key] for stored in tensors if key in stored])
+    for pair_name in NAMES:
+        assert torch.equal(projectors[pair_name, 1], projectors[pair_name, 2])
+        assert float(projectors[pair_name, 1].norm(dim=1).mean()) == pytest.approx(1, abs=0.05)
 
 
 def test_models_of_one_width_need_no_projector(tmp_path: Path) -> None:
@@ -224,5 +217,5 @@ def test_another_objective_compares_no_hidden_states(folder: Path) -> None:
     other = session.engine.with_losses(session.engine.objective)
     micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
     signals = session.source_for(other).request(micro_batches).result()
-    found = other.forward_backward(micro_batches, signals, micro_batches.whole.normalizer).sums
-    assert found == forward_backward(alone).sums
+    sums = other.forward_backward(micro_batches, signals, micro_batches.whole.normalizer).sums
+    assert sums == forward_backward(alone).sums

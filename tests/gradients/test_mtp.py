@@ -17,7 +17,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder
 from stillhouse.models.processors import hidden_states
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import TEACHER, FullVocab, OutputHead, TopK
+from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.spec import parse_objective
 from stillhouse.objective.tile import chunks
 
@@ -34,7 +34,7 @@ def separate_document(decoder: MultiTokenDecoder, ids_N: Tensor) -> list[Tensor]
             by_depth.append(below)
             continue
         by_depth.append(decoder.mtp.forward_layer(depth - 1, below, at, None, input_ids=ids_N[None, depth:]))
-    return [each[0] for each in by_depth]
+    return [hidden[0] for hidden in by_depth]
 
 
 TEMPERATURE, K = 1.3, 5
@@ -90,7 +90,7 @@ def plain(decoder: MultiTokenDecoder, teacher: Decoder, kind: str) -> list[Tenso
 
 
 def targets_of(teacher: Decoder, kind: str) -> DistillTargets:
-    labels_BS = packed([labels_of(each) for each in documents()])
+    labels_BS = packed([labels_of(document_N) for document_N in documents()])
     ids_BS = packed(documents())
     signal: Any = teacher.signal(ids_BS, positions())
     if kind == "top_k":
@@ -102,7 +102,7 @@ def targets_of(teacher: Decoder, kind: str) -> DistillTargets:
 def gradients(decoder: MultiTokenDecoder, losses: list[Tensor]) -> dict[str, Tensor]:
     decoder.zero_grad()
     sum(scale * loss for scale, loss in zip(SCALES, losses, strict=False)).backward()  # type: ignore[union-attr]
-    return {name: each.grad for name, each in decoder.named_parameters() if each.grad is not None}
+    return {name: parameter.grad for name, parameter in decoder.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_loss_and_gradients_are_those_of_plain_logits(family: str, depths: int, 
     for output, loss in zip(outputs, expected, strict=True):
         assert output.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     labels = [sum(max(length - 1 - max(depth, 2), 0) for row in LENGTHS for length in row) for depth in (0, 1, 2)]
-    assert [int(each.metrics["tokens"]) for each in outputs] == labels[: depths + 1]
+    assert [int(output.metrics["tokens"]) for output in outputs] == labels[: depths + 1]
 
-    actual, expected_gradients = gradients(decoder, [each.loss for each in outputs]), gradients(decoder, expected)
-    names = {name for name, each in decoder.named_parameters() if each.requires_grad}
+    actual, expected_gradients = gradients(decoder, [output.loss for output in outputs]), gradients(decoder, expected)
+    names = {name for name, parameter in decoder.named_parameters() if parameter.requires_grad}
     assert actual.keys() == expected_gradients.keys() == names
     for name, gradient in expected_gradients.items():
         assert float((actual[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
@@ -138,70 +138,12 @@ def test_packed_rows_are_the_documents_at_every_depth(family: str, depths: int) 
     decoder = make(family, depths, torch.float64)
     with torch.no_grad():
         together = decoder(packed(documents()), positions(), processor=hidden_states)
-        separate = [separate_document(decoder, each) for each in documents()]
+        separate = [separate_document(decoder, document_N) for document_N in documents()]
     for depth, rows_BSD in enumerate(together):
-        actual = [each for row, lengths in zip(rows_BSD, LENGTHS, strict=True) for each in row.split(lengths)]
+        actual = [part for row, lengths in zip(rows_BSD, LENGTHS, strict=True) for part in row.split(lengths)]
         for document, by_depth in zip(actual, separate, strict=True):
             assert len(by_depth[depth]) == len(document) - depth
             torch.testing.assert_close(document[: len(by_depth[depth])], by_depth[depth], rtol=0, atol=1e-6)
-
-
-def shifted_by_hand(each_BS: list[list[Any]], at: list[list[int]], depth: int, absent: Any) -> list[Any]:
-    """Return for each token the value `depth` tokens later in the same document, or `absent`."""
-    moved = []
-    for row, place in zip(each_BS, at, strict=True):
-        for token in range(len(row)):
-            inside = token + depth < len(row) and place[token + depth] == place[token] + depth
-            moved.append(row[token + depth] if inside else absent)
-    return moved
-
-
-def test_shift_for_mtp_moves_labels_weights_and_signal_together_and_stops_at_documents() -> None:
-    at_BS = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
-    labels_BS = torch.tensor([[5, 6, -1, 8, 9, 10], [11, -1, 13, 14, 15, -1]])
-    weights_BS = torch.arange(1.0, 13.0).view(2, 6) * (labels_BS >= 0)
-    hidden_TE = torch.randn(12, 3)
-    head = OutputHead(torch.randn(20, 3))
-    targets = DistillTargets(labels_BS, weights_BS, signals={TEACHER: FullVocab(hidden_TE, head)})
-    shifted = targets.shift_for_mtp(at_BS, 3)
-    assert shifted.at(0).labels_T.tolist() == labels_BS.flatten().tolist()
-    assert len(shifted.mtp_targets) == 3
-    for depth in (1, 2, 3):
-        here = shifted.at(depth)
-        assert here.labels_T.tolist() == shifted_by_hand(labels_BS.tolist(), at_BS.tolist(), depth, -1)
-        assert here.weights_T is not None
-        assert here.weights_T.tolist() == shifted_by_hand(weights_BS.tolist(), at_BS.tolist(), depth, 0.0)
-        expected_rows = shifted_by_hand(hidden_TE.view(2, 6, 3).tolist(), at_BS.tolist(), depth, None)
-        signal = here.signals[TEACHER]
-        assert isinstance(signal, FullVocab)
-        assert signal.head is head
-        for row, expected in enumerate(expected_rows):
-            if expected is not None:
-                assert signal.hidden_TE[row].tolist() == expected
-    with pytest.raises(ValueError, match=r"depth 4 .* targets of 3 further depths"):
-        shifted.at(4)
-
-
-def test_context_shards_cut_after_the_shift_have_the_rows_of_the_whole() -> None:
-    """Of two ranks, one has the first and the last quarter of each row, as in a load-balanced causal layout."""
-    decoder, teacher = make(depths=2), Decoder(build("llama", seed=3))
-    whole_context = targets_of(teacher, "jsd").shift_for_mtp(positions(), 2)
-    processor = StepLoss(parse_objective(OBJECTIVES["jsd"], TEMPERATURE), NORMALIZER)
-    outputs = decoder(packed(documents()), positions(), processor=processor, context=whole_context)
-    hidden = decoder(packed(documents()), positions(), processor=hidden_states)
-
-    places_BS = torch.arange(positions().numel()).view(positions().shape)
-    pieces = places_BS.tensor_split(4, dim=1)
-    ranks = [torch.cat([pieces[0], pieces[3]], 1).flatten(), torch.cat([pieces[1], pieces[2]], 1).flatten()]
-    for depth, output in enumerate(outputs):
-        losses = []
-        for index_T in ranks:
-            rows = hidden[depth].flatten(0, 1)[index_T][None]
-            part = decoder.main.head(rows, processor, whole_context.rows(index_T), depth)
-            for name, per_token in part.per_token.items():
-                torch.testing.assert_close(per_token, output.per_token[name][index_T])
-            losses.append(part.loss)
-        torch.testing.assert_close(sum(losses), output.loss)
 
 
 def test_no_depth_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +158,7 @@ def test_no_depth_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
     processor = StepLoss(parse_objective("0.5*cross_entropy + 0.5*forward_kl"), chunk_tokens=32)
     with Largest() as largest:
         outputs = decoder(ids_BS, at_BS, processor=processor, context=context)
-        sum(each.loss for each in outputs).backward()
+        sum(output.loss for output in outputs).backward()
     assert largest.numbers <= max(32, 48) * vocabulary  # the size of a tile or of a head's weight
     assert largest.numbers < rows * tokens * vocabulary / 2
 

@@ -72,7 +72,7 @@ MAKERS: dict[str, Callable[..., PreTrainedConfig]] = {
 EACH = pytest.mark.parametrize(
     ("family", "depths"),
     [("glm4_moe", 1), ("glm4_moe", 2), ("deepseek_v3", 2), ("mellum", 1), ("qwen3", 2)],
-    ids=lambda each: str(each),
+    ids=lambda value: str(value),
 )
 
 
@@ -100,13 +100,13 @@ def documents(seed: int = 0) -> list[Tensor]:
     return [torch.randint(3, V, (length,), generator=generator) for row in LENGTHS for length in row]
 
 
-def packed(each: list[Tensor]) -> Tensor:
+def packed(values: list[Tensor]) -> Tensor:
     """Concatenate values of the documents' tokens to packed rows [B, S, …]."""
-    return torch.cat(each).view(len(LENGTHS), sum(LENGTHS[0]), *each[0].shape[1:])
+    return torch.cat(values).view(len(LENGTHS), sum(LENGTHS[0]), *values[0].shape[1:])
 
 
 def positions() -> Tensor:
-    return packed([torch.arange(len(each)) for each in documents()])
+    return packed([torch.arange(len(document_N)) for document_N in documents()])
 
 
 def labels_of(ids_N: Tensor, masked: int = 2) -> Tensor:

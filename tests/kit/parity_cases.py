@@ -16,12 +16,13 @@ from kit.families import build
 from kit.shard_ranks import Rank
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.engine.optimizer import OptimizerSettings
-from stillhouse.engine.parts import ROUTER_LOSS, LossPart, MtpLoss, RouterBalancing
+from stillhouse.engine.parts import ROUTER_LOSS, HiddenStates, LossPart, MtpLoss, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
 from stillhouse.models.dtensors import gathered_tensor, local
+from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
@@ -69,7 +70,7 @@ PARTIAL: dict[str, dict[str, Any]] = {
 }
 SPEC = parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")
 LEARNING_RATE = 1e-3
-OPTIMIZER = OptimizerSettings(LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0)
+TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0)
 
 
 @dataclass(frozen=True)
@@ -192,11 +193,11 @@ class Side:
             parts.append(MtpLoss(case.spec, 2, 0.7, of_student=of_student, group=runner.context_group))
         elif case.family == "qwen3_moe":
             parts.append(RouterBalancing(0.5, runner.context_group))
-        optimizer = replace(OPTIMIZER, kind=case.optimizer)
+        if (match := runner.students()[0].hidden_match) is not None:
+            parts.append(HiddenStates(match.all_pairs))
+        train = TRAIN.model_copy(update={"optimizer": case.optimizer})
         autocast = torch.bfloat16 if bf16 else None
-        return cls(
-            TorchEngine(runner, case.spec, optimizer=optimizer, autocast=autocast, parts=parts), source, runner
-        )
+        return cls(TorchEngine(runner, case.spec, train=train, autocast=autocast, parts=parts), source, runner)
 
     def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         return self.engine.shard(step, training=training)
@@ -238,6 +239,7 @@ def first_step(
     expected, sums = single.step(*reference_step), sharded.step(*sharded_step)
     assert (ROUTER_LOSS in sums) == (case.family == "qwen3_moe" and not case.mtp)
     assert ("mtp_2/tokens" in sums) == bool(case.mtp)
+    assert sum(name.startswith(HIDDEN) for name in sums) == len(case.hidden)
     if case.mtp and case.layout.degrees.tensor > 1:
         named = dict(sharded.runner.named_parameters())
         weights = [named[name] for name in named if name.startswith("mtp.") and name.endswith("up_proj.weight")]

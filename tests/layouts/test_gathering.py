@@ -26,6 +26,8 @@ CASES = [
             Case(layout(fsdp=2, pipeline=2), "llama"),
             Case(layout(replicate=2, fsdp=2)),
             Case(layout(context=2)),
+            Case(layout(tensor=2)),  # nothing is gathered: the products alone are bfloat16
+            Case(layout(pipeline=2)),
             Case(layout(fsdp=2), checkpointing=True),
             Case(layout(fsdp=2), lora="base"),
             Case(layout(fsdp=2, pipeline=2), lora="base"),

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from stillhouse.checkpoint.integrity import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
-from stillhouse.config import ConfigError
+from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.data import StepMicroBatches
-from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
@@ -62,7 +61,7 @@ def test_offloaded_training_equals_training_without_offload(tmp_path: Path, mesh
         norms = [train(family, step, engine) for engine in engines]
         assert norms[1] == pytest.approx(norms[0], rel=1e-5)
     assert_same(*(engine.students[0] for engine in engines))
-    assert {each.device for each in tensors(engines[1])} == {CPU}
+    assert {tensor.device for tensor in tensors(engines[1])} == {CPU}
 
     path = save_checkpoint(tmp_path / "checkpoints", Progress(step=3), engines[1], toy_tokenizer())
     again = offloaded(tmp_path, mesh, True)
@@ -70,7 +69,7 @@ def test_offloaded_training_equals_training_without_offload(tmp_path: Path, mesh
     norms = [train(family, 3, engine) for engine in (engines[1], again)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
     assert_same(again.students[0], engines[1].students[0])
-    assert {each.device for each in tensors(again)} == {CPU}
+    assert {tensor.device for tensor in tensors(again)} == {CPU}
 
 
 @pytest.mark.parametrize(
@@ -96,19 +95,19 @@ def offloaded(folder: Path, mesh: Mesh, offload: bool) -> TorchEngine:
     """Return an engine whose clipping norm is small, so that clipping takes effect in every step."""
     student, teacher = (empty_decoder(folder / name) for name in ("student", "teacher"))
     pair = TeacherStudentPair(student, teacher)
-    for name, each in (("student", student), ("teacher", teacher)):
-        apply_fsdp(each, mesh.weights["shard"], offload=offload)
-        load_weights(each, folder / name, mesh.device, offload=offload)
+    for name, decoder_of_side in (("student", student), ("teacher", teacher)):
+        apply_fsdp(decoder_of_side, mesh.weights["shard"], offload=offload)
+        load_weights(decoder_of_side, folder / name, mesh.device, offload=offload)
     runner = Runner(Layout(offload=offload), {0: pair}, None, mesh, tied=student.tied)
-    return TorchEngine(runner, SPEC, optimizer=OptimizerSettings(weight_decay=0.1, clip=0.1))
+    return TorchEngine(runner, SPEC, train=TrainConfig(weight_decay=0.1, betas=(0.9, 0.999), clip=0.1))
 
 
 def train(family: str, step: int, engine: TorchEngine) -> float:
     """Train one step and return the norm of its gradient."""
-    own = engine.shard(StepMicroBatches(batches(Case(Layout(), family), step)))
-    engine.forward_backward(own, [{TEACHER: IN_STAGE}] * len(own), own.whole.normalizer)
+    micro_batches = engine.shard(StepMicroBatches(batches(Case(Layout(), family), step)))
+    engine.forward_backward(micro_batches, [{TEACHER: IN_STAGE}] * len(micro_batches), micro_batches.whole.normalizer)
     if engine.layout.offload:
-        assert {local(each.grad).device for each in engine.students[0].parameters()} == {CPU}
+        assert {local(parameter.grad).device for parameter in engine.students[0].parameters()} == {CPU}
     return engine.update(LEARNING_RATE)
 
 
@@ -117,9 +116,9 @@ def tensors(engine: TorchEngine) -> list[Tensor]:
     assert engine.teacher is not None
     weights = [*engine.students[0].parameters(), *engine.teacher.parameters()]
     moments = [value for state in engine.optimizer.state.values() for value in state.values()]
-    return [local(each) for each in weights + moments]
+    return [local(tensor) for tensor in weights + moments]
 
 
 def assert_same(one: Decoder, other: Decoder) -> None:
-    for (name, found), (_, expected) in zip(one.named_parameters(), other.named_parameters(), strict=True):
-        torch.testing.assert_close(local(found).cpu(), local(expected).cpu(), rtol=1e-4, atol=1e-6, msg=name)
+    for (name, weight), (_, expected) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(local(weight).cpu(), local(expected).cpu(), rtol=1e-4, atol=1e-6, msg=name)

@@ -27,21 +27,33 @@ from stillhouse.parallel.stages import keep_layers, require_cuttable
 IDS = torch.arange(3, 40)[None]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+FAMILIES = ("llama", "qwen3", "gemma3", "mistral", "phi3", "granite", "cohere", "gpt2", "qwen3_moe")
+#: families whose buffers are set by the model around a module, or by a model within another one
+WITH_BUFFERS = ("falcon_h1", "gemma3n_text", "gemma4_text", "glm4_moe_lite", "qwen3_5_text")
+
+
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma3", "mistral", "phi3", "granite", "cohere", "gpt2", "qwen3_moe"]
+    ("family", "tied"),
+    [
+        *((family, tied) for family in FAMILIES for tied in (True, False)),
+        *((family, None) for family in WITH_BUFFERS),
+    ],
 )
-def test_a_filled_model_is_the_loaded_one(tmp_path: Path, family: str, tied: bool) -> None:
-    build(family, tied=tied).save_pretrained(tmp_path)
-    assert_filled_as_loaded(tmp_path)
-    assert empty_decoder(tmp_path).tied == tied
-
-
-@pytest.mark.parametrize("family", ["falcon_h1", "gemma3n_text", "gemma4_text", "glm4_moe_lite", "qwen3_5_text"])
-def test_buffers_of_a_filled_model(tmp_path: Path, family: str) -> None:
-    """Some are set by the model around a module, or by a model within another one."""
-    build_packing(family).save_pretrained(tmp_path)
-    assert_filled_as_loaded(tmp_path)
+def test_a_filled_model_is_the_loaded_one(tmp_path: Path, family: str, tied: bool | None) -> None:
+    model = build_packing(family) if tied is None else build(family, tied=tied)
+    model.save_pretrained(tmp_path)
+    filled = empty_decoder(tmp_path)
+    assert all(parameter.is_meta for parameter in filled.parameters())
+    load_weights(filled, tmp_path, torch.device("cpu"))
+    loaded = Decoder.from_pretrained(tmp_path, verify=False)
+    filled.eval()
+    assert filled.state_dict().keys() == loaded.state_dict().keys()
+    assert filled.tied == loaded.tied == (loaded.tied if tied is None else tied)
+    assert len(list(filled.parameters())) == len(list(loaded.parameters()))
+    tensors = (*filled.named_parameters(), *filled.named_buffers())
+    for (name, tensor), expected in zip(tensors, (*loaded.parameters(), *loaded.buffers()), strict=True):
+        assert torch.equal(tensor, expected), name
+    assert torch.equal(filled(IDS), loaded(IDS))
 
 
 def test_a_buffer_without_a_rule_is_refused(tmp_path: Path) -> None:
@@ -51,22 +63,6 @@ def test_a_buffer_without_a_rule_is_refused(tmp_path: Path) -> None:
     mlp.register_buffer("factor", torch.ones(3, device="meta"), persistent=False)
     with pytest.raises(ValueError, match=r"no rule to initialise its buffer 'backbone\.layers\.1\.mlp\.factor'"):
         load_weights(decoder, tmp_path, torch.device("cpu"))
-
-
-def assert_filled_as_loaded(folder: Path) -> None:
-    filled = empty_decoder(folder)
-    assert all(parameter.is_meta for parameter in filled.parameters())
-    load_weights(filled, folder, torch.device("cpu"))
-    loaded = Decoder.from_pretrained(folder, verify=False)
-    filled.eval()
-    assert filled.state_dict().keys() == loaded.state_dict().keys()
-    assert filled.tied == loaded.tied
-    assert len(list(filled.parameters())) == len(list(loaded.parameters()))
-    for (name, one), (_, two) in zip(filled.named_parameters(), loaded.named_parameters(), strict=True):
-        assert torch.equal(one, two), name
-    for (name, one), (_, two) in zip(filled.named_buffers(), loaded.named_buffers(), strict=True):
-        assert torch.equal(one, two), name
-    assert torch.equal(filled(IDS), loaded(IDS))
 
 
 def test_the_generation_configuration_comes_along(tmp_path: Path) -> None:

@@ -155,6 +155,10 @@ SLOW = [
     Case(layout("zbv", pipeline=2), micro_batches=4, hidden=HIDDEN),
     Case(layout(fsdp=2, pipeline=2), hidden=HIDDEN),
     Case(layout(fsdp=2), lora="base", hidden=HIDDEN),
+    *(
+        Case(layout(**{axis: 2}), mtp="teacher", hidden=HIDDEN, checkpointing=True)
+        for axis in ("fsdp", "tensor", "pipeline", "context")
+    ),
     # adapters
     *(
         Case(layout(**degrees), family, lora=lora)

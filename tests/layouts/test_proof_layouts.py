@@ -15,7 +15,7 @@ from kit.runs import Command, save_model, write_run
 from kit.toy_tokenizer import toy_tokenizer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-LEAKS = "lets documents that share a row see each other"
+LEAKS, SCALED = "lets documents that share a row see each other", "its logits differ"
 #: settings of two processes, and the side that leaks
 LAYOUTS = {
     "fsdp": ("student", ["parallel.fsdp=2"]),
@@ -59,8 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refusal(folder: Path, processes: int, *overrides: str) -> str:
-    """Run to the error, and return its line: all processes have the same one."""
+def assert_refused(folder: Path, key: str, words: str, *overrides: str, processes: int = 2) -> None:
+    """Run to the error, which all processes have. key: of the configuration. words: a part of the error."""
     arguments = ("distill", folder / "run.yaml", f"out={folder / 'out'}", *overrides)
     if processes == 1:
         command = Command(*arguments, hook=without_masks)
@@ -74,24 +74,14 @@ def refusal(folder: Path, processes: int, *overrides: str) -> str:
     others = [text for text in err.splitlines() if text.startswith("error on rank ")]
     assert [text.partition(": ")[2] for text in others] == [line.partition(": ")[2]] * (processes - 1)
     assert not list((folder / "out").glob("checkpoints/*"))
-    return line
+    assert line.startswith(f"error: {key}: ")
+    assert words in line
 
 
 @pytest.mark.parametrize("layout", [slow(layout) if layout in SLOW else layout for layout in LAYOUTS])
 def test_a_leak_is_refused(folder: Path, layout: str) -> None:
     side, overrides = LAYOUTS[layout]
-    line = refusal(folder, 2, *overrides, f"{side}.attention=without_masks")
-    assert line.startswith(f"error: {side}: ")
-    assert LEAKS in line
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_one_of_several_teachers_is_refused(folder: Path, processes: int) -> None:
-    teacher = f"model: {folder / 'teacher'}"
-    several = f"teachers={{good: {{{teacher}}}, leaking: {{{teacher}, attention: without_masks}}}}"
-    line = refusal(folder, processes, several, "teacher=null")
-    assert line.startswith("error: teachers.leaking: ")
-    assert LEAKS in line
+    assert_refused(folder, side, LEAKS, *overrides, f"{side}.attention=without_masks")
 
 
 def scale_logits(model: Path) -> None:
@@ -114,19 +104,20 @@ def scale_logits(model: Path) -> None:
 def test_another_rule_of_logits_is_refused(tmp_path: Path, side: str, overrides: list[str]) -> None:
     write_run(tmp_path)
     scale_logits(tmp_path / side)
-    line = refusal(tmp_path, 2, *overrides)
-    assert line.startswith(f"error: {side}: ")
-    assert "its logits differ" in line
+    assert_refused(tmp_path, side, SCALED, *overrides)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_head_of_one_of_several_teachers_is_proven(tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize("words", [LEAKS, SCALED])
+def test_one_of_several_teachers_is_refused(tmp_path: Path, processes: int, words: str) -> None:
     write_run(tmp_path)
-    scale_logits(tmp_path / "teacher")
-    several = f"teachers={{good: {{model: {tmp_path / 'student'}}}, scaled: {{model: {tmp_path / 'teacher'}}}}}"
-    line = refusal(tmp_path, processes, several, "teacher=null")
-    assert line.startswith("error: teachers.scaled: ")
-    assert "its logits differ" in line
+    wrong = f"model: {tmp_path / 'teacher'}"
+    if words == LEAKS:
+        wrong += ", attention: without_masks"
+    else:
+        scale_logits(tmp_path / "teacher")
+    several = f"teachers={{good: {{model: {tmp_path / 'student'}}}, wrong: {{{wrong}}}}}"
+    assert_refused(tmp_path, "teachers.wrong", words, several, "teacher=null", processes=processes)
 
 
 def save_family(folder: Path, family: str, **options: Any) -> None:
@@ -146,25 +137,24 @@ def save_family(folder: Path, family: str, **options: Any) -> None:
         slow("falcon_h1", "fsdp", "student"),
         slow("lfm2", "fsdp", "teacher"),
         slow("gpt_oss", "fsdp", "teacher"),
+        # its attention selects tokens by scores over a whole sequence
+        ("deepseek_v32", "context", "student"),
     ],
 )
 def test_real_families_are_refused(tmp_path: Path, family: str, axis: str, side: str) -> None:
     write_run(tmp_path)
-    save_family(tmp_path / "leaking", family)
-    line = refusal(tmp_path, 2, f"parallel.{axis}=2", f"{side}.model={tmp_path / 'leaking'}")
-    assert line.startswith(f"error: {side}: ")
-    assert LEAKS in line
+    save_family(tmp_path / "wrong", family)
+    key, words = ("parallel", "(index_topk)") if family == "deepseek_v32" else (side, LEAKS)
+    assert_refused(tmp_path, key, words, f"parallel.{axis}=2", f"{side}.model={tmp_path / 'wrong'}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv"])
 def test_a_leak_is_refused_where_a_rank_has_two_stages(tmp_path: Path, schedule: str) -> None:
     write_run(tmp_path, **{"train.micro_batch_tokens": 32})
-    save_family(tmp_path / "leaking", "gpt_oss", num_hidden_layers=4)
-    models = [f"{side}.model={tmp_path / 'leaking'}" for side in ("student", "teacher")]
-    line = refusal(tmp_path, 2, "parallel.pipeline=2", f"parallel.schedule={schedule}", *models)
-    assert line.startswith("error: student: ")
-    assert LEAKS in line
+    save_family(tmp_path / "wrong", "gpt_oss", num_hidden_layers=4)
+    models = [f"{side}.model={tmp_path / 'wrong'}" for side in ("student", "teacher")]
+    assert_refused(tmp_path, "student", LEAKS, "parallel.pipeline=2", f"parallel.schedule={schedule}", *models)
 
 
 @pytest.mark.parametrize("axis", ["fsdp", "pipeline"])
@@ -176,25 +166,13 @@ def test_a_weight_that_is_not_finite_is_named_by_all_ranks(tmp_path: Path, axis:
 
     save_model(tmp_path / "student", "llama", change=damage)
     write_run(tmp_path)
-    line = refusal(tmp_path, 2, f"parallel.{axis}=2")
-    assert line.startswith("error: student: 1 of the ")
-    assert "down_proj.weight' are NaN or infinite" in line
+    assert_refused(tmp_path, "student", "down_proj.weight' are NaN or infinite", f"parallel.{axis}=2")
 
 
 def test_experts_are_proven_where_they_are(tmp_path: Path) -> None:
     save_model(tmp_path / "student", "qwen3_moe")
     write_run(tmp_path)
-    line = refusal(tmp_path, 2, "parallel.expert=2", "student.attention=without_masks")
-    assert line.startswith("error: student: ")
-    assert LEAKS in line
-
-
-def test_an_attention_that_selects_tokens_is_refused_under_context(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    save_family(tmp_path / "selecting", "deepseek_v32")
-    line = refusal(tmp_path, 2, "parallel.context=2", f"student.model={tmp_path / 'selecting'}")
-    assert line.startswith("error: parallel: ")
-    assert "selects tokens by scores over a whole sequence (index_topk)" in line
+    assert_refused(tmp_path, "student", LEAKS, "parallel.expert=2", "student.attention=without_masks")
 
 
 def with_gates() -> None:

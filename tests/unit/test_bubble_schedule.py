@@ -68,9 +68,11 @@ def test_the_student_follows_torchs_order(ranks: int, micro_batches: int) -> Non
         stage = SimpleNamespace(stage_index=rank, num_stages=ranks, is_first=not rank, submod=nn.Identity())
         stage.is_last = rank + 1 == ranks
         torch_actions = Schedule1F1B(stage, micro_batches, loss_fn=nn.Identity()).pipeline_order[rank]
-        expected = [each.computation_type.value for each in torch_actions if each is not None and each.is_compute_op]
-        student = [each for each in actions if each.kind != "T"]
-        assert [each.kind for each in student] == expected
+        expected = [
+            action.computation_type.value for action in torch_actions if action is not None and action.is_compute_op
+        ]
+        student = [action for action in actions if action.kind != "T"]
+        assert [action.kind for action in student] == expected
         for kind in "FB":
             assert [work.micro_batch for work in student if work.kind == kind] == list(range(micro_batches))
 

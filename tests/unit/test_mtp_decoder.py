@@ -25,34 +25,34 @@ def test_parameters_are_there_once_and_all_train(tied: bool) -> None:
         f"main.mtp.layers.{name}" for name in decoder.layers.state_dict()
     }
     assert ("main.head.linear.weight" in names) is not tied
-    context = Targets(packed([labels_of(each) for each in documents()])).shift_for_mtp(positions(), 2)
+    context = Targets(packed([labels_of(ids_N) for ids_N in documents()])).shift_for_mtp(positions(), 2)
     outputs = decoder(packed(documents()), positions(), processor=cross_entropy(), context=context)
     outputs[2].loss.backward()  # the last depth's loss depends on all layers and on the head
-    assert all(each.grad is not None for each in decoder.parameters())
+    assert all(weight.grad is not None for weight in decoder.parameters())
     assert decoder.to(torch.float64).mtp.layers[0].eh_proj.weight.dtype == torch.float64
 
 
 def test_a_frozen_main_model_leaves_the_layers_to_train() -> None:
     source = make()
     decoder = MultiTokenDecoder(source.main, source.mtp, train_main=False)
-    context = Targets(packed([labels_of(each) for each in documents()])).shift_for_mtp(positions(), 2)
+    context = Targets(packed([labels_of(ids_N) for ids_N in documents()])).shift_for_mtp(positions(), 2)
     outputs = decoder(packed(documents()), positions(), processor=cross_entropy(), context=context)
     assert not outputs[0].loss.requires_grad
-    sum(each.loss for each in outputs[1:]).backward()
-    for name, each in decoder.named_parameters():
-        assert (each.grad is not None) is name.startswith("main.mtp."), name
+    sum(output.loss for output in outputs[1:]).backward()
+    for name, weight in decoder.named_parameters():
+        assert (weight.grad is not None) is name.startswith("main.mtp."), name
 
 
 def test_fresh_layers_are_drawn_by_the_familys_rule_and_the_main_model_stays() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MAKERS["glm4_moe"]())
-    before = {name: each.clone() for name, each in model.state_dict().items()}
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
     layers = MultiTokenDecoder.new(Decoder(model.eval()), 1).layers
-    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
-    for name, each in layers.named_parameters():
-        if each.ndim > 1:
-            assert 0.2 < each.std() < 0.3, name
-            assert abs(each.mean()) < 0.05, name
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    for name, weight in layers.named_parameters():
+        if weight.ndim > 1:
+            assert 0.2 < weight.std() < 0.3, name
+            assert abs(weight.mean()) < 0.05, name
 
 
 def test_refusals(tmp_path: Path) -> None:

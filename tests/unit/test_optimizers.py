@@ -18,10 +18,9 @@ from torch import nn
 from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.checkpoint.integrity import stored_tensors, verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
-from stillhouse.config import ConfigError
+from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.config.read_config import dotted_values
 from stillhouse.engine.optimizer import (
-    OptimizerSettings,
     embedding_weights,
     make_optimizer,
     require_optimizer,
@@ -51,8 +50,8 @@ def is_inside(name: str, weight: nn.Parameter) -> bool:
 
 def reference(kind: str, model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
-    matrices = [each for each in named.values() if each.dim() >= 2]
-    vectors = [each for each in named.values() if each.dim() < 2]
+    matrices = [weight for weight in named.values() if weight.dim() >= 2]
+    vectors = [weight for weight in named.values() if weight.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     if kind == "adafactor":
         return [torch.optim.Adafactor(groups, lr=rate)]
@@ -62,8 +61,8 @@ def reference(kind: str, model: nn.Module, rate: float) -> list[torch.optim.Opti
         return [AdamW8bit(groups, lr=rate, betas=(0.9, 0.95))]
     if kind == "adamw":
         return [torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))]
-    inside = [each for name, each in named.items() if is_inside(name, each)]
-    others = [each for each in matrices if not any(each is one for one in inside)]
+    inside = [weight for name, weight in named.items() if is_inside(name, weight)]
+    others = [weight for weight in matrices if not any(weight is one for one in inside)]
     groups[0]["params"] = others
     muon = torch.optim.Muon(inside, lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))]
@@ -76,18 +75,18 @@ def test_steps_are_those_of_the_library(kind: str, family: str) -> None:
     model = build(family, vocab_size=256)
     other = copy.deepcopy(model)
     decoder = Decoder(model, verify=False)
-    settings = OptimizerSettings(1e-2, kind=kind, **SETTINGS)
+    settings = TrainConfig(learning_rate=1e-2, optimizer=kind, **SETTINGS)
     optimizer = make_optimizer(decoder.parameters(), settings, embedding_weights([decoder]))
     expected = reference(kind, other, 1e-2)
-    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     for step in range(3):
         torch.manual_seed(step)
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             one.grad = torch.randn_like(one)
             two.grad = one.grad.clone()
-        for each in [optimizer, *expected]:
-            set_learning_rate(each, 1e-2 / (1 + step))
-            each.step()
+        for one_optimizer in [optimizer, *expected]:
+            set_learning_rate(one_optimizer, 1e-2 / (1 + step))
+            one_optimizer.step()
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         change = (two - before[name]).norm()
         assert change > 1e-3
@@ -104,8 +103,8 @@ def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
     for _ in range(2):
         forward_backward(session)
         session.engine.update(1e-2)
-    given = session.engine, session.tokenizer
-    path = save_checkpoint(tmp_path / "saved", Progress(2), *given)
+    engine_and_tokenizer = session.engine, session.tokenizer
+    path = save_checkpoint(tmp_path / "saved", Progress(2), *engine_and_tokenizer)
     kept = {name.rpartition(".")[2] for name in stored_tensors(path / "resume") if name.startswith("optimizer.")}
     assert (
         kept
@@ -118,9 +117,9 @@ def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
     )
     again = started()
     load_checkpoint(verified(path), again.engine)
-    for each in (session, again):
-        forward_backward(each)
-        each.engine.update(5e-3)
+    for started_session in (session, again):
+        forward_backward(started_session)
+        started_session.engine.update(5e-3)
     for (name, one), two in zip(session.student.named_parameters(), again.student.parameters(), strict=True):
         assert torch.equal(one, two), name
 

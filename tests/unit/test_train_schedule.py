@@ -19,17 +19,27 @@ def rates(steps: int, schedule: str, warmup: float = 0.0, floor: float = 0.0) ->
     return [learning_rate(train, steps, step) / PEAK for step in range(steps)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("constant", [1, 1, 1, 1, 1]),
-        ("linear", [1, 0.8, 0.6, 0.4, 0.2]),
-        ("cosine", [0.5 + 0.5 * math.cos(math.pi * step / 5) for step in range(5)]),
-        ("wsd", [1, 1, 1, 1, 1]),
-    ],
-)
-def test_without_warm_up_it_starts_at_the_peak(schedule: str, expected: list[float]) -> None:
-    assert rates(5, schedule) == pytest.approx(expected)
+#: the rates of five steps without warm-up, and the last one of twenty steps with a warm-up of five
+SHAPES = {
+    "constant": ([1, 1, 1, 1, 1], 1.0),
+    "linear": ([1, 0.8, 0.6, 0.4, 0.2], 1 / 15),
+    "cosine": ([0.5 + 0.5 * math.cos(math.pi * step / 5) for step in range(5)], 0.5 - 0.5 * math.cos(math.pi / 15)),
+    "wsd": ([1, 1, 1, 1, 1], 1 / 3),
+}
+
+
+@pytest.mark.parametrize("schedule", SHAPES)
+def test_a_schedule(schedule: str) -> None:
+    """It begins at the peak or with a linear warm-up to it, a run of one step is at the peak, and no rate is zero."""
+    shape, last = SHAPES[schedule]
+    assert rates(5, schedule) == pytest.approx(shape)
+    for warmup in (0.25, 5.0):  # a share, and steps
+        warmed_up = rates(20, schedule, warmup)
+        assert warmed_up[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+        assert warmed_up[-1] == pytest.approx(last)
+    for warmup in (0.0, 0.5, 1.0, 100.0):
+        assert rates(1, schedule, warmup) == [1.0]
+    assert min(rates(997, schedule, warmup=0.03)) > 0
 
 
 def test_wsd_comes_down_in_the_last_fifth() -> None:
@@ -37,42 +47,18 @@ def test_wsd_comes_down_in_the_last_fifth() -> None:
     assert rates(20, "wsd", floor=0.2)[-1] == pytest.approx(0.2 + 0.8 * 0.25)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
-@pytest.mark.parametrize("warmup", [0.25, 5.0], ids=["share", "steps"])
-def test_warm_up_as_a_share_and_as_steps(schedule: str, warmup: float) -> None:
-    found = rates(20, schedule, warmup)
-    assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert found[5] == pytest.approx(1.0)
-    ends = {"constant": 1.0, "linear": 1 / 15, "cosine": 0.5 - 0.5 * math.cos(math.pi / 15), "wsd": 1 / 3}
-    assert found[-1] == pytest.approx(ends[schedule])
-
-
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_the_floor_is_a_share_of_the_peak(schedule: str) -> None:
-    found = rates(1000, schedule, floor=0.1)
-    assert found[0] == pytest.approx(1.0)
-    assert found[-1] == pytest.approx(0.1, abs=1e-3)
-    assert min(found) > 0.1
+    falling = rates(1000, schedule, floor=0.1)
+    assert (falling[0], falling[-1]) == pytest.approx((1.0, 0.1), abs=1e-3)
+    assert min(falling) > 0.1
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
-@pytest.mark.parametrize("warmup", [0.0, 0.5, 1.0, 100.0])
-def test_a_run_of_one_step_is_at_the_peak(schedule: str, warmup: float) -> None:
-    assert rates(1, schedule, warmup) == [1.0]
-
-
-def test_a_warm_up_longer_than_the_run_still_reaches_the_peak() -> None:
+def test_the_length_of_a_warm_up() -> None:
+    """One that is longer than the run still reaches the peak; a share of the steps has no rounding error."""
     assert rates(4, "cosine", warmup=100) == pytest.approx([1 / 3, 2 / 3, 1, 1])
-
-
-def test_a_share_of_steps_is_not_rounded_up_by_a_rounding_error() -> None:
     assert 0.07 * 100 > 7
     assert rates(100, "constant", warmup=0.07)[6] == 1.0
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
-def test_every_rate_is_above_zero(schedule: str) -> None:
-    assert min(rates(997, schedule, warmup=0.03)) > 0
 
 
 @pytest.mark.parametrize(
@@ -117,10 +103,9 @@ def test_each_token_is_seen_once_per_epoch(tmp_path: Path) -> None:
 
 
 def test_a_steps_data_does_not_depend_on_the_micro_batch(tmp_path: Path) -> None:
-    found = []
+    sequences = []
     for micro in (1, 3, 4):
         session = session_of(tmp_path, **{"train.micro_batch_tokens": micro * MAX_TOKENS})
-        found.append(
-            [np.concatenate(session.step_schedule.micro_batches(session.train, n).rows).tolist() for n in range(6)]
-        )
-    assert found[0] == found[1] == found[2]
+        steps = (session.step_schedule.micro_batches(session.train, step) for step in range(6))
+        sequences.append([np.concatenate(step.rows).tolist() for step in steps])
+    assert sequences[0] == sequences[1] == sequences[2]

@@ -27,7 +27,7 @@ class LossPart(LayerLosses, Protocol):
         self,
         loss: Any,
         output: ObjectiveOutput,
-        depths: Sequence[Tensor],
+        hidden_by_depth: Sequence[Tensor],
         head: OutputHead,
         context: DistillTargets,
     ) -> ObjectiveOutput:
@@ -35,7 +35,7 @@ class LossPart(LayerLosses, Protocol):
 
         loss: the `StepLoss`.
         output: that of the objective.
-        depths: the hidden states [B, S, D] of each depth.
+        hidden_by_depth: the hidden states [B, S, D] of depths 0, 1, ….
         """
         return output
 

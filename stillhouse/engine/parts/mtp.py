@@ -8,7 +8,7 @@ the same normalizer, the step's number of target tokens. So the loss does not de
 B rows, S tokens per row, T = B·S tokens in the rows' order, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import NextTokens
-from stillhouse.parallel.layer_loss import LayerLoss, MtpLayersRun
+from stillhouse.parallel.layer_loss import MtpLayersRun
 
 #: the prefix of a depth's metrics: mtp_1/forward_kl is the forward KL of depth 1
 PREFIX = "mtp_"
@@ -56,18 +56,18 @@ class MtpLoss(LossPart):
     def needs_teacher(self) -> bool:
         return self.objective.needs_teacher and not self.of_student
 
-    def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> LayerLoss:
-        return MtpLayersRun(self._next_tokens).start(micro_batch, student, normalizer)
+    def student_inputs(self, micro_batch: MicroBatch, student: Decoder) -> Mapping[str, Tensor]:
+        return MtpLayersRun(self._next_tokens).student_inputs(micro_batch, student)
 
     def at_head(
         self,
         loss: Any,
         output: ObjectiveOutput,
-        depths: Sequence[Tensor],
+        hidden_by_depth: Sequence[Tensor],
         head: OutputHead,
         context: DistillTargets,
     ) -> ObjectiveOutput:
-        first_BSD, *later = depths
+        first_BSD, *later = hidden_by_depth
         if self.of_student:
             signal = full_vocab(hidden_states=first_BSD, head=head, context=None)
             context = replace(context, signals={TEACHER: signal})

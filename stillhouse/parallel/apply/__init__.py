@@ -1,7 +1,5 @@
 """Applies a layout to a decoder from outside: nothing here is known to the model's own code."""
 
-import torch
-
 from stillhouse.models import Decoder
 from stillhouse.parallel.apply.context_parallel import apply_context_parallel
 from stillhouse.parallel.apply.expert_parallel import apply_expert_parallel, dispatched_experts
@@ -11,7 +9,7 @@ from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.run_layout import Layout
 
 
-def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype: torch.dtype | None) -> None:
+def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
     """Apply a layout to a decoder, from the inside out: context, tensor and expert parallelism, then FSDP."""
     degrees = layout.degrees
     if (context := mesh.group("context")) is not None and decoder.layers():
@@ -29,6 +27,6 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype
             expert_mesh=mesh.expert_sharding,
             # a pipeline's schedule runs parts of backward by itself: gathered weights have to stay until then
             reshard_after_forward=layout.stages == 1,
-            gather_dtype=gather_dtype,
+            gather_dtype=layout.gather_dtype,
             offload=layout.offload,
         )

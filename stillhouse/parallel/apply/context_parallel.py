@@ -8,7 +8,9 @@ sequence, including those for packed documents and windows.
 B rows, S tokens of the whole sequence, H heads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,15 +49,17 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
         )
     require_heads(config, ranks, tensor)
     name = f"ulysses_{inner}_{group.group_name}"
-    AttentionInterface.register(name, _Ulysses(inner, group))
+    AttentionInterface.register(name, partial(_ulysses, inner, group))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner])
     decoder.pretrained.set_attn_implementation(name)
     dtype = next(decoder.parameters()).dtype
-    decoder.backbone.register_forward_pre_hook(_WholeMask(config, dtype, group), with_kwargs=True)
+    masks = partial(_masks, config)
+    decoder.backbone.register_forward_pre_hook(partial(_with_whole_masks, masks, dtype, group), with_kwargs=True)
     if decoder.mtp is not None:
         decoder.mtp.model.config._attn_implementation = name
         for number, layer in enumerate(decoder.mtp.layers):
-            layer.register_forward_pre_hook(_WholeMtpMask(decoder.mtp, number, group), with_kwargs=True)
+            masks = partial(_mtp_masks, decoder.mtp, number)
+            layer.register_forward_pre_hook(partial(_with_whole_masks, masks, dtype, group), with_kwargs=True)
 
 
 def require_heads(config: Any, context: int, tensor: int) -> None:
@@ -92,31 +96,32 @@ class NextTokens:
         return torch.cat([columns_BS, next_BK], 1)
 
 
-class _WholeMask:
-    """A forward pre-hook: passes masks of the whole sequences, made from all ranks' position ids, to a backbone."""
+def _with_whole_masks(
+    masks: Callable[[Tensor, Tensor], dict[str, Any]],
+    dtype: torch.dtype,
+    group: ProcessGroup,
+    _: nn.Module,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> tuple[Any, Any]:
+    """A forward pre-hook: passes masks of the whole sequences, made from all ranks' position ids, to a module.
 
-    def __init__(self, config: Any, dtype: torch.dtype, group: ProcessGroup):
-        self.config, self.dtype, self.group = config, dtype, group
-
-    def __call__(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        whole_BS = whole_sequences(options["position_ids"], self.group)
-        # transformers reads only the shape, dtype and device of the embeddings
-        embeddings = torch.empty((), dtype=self.dtype, device=whole_BS.device).expand(*whole_BS.shape, 1)
-        masks = create_masks_for_generate(self.config, embeddings, None, None, position_ids=whole_BS)
-        return arguments, options | {"attention_mask": masks, "whole_position_ids": whole_BS}
+    masks: makes them from embeddings and position ids. dtype: of the embeddings.
+    """
+    whole_BS = whole_sequences(options["position_ids"], group)
+    # transformers reads only the shape, dtype and device of the embeddings
+    embeddings = torch.empty((), dtype=dtype, device=whole_BS.device).expand(*whole_BS.shape, 1)
+    return arguments, options | masks(embeddings, whole_BS) | {"whole_position_ids": whole_BS}
 
 
-class _WholeMtpMask:
-    """A forward pre-hook: passes the mask of the whole sequences to an MTP layer, like `_WholeMask`."""
+def _masks(config: Any, embeddings: Tensor, whole_BS: Tensor) -> dict[str, Any]:
+    """The masks of a backbone."""
+    return {"attention_mask": create_masks_for_generate(config, embeddings, None, None, position_ids=whole_BS)}
 
-    def __init__(self, mtp: "MtpLayers", number: int, group: ProcessGroup):
-        self.mtp, self.number, self.group = mtp, number, group
 
-    def __call__(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        whole_BS = whole_sequences(options["position_ids"], self.group)
-        embeddings = arguments[0].new_empty(()).expand(*whole_BS.shape, 1)
-        masks = self.mtp.model.create_masks_for_mtp_layer(self.number, embeddings, None, whole_BS)
-        return arguments, options | masks | {"whole_position_ids": whole_BS}
+def _mtp_masks(mtp: "MtpLayers", number: int, embeddings: Tensor, whole_BS: Tensor) -> dict[str, Any]:
+    """The mask of an MTP layer."""
+    return mtp.model.create_masks_for_mtp_layer(number, embeddings, None, whole_BS)
 
 
 def whole_sequences(columns_BS: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -135,27 +140,22 @@ def _gathered(columns_BS: Tensor, group: ProcessGroup) -> list[Tensor]:
     return parts
 
 
-class _Ulysses:
-    """Runs an attention function of transformers on the whole sequence and a part of the heads."""
-
-    def __init__(self, inner: str, group: ProcessGroup):
-        self.inner, self.group = inner, group
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query_BHSD: Tensor,
-        key_BHSD: Tensor,
-        value_BHSD: Tensor,
-        attention_mask: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        inputs = (_AllToAll.apply(heads, 1, 2, self.group) for heads in (query_BHSD, key_BHSD, value_BHSD))
-        # functions that separate packed documents by their position ids need the ids of the whole sequence
-        options["position_ids"] = options.pop("whole_position_ids", None)
-        attention = ALL_ATTENTION_FUNCTIONS[self.inner]
-        output_BSHD, _ = attention(module, *inputs, attention_mask, **options)
-        return _AllToAll.apply(output_BSHD, 1, 2, self.group), None
+def _ulysses(
+    inner: str,
+    group: ProcessGroup,
+    module: nn.Module,
+    query_BHSD: Tensor,
+    key_BHSD: Tensor,
+    value_BHSD: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Run an attention function of transformers, `inner`, on the whole sequence and a part of the heads."""
+    inputs = (_AllToAll.apply(heads, 1, 2, group) for heads in (query_BHSD, key_BHSD, value_BHSD))
+    # functions that separate packed documents by their position ids need the ids of the whole sequence
+    options["position_ids"] = options.pop("whole_position_ids", None)
+    output_BSHD, _ = ALL_ATTENTION_FUNCTIONS[inner](module, *inputs, attention_mask, **options)
+    return _AllToAll.apply(output_BSHD, 1, 2, group), None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -7,6 +7,7 @@ this rank holds.
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             for matrix in _matrices(module, style):
                 parallelize_module(matrix, mesh, STYLES[style]())
         elif _reads_once(name, module, plan):
-            module.register_forward_pre_hook(_replicated_input(mesh), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_replicate_input, mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(name not in frozen)  # SequenceParallel sets requires_grad=True
@@ -130,22 +131,18 @@ def _reads_once(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
     return all(styles) and not has_adapter and styles.count("colwise") > 1
 
 
-def _replicated_input(mesh: DeviceMesh) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]:
-    """Return a hook that makes a module's hidden states one replicated DTensor for all matrices that read them.
+def _replicate_input(
+    mesh: DeviceMesh, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """A hook that makes a module's hidden states one replicated DTensor for all matrices that read them.
 
     The ranks then all-reduce the gradient of the hidden states once, instead of once per matrix.
     """
-
-    def hook(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        if "hidden_states" in options:
-            return arguments, options | {"hidden_states": replicated(options["hidden_states"])}
-        first, *rest = arguments
-        return (replicated(first), *rest), options
-
-    def replicated(hidden_BSD: Tensor) -> DTensor:
-        return DTensor.from_local(hidden_BSD, mesh, [Replicate()], run_check=False)
-
-    return hook
+    replicated = partial(DTensor.from_local, device_mesh=mesh, placements=[Replicate()], run_check=False)
+    if "hidden_states" in options:
+        return arguments, options | {"hidden_states": replicated(options["hidden_states"])}
+    first, *rest = arguments
+    return (replicated(first), *rest), options
 
 
 def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:
@@ -166,11 +163,12 @@ def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
     if not isinstance(head, Head):
         return
     linear = head.linear
-    weight_VD = embedding.weight if decoder.tied else _by_rows(linear.weight, mesh)
-    bias = None if linear.bias is None else _by_rows(linear.bias, mesh)
+    weight_VD = linear.weight = embedding.weight if decoder.tied else _by_rows(linear.weight, mesh)
+    if linear.bias is not None:
+        linear.bias = _by_rows(linear.bias, mesh)
     (rows, _), (start, _) = compute_local_shape_and_global_offset(weight_VD.shape, mesh, [Shard(0)])
     start = start if rows else len(weight_VD)
-    head.shard_vocabulary(weight_VD, bias, VocabShard(start, start + rows, mesh.get_group()))
+    head.shard = VocabShard(start, start + rows, mesh.get_group())
 
 
 def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
