@@ -17,7 +17,7 @@ from stillhouse.run.initial import configuration
 from stillhouse.run.session import Session
 from stillhouse.run.stores import TOKEN
 from stillhouse.serving.client import ServedEngine, ServerError
-from stillhouse.serving.engines.api import WritingApi
+from stillhouse.serving.engines.api import EngineApi
 from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.engines.vllm import VllmApi
@@ -90,7 +90,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
     return engine
 
 
-def _api(rollout: RolloutConfig, student: Decoder) -> WritingApi:
+def _api(rollout: RolloutConfig, student: Decoder) -> EngineApi:
     if rollout.engine == "vllm":  # of an adapter, the server's own base stays as it is
         takes_models = rollout.writer == "student" and student.lora is None
         return VllmApi(is_tied=student.tied and takes_models)

@@ -104,6 +104,16 @@ class Server:
             self.failures += 1
         self.paused_until = now + max(FIRST_PAUSE, seconds) * random.uniform(1.0, 1.5)
 
+    def hold(self, error: ServerError | None = None) -> None:
+        """Send the server no more requests until `release`; those that it has already go on.
+
+        error: the server is given up. If all servers are, requests raise the error.
+        """
+        self.held, self.error = True, error
+
+    def release(self) -> None:
+        self.held, self.error = False, None
+
 
 class ServerPool:
     """The servers of one model.
@@ -167,19 +177,6 @@ class ServerPool:
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(f"{root}{path}", body, seconds))
 
-    def hold(self, url: str) -> None:
-        """Send the server no more requests until `release`. Those that it has already go on."""
-        self._server(url).held = True
-
-    def release(self, url: str) -> None:
-        server = self._server(url)
-        server.held, server.error = False, None
-
-    def give_up(self, url: str, error: ServerError) -> None:
-        """Send the server no more requests until `release`. If all servers are given up, requests raise the error."""
-        server = self._server(url)
-        server.held, server.error = True, error
-
     def take_returned(self) -> list[str]:
         """The URLs of servers that had failed and have answered again since the last call."""
         returned, self._returned = self._returned, set()
@@ -187,9 +184,6 @@ class ServerPool:
 
     def is_failing(self, url: str) -> bool:
         return any(server.warned for server in self.servers if server.url == url)
-
-    def _server(self, url: str) -> Server:
-        return next(server for server in self.servers if server.url == url)
 
     def close(self) -> None:
         """End requests that are under way; later ones raise ServerError."""

@@ -15,7 +15,7 @@ from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
 from stillhouse.serving.client.served_engine import ServedEngine
-from stillhouse.serving.engines.api import WritingApi
+from stillhouse.serving.engines.api import EngineApi
 from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.engines.vllm import VllmApi
@@ -70,7 +70,7 @@ class Student:
 
 
 def engine_of(
-    *servers: WriterServer, sampling: Sampling | None = None, api: WritingApi | None = None, **options: Any
+    *servers: WriterServer, sampling: Sampling | None = None, api: EngineApi | None = None, **options: Any
 ) -> ServedEngine:
     sampling = sampling or Sampling(12, temperature=TEMPERATURE)
     given = {"vocabulary": VOCABULARY, "timeout": 20.0} | options

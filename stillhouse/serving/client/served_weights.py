@@ -23,8 +23,8 @@ from stillhouse.serving.client.engine_proof import (
     prove_log_probs,
     same_weights,
 )
-from stillhouse.serving.engines.api import Answer, Published, WritingApi, require
-from stillhouse.serving.pool import Ask, ServerError, ServerPool, UnreachableError
+from stillhouse.serving.engines.api import Answer, EngineApi, Published, require
+from stillhouse.serving.pool import Ask, Server, ServerError, ServerPool, UnreachableError
 
 #: seconds in which one of several servers must accept a new version, before the others go on without it
 PATIENCE = 10.0
@@ -45,19 +45,23 @@ _GREEDY = Sampling(1, temperature=0.0)
 class ServerState:
     """What is known of a server.
 
-    published: what it was last given, another object each time; None while it is not known which weights it has.
+    address: its state in the pool. published: what it was last given, another object each time; None while it is not known which weights it has.
     model: the name that requests need. restored: how often it came back with other weights since its last answer.
     is_absent: it has not answered, and is given the newest version in the background.
     probe: with the weights that it was given last.
     """
 
-    url: str
+    address: Server
     model: str | None = None
     published: Published | None = None
     restored: int = 0
     is_absent: bool = False
     probe: Probe = field(default_factory=Probe)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def url(self) -> str:
+        return self.address.url
 
     def has(self, published: Published) -> bool:
         return self.published is not None and self.published.label == published.label
@@ -77,7 +81,7 @@ class ServedWeights:
     def __init__(
         self,
         pool: ServerPool,
-        api: WritingApi,
+        api: EngineApi,
         sampling: Sampling,
         vocabulary: int,
         probes: Sequence[Sequence[int]],
@@ -87,7 +91,7 @@ class ServedWeights:
     ):
         self._pool, self._api, self._sampling, self._vocabulary = pool, api, sampling, vocabulary
         self._probes, self._warn, self._keep = probes, warn, keep
-        self.servers = {server.url: ServerState(server.url) for server in pool.servers}
+        self.servers = {server.url: ServerState(server) for server in pool.servers}
         self.versions: dict[str, int] = {}
         self.newest: Published | None = None
         self.top_tokens: list[tuple[int, float]] = []
@@ -120,6 +124,11 @@ class ServedWeights:
     def give_all(self, published: Published) -> None:
         """See `ServedEngine.update_weights`."""
         assert not self._keep, "these servers keep their weights"
+        if published.kind == "adapter" and not self._api.takes_adapters:
+            raise ValueError(
+                f"{self._api.name} takes whole models, and the student is an adapter: expected the engine vllm or "
+                "transformers"
+            )
         before = self.newest
         self.versions[published.label], self.newest = published.version, published
         # a server that is gone must not cost its patience in every step
@@ -145,13 +154,13 @@ class ServedWeights:
                 return
             server.published = None
             server.restored += 1
-            self._pool.hold(server.url)
+            server.address.hold()
         finally:
             server.lock.release()
         if self._keep:
             error = ServerError(f"{server.url} has other weights than when the run began: restore them")
             self._warn(str(error))
-            self._pool.give_up(server.url, error)
+            server.address.hold(error)
             return
         self._warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
         self._restore_later(server)
@@ -205,13 +214,13 @@ class ServedWeights:
         try:
             ask, attempts = self._pool.asker(server.url, patience), 0
             while (published := self.newest) is not None and not server.has(published):
-                self._pool.hold(server.url)
+                server.address.hold()
                 server.published = None
                 if self._api.give(ask, published) and self._writes_with(ask, server, published):
                     server.published = replace(published)
                 elif (attempts := attempts + 1) == MOST_RESTORED:
                     raise ServerError(_AGAIN.format(url=server.url))
-            self._pool.release(server.url)
+            server.address.release()
         finally:
             server.lock.release()
 
@@ -277,4 +286,4 @@ class ServedWeights:
                 break
         server.is_absent = False  # the next version is tried again
         self._warn(f"the student's server {server.url} is given up: {failure}")
-        self._pool.give_up(server.url, failure)
+        server.address.hold(failure)

@@ -19,45 +19,32 @@ from stillhouse.serving.server.limits import Limits
 
 
 class Role(Protocol):
-    @property
-    def name(self) -> str:
-        """The name under which clients know the model."""
-        ...
+    """name: the name under which clients know the model.
+    info: the answer of `GET /v1/info`; empty except on the first process.
+    survives_failures: whether another batch may follow one whose computation has failed.
+    """
 
-    @property
-    def info(self) -> dict[str, Any]:
-        """The answer of `GET /v1/info`; empty except on the first process."""
-        ...
-
-    @property
-    def limits(self) -> Limits: ...
-
-    @property
-    def survives_failures(self) -> bool:
-        """Whether another batch may follow one whose computation has failed."""
-        ...
+    name: str
+    info: dict[str, Any]
+    limits: Limits
+    survives_failures: bool
 
     def add_routes(self, application: Application) -> None: ...
 
     def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
         """For each part of a batch, what its request gets, or an error."""
-        ...
 
     def between_batches(self) -> None:
         """Called before each batch, and several times a second while nothing is asked."""
-        ...
 
     def end(self) -> None:
         """Called after the last batch."""
-        ...
 
     def follow(self) -> None:
         """On every process but the first: compute the same batches as the first one, until it ends."""
-        ...
 
     def description(self) -> list[str]:
         """Lines for the log that say what is served."""
-        ...
 
 
 @dataclass(frozen=True)

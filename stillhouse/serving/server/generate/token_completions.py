@@ -16,9 +16,10 @@ import numpy as np
 from pydantic import Field
 
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
-from stillhouse.serving.server.bodies import StrictBody, TokenId, refused, usage
+from stillhouse.serving.server.bodies import encode_json, usage
 from stillhouse.serving.server.limits import Limits
-from stillhouse.serving.wire import FirstWrong
+from stillhouse.serving.server.request_errors import refused
+from stillhouse.serving.wire import FirstWrong, StrictBody, TokenId
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 #: temperatures below, except 0, overflow; vLLM raises them to this one
@@ -26,7 +27,7 @@ LOWEST_TEMPERATURE = 0.01
 
 
 class SamplingBody(StrictBody):
-    """How the tokens are drawn. Fields with one possible value are there for clients that always send them."""
+    """How the tokens are sampled. Fields with one possible value are there for clients that always send them."""
 
     n: Literal[1] = 1
     max_tokens: int = Field(default=16, ge=1, description="tokens of the completion, its end included")
@@ -112,7 +113,8 @@ def part(body: GenerateBody, limits: Limits, eos_ids: Sequence[int]) -> Generati
     return GenerationPart(request, sampling, tokens)
 
 
-def answer(body: GenerateBody, model: str, result: VersionedCompletion) -> dict[str, Any]:
+def answer(body: GenerateBody, model: str, results: Sequence[VersionedCompletion]) -> bytes:
+    [result] = results
     completion, options = result.completion, body.sampling_params
     ids, log_probs = completion.ids_N.tolist(), completion.log_probs_N.tolist()
     stop_reason: str | int | None = result.stop
@@ -129,7 +131,7 @@ def answer(body: GenerateBody, model: str, result: VersionedCompletion) -> dict[
         "weight_versions": [{"version": result.version, "start": 0, "end": len(ids)}],
         "logprobs": None if options.logprobs is None else {"content": entries},
     }
-    return {
+    content = {
         "request_id": body.request_id or f"generate-tokens-{uuid.uuid4().hex[:16]}",
         "model": model,
         "created": int(time.time()),
@@ -144,6 +146,7 @@ def answer(body: GenerateBody, model: str, result: VersionedCompletion) -> dict[
         "output_mode": "tokens",
         "choices": [choice],
     }
+    return encode_json(content)
 
 
 def _entry(token: int, log_prob: float) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.libraries import reading
-from stillhouse.serving.server.bodies import StrictBody, TokenId, parse_json, refused, usage
+from stillhouse.serving.server.bodies import encode_json, parse_json, usage
 from stillhouse.serving.server.limits import Limits
-from stillhouse.serving.wire import FirstWrong
+from stillhouse.serving.server.request_errors import refused
+from stillhouse.serving.wire import FirstWrong, StrictBody, TokenId
 from stillhouse.signals.extract import Ranked
 from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows
@@ -91,15 +92,15 @@ def answer(
     body: CompletionBody,
     model: str,
     parts: Sequence[ScoreRequest],
-    results: Sequence[dict[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, Any]:
+    results: Sequence[dict[str, Tensor]],
+) -> bytes:
     """The answer to a request. results: the tensors of each of its parts."""
     choices = [
         _choice(index, body, part, tensors, tokenizer)
         for index, (part, tensors) in enumerate(zip(parts, results, strict=True))
     ]
-    return {
+    content = {
         "id": f"cmpl-{uuid.uuid4().hex[:16]}",
         "object": "text_completion",
         "created": int(time.time()),
@@ -112,6 +113,7 @@ def answer(
         "ec_transfer_params": None,
         "metrics": None,
     }
+    return encode_json(content)
 
 
 def _prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
