@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.stub_writers import Fault, VllmWriter, WriterHandler, WriterServer, writing
+from kit.stub_servers import Fault, StubHandler, StubServer, Vllm, stub_server
 from kit.writer_cases import TEMPERATURE, VOCABULARY, Student, engine_of, requests_of, results, wait_for_tokens
 
 from stillhouse.generation.sample import Sampling
@@ -32,44 +32,44 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server(student: Student) -> Iterator[WriterServer]:
-    with writing(VllmWriter, student.folder / "model", processed=True) as started:
+def server(student: Student) -> Iterator[StubServer]:
+    with stub_server(Vllm, student.folder / "model", processed=True) as started:
         yield started
 
 
-def busy(handler: WriterHandler, content: dict[str, Any]) -> None:
+def busy(handler: StubHandler, content: dict[str, Any]) -> None:
     handler.reply(429, {"error": {"message": "the queue is full"}}, **{"Retry-After": "0"})
 
 
-def broken(handler: WriterHandler, content: dict[str, Any]) -> None:
+def broken(handler: StubHandler, content: dict[str, Any]) -> None:
     handler.reply(500, {"error": {"message": "out of memory"}})
 
 
-def reset(handler: WriterHandler, content: dict[str, Any]) -> None:
+def reset(handler: StubHandler, content: dict[str, Any]) -> None:
     handler.reset()
 
 
-def truncated(handler: WriterHandler, content: dict[str, Any]) -> None:
+def truncated(handler: StubHandler, content: dict[str, Any]) -> None:
     handler.reply(200, json.dumps(content).encode()[:-40])
 
 
-def not_a_number(handler: WriterHandler, content: dict[str, Any]) -> None:
+def not_a_number(handler: StubHandler, content: dict[str, Any]) -> None:
     content["choices"][0]["logprobs"]["content"][-1]["logprob"] = math.nan
     handler.reply(200, content)
 
 
-def above_zero(handler: WriterHandler, content: dict[str, Any]) -> None:
+def above_zero(handler: StubHandler, content: dict[str, Any]) -> None:
     content["choices"][0]["logprobs"]["content"][-1]["logprob"] = 0.5
     handler.reply(200, content)
 
 
-def outside(handler: WriterHandler, content: dict[str, Any]) -> None:
+def outside(handler: StubHandler, content: dict[str, Any]) -> None:
     content["choices"][0]["token_ids"][0] = VOCABULARY
     content["choices"][0]["logprobs"]["content"][0]["token_id"] = VOCABULARY
     handler.reply(200, content)
 
 
-def too_long(handler: WriterHandler, content: dict[str, Any]) -> None:
+def too_long(handler: StubHandler, content: dict[str, Any]) -> None:
     [choice] = content["choices"]
     choice["token_ids"] *= 2
     choice["logprobs"]["content"] *= 2
@@ -77,27 +77,27 @@ def too_long(handler: WriterHandler, content: dict[str, Any]) -> None:
     handler.reply(200, content)
 
 
-def other_ids(handler: WriterHandler, content: dict[str, Any]) -> None:
+def other_ids(handler: StubHandler, content: dict[str, Any]) -> None:
     content["choices"][0]["token_ids"][0] ^= 1
     handler.reply(200, content)
 
 
-def stopped_early(handler: WriterHandler, content: dict[str, Any]) -> None:
+def stopped_early(handler: StubHandler, content: dict[str, Any]) -> None:
     content["choices"][0]["finish_reason"] = "stop"
     handler.reply(200, content)
 
 
-def aborted(handler: WriterHandler, content: dict[str, Any]) -> None:
+def aborted(handler: StubHandler, content: dict[str, Any]) -> None:
     content["choices"][0]["finish_reason"] = "abort"
     handler.reply(200, content)
 
 
-def without_versions(handler: WriterHandler, content: dict[str, Any]) -> None:
+def without_versions(handler: StubHandler, content: dict[str, Any]) -> None:
     content["choices"][0]["weight_versions"] = None
     handler.reply(200, content)
 
 
-def some_versions(handler: WriterHandler, content: dict[str, Any]) -> None:
+def some_versions(handler: StubHandler, content: dict[str, Any]) -> None:
     content["choices"][0]["weight_versions"][0]["end"] -= 1
     handler.reply(200, content)
 
@@ -117,7 +117,7 @@ DAMAGED: dict[Fault, str] = {
 
 
 @pytest.mark.parametrize("fault", [busy, broken, reset, *DAMAGED], ids=lambda fault: fault.__name__)
-def test_a_failed_request_is_sent_again(student: Student, server: WriterServer, fault: Fault) -> None:
+def test_a_failed_request_is_sent_again(student: Student, server: StubServer, fault: Fault) -> None:
     engine = engine_of(server)
     engine.update_weights(1, student.published(1))
     server.faults = [fault] * (40 if fault is busy else 3)
@@ -130,9 +130,7 @@ def test_a_failed_request_is_sent_again(student: Student, server: WriterServer, 
 
 
 @pytest.mark.parametrize("fault", list(DAMAGED), ids=lambda fault: fault.__name__)
-def test_answers_that_are_damaged_every_time_end_the_run(
-    student: Student, server: WriterServer, fault: Fault
-) -> None:
+def test_answers_that_are_damaged_every_time_end_the_run(student: Student, server: StubServer, fault: Fault) -> None:
     engine = engine_of(server)
     engine.update_weights(1, student.published(1))
     server.faults = [fault] * 99
@@ -142,7 +140,7 @@ def test_answers_that_are_damaged_every_time_end_the_run(
     engine.close()
 
 
-def test_a_server_that_says_nothing_ends_the_run(student: Student, server: WriterServer) -> None:
+def test_a_server_that_says_nothing_ends_the_run(student: Student, server: StubServer) -> None:
     engine = engine_of(server, timeout=1.0)
     engine.update_weights(1, student.published(1))
     server.faults = [lambda handler, _: time.sleep(20)] * 9
@@ -152,8 +150,8 @@ def test_a_server_that_says_nothing_ends_the_run(student: Student, server: Write
     engine.close()
 
 
-def test_a_server_that_restarts_is_given_the_weights_again(student: Student, server: WriterServer) -> None:
-    server.options["seconds"] = server.writer.seconds = 0.05
+def test_a_server_that_restarts_is_given_the_weights_again(student: Student, server: StubServer) -> None:
+    server.options["seconds"] = server.model.seconds = 0.05
     lines: list[str] = []
     engine = engine_of(server, warn=lines.append)
     engine.update_weights(1, student.published(1))
@@ -172,10 +170,10 @@ def test_a_server_that_restarts_is_given_the_weights_again(student: Student, ser
 
 
 def test_of_two_servers_one_dies_during_an_update_and_comes_back(
-    student: Student, server: WriterServer, monkeypatch: pytest.MonkeyPatch
+    student: Student, server: StubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_weights, "PATIENCE", 1.0)
-    with writing(VllmWriter, student.folder / "model", processed=True) as other:
+    with stub_server(Vllm, student.folder / "model", processed=True) as other:
         engine = engine_of(server, other, timeout=8.0)
         engine.update_weights(1, student.published(1))
         other.before["/collective_rpc"] = other.kill
@@ -185,7 +183,7 @@ def test_of_two_servers_one_dies_during_an_update_and_comes_back(
             student.assert_written(request, result)
         other.start()
         end = time.monotonic() + 10
-        while other.writer.label == "default" or other.writer.paused:
+        while other.model.label == "default" or other.model.paused:
             assert time.monotonic() < end
             time.sleep(0.05)
         server.kill()  # now the other one has to write everything
@@ -199,7 +197,7 @@ def test_of_two_servers_one_dies_during_an_update_and_comes_back(
 @pytest.mark.parametrize(
     "path", ["/pause", "/update_weight_version", "/collective_rpc", "/reset_prefix_cache", "/resume", VllmApi.path]
 )
-def test_a_server_that_restarts_during_an_update(student: Student, server: WriterServer, path: str) -> None:
+def test_a_server_that_restarts_during_an_update(student: Student, server: StubServer, path: str) -> None:
     """Whatever it has forgotten: what it writes as version 1 is written by version 1."""
     engine = engine_of(server)
     server.before[path] = server.restart
@@ -211,7 +209,7 @@ def test_a_server_that_restarts_during_an_update(student: Student, server: Write
     engine.close()
 
 
-def test_a_server_that_restarts_between_its_weights_and_their_label(student: Student, server: WriterServer) -> None:
+def test_a_server_that_restarts_between_its_weights_and_their_label(student: Student, server: StubServer) -> None:
     """Its first weights must not be taken for those that it had loaded."""
     engine = engine_of(server)
 
@@ -226,8 +224,8 @@ def test_a_server_that_restarts_between_its_weights_and_their_label(student: Stu
     engine.close()
 
 
-def test_half_loaded_weights_write_nothing(student: Student, server: WriterServer) -> None:
-    server.writer.seconds = 0.02
+def test_half_loaded_weights_write_nothing(student: Student, server: StubServer) -> None:
+    server.model.seconds = 0.02
     engine = engine_of(server, sampling=Sampling(40, temperature=TEMPERATURE))
     engine.update_weights(1, student.published(1))
     requests = requests_of(4)
@@ -236,7 +234,7 @@ def test_half_loaded_weights_write_nothing(student: Student, server: WriterServe
     server.failing_loads = 1
     with pytest.raises(ServerError, match=r"loading the weights failed: 500.*out of memory.*stays paused"):
         engine.update_weights(2, student.published(2))
-    assert server.writer.paused
+    assert server.model.paused
     assert not any(future.done() for future in futures)
     engine.update_weights(2, student.published(2))  # a second attempt succeeds, and they go on
     for request, future in zip(requests, futures, strict=True):
@@ -246,8 +244,8 @@ def test_half_loaded_weights_write_nothing(student: Student, server: WriterServe
     engine.close()
 
 
-def test_completions_under_way_go_on_with_new_weights(student: Student, server: WriterServer) -> None:
-    server.writer.seconds = 0.02
+def test_completions_under_way_go_on_with_new_weights(student: Student, server: StubServer) -> None:
+    server.model.seconds = 0.02
     engine = engine_of(server, sampling=Sampling(60, temperature=TEMPERATURE))
     engine.update_weights(1, student.published(1))
     requests = requests_of(5)
@@ -263,10 +261,10 @@ def test_completions_under_way_go_on_with_new_weights(student: Student, server: 
     engine.close()
 
 
-def test_a_server_with_other_weights_again_and_again_is_given_up(student: Student, server: WriterServer) -> None:
-    def foreign(handler: WriterHandler, content: dict[str, Any]) -> None:
+def test_a_server_with_other_weights_again_and_again_is_given_up(student: Student, server: StubServer) -> None:
+    def foreign(handler: StubHandler, content: dict[str, Any]) -> None:
         """Another job gives the server weights after each of ours: only the proof sees our own."""
-        if handler.server_state.asked[-1][1]["sampling_params"]["max_tokens"] > PROBE_TOKENS:
+        if handler.state.requests[-1][1]["sampling_params"]["max_tokens"] > PROBE_TOKENS:
             content["choices"][0]["weight_versions"][0]["version"] = "another job's"
         handler.reply(200, content)
 
@@ -276,6 +274,6 @@ def test_a_server_with_other_weights_again_and_again_is_given_up(student: Studen
     [future] = engine.generate(requests_of(1))
     with pytest.raises(ServerError, match="has other weights again and again: expected a server"):
         future.result(60)
-    loads = [path for path, _ in server.asked if path == "/collective_rpc"]
+    loads = [path for path, _ in server.requests if path == "/collective_rpc"]
     assert len(loads) == 1 + MOST_RESTORED
     engine.close()

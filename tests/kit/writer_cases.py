@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from kit.families import build
-from kit.stub_writers import SglangWriter, StillhouseWriter, VllmWriter, WriterHandler, WriterServer
+from kit.generation_requests import requests
+from kit.stub_servers import Sglang, Stillhouse, StubHandler, StubServer, Vllm
 
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.generation.weights import publish
@@ -22,10 +23,10 @@ from stillhouse.serving.engines.vllm import VllmApi
 
 VOCABULARY, TEMPERATURE = 251, 0.7
 RECORDED = Path(__file__).parents[1] / "kit" / "engines"
-KINDS: dict[str, tuple[type[WriterHandler], type[Any], dict[str, Any]]] = {
-    "vllm": (VllmWriter, VllmApi, {"processed": True}),
-    "sglang": (SglangWriter, SglangApi, {"after_temperature": True}),
-    "stillhouse": (StillhouseWriter, StillhouseApi, {"after_temperature": True}),
+KINDS: dict[str, tuple[type[StubHandler], type[Any], dict[str, Any]]] = {
+    "vllm": (Vllm, VllmApi, {"processed": True}),
+    "sglang": (Sglang, SglangApi, {"after_temperature": True}),
+    "stillhouse": (Stillhouse, StillhouseApi, {"after_temperature": True}),
 }
 
 
@@ -70,7 +71,7 @@ class Student:
 
 
 def engine_of(
-    *servers: WriterServer, sampling: Sampling | None = None, api: EngineApi | None = None, **options: Any
+    *servers: StubServer, sampling: Sampling | None = None, api: EngineApi | None = None, **options: Any
 ) -> ServedEngine:
     sampling = sampling or Sampling(12, temperature=TEMPERATURE)
     given = {"vocabulary": VOCABULARY, "timeout": 20.0} | options
@@ -78,17 +79,15 @@ def engine_of(
 
 
 def requests_of(count: int) -> list[GenerationRequest]:
-    draws = np.random.default_rng(0)
-    prompts = [draws.integers(0, VOCABULARY, 1 + number % 5).astype(np.int32) for number in range(count)]
-    return [GenerationRequest(number, prompt, seed=1 + number) for number, prompt in enumerate(prompts)]
+    return requests([1 + number % 5 for number in range(count)])
 
 
 def wait_for_tokens(
-    server: WriterServer, requests: list[GenerationRequest], count: int, which: Callable[[Iterable[bool]], bool] = all
+    server: StubServer, requests: list[GenerationRequest], count: int, which: Callable[[Iterable[bool]], bool] = all
 ) -> None:
     """Wait until the server has written so many tokens of each request; which=any: of one of them."""
     end = time.monotonic() + 30
-    while not which(server.writer.progress.get(request.seed, 0) >= count for request in requests):
+    while not which(server.model.progress.get(request.seed, 0) >= count for request in requests):
         assert time.monotonic() < end
         time.sleep(0.01)
 

@@ -16,7 +16,7 @@ from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import Command, run, save_model
 from kit.serving import Server, load_weights, publish_scaled
-from kit.stub_writers import VllmWriter, writing
+from kit.stub_servers import Vllm, stub_server
 from kit.writer_cases import Student, engine_of, requests_of
 
 from stillhouse.engine import torch_engine
@@ -262,8 +262,8 @@ def test_an_older_version_under_a_newer_number_is_found_although_its_hashes_are_
 
 def test_a_vllm_that_loads_nothing_is_found(tmp_path: Path) -> None:
     write_on_policy_run(tmp_path, **SETTINGS | {"rollout.engine": "vllm"}, **{"rollout.url": "http://x"})
-    with writing(VllmWriter, tmp_path / "teacher", processed=True) as server:
-        server.writer.load = lambda *_, **__: None  # type: ignore[method-assign]
+    with stub_server(Vllm, tmp_path / "teacher", processed=True) as server:
+        server.model.load = lambda *_, **__: None  # type: ignore[method-assign]
         command = Command("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")
         assert command.wait(120) == 1, command.out + command.err
         assert "version 0, and its log-probabilities are those of other weights" in command.err
@@ -272,7 +272,7 @@ def test_a_vllm_that_loads_nothing_is_found(tmp_path: Path) -> None:
 def test_a_server_that_comes_back_is_proved_again(tmp_path: Path) -> None:
     """By what was proved when the version was new: the trainer's weights are newer now."""
     student = Student(tmp_path)
-    with writing(VllmWriter, tmp_path / "model", processed=True) as server:
+    with stub_server(Vllm, tmp_path / "model", processed=True) as server:
         probes = [each.prompt_ids.tolist() for each in requests_of(3)]
         engine = engine_of(server, probes=probes)
         engine.update_weights(1, student.published(1))
@@ -280,7 +280,7 @@ def test_a_server_that_comes_back_is_proved_again(tmp_path: Path) -> None:
             student.assert_written(prompt, each, temperature=1.0, count=8)
         engine.weights.set_proved(server.url, 1e-3)
         server.restart()
-        server.writer.load = lambda *_, **__: None  # type: ignore[method-assign]
+        server.model.load = lambda *_, **__: None  # type: ignore[method-assign]
         [future] = engine.generate(requests_of(1))
         with pytest.raises(ServerError, match="says that it has version 1, and writes with other weights"):
             future.result(30)
@@ -289,7 +289,7 @@ def test_a_server_that_comes_back_is_proved_again(tmp_path: Path) -> None:
 
 def test_weights_of_another_run_are_refused_although_version_and_hashes_are_right(tmp_path: Path) -> None:
     student = Student(tmp_path)
-    with writing(VllmWriter, tmp_path / "model", processed=True) as server:
+    with stub_server(Vllm, tmp_path / "model", processed=True) as server:
         engine = engine_of(server, run="this")
         folder = student.published(1)
         with pytest.raises(ValueError, match=r"holds weights of the run '', not of this run 'this'"):

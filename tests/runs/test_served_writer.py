@@ -9,7 +9,7 @@ from kit.on_policy_runs import assert_same_rollouts, write_on_policy_run
 from kit.ranks import run_ranks
 from kit.runs import run
 from kit.serving import Server
-from kit.stub_writers import VllmWriter, writing
+from kit.stub_servers import Vllm, stub_server
 from kit.writer_cases import requests_of, results
 from transformers import AutoTokenizer
 
@@ -101,7 +101,7 @@ def test_another_tokenizer_is_refused(folder: Path, teacher: Server) -> None:
 
 def test_another_tokenizer_of_a_vllm_is_refused(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "student")
-    with writing(VllmWriter, folder / "teacher", tokenizes=True) as server:
+    with stub_server(Vllm, folder / "teacher", tokenizes=True) as server:
         engine = engine_of(server, api=VllmApi())
         engine.require_tokenizer(tokenizer, TEXT)
         tokenizer.add_tokens(["is 5"])
@@ -112,7 +112,7 @@ def test_another_tokenizer_of_a_vllm_is_refused(folder: Path) -> None:
 
 def test_a_server_that_does_not_tell_its_tokenizer_is_refused(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "student")
-    with writing(VllmWriter, folder / "teacher") as server:
+    with stub_server(Vllm, folder / "teacher") as server:
         engine = engine_of(server, api=VllmApi())
         with pytest.raises(ValueError, match="does not tell the server's tokenizer: 404"):
             engine.require_tokenizer(tokenizer, TEXT)
@@ -122,10 +122,10 @@ def test_a_server_that_does_not_tell_its_tokenizer_is_refused(folder: Path) -> N
 
 
 def test_weights_that_change_during_the_run_end_it(folder: Path) -> None:
-    with writing(VllmWriter, folder / "teacher") as server:
+    with stub_server(Vllm, folder / "teacher") as server:
         engine = engine_of(server, api=VllmApi())
         assert {int(each) for found in results(engine, requests_of(3)) for each in found.versions_N} == {0}
-        server.writer.label = "other"
+        server.model.label = "other"
         with pytest.raises(ServerError, match="has other weights than when the run began"):
             results(engine, requests_of(3))
         engine.close()

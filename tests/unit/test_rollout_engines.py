@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kit.on_policy_runs import write_on_policy_run
-from kit.stub_writers import SglangWriter, VllmWriter, WriterServer, writing
+from kit.stub_servers import Sglang, StubServer, Vllm, stub_server
 from kit.writer_cases import (
     KINDS,
     RECORDED,
@@ -44,8 +44,8 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Student:
 
 
 @pytest.fixture
-def server(student: Student) -> Iterator[WriterServer]:
-    with writing(VllmWriter, student.folder / "model", processed=True) as started:
+def server(student: Student) -> Iterator[StubServer]:
+    with stub_server(Vllm, student.folder / "model", processed=True) as started:
         yield started
 
 
@@ -54,8 +54,8 @@ def test_log_probabilities_are_those_of_the_version(student: Student, kind: str)
     handler, api, options = KINDS[kind]
     eos = tuple(range(0, VOCABULARY, 9))
     with (
-        writing(handler, student.folder / "model", **options) as one,
-        writing(handler, student.folder / "model", **options) as two,
+        stub_server(handler, student.folder / "model", **options) as one,
+        stub_server(handler, student.folder / "model", **options) as two,
     ):
         engine = engine_of(one, two, sampling=Sampling(12, temperature=TEMPERATURE, eos_ids=eos), api=api())
         finishes = set()
@@ -73,12 +73,12 @@ def test_log_probabilities_are_those_of_the_version(student: Student, kind: str)
             again = results(engine, requests)  # from whichever server: a seed gives the same tokens
             assert all(np.array_equal(a.ids_N, b.ids_N) for a, b in zip(found, again, strict=True))
         assert finishes == {"stop", "length"}
-        generates = [sum(path == api.path for path, _ in each.asked) for each in (one, two)]
+        generates = [sum(path == api.path for path, _ in each.requests) for each in (one, two)]
         assert min(generates) > 5
         engine.close()
 
 
-def test_the_stub_answers_in_the_recorded_forms(student: Student, server: WriterServer) -> None:
+def test_the_stub_answers_in_the_recorded_forms(student: Student, server: StubServer) -> None:
     def assert_form(found: Any, recorded: Any) -> None:
         assert type(found) is type(recorded)
         if isinstance(found, dict):
@@ -126,7 +126,7 @@ def test_recorded_completions_of_a_real_vllm_are_read() -> None:
 
 
 def test_sglangs_completions_under_way_are_written_again(student: Student) -> None:
-    with writing(SglangWriter, student.folder / "model", after_temperature=True, seconds=0.02) as server:
+    with stub_server(Sglang, student.folder / "model", after_temperature=True, seconds=0.02) as server:
         engine = engine_of(server, sampling=Sampling(40, temperature=TEMPERATURE), api=SglangApi())
         engine.update_weights(1, student.published(1))
         requests = requests_of(5)
@@ -161,7 +161,7 @@ def test_sglangs_completions_under_way_are_written_again(student: Student) -> No
 def test_other_log_probabilities_are_refused(
     student: Student, options: dict[str, Any], sampling: Sampling, match: str
 ) -> None:
-    with writing(VllmWriter, student.folder / "model", **options) as server:
+    with stub_server(Vllm, student.folder / "model", **options) as server:
         if match:
             with pytest.raises(ValueError, match=match):
                 engine_of(server, sampling=sampling)
@@ -175,7 +175,7 @@ def test_other_log_probabilities_are_refused(
 def test_a_vllm_that_keeps_the_first_head_of_a_tied_student_is_refused(
     student: Student, device: str | None, match: str
 ) -> None:
-    with writing(VllmWriter, student.folder / "model", processed=True, device=device) as server:
+    with stub_server(Vllm, student.folder / "model", processed=True, device=device) as server:
         engine_of(server, api=VllmApi()).close()  # the student has a head of its own
         if match:
             with pytest.raises(ValueError, match=match):
@@ -188,7 +188,7 @@ def test_a_run_with_a_tied_student_is_refused_before_its_first_step(tmp_path: Pa
     """With an adapter it is not: the server's own base stays as it is."""
     settings: dict[str, Any] = {"data.eval": 0.0, "rollout.engine": "vllm", "rollout.url": "http://127.0.0.1:1"}
     write_on_policy_run(tmp_path, tied=True, **settings)  # the student, which the server has from the start
-    with writing(VllmWriter, tmp_path / "student", processed=True) as server:
+    with stub_server(Vllm, tmp_path / "student", processed=True) as server:
         settings["rollout.url"] = server.url
         with closing(prepare(write_on_policy_run(tmp_path, **settings), announce=False)) as session:
             assert session.rollout_config is not None
@@ -203,25 +203,25 @@ def test_a_run_with_a_tied_student_is_refused_before_its_first_step(tmp_path: Pa
             engine.close()
 
 
-def test_a_model_that_proves_nothing_is_refused(student: Student, server: WriterServer) -> None:
+def test_a_model_that_proves_nothing_is_refused(student: Student, server: StubServer) -> None:
     with torch.no_grad():
-        server.writer.model.get_output_embeddings().weight.zero_()
+        server.model.model.get_output_embeddings().weight.zero_()
     with pytest.raises(ValueError, match="it cannot be proved which log-probabilities it gives"):
         engine_of(server)
 
 
-def test_ids_outside_of_the_vocabulary_are_not_sent(student: Student, server: WriterServer) -> None:
+def test_ids_outside_of_the_vocabulary_are_not_sent(student: Student, server: StubServer) -> None:
     engine = engine_of(server)
     engine.update_weights(1, student.published(1))
-    before = len(server.asked)
+    before = len(server.requests)
     for ids in ([], [3, VOCABULARY], [-1]):
         with pytest.raises(ValueError, match="completion 7: its prompt has"):
             engine.generate([*requests_of(1), GenerationRequest(7, np.array(ids, np.int32), 0)])
-    assert len(server.asked) == before
+    assert len(server.requests) == before
     engine.close()
 
 
-def test_a_request_may_ask_for_fewer_tokens(student: Student, server: WriterServer) -> None:
+def test_a_request_may_ask_for_fewer_tokens(student: Student, server: StubServer) -> None:
     engine = engine_of(server)
     engine.update_weights(1, student.published(1))
     for wanted, count in ((3, 3), (99, 12)):
@@ -231,7 +231,7 @@ def test_a_request_may_ask_for_fewer_tokens(student: Student, server: WriterServ
     engine.close()
 
 
-def test_what_is_not_published_is_refused(student: Student, server: WriterServer) -> None:
+def test_what_is_not_published_is_refused(student: Student, server: StubServer) -> None:
     engine = engine_of(server)
     with pytest.raises(ValueError, match="expected update_weights first"):
         engine.generate(requests_of(1))
@@ -241,16 +241,16 @@ def test_what_is_not_published_is_refused(student: Student, server: WriterServer
         engine.update_weights(1, student.folder / "model")
     with pytest.raises(ValueError, match="holds version 2: expected 1"):
         engine.update_weights(1, student.published(2))
-    assert not [path for path, _ in server.asked if path.startswith("/pause")]
+    assert not [path for path, _ in server.requests if path.startswith("/pause")]
     engine.close()
 
 
-def test_a_vllm_without_the_routes_is_refused(student: Student, server: WriterServer) -> None:
-    server.kind = SglangWriter  # any server without these routes
+def test_a_vllm_without_the_routes_is_refused(student: Student, server: StubServer) -> None:
+    server.kind = Sglang  # any server without these routes
     server.restart()
     with pytest.raises(ValueError, match=r"/v1/models names no model.*--enable-scale-out"):
         engine_of(server)
-    server.kind = type("Closed", (VllmWriter,), {"post_pause": None})
+    server.kind = type("Closed", (Vllm,), {"post_pause": None})
     server.restart()
     engine = engine_of(server)
     with pytest.raises(ServerError, match=r"/pause\?mode=keep failed: 404.*VLLM_SERVER_DEV_MODE=1"):
@@ -258,10 +258,10 @@ def test_a_vllm_without_the_routes_is_refused(student: Student, server: WriterSe
     engine.close()
 
 
-def test_closing_ends_what_is_under_way(student: Student, server: WriterServer) -> None:
+def test_closing_ends_what_is_under_way(student: Student, server: StubServer) -> None:
     engine = engine_of(server)
     engine.update_weights(1, student.published(1))
-    server.writer.seconds = 0.5
+    server.model.seconds = 0.5
     futures = engine.generate(requests_of(3))
     engine.close()
     for each in futures:
@@ -284,7 +284,7 @@ class Adapters:
 
 def test_adapters_are_changed_while_completions_are_under_way(student: Student, tmp_path: Path) -> None:
     adapters = Adapters(student, tmp_path)
-    with writing(VllmWriter, student.folder / "model", processed=True, takes_adapters=True, seconds=0.01) as server:
+    with stub_server(Vllm, student.folder / "model", processed=True, takes_adapters=True, seconds=0.01) as server:
         engine = engine_of(server)
         for version in (1, 2):
             engine.update_weights(version, adapters.version(version))
@@ -293,8 +293,8 @@ def test_adapters_are_changed_while_completions_are_under_way(student: Student, 
                 assert (each.versions_N == version).all()
                 moved = Completion(each.ids_N, each.log_probs_N, each.versions_N + 10, each.finish)
                 student.assert_written(request, moved)
-        assert len(server.writer.adapters) == 1
-        server.writer.progress.clear()
+        assert len(server.model.adapters) == 1
+        server.model.progress.clear()
         futures = engine.generate(requests_of(4))
         wait_for_tokens(server, requests_of(4), 1)
         server.restart()  # it has no adapters any more
@@ -303,7 +303,7 @@ def test_adapters_are_changed_while_completions_are_under_way(student: Student, 
             assert (found.versions_N == 2).all()
             moved = Completion(found.ids_N, found.log_probs_N, found.versions_N + 10, found.finish)
             student.assert_written(request, moved)
-        assert not [path for path, _ in server.asked if path.startswith(("/pause", "/collective_rpc"))]
+        assert not [path for path, _ in server.requests if path.startswith(("/pause", "/collective_rpc"))]
         engine.close()
 
 
@@ -311,15 +311,15 @@ def test_adapters_are_changed_while_completions_are_under_way(student: Student, 
 def test_a_server_without_adapters_is_refused(student: Student, tmp_path: Path, kind: str) -> None:
     path = Adapters(student, tmp_path).version(1)
     handler, api, options = KINDS[kind]
-    with writing(handler, student.folder / "model", **options) as server:
+    with stub_server(handler, student.folder / "model", **options) as server:
         engine = engine_of(server, api=api())
         with pytest.raises((ValueError, ServerError), match=r"--enable-lora|the student is an adapter: expected"):
             engine.update_weights(1, path)
         engine.close()
 
 
-def test_generating_returns_at_once(student: Student, server: WriterServer) -> None:
-    server.writer.seconds = 0.2
+def test_generating_returns_at_once(student: Student, server: StubServer) -> None:
+    server.model.seconds = 0.2
     engine = engine_of(server)
     engine.update_weights(1, student.published(1))
     running = threading.Event()

@@ -1,9 +1,9 @@
 """A store of signals that servers of the teacher fill on request."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
 from textwrap import shorten
@@ -48,36 +48,29 @@ class SignalRequest:
     dtype: str = "auto"
 
 
+@dataclass(eq=False)
 class RemoteSignals:
     """The signals of a teacher behind one or several servers; a `SignalStore`.
 
-    spec: what the servers are asked for. width: E, the teacher's width (0 if it is unknown and not needed).
+    signal: what the servers are asked for. width: E, the teacher's width (0 if it is unknown and not needed).
     vocabulary: the rows of the teacher's head; None if unknown.
-    prove, prove_every: `prove` is called with URLs of servers before every n-th reading (0: never), and with those
-    that answer again after they had failed, unless every answer has the teacher's hash. It raises ValueError for a
-    wrong server, and returns the servers that are proven.
+    proof: is repeated before every n-th reading (n is `prove_every`; 0: never), and with servers that answer again
+    after they had failed, unless every answer has the teacher's hash.
     """
 
-    def __init__(
-        self,
-        pool: ServerPool,
-        api: EngineApi,
-        servers: Sequence[ServerInfo],
-        spec: SignalSpec,
-        *,
-        width: int,
-        vocabulary: int | None,
-        teacher_folder: Path | None,
-    ):
-        self.pool, self.api, self.servers = pool, api, servers
-        self.signal, self.width, self.vocabulary, self.teacher_folder = spec, width, vocabulary, teacher_folder
-        self.prove: Callable[[Sequence[str]], set[str]] | None = None
-        self.prove_every = 0
-        self.proof: Proof | None = None
-        self._reads = count(1)
-        self._proving = Lock()
-        #: servers that were away and are not proven yet
-        self._unproven: set[str] = set()
+    pool: ServerPool
+    api: EngineApi
+    servers: Sequence[ServerInfo]
+    signal: SignalSpec
+    width: int
+    vocabulary: int | None
+    teacher_folder: Path | None
+    proof: "Proof | None" = None
+    prove_every: int = 0
+    _reads: Iterator[int] = field(default_factory=lambda: count(1))
+    _proving: Lock = field(default_factory=Lock)
+    #: servers that were away and are not proven yet
+    _unproven: set[str] = field(default_factory=set)
 
     @property
     def may_take_long(self) -> bool:
@@ -114,8 +107,8 @@ class RemoteSignals:
             )
 
     def read(self, documents: Sequence[DocumentRows]) -> Scores:
-        if self.prove is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
-            self.prove([server.url for server in self.servers if not self.pool.is_failing(server.url)])
+        if self.proof is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
+            self.proof.repeat([server.url for server in self.servers if not self.pool.is_failing(server.url)])
         while True:
             answered_by: set[str] = set()
             scores = self.scores(documents, answered_by=answered_by)
@@ -127,11 +120,11 @@ class RemoteSignals:
 
         Returns those that cannot be asked now, whose answers must not be used. All readings wait for the proof.
         """
-        if self.prove is None or self.servers[0].identity is not None:
+        if self.proof is None or self.servers[0].identity is not None:
             return set()
         with self._proving:
             self._unproven.update(self.pool.take_returned())
-            self._unproven -= self.prove([url for url in self._unproven if not self.pool.is_failing(url)])
+            self._unproven -= self.proof.repeat([url for url in self._unproven if not self.pool.is_failing(url)])
             return set(self._unproven)
 
     def scores(
@@ -153,7 +146,8 @@ class RemoteSignals:
         spec = spec or self.signal
         calls = self.api.calls(self.servers[0], spec, self.width, documents)
         calls = [self._checked(call, spec, answered_by) for call in calls]
-        return list(chain.from_iterable(self.pool.score(calls, url, timeout)))
+        answers: list[Scores] = self.pool.score(calls, url, timeout)
+        return list(chain.from_iterable(answers))
 
     def close(self) -> None:
         self.pool.close()
@@ -221,8 +215,7 @@ def _connected(pool: ServerPool, request: SignalRequest, api: str, model_folder:
                 f"{columns} and {rows}"
             )
         width, vocabulary = columns, rows
-    spec = _spec(request, dtype)
-    return RemoteSignals(pool, engine, servers, spec, width=width, vocabulary=vocabulary, teacher_folder=folder)
+    return RemoteSignals(pool, engine, servers, _spec(request, dtype), width, vocabulary, folder)
 
 
 def _require_same(first: ServerInfo, other: ServerInfo) -> None:

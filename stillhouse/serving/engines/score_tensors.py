@@ -18,8 +18,9 @@ def top_k_tensors(
 ) -> dict[str, Tensor]:
     """The tensors of "top_k" from the log-probabilities at each token, without the mass outside.
 
-    entries: the likeliest ids at token t and their log-probabilities, which are the distribution of row t − 1; token t
-        itself may be added to them. path: of the request, for messages.
+    entries: the likeliest ids at token t and their log-probabilities, which are the distribution of row t − 1.
+        Token t itself may be added to them.
+    path: of the request, for messages.
 
     Raises ValueError unless the entries are about the document's tokens, each with K ids and log-probabilities.
     """

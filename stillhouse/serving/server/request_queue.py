@@ -85,8 +85,9 @@ class RequestQueue:
         return self._closed or bool(self.ends())
 
     def submit(self, parts: Sequence[Part]) -> Ticket:
-        """Accept a request; the caller releases the ticket at the end. Raise RequestError if the queue is full, and if
-        the server ends: it answers what it has accepted and accepts nothing more.
+        """Accept a request. The caller releases the ticket at the end.
+
+        Raises RequestError if the queue is full, or the server ends and only answers what it has accepted.
 
         A request is always accepted if there is no other one, so that its size alone cannot shut it out.
         """
