@@ -36,6 +36,12 @@ def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], S
     return output.sums["loss"], named_gradients(live.student)
 
 
+def first_signals(session: Session) -> list[dict[str, Signal]]:
+    """The signals of the first step's micro-batches."""
+    micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+    return list(session.source.request(micro_batches).result())
+
+
 def ids_signal(kind: str, temperature: float) -> Callable[[Session, MicroBatch], Signal]:
     """For `gradients_of_signals`: the log-probabilities of seven ids per token, from the teacher's logits.
 

@@ -15,7 +15,7 @@ import torch
 from kit.faulty_proxy import proxy_to
 from kit.runs import save_model, session_of, write_run
 from kit.stub_servers import Sglang, StubHandler, StubModel, StubServer, Vllm, busy, reset, stub_server
-from kit.teacher_gradients import assert_close, gradients, gradients_of_signals, ids_signal
+from kit.teacher_gradients import assert_close, first_signals, gradients, gradients_of_signals, ids_signal
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -248,16 +248,15 @@ def test_no_answer_of_a_returned_server_is_used_before_it_is_proven(
     settings |= {"teacher.prove": "never", "teacher.timeout": 60.0}
     with proxy_to(settings["teacher.url"]) as (proxy, url):
         session = session_of(folder, cached=True, **settings | {"teacher.url": url})
-        micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
         before = proxy.scored
-        session.source.request(micro_batches).result()
+        first_signals(session)
         requests = proxy.scored - before
         proxy.upstream = other.url
         if is_busy:
             proxy.after(requests, [busy] * 8)
         proxy.faults.insert(0, reset)
         with pytest.raises(SignalsLostError, match="no longer gives the signals that it gave at the start"):
-            session.source.request(micro_batches).result()
+            first_signals(session)
         assert proxy.scored - before > (3 if is_busy else 1) * requests
         session.close()
 
