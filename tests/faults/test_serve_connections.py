@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +15,7 @@ import httpx2
 import pytest
 from kit.ranks import free_port
 from kit.runs import Command, save_model, wait_for
-from kit.serving import Server, slow_generation, slow_model
+from kit.serving import GENERATION, SCORING, Server, slow
 
 from stillhouse.serving.server import connection
 from stillhouse.serving.wire import JSON
@@ -182,12 +182,12 @@ def test_two_servers_on_one_port_the_second_ends_with_one_line(folder: Path) -> 
     assert winner.wait() == 0
 
 
-#: options, a hook that makes the model slow, a request, and the tokens that three of them hold
-ROLES: dict[str, tuple[list[str], Callable[[float], None], dict[str, Any], float]] = {
-    SCORE: (["--batch-tokens", "40"], slow_model, {"token_ids": [[5] * 37]}, 111.0),
+#: options, what is slow and by how many seconds, a request, and the tokens that three of them hold
+ROLES: dict[str, tuple[list[str], tuple[str, float], dict[str, Any], float]] = {
+    SCORE: (["--batch-tokens", "40"], (SCORING, 0.5), {"token_ids": [[5] * 37]}, 111.0),
     GENERATE: (
         ["--generate"],
-        slow_generation,
+        (GENERATION, 0.1),
         {"token_ids": [5], "sampling_params": {"max_tokens": 30, "seed": 1, "ignore_eos": True}},
         93.0,
     ),
@@ -196,13 +196,13 @@ ROLES: dict[str, tuple[list[str], Callable[[float], None], dict[str, Any], float
 
 @pytest.mark.parametrize("path", ROLES)
 def test_sigterm_answers_what_was_accepted_and_refuses_what_comes_later(folder: Path, path: str) -> None:
-    options, hook, body, tokens = ROLES[path]
+    options, delay, body, tokens = ROLES[path]
 
     def ask(_: int) -> httpx2.Response:
         return httpx2.post(server.url + path, json=body, timeout=60)
 
     with (
-        Server(folder, *options, hook=hook, hook_arguments=(0.1 if path == GENERATE else 0.5,)) as server,
+        Server(folder, *options, hook=slow, hook_arguments=delay) as server,
         ThreadPoolExecutor(4) as threads,
     ):
         accepted = [threads.submit(ask, number) for number in range(3)]

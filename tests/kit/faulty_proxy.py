@@ -26,7 +26,7 @@ class Proxy:
 
     def after(self, requests: int, faults: list[Fault]) -> None:
         """Begin with faults after some requests, such as those of the proof at a run's start."""
-        self.faults = [*[_true] * requests, *faults]
+        self.faults = [*[true] * requests, *faults]
 
     def next_fault(self, path: str) -> Fault | None:
         with self.lock:
@@ -79,7 +79,7 @@ class Handler(QuietHandler):
         )
 
 
-def _true(handler: Handler, answer: httpx2.Response) -> None:
+def true(handler: Handler, answer: httpx2.Response) -> None:
     handler.answer(answer.status_code, answer.content, answer)
 
 

@@ -1,4 +1,4 @@
-"""HTTP servers on loopback that answer as vLLM, SGLang and `stillhouse serve --generate` do, with a real model.
+"""HTTP servers on loopback that answer as vLLM and SGLang do, with a real model.
 
 They score tokens and write completions, so that log-probabilities are true. A server can be killed in the middle of
 anything, and starts again with its first weights, as a real one does. The forms are those of recorded answers
@@ -361,18 +361,6 @@ class Vllm(StubHandler):
     def post_v1_unload_lora_adapter(self, body: dict[str, Any]) -> None:
         self.model.adapters.pop(body["lora_name"], None)
         self.reply(200, {})
-
-
-class Stillhouse(Vllm):
-    """It has none of vLLM's routes for weights."""
-
-    post_collective_rpc = post_pause = post_resume = None  # type: ignore[assignment]
-    post_reset_prefix_cache = post_update_weight_version = None  # type: ignore[assignment]
-
-    def post_v1_weights(self, body: dict[str, Any]) -> None:
-        self.model.load(Path(body["folder"]))
-        self.model.label = body["version"]
-        self.reply(200, {"version": body["version"]})
 
 
 class Sglang(StubHandler):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from kit.families import build
 from kit.generation_requests import requests
-from kit.stub_servers import Sglang, Stillhouse, StubHandler, StubServer, Vllm
+from kit.stub_servers import Sglang, StubHandler, StubServer, Vllm
 
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.generation.weights import publish
@@ -19,7 +19,6 @@ from stillhouse.parallel import single_process_runner
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.engines.api import EngineApi
 from stillhouse.serving.engines.sglang import SglangApi
-from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.engines.vllm import VllmApi
 
 VOCABULARY, TEMPERATURE = 251, 0.7
@@ -27,7 +26,6 @@ RECORDED = Path(__file__).parents[1] / "kit" / "engines"
 KINDS: dict[str, tuple[type[StubHandler], type[Any], dict[str, Any]]] = {
     "vllm": (Vllm, VllmApi, {"processed": True}),
     "sglang": (Sglang, SglangApi, {"after_temperature": True}),
-    "stillhouse": (Stillhouse, StillhouseApi, {"after_temperature": True}),
 }
 
 

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.faulty_proxy import proxy_to, shortened, silent, slow, truncated, with_body
+from kit.faulty_proxy import proxy_to, shortened, silent, slow, true, truncated, with_body
 from kit.layout_runs import assert_same_weights
 from kit.runs import metrics, run, save_model, session_of, write_run
 from kit.serving import Server
-from kit.stub_servers import Fault, broken, reset
+from kit.stub_servers import Fault, broken, busy, reset
 from kit.teacher_gradients import assert_close, first_signals, gradients, gradients_of_signals, ids_signal
 from safetensors.torch import load, save
 from torch import Tensor
 
 from stillhouse.config import ConfigError
 from stillhouse.data import MicroBatch
-from stillhouse.objective import Sampled
+from stillhouse.objective import TEACHER, Sampled
 from stillhouse.run.run import distill
 from stillhouse.run.session import Session
 from stillhouse.serving.engines.stillhouse import StillhouseApi
@@ -186,10 +186,14 @@ def test_a_wrong_token_is_refused_by_name(folder: Path, monkeypatch: pytest.Monk
         session_of(folder, cached=True, **{"teacher.url": started.url}).close()
 
 
+#: true answers are between the faults, because pauses become longer with each failure in a row
 FAULTS: dict[str, list[Fault]] = {
-    "a truncated body": [truncated] * 3,
-    "a wrong length": [shortened] * 3,
-    "NaN": [with_body(rewritten(put_nan))] * 3,
+    "errors and damaged answers": [
+        fault
+        for kind in (truncated, shortened, with_body(rewritten(put_nan)), reset, broken, slow)
+        for fault in (kind, true, kind, true)
+    ],
+    "a storm of 429": [busy] * 30,
     "a silent server": [silent],
 }
 
@@ -200,9 +204,7 @@ def undisturbed(folder: Path) -> Path:
     return distill(write_run(folder, out=str(folder / "undisturbed")))
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=pytest.mark.slow if name == "a silent server" else ()) for name in FAULTS]
-)
+@pytest.mark.parametrize("fault", [*list(FAULTS)[:2], pytest.param("a silent server", marks=pytest.mark.slow)])
 def test_a_run_survives_and_ends_with_the_same_weights(
     folder: Path, server: str, undisturbed: Path, fault: str, tmp_path: Path
 ) -> None:
@@ -245,12 +247,12 @@ def test_a_server_that_always_fails_does_not_end_the_run(folder: Path, server: s
     """Its errors come faster than the other server's answers."""
     with proxy_to(server) as (first, one), proxy_to(server) as (second, two):
         session = session_of(folder, cached=True, **{"teacher.url": [one, two], "teacher.prove_every": 2})
-        expected = [signals.hidden_BSE for signals in first_signals(session)]
+        expected = [signals[TEACHER].hidden_TE for signals in first_signals(session)]
         first.faults, second.faults = [broken] * 10_000, [slow] * 10_000
         for _ in range(3):
-            again = [signals.hidden_BSE for signals in first_signals(session)]
-            for hidden_BSE, expected_BSE in zip(again, expected, strict=True):
-                torch.testing.assert_close(hidden_BSE, expected_BSE)
+            again = [signals[TEACHER].hidden_TE for signals in first_signals(session)]
+            for hidden_TE, expected_TE in zip(again, expected, strict=True):
+                torch.testing.assert_close(hidden_TE, expected_TE)
         session.close()
 
 
