@@ -106,5 +106,5 @@ def _top(url: str, log_probs: list[float], count: int = TOP) -> list[float]:
     """The log-probabilities of the `count` top tokens: the answer may have more of them."""
     log_probs = log_probs[:count]
     if len(log_probs) < 2 or not all(map(math.isfinite, log_probs)):
-        raise ValueError(f"{url} gives {log_probs} for the likeliest tokens: expected at least two log-probabilities")
+        raise ValueError(f"{url} gives {log_probs} for the top tokens: expected at least two log-probabilities")
     return log_probs

@@ -131,7 +131,7 @@ def prove(
 
 
 def _comparable(store: RemoteSignals) -> SignalSpec:
-    """The run's signal, or for "chosen" and "sampled" the likeliest ids, which can be compared between requests."""
+    """The run's signal, or for "chosen" and "sampled" the top ids, which can be compared between requests."""
     spec = store.signal
     if spec.kind not in ("chosen", "sampled"):
         return spec
@@ -252,7 +252,7 @@ class _ServerProof:
         ]
         again = self.store.scores(with_ids if is_chosen else self.probes, url=self.url)
         if is_chosen:
-            what = f"{self.url} scores chosen ids otherwise than the same ids as the likeliest ones"
+            what = f"{self.url} scores chosen ids otherwise than the same ids as its top ids"
             _require_near(again, self.answers, what, "expected the same rows and temperature")
 
 

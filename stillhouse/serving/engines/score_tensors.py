@@ -18,7 +18,7 @@ def top_k_tensors(
 ) -> dict[str, Tensor]:
     """The tensors of "top_k" from the log-probabilities at each token, without the mass outside.
 
-    entries: the likeliest ids at token t and their log-probabilities, which are the distribution of row t − 1.
+    entries: the top ids at token t and their log-probabilities, which are the distribution of row t − 1.
         Token t itself may be added to them.
     path: of the request, for messages.
 
@@ -36,7 +36,7 @@ def top_k_tensors(
         if len(log_probs) == spec.top_k + 1:
             del log_probs[next_token]  # it is added if it is not among the top ids
         if len(log_probs) != spec.top_k:
-            raise ValueError(f"row {number} has {len(log_probs)} ids: expected the {spec.top_k} likeliest ones")
+            raise ValueError(f"row {number} has {len(log_probs)} ids: expected the top {spec.top_k}")
         ranked = sorted(log_probs.items(), key=lambda pair: -pair[1])
         ids_NK[number], log_probs_NK[number] = zip(*ranked, strict=True)
     return id_tensors(ids_NK, log_probs_NK, spec)

@@ -7,7 +7,6 @@ touch the model: they only fill the queue.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -21,10 +20,10 @@ from starlette.requests import ClientDisconnect
 
 from stillhouse import __version__
 from stillhouse.serving.server.gate import Answer, BearerToken, Bodies, Counted, until_disconnected
-from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.server.metrics import Metrics
 from stillhouse.serving.server.request_errors import ENDING, RequestError, errors, refused
 from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
+from stillhouse.serving.server.role import Role
 from stillhouse.serving.wire import JSON
 
 #: up to this size, a body is parsed and an answer is encoded in the HTTP thread itself
@@ -37,41 +36,28 @@ Parsed = tuple[Sequence[Part], Callable[[list[Any]], bytes]]
 Parse = Callable[[bytes, str], Parsed]
 
 
-@dataclass(frozen=True)
-class Service:
-    """What the routes of both roles need.
-
-    name: the model's name. info: the answer of `GET /v1/info`. token: the bearer token, if there is one.
-    """
-
-    name: str
-    info: dict[str, Any]
-    limits: Limits
-    queue: RequestQueue
-    metrics: Metrics
-    token: str | None
-
-    def require_model(self, name: str | None) -> None:
-        """Raise RequestError for the name of another model; None is this one."""
-        if name not in (None, self.name):
-            raise RequestError(HTTPStatus.NOT_FOUND, f"The model `{name}` does not exist.", param="model")
-
-
 class Application:
-    """The ASGI application of a server. api: roles add their routes to it."""
+    """The ASGI application of a server. token: the bearer token, if there is one. api: the role adds its routes."""
 
-    def __init__(self, service: Service):
+    def __init__(self, role: Role, queue: RequestQueue, token: str | None):
+        self.role, self.queue, self.metrics = role, queue, Metrics(queue)
         # no documentation page, which would load remote scripts; no redirects, which name the host of the header
         self.api = FastAPI(
             title="stillhouse serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
         )
-        self.service, self.bodies = service, Bodies(service.limits.bodies_bytes)
-        _add_state(self.api, service)
+        self.bodies = Bodies(role.limits.bodies_bytes)
+        self._add_state()
         for kind, answer in _ERRORS.items():
             self.api.add_exception_handler(kind, _handler(answer))
-        if service.token is not None:
-            self.api.add_middleware(BearerToken, token=service.token)
-        self.api.add_middleware(Counted, count=service.metrics.request)
+        if token is not None:
+            self.api.add_middleware(BearerToken, token=token)
+        self.api.add_middleware(Counted, count=self.metrics.request)
+        role.add_routes(self)
+
+    def require_model(self, name: str | None) -> None:
+        """Raise RequestError for the name of another model; None is this one."""
+        if name not in (None, self.role.name):
+            raise RequestError(HTTPStatus.NOT_FOUND, f"The model `{name}` does not exist.", param="model")
 
     def operation(
         self,
@@ -93,16 +79,15 @@ class Application:
             async def respond(request: Request) -> Response:
                 """Read a request, queue it, wait for the model or for the client to leave, and encode the answer."""
                 kind = content_type(request, *schemas)
-                async with self.bodies.read(request, self.service.limits.body_bytes[kind]) as content:
+                async with self.bodies.read(request, self.role.limits.body_bytes[kind]) as content:
                     parts, encode = await _in_thread_if_large(len(content), parse, content, kind)
-                queue = self.service.queue
-                ticket = queue.submit(parts)
+                ticket = self.queue.submit(parts)
                 with ExitStack() as on_error:
-                    on_error.callback(queue.release, ticket)
+                    on_error.callback(self.queue.release, ticket)
                     results = await _unless_disconnected(request, ticket)
                     answer = await _in_thread_if_large(result_bytes(results), encode, results)
                     on_error.pop_all()
-                return Answer(answer, media_type, lambda: queue.release(ticket))
+                return Answer(answer, media_type, lambda: self.queue.release(ticket))
 
             self.api.add_api_route(
                 path,
@@ -117,6 +102,34 @@ class Application:
             return parse
 
         return add
+
+    def _add_state(self) -> None:
+        @self.api.get("/v1/info")
+        async def info() -> dict[str, Any]:
+            """What the model is, and what may be asked of it."""
+            return self.role.info
+
+        @self.api.get("/v1/models")
+        async def models() -> dict[str, Any]:
+            model = {
+                "id": self.role.name,
+                "object": "model",
+                "owned_by": "stillhouse",
+                "root": self.role.name,
+                "parent": None,
+                "max_model_len": self.role.limits.max_tokens,
+            }
+            return {"object": "list", "data": [model]}
+
+        @self.api.get("/healthz", responses=errors(503))
+        async def healthz() -> Response:
+            if self.queue.is_draining:
+                return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING).response()
+            return JSONResponse({"status": "ready"})
+
+        @self.api.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+        async def metrics() -> Response:
+            return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 def content_type(request: Request, *expected: str) -> str:
@@ -155,35 +168,6 @@ async def _unless_disconnected(request: Request, ticket: Ticket) -> list[Any]:
     finally:
         leaving.cancel()
         results.cancel()
-
-
-def _add_state(api: FastAPI, service: Service) -> None:
-    @api.get("/v1/info")
-    async def info() -> dict[str, Any]:
-        """What the model is, and what may be asked of it."""
-        return service.info
-
-    @api.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        model = {
-            "id": service.name,
-            "object": "model",
-            "owned_by": "stillhouse",
-            "root": service.name,
-            "parent": None,
-            "max_model_len": service.limits.max_tokens,
-        }
-        return {"object": "list", "data": [model]}
-
-    @api.get("/healthz", responses=errors(503))
-    async def healthz() -> Response:
-        if service.queue.is_draining:
-            return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING).response()
-        return JSONResponse({"status": "ready"})
-
-    @api.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 #: the answer to a request whose handling has raised an error; the client of a ClientDisconnect does not receive it

@@ -11,11 +11,10 @@ import torch
 
 from stillhouse.display import first_line
 from stillhouse.preemption import requested
-from stillhouse.serving.server.application import Service
+from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.http_thread import LAST_SECONDS, HttpThread
 from stillhouse.serving.server.request_errors import RequestError
 from stillhouse.serving.server.request_queue import Item
-from stillhouse.serving.server.role import Role
 from stillhouse.signals.scorer import NotFiniteError
 
 #: how often the main thread looks for a signal
@@ -33,8 +32,9 @@ def is_ending(stop: threading.Event | None) -> bool:
 
 
 class ModelLoop:
-    def __init__(self, role: Role, service: Service, server: HttpThread):
-        self._role, self._queue, self._metrics, self._server = role, service.queue, service.metrics, server
+    def __init__(self, application: Application, server: HttpThread):
+        self._role, self._queue, self._metrics = application.role, application.queue, application.metrics
+        self._server = server
         self._failures = 0
 
     def run(self) -> None:

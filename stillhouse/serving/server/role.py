@@ -6,7 +6,7 @@ application, one queue, one set of limits, one handling of connections.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,8 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse import __version__
 from stillhouse.data import tokenizer_fingerprint
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, eos_ids
-from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.limits import Limits
+
+if TYPE_CHECKING:
+    from stillhouse.serving.server.application import Application
 
 
 class Role(Protocol):
@@ -29,7 +31,7 @@ class Role(Protocol):
     limits: Limits
     survives_failures: bool
 
-    def add_routes(self, application: Application) -> None: ...
+    def add_routes(self, application: "Application") -> None: ...
 
     def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
         """For each part of a batch, what its request gets, or an error."""

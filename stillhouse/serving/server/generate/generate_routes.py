@@ -36,7 +36,7 @@ class WeightsBody(StrictBody):
 
 def add_generate_route(application: Application, eos_ids: Sequence[int]) -> None:
     """eos_ids: the model's own ends of sequence."""
-    service, limits = application.service, application.service.limits
+    role = application.role
 
     def result_bytes(results: Sequence[VersionedCompletion]) -> int:
         return sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results)
@@ -45,12 +45,14 @@ def add_generate_route(application: Application, eos_ids: Sequence[int]) -> None
     def generate(content: bytes, _: str) -> Parsed:
         """A completion of token ids, with log-probabilities and the version of the weights, as vLLM answers."""
         body = parse_json(content, GenerateBody)
-        service.require_model(body.model)
-        return [token_completions.part(body, limits, eos_ids)], partial(token_completions.answer, body, service.name)
+        application.require_model(body.model)
+        return [token_completions.part(body, role.limits, eos_ids)], partial(
+            token_completions.answer, body, role.name
+        )
 
 
 def add_weights_route(application: Application, updates: WeightUpdates) -> None:
-    service, lock = application.service, asyncio.Lock()
+    lock = asyncio.Lock()
 
     @application.api.post(
         "/v1/weights",
@@ -63,7 +65,7 @@ def add_weights_route(application: Application, updates: WeightUpdates) -> None:
         content_type(request, JSON)
         async with application.bodies.read(request, _WEIGHTS_BYTES) as content:
             body = parse_json(content, WeightsBody)
-        if service.queue.is_draining:
+        if application.queue.is_draining:
             raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING)
         if lock.locked():
             raise busy("other weights are being loaded: try again")
@@ -73,5 +75,5 @@ def add_weights_route(application: Application, updates: WeightUpdates) -> None:
             except ValueError as error:
                 raise refused(str(error), "folder") from error
             await asyncio.wrap_future(updates.submit(tensors, body.version))
-        service.info["version"] = body.version
+        application.role.info["version"] = body.version
         return JSONResponse({"version": body.version})

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -31,7 +31,7 @@ class SamplingBody(StrictBody):
 
     n: Literal[1] = 1
     max_tokens: int = Field(default=16, ge=1, description="tokens of the completion, its end included")
-    temperature: float = Field(default=1.0, ge=0, le=100, description="0: the likeliest token")
+    temperature: float = Field(default=1.0, ge=0, le=100, description="0: the top token")
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1, lt=2**31, description="0 or -1: all tokens")
     min_p: float = Field(default=0.0, ge=0, le=1)
@@ -120,7 +120,10 @@ def answer(body: GenerateBody, model: str, results: Sequence[VersionedCompletion
     stop_reason: str | int | None = result.stop
     if completion.finish == "stop" and ids[-1] in (options.stop_token_ids or ()):
         stop_reason = ids[-1]
-    entries = [_entry(token, log_prob) for token, log_prob in zip(ids, log_probs, strict=True)]
+    entries = [  # the token's rank is not computed
+        {"token_id": token, "logprob": log_prob, "rank": None, "top_logprobs": []}
+        for token, log_prob in zip(ids, log_probs, strict=True)
+    ]
     choice = {
         "index": 0,
         "finish_reason": completion.finish,
@@ -147,8 +150,3 @@ def answer(body: GenerateBody, model: str, results: Sequence[VersionedCompletion
         "choices": [choice],
     }
     return encode_json(content)
-
-
-def _entry(token: int, log_prob: float) -> dict[str, Any]:
-    # the token's rank is not computed
-    return {"token_id": token, "logprob": log_prob, "rank": None, "top_logprobs": []}

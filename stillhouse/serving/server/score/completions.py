@@ -33,11 +33,11 @@ class CompletionBody(StrictBody):
 
     model: str | None = Field(default=None, description="the name of this server's teacher, if given")
     prompt: str | FirstWrong[str] | FirstWrong[TokenId] | FirstWrong[FirstWrong[TokenId]]
-    max_tokens: int = Field(default=16, description="0 or 1 here; 1 gives the likeliest token")
-    prompt_logprobs: int | None = Field(default=None, ge=0, description="the likeliest ids per token of the prompt")
-    logprobs: int | None = Field(default=None, ge=0, description="the likeliest ids of the one token of the answer")
+    max_tokens: int = Field(default=16, description="0 or 1 here; 1 gives the top token")
+    prompt_logprobs: int | None = Field(default=None, ge=0, description="the top ids per token of the prompt")
+    logprobs: int | None = Field(default=None, ge=0, description="the top ids at the one token of the answer")
     temperature: float | None = Field(
-        default=None, ge=0, description="no effect: the answer's token is the likeliest, log-probs are at 1"
+        default=None, ge=0, description="no effect: the answer's token is the top one, log-probs are at temperature 1"
     )
     add_special_tokens: bool = Field(default=True, description="of a prompt that is text")
     return_token_ids: bool = Field(default=False)
@@ -45,7 +45,7 @@ class CompletionBody(StrictBody):
     n: Literal[1] = 1
     echo: Literal[False] = False
     stream: Literal[False] = False
-    seed: int | None = Field(default=None, description="no effect: nothing is drawn")
+    seed: int | None = Field(default=None, description="no effect: nothing is sampled")
     user: str | None = Field(default=None, description="no effect")
 
 

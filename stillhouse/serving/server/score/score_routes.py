@@ -21,7 +21,7 @@ _BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 
 def add_file_routes(application: Application, folder: Path) -> None:
     """folder: of the files that clients can get; their names are in `files` of `GET /v1/info`."""
-    names = application.service.info["files"]
+    names = application.role.info["files"]
 
     @application.api.get("/v1/head", responses=_file("the teacher's output head, as a safetensors file"))
     async def head() -> FileResponse:
@@ -39,7 +39,7 @@ def add_file_routes(application: Application, folder: Path) -> None:
 
 def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBase, identity: str) -> None:
     """identity: the hash of the teacher that each answer of `POST /v1/score` names."""
-    service, limits = application.service, application.service.limits
+    role, limits = application.role, application.role.limits
 
     @application.operation(
         "/v1/score",
@@ -60,9 +60,9 @@ def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBa
     def complete(content: bytes, _: str) -> Parsed:
         """Prompt log-probabilities, as vLLM answers them."""
         body = completions.parse(content)
-        service.require_model(body.model)
+        application.require_model(body.model)
         parts = completions.parts(body, tokenizer, limits)
-        return parts, partial(completions.answer, body, service.name, parts, tokenizer)
+        return parts, partial(completions.answer, body, role.name, parts, tokenizer)
 
 
 def _tensor_bytes(results: Sequence[dict[str, Tensor]]) -> int:
