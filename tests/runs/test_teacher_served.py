@@ -191,7 +191,7 @@ FAULTS: dict[str, list[Fault]] = {
     "errors and damaged answers": [
         fault
         for kind in (truncated, shortened, with_body(rewritten(put_nan)), reset, broken, slow)
-        for fault in (kind, true, kind, true)
+        for fault in (kind, true)
     ],
     "a storm of 429": [busy] * 30,
     "a silent server": [silent],
