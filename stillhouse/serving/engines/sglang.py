@@ -11,7 +11,6 @@ vocabulary, unless it was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import httpx2
@@ -164,41 +163,35 @@ class SglangApi:
 
 
 def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
-    tokens = document.tokens[: document.rows.stop + 1].tolist()
+    tokens: list[int] = document.tokens[: document.rows.stop + 1].tolist()
     body: dict[str, Any] = {"input_ids": tokens, "sampling_params": {"temperature": 1.0, "max_new_tokens": 0}}
+
+    def hidden_states(response: httpx2.Response) -> Scores:
+        states = _scored(response).hidden_states
+        try:
+            hidden_SE = torch.tensor(states[0] if states else [], dtype=torch.float32)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"the hidden states of /generate are no array: {error}") from error
+        expected = [len(tokens), width]
+        if list(hidden_SE.shape) != expected:
+            raise ValueError(f"/generate gives hidden states of shape {list(hidden_SE.shape)}: expected {expected}")
+        return [{"hidden": hidden_SE[document.rows.start : document.rows.stop].to(DTYPES[spec.dtype])}]
+
+    def top_k(response: httpx2.Response) -> Scores:
+        meta = _scored(response)
+        actual = meta.input_token_logprobs or []
+        if [token for _, token, _ in actual] != tokens:
+            raise ValueError(f"/generate scored {len(actual)} other tokens than the {len(tokens)} of the request")
+        entries = [
+            {token: log_prob for log_prob, token, _ in [scored, *(row or [])] if log_prob is not None}
+            for scored, row in zip(actual, meta.input_top_logprobs or [], strict=False)
+        ]
+        return [top_k_tensors(entries, document, spec, "/generate")]
+
     if spec.kind == "hidden":
-        body["return_hidden_states"] = True
-        parse = partial(_hidden_states, spec=spec, width=width, document=document, tokens=tokens)
-    else:
-        body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": spec.top_k}
-        parse = partial(_top_k, spec=spec, document=document, tokens=tokens)
-    return json_call("/generate", body, parse, len(tokens))
-
-
-def _hidden_states(
-    response: httpx2.Response, spec: SignalSpec, width: int, document: DocumentRows, tokens: Sequence[int]
-) -> Scores:
-    states = _scored(response).hidden_states
-    try:
-        hidden_SE = torch.tensor(states[0] if states else [], dtype=torch.float32)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"the hidden states of /generate are no array: {error}") from error
-    expected = [len(tokens), width]
-    if list(hidden_SE.shape) != expected:
-        raise ValueError(f"/generate gives hidden states of shape {list(hidden_SE.shape)}: expected {expected}")
-    return [{"hidden": hidden_SE[document.rows.start : document.rows.stop].to(DTYPES[spec.dtype])}]
-
-
-def _top_k(response: httpx2.Response, spec: SignalSpec, document: DocumentRows, tokens: Sequence[int]) -> Scores:
-    meta = _scored(response)
-    actual = meta.input_token_logprobs or []
-    if [token for _, token, _ in actual] != tokens:
-        raise ValueError(f"/generate scored {len(actual)} other tokens than the {len(tokens)} of the request")
-    entries = [
-        {token: log_prob for log_prob, token, _ in [scored, *(row or [])] if log_prob is not None}
-        for scored, row in zip(actual, meta.input_top_logprobs or [], strict=False)
-    ]
-    return [top_k_tensors(entries, document, spec, "/generate")]
+        return json_call("/generate", body | {"return_hidden_states": True}, hidden_states, len(tokens))
+    body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": spec.top_k}
+    return json_call("/generate", body, top_k, len(tokens))
 
 
 def _scored(response: httpx2.Response) -> _ScoredMeta:

@@ -18,7 +18,6 @@ import base64
 import io
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import httpx2
@@ -264,21 +263,19 @@ def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentR
         "embed_dtype": spec.dtype,
         "endianness": "little",
     }
-    parse = partial(_hidden_states, spec=spec, width=width, document=document)
+    expected, dtype = [len(tokens), width], DTYPES[spec.dtype]
+
+    def parse(response: httpx2.Response) -> Scores:
+        what = "the header 'metadata' of /pooling does not describe one array"
+        pooled = parsed(_Pooling, response.headers.get("metadata", ""), what).data[0]
+        if pooled.shape != expected or pooled.embed_dtype != spec.dtype or pooled.endianness != "little":
+            raise ValueError(f"/pooling gives {pooled}: expected {expected} of {spec.dtype}, little endian")
+        if len(response.content) != math.prod(expected) * dtype.itemsize:
+            raise ValueError(f"/pooling gives {len(response.content):,} bytes for {expected} of {spec.dtype}")
+        hidden_SE = torch.frombuffer(bytearray(response.content), dtype=dtype).view(expected)
+        return [{"hidden": hidden_SE[document.rows.start :]}]
+
     return json_call("/pooling", body, parse, len(tokens), _NO_POOLING)
-
-
-def _hidden_states(response: httpx2.Response, spec: SignalSpec, width: int, document: DocumentRows) -> Scores:
-    what = "the header 'metadata' of /pooling does not describe one array"
-    pooled = parsed(_Pooling, response.headers.get("metadata", ""), what).data[0]
-    expected = [document.rows.stop, width]
-    if pooled.shape != expected or pooled.embed_dtype != spec.dtype or pooled.endianness != "little":
-        raise ValueError(f"/pooling gives {pooled}: expected {expected} of {spec.dtype}, little endian")
-    dtype = DTYPES[spec.dtype]
-    if len(response.content) != math.prod(expected) * dtype.itemsize:
-        raise ValueError(f"/pooling gives {len(response.content):,} bytes for {expected} of {spec.dtype}")
-    hidden_SE = torch.frombuffer(bytearray(response.content), dtype=dtype).view(expected)
-    return [{"hidden": hidden_SE[document.rows.start :]}]
 
 
 def _prompt_log_probs(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
@@ -291,38 +288,36 @@ def _prompt_log_probs(info: ServerInfo, spec: SignalSpec, width: int, document: 
         "prompt_logprobs": spec.top_k,
         "return_tokens_as_token_ids": True,
     }
-    parse = partial(_top_k, spec=spec, document=document)
+
+    def parse(response: httpx2.Response) -> Scores:
+        what = "/v1/completions has no prompt_logprobs of one prompt"
+        rows = parsed(_Completion, response.content, what).choices[0].prompt_logprobs
+        entries = [{token: entry.logprob for token, entry in (row or {}).items()} for row in rows]
+        return [top_k_tensors(entries, document, spec, "/v1/completions")]
+
     return json_call("/v1/completions", body, parse, len(tokens), _NO_COMPLETIONS)
 
 
-def _top_k(response: httpx2.Response, spec: SignalSpec, document: DocumentRows) -> Scores:
-    what = "/v1/completions has no prompt_logprobs of one prompt"
-    rows = parsed(_Completion, response.content, what).choices[0].prompt_logprobs
-    entries = [{token: entry.logprob for token, entry in (row or {}).items()} for row in rows]
-    return [top_k_tensors(entries, document, spec, "/v1/completions")]
-
-
 def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
-    assert document.ids_NK is not None
+    ids_NK = document.ids_NK
+    assert ids_NK is not None
     tokens = document.tokens[: document.rows.stop + 1].tolist()
     next_tokens(document)  # this engine scores no last row, either
-    scored = {"prompt_logprob_start": document.rows.start, "prompt_logprob_token_ids": document.ids_NK.tolist()}
+    scored = {"prompt_logprob_start": document.rows.start, "prompt_logprob_token_ids": ids_NK.tolist()}
     body = {"token_ids": tokens, "sampling_params": {"max_tokens": 1, "temperature": 0.0, **scored}}
-    parse = partial(_chosen, spec=spec, document=document)
+
+    def parse(response: httpx2.Response) -> Scores:
+        with reading(f"{_GENERATE} gives no array of log-probabilities"):
+            content = base64.b64decode(_ChosenScores.model_validate_json(response.content).prompt_token_id_logprobs)
+            log_probs_NK = np.load(io.BytesIO(content), allow_pickle=False)
+        if log_probs_NK.shape != tuple(ids_NK.shape) or log_probs_NK.dtype.kind != "f":
+            raise ValueError(
+                f"{_GENERATE} gives {log_probs_NK.dtype} of shape {log_probs_NK.shape}: expected one number for each "
+                f"of {tuple(ids_NK.shape)} ids"
+            )
+        return [id_tensors(ids_NK.to(torch.int32).numpy(), log_probs_NK, spec)]
+
     return json_call(_GENERATE, body, parse, len(tokens), _NO_SCORES)
-
-
-def _chosen(response: httpx2.Response, spec: SignalSpec, document: DocumentRows) -> Scores:
-    assert document.ids_NK is not None
-    with reading(f"{_GENERATE} gives no array of log-probabilities"):
-        content = base64.b64decode(_ChosenScores.model_validate_json(response.content).prompt_token_id_logprobs)
-        log_probs_NK = np.load(io.BytesIO(content), allow_pickle=False)
-    if log_probs_NK.shape != tuple(document.ids_NK.shape) or log_probs_NK.dtype.kind != "f":
-        raise ValueError(
-            f"{_GENERATE} gives {log_probs_NK.dtype} of shape {log_probs_NK.shape}: expected one number for each of "
-            f"{tuple(document.ids_NK.shape)} ids"
-        )
-    return [id_tensors(document.ids_NK.to(torch.int32).numpy(), log_probs_NK, spec)]
 
 
 def _generated(response: httpx2.Response) -> _Generated:
