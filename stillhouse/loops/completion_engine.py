@@ -16,7 +16,7 @@ from stillhouse.models import Decoder, eos_ids
 from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.serving.client import TOKEN_VARIABLE, ServedEngine, ServerError
-from stillhouse.serving.engines.api import WritingApi
+from stillhouse.serving.engines.api import EngineApi
 from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.engines.vllm import VllmApi
@@ -89,7 +89,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
     return engine
 
 
-def _api(rollout: RolloutConfig, student: Decoder) -> WritingApi:
+def _api(rollout: RolloutConfig, student: Decoder) -> EngineApi:
     if rollout.engine == "vllm":  # of an adapter, the server's own base stays as it is
         takes_models = rollout.writer == "student" and student.lora is None
         return VllmApi(is_tied=student.tied and takes_models)

@@ -204,7 +204,7 @@ def _prove(
             assert store.teacher_folder is not None
             head = head_of(store.teacher_folder).output_head()
     proof = prove(store, documents, tokenizer, local=local, head=head)
-    store.proof, store.prove, store.prove_every = proof, proof.repeat, teacher.prove_every
+    store.proof, store.prove_every = proof, teacher.prove_every
     per_token = store.signal.bytes_per_token(store.width)
     log_rank0(
         f"{section}: {store.signal}, {per_token:,} bytes per token, from {store.name} ({store.api.name}); "

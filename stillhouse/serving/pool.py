@@ -56,13 +56,13 @@ class AskAgainError(ValueError):
 
 
 class _TryAgainError(Exception):
-    """An attempt has failed. damaged: the answer cannot be used. broken: the server could not process the request.
-    pause: the seconds that a busy server asks for.
+    """An attempt has failed. fault: "damaged" if the answer cannot be used, "broken" if the server could not process
+    the request. pause: the seconds that a busy server asks for.
     """
 
-    def __init__(self, message: str, *, damaged: bool = False, broken: bool = False, pause: float | None = None):
+    def __init__(self, message: str, fault: str = "", pause: float | None = None):
         super().__init__(message)
-        self.damaged, self.broken, self.pause = damaged, broken, pause
+        self.fault, self.pause = fault, pause
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,16 @@ class Server:
             seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures, 20))
             self.failures += 1
         self.paused_until = now + max(FIRST_PAUSE, seconds) * random.uniform(1.0, 1.5)
+
+    def hold(self, error: ServerError | None = None) -> None:
+        """Send the server no more requests until `release`; those that it has already go on.
+
+        error: the server is given up. If all servers are, requests raise the error.
+        """
+        self.held, self.error = True, error
+
+    def release(self) -> None:
+        self.held, self.error = False, None
 
 
 class ServerPool:
@@ -169,19 +179,6 @@ class ServerPool:
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(f"{root}{path}", body, seconds))
 
-    def hold(self, url: str) -> None:
-        """Send the server no more requests until `release`. Those that it has already go on."""
-        self._server(url).held = True
-
-    def release(self, url: str) -> None:
-        server = self._server(url)
-        server.held, server.error = False, None
-
-    def give_up(self, url: str, error: ServerError) -> None:
-        """Send the server no more requests until `release`. If all servers are given up, requests raise the error."""
-        server = self._server(url)
-        server.held, server.error = True, error
-
     def take_returned(self) -> list[str]:
         """The URLs of servers that had failed and have answered again since the last call."""
         returned, self._returned = self._returned, set()
@@ -189,9 +186,6 @@ class ServerPool:
 
     def is_failing(self, url: str) -> bool:
         return any(server.warned for server in self.servers if server.url == url)
-
-    def _server(self, url: str) -> Server:
-        return next(server for server in self.servers if server.url == url)
 
     def close(self) -> None:
         """End requests that are under way; later ones raise ServerError."""
@@ -256,7 +250,7 @@ class ServerPool:
     async def _answered(self, call: Call[T], servers: Sequence[Server], timeout: float) -> T:
         """The result of a request, from whichever server gives it."""
         started = 0.0
-        damaged, broken = Counter[str](), Counter[str]()
+        faults = Counter[tuple[str, str]]()
         while True:
             server = await _free_server(servers, self._in_flight)
             started = started or time.monotonic()
@@ -278,14 +272,12 @@ class ServerPool:
             server.pause(problem.pause)
             if problem.pause is None:
                 self._announce(server, str(problem))
-            damaged[server.url] += problem.damaged
-            broken[server.url] += problem.broken
-            waited = time.monotonic() - started
-            if all(damaged[other.url] >= MOST_BAD_ANSWERS for other in servers):
-                raise ServerError(
-                    f"{server.url}: {damaged[server.url]} answers could not be used; the last one: {problem}"
-                )
-            if all(broken[other.url] >= MOST_BAD_ANSWERS for other in servers) and waited > timeout:
+            faults[server.url, problem.fault] += 1
+            fewest = {fault: min(faults[other.url, fault] for other in servers) for fault in ("damaged", "broken")}
+            if fewest["damaged"] >= MOST_BAD_ANSWERS:
+                count = faults[server.url, "damaged"]
+                raise ServerError(f"{server.url}: {count} answers could not be used; the last one: {problem}")
+            if fewest["broken"] >= MOST_BAD_ANSWERS and time.monotonic() - started > timeout:
                 raise ServerError(f"no server can process a request; {server.url}: {problem}")
             if time.monotonic() - max(started, *(other.last_answer for other in servers)) > timeout:
                 raise ServerError(
@@ -304,7 +296,7 @@ class ServerPool:
         if status in _BUSY:
             raise _TryAgainError(f"{status} {_message(response)}", pause=_seconds(response))
         if status == _BROKEN:
-            raise _TryAgainError(f"{status} {_message(response)}", broken=True)
+            raise _TryAgainError(f"{status} {_message(response)}", "broken")
         if status not in call.statuses:
             hint = f"; {call.absent}" if status == 404 and call.absent else ""
             raise RefusedError(f"{server.url}{call.path}: {status} {_message(response)}{hint}")
@@ -313,7 +305,7 @@ class ServerPool:
         except (RefusedError, AskAgainError):
             raise
         except ValueError as error:
-            raise _TryAgainError(str(error), damaged=True) from error
+            raise _TryAgainError(str(error), "damaged") from error
 
     def _announce(self, server: Server, problem: str) -> None:
         """Warn once when a server fails (`problem`), and once when it answers again ("")."""

@@ -12,8 +12,8 @@ teacher under `teacher` in an answer. A request may be JSON instead (`ScoreBody`
 """
 
 import json
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -41,10 +41,18 @@ HEAD_FILE = "model.safetensors"
 SAFETENSORS, JSON = "application/vnd.safetensors", "application/json"
 
 
-class ScoreOptions(BaseModel):
-    """Which signal is asked for."""
+#: an id in a body
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StrictBody(BaseModel):
+    """A body in which a field that is not known, or of another type, is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ScoreOptions(StrictBody):
+    """Which signal is asked for."""
 
     signal: SignalKind = "hidden"
     dtype: str = "float32"
@@ -88,26 +96,17 @@ def document_tensors(documents: Sequence[DocumentRows]) -> dict[str, Tensor]:
 
 def decode_request(content: bytes, content_type: str, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
     """Raises ValueError, in one line, for anything that is not a request of at most so many documents."""
-    if content_type == JSON:
-        return _from_json(content, most_documents)
-    if content_type != SAFETENSORS:
+    if content_type not in (JSON, SAFETENSORS):
         raise ValueError(f"content type '{content_type}': expected {JSON} or {SAFETENSORS}")
-    options, tensors = _decoded(content, "the request")
     try:
-        signal = ScoreOptions.model_validate(options).spec()
+        signal, tensors = _from_json(content, most_documents) if content_type == JSON else _from_safetensors(content)
     except ValidationError as error:
         raise ValueError(_first_problem(error)) from error
-    expected = {"token_ids": torch.int32, "offsets": torch.int64, "rows": torch.int32}
-    if signal.kind == "chosen":
-        expected["ids"] = torch.int32
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    if dtypes != expected:
-        raise ValueError(f"tensors {dtypes}: expected {expected}")
     token_ids, offsets, rows = (tensors[name] for name in ("token_ids", "offsets", "rows"))
     if token_ids.dim() != 1:
         raise ValueError(f"token_ids of shape {list(token_ids.shape)}: expected one dim")
     _require_few(offsets.numel() - 1, most_documents)
-    documents = [tokens.numpy() for tokens in _split(token_ids, offsets, "token_ids")]
+    documents = [tokens.numpy() for tokens in _split(token_ids, offsets)]
     if rows.shape != (len(documents), 2):
         raise ValueError(f"rows of shape {list(rows.shape)}: expected [{len(documents)}, 2]")
     ranges = [
@@ -129,7 +128,7 @@ def decode_answer(
 ) -> tuple[str, list[dict[str, Tensor]]]:
     """The identity of the teacher, and the signal's tensors for each document.
 
-    Raises ValueError for an answer that is truncated, of another request, of other shapes, or not finite.
+    Raises ValueError for an answer that is truncated, of another request, or of other shapes.
     """
     options, tensors = _decoded(content, "the answer")
     teacher = options.pop("teacher", None)
@@ -142,35 +141,42 @@ def decode_answer(
     shapes = {name: (list(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     if shapes != expected:
         raise ValueError(f"the answer has {shapes}: expected {expected}")
-    for name, tensor in tensors.items():
-        if tensor.isnan().any() or (name == "hidden" and tensor.isinf().any()):
-            raise ValueError(f"'{name}' of the answer is not finite")
     bounds = pairwise(offsets.tolist())
     return teacher, [{name: tensor[start:stop] for name, tensor in tensors.items()} for start, stop in bounds]
 
 
-def _from_json(content: bytes, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
-    try:
-        body = ScoreBody.model_validate_json(content)
-    except ValidationError as error:
-        raise ValueError(_first_problem(error)) from error
+def _from_safetensors(content: bytes) -> tuple[SignalSpec, dict[str, Tensor]]:
+    options, tensors = _decoded(content, "the request")
+    signal = ScoreOptions.model_validate(options).spec()
+    expected = {"token_ids": torch.int32, "offsets": torch.int64, "rows": torch.int32}
+    if signal.kind == "chosen":
+        expected["ids"] = torch.int32
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    if dtypes != expected:
+        raise ValueError(f"tensors {dtypes}: expected {expected}")
+    return signal, tensors
+
+
+def _from_json(content: bytes, most_documents: int) -> tuple[SignalSpec, dict[str, Tensor]]:
+    body = ScoreBody.model_validate_json(content)
     _require_few(len(body.token_ids), most_documents)
-    for tokens in body.token_ids:
-        if not tokens or not all(0 <= token < 2**31 for token in tokens):
-            raise ValueError("token_ids: expected one token or more per document, each from 0 to 2³¹ − 1")
-    documents = [np.array(tokens, dtype=np.int32) for tokens in body.token_ids]
-    rows = body.rows if body.rows is not None else [(0, len(tokens)) for tokens in documents]
-    if len(rows) != len(documents):
-        raise ValueError(f"rows of {len(rows)} documents: expected {len(documents)}")
-    ranges = [_row_range(*bounds, len(tokens)) for tokens, bounds in zip(documents, rows, strict=True)]
-    ids = None
+    lengths = [len(tokens) for tokens in body.token_ids]
+    rows = [(0, length) for length in lengths] if body.rows is None else body.rows
+    tensors = {
+        "token_ids": _int32("token_ids: expected ids", chain.from_iterable(body.token_ids)),
+        "offsets": _offsets(lengths),
+        "rows": _int32("rows: expected numbers", rows),
+    }
     if body.ids is not None:
-        try:
-            ids = torch.tensor([row for document in body.ids for row in document], dtype=torch.int32)
-        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"ids: expected as many for every row, each from −1 to 2³¹ − 1 ({error})") from error
-    signal = ScoreOptions(**body.model_dump(include=set(ScoreOptions.model_fields))).spec()
-    return signal, _with_ids(signal, documents, ranges, ids)
+        tensors["ids"] = _int32("ids: expected as many for every row", chain.from_iterable(body.ids))
+    return ScoreOptions(**body.model_dump(include=set(ScoreOptions.model_fields))).spec(), tensors
+
+
+def _int32(what: str, values: Iterable[Any]) -> Tensor:
+    try:
+        return torch.tensor(list(values), dtype=torch.int32)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{what}, each from −2³¹ to 2³¹ − 1 ({error})") from error
 
 
 def _require_few(documents: int, most: int) -> None:
@@ -221,12 +227,14 @@ def _offsets(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
-def _split(values: Tensor, offsets: Tensor, name: str) -> list[Tensor]:
+def _split(token_ids: Tensor, offsets: Tensor) -> list[Tensor]:
     bounds = offsets.tolist() if offsets.dim() == 1 else []
     lengths = [stop - start for start, stop in pairwise(bounds)]
-    if not lengths or min(lengths) < 1 or bounds[0] != 0 or bounds[-1] != len(values):
-        raise ValueError(f"offsets: expected from 0 up to the {len(values)} {name}, with one or more per document")
-    return list(values.split(lengths))
+    if not lengths or min(lengths) < 1 or bounds[0] != 0 or bounds[-1] != len(token_ids):
+        raise ValueError(
+            f"expected one token or more per document, and offsets from 0 to all {len(token_ids)} tokens"
+        )
+    return list(token_ids.split(lengths))
 
 
 def _row_range(start: int, stop: int, tokens: int) -> range:

@@ -28,12 +28,11 @@ from stillhouse.config import RunConfig, StudentConfig, load_config
 from stillhouse.engine.state import RANDOM
 from stillhouse.libraries import reading
 from stillhouse.models.checkpoint_names import without_mtp
-from stillhouse.models.pretrained import auto_class, parse_dtype
+from stillhouse.models.pretrained import auto_class, parse_dtype, read_configuration
 from stillhouse.output.disk import atomic_folder, file_names
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.model_card import Exported, model_card, quoted_file
 from stillhouse.output.progress import STATE
-from stillhouse.run.initial import configuration
 from stillhouse.run.models import source_fingerprint
 from stillhouse.run.setup import RunSetup
 
@@ -174,7 +173,7 @@ def _require_same_base(base: StudentConfig, checkpoint: IntactCheckpoint) -> Non
 
 def _model_config(source: Path) -> PretrainedConfig | None:
     """The configuration of a model's folder; None for a folder with an adapter alone."""
-    return configuration(str(source)) if (source / CONFIG_NAME).is_file() else None
+    return read_configuration(str(source)) if (source / CONFIG_NAME).is_file() else None
 
 
 def _mtp_prefixes(config: PretrainedConfig | None) -> tuple[str, ...]:

@@ -22,7 +22,13 @@ from stillhouse.serving.wire import JSON, SAFETENSORS, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 JSON_LIMIT = 8 * 2**20
-GENERATE, WEIGHTS = "/inference/v1/generate", "/v1/weights"
+SCORE, COMPLETE, GENERATE, WEIGHTS = "/v1/score", "/v1/completions", "/inference/v1/generate", "/v1/weights"
+PATHS = (SCORE, COMPLETE, GENERATE, WEIGHTS)
+SMALLEST: dict[str, dict[str, Any]] = {
+    SCORE: {"token_ids": [[1, 2]]},
+    COMPLETE: {"prompt": [1, 2, 3], "max_tokens": 1},
+    GENERATE: {"token_ids": [1], "sampling_params": {"max_tokens": 2}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +40,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Server]:
     with Server(folder) as running:
         yield running
-        assert running.client.post("/v1/score", json={"token_ids": [[1, 2]]}).status_code == 200
+        assert running.client.post(SCORE, json=SMALLEST[SCORE]).status_code == 200
 
 
 @pytest.fixture(scope="module")
 def writer(folder: Path) -> Iterator[Server]:
     with Server(folder, "--generate") as running:
         yield running
-        body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}
-        assert running.client.post(GENERATE, json=body).status_code == 200
+        assert running.client.post(GENERATE, json=SMALLEST[GENERATE]).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def by_path(server: Server, writer: Server) -> dict[str, httpx2.Client]:
+    return dict(zip(PATHS, [server.client] * 2 + [writer.client] * 2, strict=True))
 
 
 def scoring_bodies() -> list[tuple[str, str, bytes]]:
@@ -91,23 +101,24 @@ def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
     return [(path, JSON, json.dumps(body).encode()) for path, body in bodies]
 
 
-@pytest.fixture(scope="module")
-def weights(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return publish(
-        single_process_runner(Decoder.from_pretrained(folder), None), tmp_path_factory.mktemp("weights"), 3
-    )
-
-
-@pytest.mark.parametrize("count", [500, pytest.param(5000, marks=pytest.mark.slow)])
-def test_thousands_of_changed_bodies_are_answered_or_refused(server: Server, count: int) -> None:
-    assert_survives(server, scoring_bodies(), count, seed=0)
-
-
-@pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.slow)])
-def test_thousands_of_changed_bodies_are_answered_or_refused_by_a_writer(
-    writer: Server, weights: Path, count: int
+@pytest.mark.parametrize(
+    ("role", "count"),
+    [
+        ("server", 500),
+        ("writer", 150),
+        pytest.param("server", 5000, marks=pytest.mark.slow),
+        pytest.param("writer", 3000, marks=pytest.mark.slow),
+    ],
+)
+def test_thousands_of_changed_bodies_are_answered_or_refused(
+    request: pytest.FixtureRequest, folder: Path, tmp_path: Path, role: str, count: int
 ) -> None:
-    assert_survives(writer, writing_bodies(weights), count, seed=0)
+    running = request.getfixturevalue(role)
+    if role == "server":
+        bodies = scoring_bodies()
+    else:
+        bodies = writing_bodies(publish(single_process_runner(Decoder.from_pretrained(folder), None), tmp_path, 3))
+    assert_survives(running, bodies, count, seed=0)
 
 
 @pytest.mark.parametrize("role", ["server", "writer"])
@@ -118,36 +129,107 @@ def test_requests_made_from_the_openapi_document_are_no_server_errors(
     from_the_openapi_document(request.getfixturevalue(role), count)
 
 
-def score(server: Server, body: dict[str, Any]) -> httpx2.Response:
-    return server.client.post("/v1/score", json=body)
+#: changes of the smallest body of a route, and the message; of sampling, the field alone if it is enough
+BEYOND: list[tuple[str, dict[str, Any], str]] = [
+    (SCORE, {"token_ids": [[400]]}, "sequence 0 has the token id 400: expected 0 to 399"),
+    (SCORE, {"token_ids": [[1], [2**31 - 1]]}, "sequence 1 has the token id 2147483647"),
+    (SCORE, {"token_ids": [[-1]]}, "sequence 0 has the token id -1: expected 0 to 399"),
+    (SCORE, {"token_ids": [[2**70]]}, "token_ids"),
+    (SCORE, {"token_ids": [[]]}, "expected one token or more per document"),
+    (SCORE, {"token_ids": []}, "token_ids"),
+    (SCORE, {"token_ids": [[1] * 129]}, "sequence 0 has 129 tokens: expected 1 to 128"),
+    (SCORE, {"token_ids": [[1] * 128] * 513}, "65664 tokens: expected at most 65536 per request"),
+    (SCORE, {"token_ids": [[1]] * 4097}, "4097 sequences: expected at most 4096"),
+    (SCORE, {"rows": [[0, 3]]}, "rows 0 to 3 of a document of 2 tokens"),
+    (SCORE, {"rows": []}, "rows of shape [0]: expected [1, 2]"),
+    (SCORE, {"signal": "top_k", "top_k": 257}, "top_k=257: expected at most 256"),
+    (SCORE, {"signal": "sampled", "top_k": 256}, "top_k=256 draws per token: expected at most 255"),
+    (SCORE, {"signal": "chosen", "top_k": 1, "ids": [[[400], [1]]]}, "ids: got 400"),
+    (SCORE, {"signal": "chosen", "top_k": 1, "ids": [[[-2], [1]]]}, "ids: got -2"),
+    (SCORE, {"signal": "chosen", "top_k": 2, "ids": [[[1], [1]]]}, "ids of shape [2, 1]"),
+    (SCORE, {"more": 1}, "more: Extra inputs are not permitted"),
+    (SCORE, {"token_ids": [[True]]}, "token_ids"),
+    (COMPLETE, {"prompt_logprobs": 257}, "Requested prompt logprobs of 257, which is greater than max allowed: 256"),
+    (COMPLETE, {"max_tokens": 2}, "max_tokens=2: expected 0 or 1"),
+    (COMPLETE, {"stream": True}, "stream: Input should be False"),
+    (COMPLETE, {"top_p": 0.5}, "top_p: is not supported by this server"),
+    (COMPLETE, {"model": "gpt-4"}, "The model `gpt-4` does not exist."),
+    (COMPLETE, {"prompt": []}, "expected one prompt or more"),
+    (COMPLETE, {"prompt": [[]]}, "sequence 0 has 0 tokens"),
+    (COMPLETE, {"prompt": [400]}, "token id 400: expected 0 to 399"),
+    (COMPLETE, {"prompt": [1] * 129}, "sequence 0 has 129 tokens: expected 1 to 128"),
+    (COMPLETE, {"temperature": -1}, "temperature"),
+    (COMPLETE, {"max_tokens": None}, "max_tokens"),
+    (GENERATE, {"token_ids": []}, "token_ids: List should have at least 1 item"),
+    (GENERATE, {"token_ids": [400]}, "sequence 0 has the token id 400: expected 0 to 399"),
+    (GENERATE, {"token_ids": [-1]}, "token_ids.0: Input should be greater than or equal to 0"),
+    (GENERATE, {"token_ids": [2**70]}, "token_ids.0"),
+    (GENERATE, {"token_ids": [[1]]}, "token_ids.0: Input should be a valid integer"),
+    (GENERATE, {"token_ids": [True]}, "token_ids.0"),
+    (GENERATE, {"token_ids": [1] * 127}, "127 tokens of the prompt and max_tokens=2: expected at most 128 together"),
+    (GENERATE, {"token_ids": [1] * 129}, "129 tokens: expected at most 128 per request"),
+    (GENERATE, {"more": 1}, "more: is not supported by this server"),
+    (GENERATE, {"stream": True}, "stream: Input should be False"),
+    (GENERATE, {"sampling_params": None}, "sampling_params: Input should be an object"),
+    *(
+        (GENERATE, {"sampling_params": sampling}, message or f"sampling_params.{next(iter(sampling))}")
+        for sampling, message in [
+            ({"n": 2}, ""),
+            ({"max_tokens": 0}, ""),
+            ({"max_tokens": 10**30}, "expected at most 128 together"),
+            ({"max_tokens": 128}, "expected at most 128 together"),
+            ({"temperature": -1}, ""),
+            ({"temperature": 0.001}, "temperature=0.001: expected 0, or at least 0.01"),
+            ({"temperature": 5e-324}, "expected 0, or at least 0.01"),
+            ({"temperature": 101}, ""),
+            ({"top_p": 0}, ""),
+            ({"top_p": 1.1}, ""),
+            ({"top_k": -2}, ""),
+            ({"min_p": -0.1}, ""),
+            ({"seed": -1}, ""),
+            ({"seed": 2**63}, ""),
+            ({"stop": ""}, ""),
+            ({"stop": ["a"] * 17}, "17 stop texts: expected at most 16"),
+            ({"stop": "a" * 257}, ""),
+            ({"stop_token_ids": [-1]}, ""),
+            ({"stop_token_ids": [2] * 257}, ""),
+            ({"logprobs": 2}, ""),
+            ({"prompt_logprobs": 1}, ""),
+            ({"repetition_penalty": 1.1}, ""),
+            ({"bad_words": ["a"]}, "sampling_params.bad_words: is not supported by this server"),
+        ]
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"token_ids": [[400]]}, "sequence 0 has the token id 400: expected 0 to 399"),
-        ({"token_ids": [[1], [2**31 - 1]]}, "sequence 1 has the token id 2147483647"),
-        ({"token_ids": [[-1]]}, "each from 0 to"),
-        ({"token_ids": [[2**70]]}, "token_ids"),
-        ({"token_ids": [[]]}, "expected one token or more per document"),
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [[1] * 129]}, "sequence 0 has 129 tokens: expected 1 to 128"),
-        ({"token_ids": [[1] * 128] * 513}, "65664 tokens: expected at most 65536 per request"),
-        ({"token_ids": [[1]] * 4097}, "4097 sequences: expected at most 4096"),
-        ({"token_ids": [[1]], "rows": [[0, 2]]}, "rows 0 to 2 of a document of 1 tokens"),
-        ({"token_ids": [[1]], "signal": "top_k", "top_k": 257}, "top_k=257: expected at most 256"),
-        ({"token_ids": [[1]], "signal": "sampled", "top_k": 256}, "top_k=256 draws per token: expected at most 255"),
-        ({"token_ids": [[1]], "signal": "chosen", "top_k": 1, "ids": [[[400]]]}, "ids: got 400"),
-        ({"token_ids": [[1]], "signal": "chosen", "top_k": 1, "ids": [[[-2]]]}, "ids: got -2"),
-        ({"token_ids": [[1]], "signal": "chosen", "top_k": 2, "ids": [[[1]]]}, "ids of shape [1, 1]"),
-        ({"token_ids": [[1]], "more": 1}, "more: Extra inputs are not permitted"),
-        ({"token_ids": [[True]]}, "token_ids"),
-    ],
-)
-def test_a_request_beyond_the_limits_is_refused_by_name(server: Server, body: dict[str, Any], message: str) -> None:
-    answer = score(server, body)
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
+def test_a_request_beyond_the_limits_is_refused_by_name(by_path: dict[str, httpx2.Client]) -> None:
+    """In the form of vLLM's errors."""
+    recorded = json.loads((Path(__file__).parents[1] / "kit" / "engines" / "compl_cap.json").read_text())
+    for path, change, message in BEYOND:
+        answer = by_path[path].post(path, json=SMALLEST[path] | change)
+        error = answer.json()["error"]
+        assert answer.status_code == error["code"] == (404 if "model" in change else 400), (change, answer.text)
+        assert message in error["message"], (change, answer.text)
+        assert list(error) == list(recorded["response"]["error"])
+
+
+def test_extreme_sampling_that_is_allowed_is_answered(writer: Server) -> None:
+    for sampling in (
+        {"temperature": 0.01},
+        {"temperature": 100},
+        {"top_p": 5e-324},
+        {"top_k": 2**31 - 1},
+        {"top_k": 1},
+        {"min_p": 1},
+        {"seed": 2**63 - 1},
+        {"stop": ["\N{SNOWMAN}" * 256]},
+        {"stop_token_ids": list(range(256)), "ignore_eos": True},
+    ):
+        body = {"token_ids": [1, 399, 0], "sampling_params": {"max_tokens": 4, "logprobs": 0} | sampling}
+        answer = writer.client.post(GENERATE, json=body)
+        assert answer.status_code == 200, (sampling, answer.text)
+        log_probs = [entry["logprob"] for entry in answer.json()["choices"][0]["logprobs"]["content"]]
+        assert all(-1000 < log_prob <= 0 for log_prob in log_probs)
 
 
 def test_an_oversized_body_is_refused_before_it_is_read(server: Server) -> None:
@@ -182,23 +264,29 @@ def test_an_oversized_body_in_chunks_is_refused_at_the_limit(server: Server) -> 
     assert server.client.get("/healthz").status_code == 200
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[" * 100_000,
-        b'{"token_ids":' + b"[" * 100_000,
-        b"\xff\xfe",
-        b"null",
-        b"0",
-        b'{"token_ids":[[1e5]]}',
-    ],
-)
-def test_malformed_json_is_refused(server: Server, content: bytes) -> None:
-    for path in ("/v1/score", "/v1/completions"):
-        answer = server.client.post(path, content=content, headers={"content-type": JSON})
-        assert answer.status_code == 400, (path, answer.text)
+MALFORMED = [
+    b"",
+    b"{",
+    b"[" * 100_000,
+    b'{"token_ids":' + b"[" * 100_000,
+    b"\xff\xfe",
+    b"null",
+    b"0",
+    b'{"token_ids":[[1e5]]}',
+    b'{"token_ids":[1],"sampling_params":{"stop":"\\ud800"}}',
+    b'{"token_ids":[1],"sampling_params":{"temperature":NaN}}',
+    b'{"token_ids":[1],"sampling_params":{"temperature":1e999}}',
+    b'{"folder":"\\ud800","version":"1"}',
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_malformed_json_is_refused(by_path: dict[str, httpx2.Client], path: str) -> None:
+    for content in MALFORMED:
+        answer = by_path[path].post(path, content=content, headers={"content-type": JSON})
+        # a body of new weights names a folder, so its limit is lower
+        too_large = path == WEIGHTS and len(content) > 16 * 1024
+        assert answer.status_code == (413 if too_large else 400), (content[:40], answer.text)
 
 
 def test_malformed_safetensors_are_refused(server: Server) -> None:
@@ -226,11 +314,13 @@ def test_malformed_safetensors_are_refused(server: Server) -> None:
         assert answer.status_code == 400, (body[:100], answer.text)
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "", "application/octet-stream", "application/jsonx"])
-def test_another_content_type_is_refused(server: Server, kind: str) -> None:
-    for path in ("/v1/score", "/v1/completions"):
-        answer = server.client.post(path, content=b'{"token_ids":[[1]]}', headers={"content-type": kind})
+@pytest.mark.parametrize("path", PATHS)
+def test_other_content_types_and_large_bodies_are_refused(by_path: dict[str, httpx2.Client], path: str) -> None:
+    for kind in ("text/plain", "", "application/octet-stream", "application/jsonx"):
+        answer = by_path[path].post(path, content=b'{"token_ids":[[1]]}', headers={"content-type": kind})
         assert answer.status_code == 415
+    large = b" " * (9 * 2**20)
+    assert by_path[path].post(path, content=large, headers={"content-type": JSON}).status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -274,118 +364,3 @@ def test_other_methods_are_refused(server: Server) -> None:
     for path in ("/v1/score", "/v1/info", "/healthz"):
         for method in ("PUT", "DELETE", "TRACE", "PATCH", "BREW"):
             assert server.client.request(method, path).status_code == 405
-
-
-# the role that writes completions
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"token_ids": []}, "token_ids: List should have at least 1 item"),
-        ({"token_ids": [400]}, "sequence 0 has the token id 400: expected 0 to 399"),
-        ({"token_ids": [-1]}, "token_ids.0: Input should be greater than or equal to 0"),
-        ({"token_ids": [2**70]}, "token_ids.0"),
-        ({"token_ids": [[1]]}, "token_ids.0: Input should be a valid integer"),
-        ({"token_ids": [True]}, "token_ids.0"),
-        ({"token_ids": [1] * 128}, "128 tokens of the prompt and max_tokens=16: expected at most 128 together"),
-        ({"token_ids": [1] * 129}, "129 tokens: expected at most 128 per request"),
-        ({"more": 1}, "more: is not supported by this server"),
-        ({"stream": True}, "stream: Input should be False"),
-        ({"sampling_params": None}, "sampling_params: Input should be an object"),
-    ],
-)
-def test_a_completion_beyond_the_limits_is_refused_by_name(
-    writer: Server, body: dict[str, Any], message: str
-) -> None:
-    assert_refused(writer, {"token_ids": [1], "sampling_params": {}} | body, message)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "message"),
-    [
-        ({"n": 2}, "sampling_params.n"),
-        ({"max_tokens": 0}, "sampling_params.max_tokens"),
-        ({"max_tokens": 10**30}, "expected at most 128 together"),
-        ({"max_tokens": 128}, "expected at most 128 together"),
-        ({"temperature": -1}, "sampling_params.temperature"),
-        ({"temperature": 0.001}, "temperature=0.001: expected 0, or at least 0.01"),
-        ({"temperature": 5e-324}, "expected 0, or at least 0.01"),
-        ({"temperature": 101}, "sampling_params.temperature"),
-        ({"top_p": 0}, "sampling_params.top_p"),
-        ({"top_p": 1.1}, "sampling_params.top_p"),
-        ({"top_k": -2}, "sampling_params.top_k"),
-        ({"min_p": -0.1}, "sampling_params.min_p"),
-        ({"seed": -1}, "sampling_params.seed"),
-        ({"seed": 2**63}, "sampling_params.seed"),
-        ({"stop": ""}, "sampling_params.stop"),
-        ({"stop": ["a"] * 17}, "17 stop texts: expected at most 16"),
-        ({"stop": "a" * 257}, "sampling_params.stop"),
-        ({"stop_token_ids": [-1]}, "sampling_params.stop_token_ids"),
-        ({"stop_token_ids": [2] * 257}, "sampling_params.stop_token_ids"),
-        ({"logprobs": 2}, "sampling_params.logprobs"),
-        ({"prompt_logprobs": 1}, "sampling_params.prompt_logprobs"),
-        ({"repetition_penalty": 1.1}, "sampling_params.repetition_penalty"),
-        ({"bad_words": ["a"]}, "sampling_params.bad_words: is not supported by this server"),
-    ],
-)
-def test_sampling_that_is_not_supported_is_refused_by_name(
-    writer: Server, sampling: dict[str, Any], message: str
-) -> None:
-    assert_refused(writer, {"token_ids": [1], "sampling_params": sampling}, message)
-
-
-def assert_refused(writer: Server, body: dict[str, Any], message: str) -> None:
-    answer = writer.client.post(GENERATE, json=body)
-    assert answer.status_code == 400, answer.text
-    assert message in answer.json()["error"]["message"]
-
-
-def test_extreme_sampling_that_is_allowed_is_answered(writer: Server) -> None:
-    for sampling in (
-        {"temperature": 0.01},
-        {"temperature": 100},
-        {"top_p": 5e-324},
-        {"top_k": 2**31 - 1},
-        {"top_k": 1},
-        {"min_p": 1},
-        {"seed": 2**63 - 1},
-        {"stop": ["\N{SNOWMAN}" * 256]},
-        {"stop_token_ids": list(range(256)), "ignore_eos": True},
-    ):
-        body = {"token_ids": [1, 399, 0], "sampling_params": {"max_tokens": 4, "logprobs": 0} | sampling}
-        answer = writer.client.post(GENERATE, json=body)
-        assert answer.status_code == 200, (sampling, answer.text)
-        values = [each["logprob"] for each in answer.json()["choices"][0]["logprobs"]["content"]]
-        assert all(-1000 < value <= 0 for value in values)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[" * 100_000,
-        b'{"token_ids":' + b"[" * 100_000,
-        b"\xff\xfe",
-        b"null",
-        b'{"token_ids":[1],"sampling_params":{"stop":"\\ud800"}}',
-        b'{"token_ids":[1],"sampling_params":{"temperature":NaN}}',
-        b'{"token_ids":[1],"sampling_params":{"temperature":1e999}}',
-        b'{"folder":"\\ud800","version":"1"}',
-    ],
-    ids=lambda content: repr(content[:40]),
-)
-def test_malformed_json_is_refused_by_a_writer(writer: Server, content: bytes) -> None:
-    for path in (GENERATE, WEIGHTS):
-        answer = writer.client.post(path, content=content, headers={"content-type": JSON})
-        # a body of new weights names a folder, so its limit is lower
-        too_large = path == WEIGHTS and len(content) > 16 * 1024
-        assert answer.status_code == (413 if too_large else 400), (path, answer.text)
-
-
-def test_other_content_types_and_large_bodies_are_refused(writer: Server) -> None:
-    for path in (GENERATE, WEIGHTS):
-        assert writer.client.post(path, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
-        large = b" " * (9 * 2**20)
-        assert writer.client.post(path, content=large, headers={"content-type": JSON}).status_code == 413

@@ -1,18 +1,12 @@
 """An HTTP proxy on loopback between a client and a teacher's server, which damages some of the answers."""
 
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import httpx2
-
-#: a fault gets the handler of a request and the server's true answer, and answers in its own way
-Fault = Callable[["Handler", httpx2.Response], None]
+from kit.stub_servers import Fault, QuietHandler, listen
 
 
 class Proxy:
@@ -32,7 +26,7 @@ class Proxy:
 
     def after(self, requests: int, faults: list[Fault]) -> None:
         """Begin with faults after some requests, such as those of the proof at a run's start."""
-        self.faults = [*[_true] * requests, *faults]
+        self.faults = [*[true] * requests, *faults]
 
     def next_fault(self, path: str) -> Fault | None:
         with self.lock:
@@ -42,8 +36,7 @@ class Proxy:
             return self.faults.pop(0) if self.faults else None
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Handler(QuietHandler):
     proxy: Proxy
 
     def do_GET(self) -> None:
@@ -78,29 +71,16 @@ class Handler(BaseHTTPRequestHandler):
             scores = self.command == "POST" and answer.status_code == 200
             self.answer(answer.status_code, self.proxy.change(answer.content) if scores else answer.content, answer)
 
-    def answer(self, status: int, body: bytes, like: httpx2.Response, **headers: str) -> None:
-        self.send_response(status)
-        kept = {name: like.headers[name] for name in ("content-type", "metadata") if name in like.headers}
-        for name, value in (kept | headers).items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
+    def answer(self, status: int, body: bytes, like: httpx2.Response) -> None:
+        self.reply(
+            status,
+            body,
+            **{name: like.headers[name] for name in ("content-type", "metadata") if name in like.headers},
+        )
 
 
-def _true(handler: Handler, answer: httpx2.Response) -> None:
+def true(handler: Handler, answer: httpx2.Response) -> None:
     handler.answer(answer.status_code, answer.content, answer)
-
-
-def busy(handler: Handler, answer: httpx2.Response) -> None:
-    handler.answer(429, b'{"error": {"message": "the queue is full"}}', answer, Retry_After="0")
-
-
-def broken(handler: Handler, answer: httpx2.Response) -> None:
-    handler.answer(500, b'{"error": {"message": "out of memory"}}', answer)
 
 
 def truncated(handler: Handler, answer: httpx2.Response) -> None:
@@ -116,12 +96,6 @@ def truncated(handler: Handler, answer: httpx2.Response) -> None:
 def shortened(handler: Handler, answer: httpx2.Response) -> None:
     """A whole HTTP answer with a body that ends too early."""
     handler.answer(200, answer.content[:-8], answer)
-
-
-def reset(handler: Handler, answer: httpx2.Response) -> None:
-    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    handler.connection.close()
-    handler.close_connection = True
 
 
 def slow(handler: Handler, answer: httpx2.Response) -> None:
@@ -148,11 +122,7 @@ def with_body(change: Callable[[bytes], bytes]) -> Fault:
 def proxy_to(upstream: str) -> Iterator[tuple[Proxy, str]]:
     """A proxy and its URL."""
     proxy = Proxy(upstream)
-    handler = type("Bound", (Handler,), {"proxy": proxy})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    server = listen(type("Bound", (Handler,), {"proxy": proxy}))
     try:
         yield proxy, f"http://127.0.0.1:{server.server_port}"
     finally:

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from kit.families import build
+from kit.generation_requests import CPU, requests
 from kit.shard_ranks import Rank
 from torch import Tensor
 
-from stillhouse.generation import GenerationRequest, Sampling
+from stillhouse.generation import Sampling
 from stillhouse.generation.generate import Generator
 from stillhouse.generation.rollout_engines import DistributedEngine, InProcessEngine
 from stillhouse.generation.student_copy import StudentCopy
@@ -17,7 +17,6 @@ from stillhouse.models import Decoder, add_lora, draw_lora
 from stillhouse.models.dtensors import local
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
 
-CPU = torch.device("cpu")
 LENGTHS = (3, 11, 1, 7, 5, 4, 2)
 
 
@@ -32,12 +31,6 @@ class Problem:
     lora: bool = False
     on_meta: bool = True
     batch_tokens: int = 16384
-
-
-def requests() -> list[GenerationRequest]:
-    random = np.random.Generator(np.random.PCG64(5))
-    prompts = [random.integers(3, 251, length).astype(np.int32) for length in LENGTHS]
-    return [GenerationRequest(number, ids, seed=70 + number) for number, ids in enumerate(prompts)]
 
 
 def one_process(given: Problem) -> list[Any]:
@@ -77,7 +70,7 @@ def an_error_on_one_rank(rank: Rank, given: Problem) -> str | None:
         copy.decoder.output_weight.data[7] = torch.nan
     engine = DistributedEngine(Generator(copy.decoder, given.sampling, CPU), copy)
     try:
-        engine.generate(requests())
+        engine.generate(requests(LENGTHS, seed=5))
     except ValueError as error:
         return str(error)
     return "no error"
@@ -115,7 +108,7 @@ def change(decoder: Decoder) -> None:
 
 
 def completions(engine: InProcessEngine) -> list[tuple[list[int], list[float], list[int], str]]:
-    found = [future.result(timeout=0) for future in engine.generate(requests())]
+    found = [future.result(timeout=0) for future in engine.generate(requests(LENGTHS, seed=5))]
     return [
         (
             completion.ids_N.tolist(),

@@ -1,5 +1,6 @@
 """A real `stillhouse serve` process for tests: `with Server(folder) as server`, and `server.client`."""
 
+import pkgutil
 import re
 import signal
 import time
@@ -48,11 +49,11 @@ class Server:
 
     def __enter__(self) -> Self:
         end = time.monotonic() + 90
-        while (found := re.search(r"serving on (http://\S+)", self.first.out)) is None:
+        while (line := re.search(r"serving on (http://\S+)", self.first.out)) is None:
             assert time.monotonic() < end, f"not ready:\n{self.first.out}{self.first.err}"
             assert self.first.process.is_alive(), f"ended:\n{self.first.out}{self.first.err}"
             time.sleep(0.01)
-        self.url = found[1]
+        self.url = line[1]
         self.client = httpx2.Client(base_url=self.url, timeout=60, headers=self._headers)
         return self
 
@@ -61,7 +62,7 @@ class Server:
         if kind is not None:
             for command in self.commands:
                 command.process.kill()
-            print(*(each.out + each.err for each in self.commands))
+            print(*(command.out + command.err for command in self.commands))
             return
         if self.first.process.is_alive():
             self.end()
@@ -87,25 +88,28 @@ class Server:
         )
         assert answer.status_code == 200, answer.text
         info = self.info()
-        teacher, found = decode_answer(answer.content, signal, info["width"], documents)
+        teacher, signals = decode_answer(answer.content, signal, info["width"], documents)
         assert teacher == info["teacher"]
-        return found
+        return signals
 
 
 # faults: hooks that a server's process calls before it starts
 
 
-def slow_model(seconds: float) -> None:
-    """Each forward pass takes longer."""
-    from stillhouse.signals.scorer import Scorer
+SCORING = "stillhouse.signals.scorer:Scorer.score"
+GENERATION = "stillhouse.generation.token_sampler:TokenSampler.__call__"
 
-    score = Scorer.score
 
-    def slowly(scorer: Scorer, parts: Any) -> Any:
+def slow(method: str, seconds: float) -> None:
+    """Each call of a method takes longer: a batch of `SCORING`, a token of `GENERATION`."""
+    kind, _, name = method.rpartition(".")
+    owner, call = pkgutil.resolve_name(kind), pkgutil.resolve_name(method)
+
+    def slowly(*arguments: Any) -> Any:
         time.sleep(seconds)
-        return score(scorer, parts)
+        return call(*arguments)
 
-    Scorer.score = slowly  # type: ignore[method-assign]
+    setattr(owner, name, slowly)
 
 
 def out_of_memory_above(tokens: int) -> None:
@@ -139,19 +143,6 @@ def nan_for_token(token: int) -> None:
             handle.remove()
 
     Decoder.forward = with_nan  # type: ignore[method-assign]
-
-
-def slow_generation(seconds: float) -> None:
-    """Each step of a completion takes longer."""
-    from stillhouse.generation.token_sampler import TokenSampler
-
-    call = TokenSampler.__call__
-
-    def slowly(draws: TokenSampler, *arguments: Any) -> torch.Tensor:
-        time.sleep(seconds)
-        return call(draws, *arguments)
-
-    TokenSampler.__call__ = slowly  # type: ignore[method-assign]
 
 
 def publish_scaled(

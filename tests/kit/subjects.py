@@ -190,7 +190,7 @@ def published(folder: Path) -> Load:
         if draw.random() < 0.6:
             odd_file(draw, draw.choice(sorted(target.iterdir())))
         try:
-            updates.submit(updates.read(target, "1"))
+            updates.submit(updates.read(target), "1")
         finally:
             updates.apply()
             assert all(torch.equal(value, before[name]) for name, value in decoder.state_dict().items())

@@ -10,7 +10,7 @@ from kit.runs import forward_backward, session_of
 from torch import Tensor, nn
 
 from stillhouse.data import MicroBatch
-from stillhouse.objective import TEACHER, Signal
+from stillhouse.objective import TEACHER, Chosen, Signal, TopK
 from stillhouse.run.session import Session
 
 #: a loss, and the gradient of each parameter
@@ -34,6 +34,30 @@ def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], S
     signals = [{TEACHER: signal(live, micro_batch)} for micro_batch in micro_batches]
     output = live.engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
     return output.sums["loss"], named_gradients(live.student)
+
+
+def first_signals(session: Session) -> list[dict[str, Signal]]:
+    """The signals of the first step's micro-batches."""
+    micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+    return list(session.source.request(micro_batches).result())
+
+
+def ids_signal(kind: str, temperature: float) -> Callable[[Session, MicroBatch], Signal]:
+    """For `gradients_of_signals`: the log-probabilities of seven ids per token, from the teacher's logits.
+
+    kind: "top_k" or "chosen", as in the configuration
+    """
+
+    def signal(session: Session, micro_batch: MicroBatch) -> Signal:
+        log_p_TV = log_probs_TV(session, micro_batch, temperature)
+        with torch.no_grad():
+            chooser_TV = log_p_TV if kind == "top_k" else session.student(**micro_batch.inputs).flatten(0, 1)
+        ids_TK = chooser_TV.topk(7).indices
+        outside_T = log_p_TV.scatter(1, ids_TK, -torch.inf).logsumexp(1).float()
+        make = TopK if kind == "top_k" else Chosen
+        return make(ids_TK, log_p_TV.gather(1, ids_TK).float(), "bucket", outside_T, temperature)
+
+    return signal
 
 
 def log_probs_TV(session: Session, micro_batch: MicroBatch, temperature: float) -> Tensor:

@@ -1,31 +1,31 @@
 """A student whose versions are published, and engines whose servers write its completions."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from kit.families import build
-from kit.stub_writers import SglangWriter, StillhouseWriter, VllmWriter, WriterHandler, WriterServer
+from kit.generation_requests import requests
+from kit.stub_servers import Sglang, StubHandler, StubServer, Vllm
 
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
 from stillhouse.serving.client.served_engine import ServedEngine
-from stillhouse.serving.engines.api import WritingApi
+from stillhouse.serving.engines.api import EngineApi
 from stillhouse.serving.engines.sglang import SglangApi
-from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.engines.vllm import VllmApi
 
 VOCABULARY, TEMPERATURE = 251, 0.7
 RECORDED = Path(__file__).parents[1] / "kit" / "engines"
-KINDS: dict[str, tuple[type[WriterHandler], type[Any], dict[str, Any]]] = {
-    "vllm": (VllmWriter, VllmApi, {"processed": True}),
-    "sglang": (SglangWriter, SglangApi, {"after_temperature": True}),
-    "stillhouse": (StillhouseWriter, StillhouseApi, {"after_temperature": True}),
+KINDS: dict[str, tuple[type[StubHandler], type[Any], dict[str, Any]]] = {
+    "vllm": (Vllm, VllmApi, {"processed": True}),
+    "sglang": (Sglang, SglangApi, {"after_temperature": True}),
 }
 
 
@@ -51,44 +51,58 @@ class Student:
     def assert_written(
         self,
         request: GenerationRequest,
-        found: Completion,
+        completion: Completion,
         temperature: float = TEMPERATURE,
         count: int | None = None,
     ) -> None:
         """Each token's log-probability is the one by the weights of its version."""
-        ids_S = torch.from_numpy(np.concatenate([request.prompt_ids, found.ids_N]).astype(np.int64))
-        assert found.log_probs_N.dtype == np.float32
-        assert found.ids_N.dtype == found.versions_N.dtype == np.int32
-        for version in set(found.versions_N.tolist()):
+        ids_S = torch.from_numpy(np.concatenate([request.prompt_ids, completion.ids_N]).astype(np.int64))
+        assert completion.log_probs_N.dtype == np.float32
+        assert completion.ids_N.dtype == completion.versions_N.dtype == np.int32
+        for version in set(completion.versions_N.tolist()):
             logits_NV = self.models[version](ids_S[None])[0, len(request.prompt_ids) - 1 : -1].double()
             exact_N = (
                 (logits_NV / temperature).log_softmax(-1).gather(1, ids_S[len(request.prompt_ids) :, None])[:, 0]
             )
-            own_N = found.versions_N == version
-            np.testing.assert_allclose(found.log_probs_N[own_N], exact_N.numpy()[own_N], atol=5e-5, rtol=0)
-        assert count is None or len(found.ids_N) == count
+            is_version_N = completion.versions_N == version
+            np.testing.assert_allclose(
+                completion.log_probs_N[is_version_N], exact_N.numpy()[is_version_N], atol=5e-5, rtol=0
+            )
+        assert count is None or len(completion.ids_N) == count
+
+    def assert_all_written(
+        self,
+        requests: Sequence[GenerationRequest],
+        futures: Sequence[Future[Completion]],
+        versions: set[int],
+        count: int | None = 12,
+    ) -> None:
+        """Each completion has tokens of each of these versions, and no others."""
+        for request, future in zip(requests, futures, strict=True):
+            completion = future.result(60)
+            assert set(completion.versions_N.tolist()) == versions
+            assert (np.diff(completion.versions_N) >= 0).all()
+            self.assert_written(request, completion, count=count)
 
 
 def engine_of(
-    *servers: WriterServer, sampling: Sampling | None = None, api: WritingApi | None = None, **options: Any
+    *servers: StubServer, sampling: Sampling | None = None, api: EngineApi | None = None, **options: Any
 ) -> ServedEngine:
     sampling = sampling or Sampling(12, temperature=TEMPERATURE)
-    given = {"vocabulary": VOCABULARY, "timeout": 20.0} | options
-    return ServedEngine([server.url for server in servers], sampling, api or VllmApi(), **given)
+    options = {"vocabulary": VOCABULARY, "timeout": 20.0} | options
+    return ServedEngine([server.url for server in servers], sampling, api or VllmApi(), **options)
 
 
 def requests_of(count: int) -> list[GenerationRequest]:
-    draws = np.random.default_rng(0)
-    prompts = [draws.integers(0, VOCABULARY, 1 + number % 5).astype(np.int32) for number in range(count)]
-    return [GenerationRequest(number, prompt, seed=1 + number) for number, prompt in enumerate(prompts)]
+    return requests([1 + number % 5 for number in range(count)])
 
 
 def wait_for_tokens(
-    server: WriterServer, requests: list[GenerationRequest], count: int, which: Callable[[Iterable[bool]], bool] = all
+    server: StubServer, requests: list[GenerationRequest], count: int, which: Callable[[Iterable[bool]], bool] = all
 ) -> None:
     """Wait until the server has written so many tokens of each request; which=any: of one of them."""
     end = time.monotonic() + 30
-    while not which(server.writer.progress.get(request.seed, 0) >= count for request in requests):
+    while not which(server.model.progress.get(request.seed, 0) >= count for request in requests):
         assert time.monotonic() < end
         time.sleep(0.01)
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kit.faulty_proxy import Proxy, proxy_to, reset, slow
+from kit.faulty_proxy import Proxy, proxy_to, slow
 from kit.layout_runs import assert_same_weights
 from kit.ranks import run_ranks
 from kit.runs import Command, metrics, run, session_of, wait_for, write_run
 from kit.serving import Server
+from kit.stub_servers import reset
 
 from stillhouse.serving.wire import SAFETENSORS, decode_request
 
@@ -35,7 +36,7 @@ def server(workspace: Path) -> Iterator[str]:
 
 def rows_asked(proxy: Proxy) -> int:
     """How many rows were asked for in all requests."""
-    requests = [decode_request(each, SAFETENSORS, 4096)[1] for each in proxy.bodies]
+    requests = [decode_request(body, SAFETENSORS, 4096)[1] for body in proxy.bodies]
     return sum(len(document.rows) for documents in requests for document in documents)
 
 
@@ -75,7 +76,7 @@ def test_fifty_steps_have_the_losses_of_the_teacher_in_the_job(workspace: Path, 
         out = workspace / f"fifty {name}"
         write_run(workspace, cached=name == "server", **OBJECTIVE, **settings, **{"train.steps": 50, "out": str(out)})
         run("distill", workspace / "run.yaml")
-        losses[name] = [each["loss/total_nats_per_token"] for each in metrics(out) if "train/learning_rate" in each]
+        losses[name] = [line["loss/total_nats_per_token"] for line in metrics(out) if "train/learning_rate" in line]
     assert len(losses["job"]) == 50
     assert losses["server"] == pytest.approx(losses["job"], abs=1e-6)
     assert_same_weights(workspace / "fifty server", workspace / "fifty job", 1e-5)

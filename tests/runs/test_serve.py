@@ -14,11 +14,12 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from kit.runs import Command, save_model, wait_for
-from kit.serving import Server, nan_for_token, out_of_memory_above, slow_model
+from kit.runs import save_model, wait_for
+from kit.serving import SCORING, Server, nan_for_token, out_of_memory_above, slow
 from safetensors.torch import load
 
 from stillhouse.models import Decoder, model_fingerprint
+from stillhouse.serving.server.run_server import serve
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 HIDDEN = SignalSpec("hidden", "float32")
@@ -43,7 +44,7 @@ def decoder(folder: Path) -> Decoder:
     return Decoder.from_pretrained(folder).double()
 
 
-def draw(count: int, seed: int = 0, most: int = 37, kind: SignalSpec = HIDDEN) -> list[DocumentRows]:
+def random_documents(count: int, seed: int = 0, most: int = 37, kind: SignalSpec = HIDDEN) -> list[DocumentRows]:
     """Random documents of 1 to `most` tokens, of each of which some rows are asked for."""
     random = np.random.default_rng(seed)
     documents = []
@@ -72,76 +73,75 @@ def own_log_probs(decoder: Decoder, document: DocumentRows, temperature: float) 
     return (head.logits(own_hidden(decoder, document)) / temperature).detach().log_softmax(1)
 
 
-def assert_same(decoder: Decoder, kind: SignalSpec, document: DocumentRows, found: dict[str, torch.Tensor]) -> None:
-    if kind.kind == "hidden":
-        torch.testing.assert_close(found["hidden"].double(), own_hidden(decoder, document), rtol=1e-5, atol=1e-5)
-        return
-    assert kind.temperature is not None
-    log_p_NV = own_log_probs(decoder, document, kind.temperature)
-    if kind.kind == "top_k":
-        assert kind.top_k is not None
-        ids_NK = log_p_NV.topk(kind.top_k)[1]
-        assert torch.equal(found["ids"].long(), ids_NK)
-        expected_NK = log_p_NV.gather(1, ids_NK)
-        outside_NV = log_p_NV.scatter(1, ids_NK, -torch.inf)
-    else:
-        assert document.ids_NK is not None
-        expected_NK, outside_NV = torch.full(document.ids_NK.shape, -torch.inf).double(), log_p_NV.clone()
-        for row, ids in enumerate(document.ids_NK.tolist()):
-            for at, each in enumerate(ids):
-                if each >= 0 and each not in ids[:at]:
-                    expected_NK[row, at] = log_p_NV[row, each]
-                    outside_NV[row, each] = -torch.inf
-    torch.testing.assert_close(found["log_probs"].double(), expected_NK, rtol=1e-5, atol=5e-5)
-    torch.testing.assert_close(found["tail_log_prob"].double(), outside_NV.logsumexp(1), rtol=1e-5, atol=5e-5)
+def assert_same(server: Server, decoder: Decoder, kind: SignalSpec, documents: list[DocumentRows]) -> None:
+    """The server gives the teacher's own signals of each document."""
+    for document, tensors in zip(documents, server.score(kind, documents), strict=True):
+        assert len(next(iter(tensors.values()))) == len(document.rows)
+        if kind.kind == "hidden":
+            exact_NE = own_hidden(decoder, document)
+            torch.testing.assert_close(tensors["hidden"].double(), exact_NE, rtol=1e-5, atol=1e-5)
+            continue
+        assert kind.temperature is not None
+        log_p_NV = own_log_probs(decoder, document, kind.temperature)
+        if kind.kind == "top_k":
+            assert kind.top_k is not None
+            ids_NK = log_p_NV.topk(kind.top_k)[1]
+            assert torch.equal(tensors["ids"].long(), ids_NK)
+            expected_NK = log_p_NV.gather(1, ids_NK)
+            outside_NV = log_p_NV.scatter(1, ids_NK, -torch.inf)
+        else:
+            assert document.ids_NK is not None
+            expected_NK, outside_NV = torch.full(document.ids_NK.shape, -torch.inf).double(), log_p_NV.clone()
+            for row, ids in enumerate(document.ids_NK.tolist()):
+                for at, token in enumerate(ids):
+                    if token >= 0 and token not in ids[:at]:
+                        expected_NK[row, at] = log_p_NV[row, token]
+                        outside_NV[row, token] = -torch.inf
+        torch.testing.assert_close(tensors["log_probs"].double(), expected_NK, rtol=1e-5, atol=5e-5)
+        torch.testing.assert_close(tensors["tail_log_prob"].double(), outside_NV.logsumexp(1), rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("kind", [HIDDEN, TOP_K, CHOSEN], ids=lambda kind: kind.kind)
 def test_served_signals_are_the_teachers_own(server: Server, decoder: Decoder, kind: SignalSpec) -> None:
     """Of some rows of several documents, which the server packs together; each is compared with itself alone."""
-    documents = draw(9, kind=kind)
-    for document, found in zip(documents, server.score(kind, documents), strict=True):
-        assert len(next(iter(found.values()))) == len(document.rows)
-        assert_same(decoder, kind, document, found)
+    assert_same(server, decoder, kind, random_documents(9, kind=kind))
 
 
 def test_requests_of_many_clients_for_different_signals_share_batches(server: Server, decoder: Decoder) -> None:
     def one(number: int) -> None:
         kind = (HIDDEN, TOP_K, CHOSEN)[number % 3]
-        documents = draw(1 + number % 4, seed=number, kind=kind)
-        for document, found in zip(documents, server.score(kind, documents), strict=True):
-            assert_same(decoder, kind, document, found)
+        assert_same(server, decoder, kind, random_documents(1 + number % 4, seed=number, kind=kind))
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(one, range(48)))
 
 
 def test_hidden_states_in_a_half_precision_are_rounded_once(server: Server, decoder: Decoder) -> None:
-    documents = draw(3)
+    documents = random_documents(3)
     for dtype in ("bfloat16", "float16"):
-        for document, found in zip(documents, server.score(SignalSpec("hidden", dtype), documents), strict=True):
-            expected = own_hidden(decoder, document).float().to(found["hidden"].dtype).float()
-            torch.testing.assert_close(found["hidden"].float(), expected, rtol=2e-2, atol=1e-3)
+        for document, tensors in zip(documents, server.score(SignalSpec("hidden", dtype), documents), strict=True):
+            expected = own_hidden(decoder, document).float().to(tensors["hidden"].dtype).float()
+            torch.testing.assert_close(tensors["hidden"].float(), expected, rtol=2e-2, atol=1e-3)
 
 
 def test_json_asks_for_the_same(server: Server) -> None:
-    documents = draw(3, kind=CHOSEN)
+    documents = random_documents(3, kind=CHOSEN)
     body = {
         "signal": "chosen",
         "dtype": "float32",
         "top_k": 5,
         "temperature": 0.5,
-        "token_ids": [each.tokens.tolist() for each in documents],
-        "rows": [[each.rows.start, each.rows.stop] for each in documents],
-        "ids": [each.ids_NK.tolist() for each in documents if each.ids_NK is not None],
+        "token_ids": [document.tokens.tolist() for document in documents],
+        "rows": [[document.rows.start, document.rows.stop] for document in documents],
+        "ids": [document.ids_NK.tolist() for document in documents if document.ids_NK is not None],
     }
     answer = server.client.post("/v1/score", json=body)
     assert answer.status_code == 200, answer.text
-    found = torch.cat([each["log_probs"] for each in server.score(CHOSEN, documents)])
-    torch.testing.assert_close(load(answer.content)["log_probs"], found, rtol=1e-5, atol=1e-5)
+    binary = torch.cat([tensors["log_probs"] for tensors in server.score(CHOSEN, documents)])
+    torch.testing.assert_close(load(answer.content)["log_probs"], binary, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"])
 def test_two_ranks_serve_what_one_process_serves(tmp_path: Path, tied: bool) -> None:
     folder = save_model(tmp_path / "teacher", "llama", tied=tied, seed=3)
     decoder = Decoder.from_pretrained(folder).double()
@@ -149,9 +149,7 @@ def test_two_ranks_serve_what_one_process_serves(tmp_path: Path, tied: bool) -> 
         info = server.info()
         assert info["vocabulary"] == 400
         for kind in (HIDDEN, TOP_K, CHOSEN):
-            documents = draw(6, kind=kind)
-            for document, found in zip(documents, server.score(kind, documents), strict=True):
-                assert_same(decoder, kind, document, found)
+            assert_same(server, decoder, kind, random_documents(6, kind=kind))
         answer = server.client.post(
             "/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 0, "prompt_logprobs": 2}
         )
@@ -164,6 +162,7 @@ def test_info_head_and_files_describe_the_teacher(server: Server, folder: Path, 
     info = server.info()
     assert info["teacher"] == model_fingerprint(folder)
     assert (info["vocabulary"], info["width"], info["dtype"]) == (400, 48, "float32")
+    assert info["eos_token_ids"] == [2]
     head = server.client.get("/v1/head")
     (weight,) = load(head.content).values()
     assert torch.equal(weight, decoder.output_weight.float())
@@ -176,45 +175,43 @@ def test_info_head_and_files_describe_the_teacher(server: Server, folder: Path, 
     assert "tokenizer.json" in info["files"]
 
 
-def test_completions_have_the_form_of_vllm(server: Server, decoder: Decoder) -> None:
-    for name in ("compl_prompt_logprobs", "compl_two_prompts"):
-        recorded = json.loads((ENGINES / f"{name}.json").read_text())
-        request = recorded["request"]["json"]
-        del request["model"]
-        prompts = request["prompt"] if isinstance(request["prompt"][0], list) else [request["prompt"]]
-        prompts = [[each % 400 for each in prompt] for prompt in prompts]
-        answer = server.client.post("/v1/completions", json={**request, "prompt": prompts})
-        assert answer.status_code == 200, answer.text
-        found = answer.json()
-        assert keys(found, prompts) == keys(recorded["response"], prompts)
-        for choice, prompt in zip(found["choices"], prompts, strict=True):
-            assert choice["prompt_token_ids"] == prompt
-            document = DocumentRows(np.array(prompt, dtype=np.int32), range(len(prompt)))
-            log_p_NV = own_log_probs(decoder, document, 1.0)
-            assert choice["token_ids"] == [int(log_p_NV[-1].argmax())]
-            assert choice["prompt_logprobs"][0] is None
-            for row, (token, entry) in enumerate(zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)):
-                assert next(iter(entry)) == str(token)
-                for key, each in entry.items():
-                    assert each["logprob"] == pytest.approx(float(log_p_NV[row, int(key)]), abs=5e-5)
-                    assert each["rank"] == int((log_p_NV[row] >= log_p_NV[row, int(key)]).sum())
-                best = log_p_NV[row].topk(request["prompt_logprobs"])[1].tolist()
-                assert list(entry) == [str(token), *(str(each) for each in best if each != token)]
+@pytest.mark.parametrize("name", ["compl_prompt_logprobs", "compl_two_prompts"])
+def test_completions_have_the_form_of_vllm(server: Server, decoder: Decoder, name: str) -> None:
+    recorded = json.loads((ENGINES / f"{name}.json").read_text())
+    request = recorded["request"]["json"]
+    del request["model"]
+    prompts = request["prompt"] if isinstance(request["prompt"][0], list) else [request["prompt"]]
+    prompts = [[token % 400 for token in prompt] for prompt in prompts]
+    answer = server.client.post("/v1/completions", json={**request, "prompt": prompts})
+    assert answer.status_code == 200, answer.text
+    assert keys(answer.json(), prompts) == keys(recorded["response"], prompts)
+    for choice, prompt in zip(answer.json()["choices"], prompts, strict=True):
+        assert choice["prompt_token_ids"] == prompt
+        document = DocumentRows(np.array(prompt, dtype=np.int32), range(len(prompt)))
+        log_p_NV = own_log_probs(decoder, document, 1.0)
+        assert choice["token_ids"] == [int(log_p_NV[-1].argmax())]
+        assert choice["prompt_logprobs"][0] is None
+        for log_p_V, token, entries in zip(log_p_NV, prompt[1:], choice["prompt_logprobs"][1:], strict=False):
+            for key, entry in entries.items():
+                assert entry["logprob"] == pytest.approx(float(log_p_V[int(key)]), abs=5e-5)
+                assert entry["rank"] == int((log_p_V >= log_p_V[int(key)]).sum())
+            top = log_p_V.topk(request["prompt_logprobs"])[1].tolist()
+            assert list(entries) == [str(number) for number in dict.fromkeys([token, *top])]
 
 
 def keys(answer: dict[str, Any], prompts: list[list[int]]) -> Any:
     """The structure of an answer without its values. An entry of a token has K or K + 1 ids."""
     choices = answer["choices"]
-    assert [each["index"] for each in choices] == list(range(len(prompts)))
+    assert [choice["index"] for choice in choices] == list(range(len(prompts)))
     logprobs = choices[0]["logprobs"]
     return (
         list(answer),
         list(answer["usage"]),
         answer["usage"]["prompt_tokens"],
         answer["usage"]["completion_tokens"],
-        [list(each) for each in choices],
-        [len(each["prompt_logprobs"]) for each in choices],
-        {tuple(entry) for choice in choices for each in choice["prompt_logprobs"][1:] for entry in each.values()},
+        [list(choice) for choice in choices],
+        [len(choice["prompt_logprobs"]) for choice in choices],
+        {tuple(entry) for choice in choices for row in choice["prompt_logprobs"][1:] for entry in row.values()},
         None if logprobs is None else [(key, len(value)) for key, value in logprobs.items()],
         None if logprobs is None else len(logprobs["top_logprobs"][0]),
     )
@@ -230,38 +227,9 @@ def test_a_text_prompt_is_tokenized_as_by_the_tokenizer(server: Server, folder: 
     assert (choices[0]["token_ids"], choices[0]["text"]) == ([], "")
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "message"),
-    [
-        ({"prompt_logprobs": 257}, 400, "Requested prompt logprobs of 257, which is greater than max allowed: 256"),
-        ({"max_tokens": 2}, 400, "max_tokens=2: expected 0 or 1"),
-        ({"stream": True}, 400, "stream: Input should be False"),
-        ({"top_p": 0.5}, 400, "top_p: is not supported by this server"),
-        ({"model": "gpt-4"}, 404, "The model `gpt-4` does not exist."),
-        ({"prompt": []}, 400, "expected one prompt or more"),
-        ({"prompt": [[]]}, 400, "sequence 0 has 0 tokens"),
-        ({"prompt": [400]}, 400, "token id 400: expected 0 to 399"),
-        ({"prompt": [1] * 129}, 400, "sequence 0 has 129 tokens: expected 1 to 128"),
-        ({"temperature": -1}, 400, "temperature"),
-        ({"max_tokens": None}, 400, "max_tokens"),
-    ],
-)
-def test_completions_that_cannot_be_answered(
-    server: Server, change: dict[str, Any], status: int, message: str
-) -> None:
-    body = {"prompt": [1, 2, 3], "max_tokens": 1} | change
-    answer = server.client.post("/v1/completions", json=body)
-    assert answer.status_code == status
-    error = answer.json()["error"]
-    assert message in error["message"]
-    recorded = json.loads((ENGINES / "compl_cap.json").read_text())["response"]["error"]
-    assert list(error) == list(recorded)
-    assert error["code"] == status
-
-
 def test_a_full_queue_answers_429_with_retry_after_and_loses_nothing(folder: Path) -> None:
     options = ("--batch-tokens", 40, "--queue-tokens", 100)
-    with Server(folder, *options, hook=slow_model, hook_arguments=(0.2,)) as server:
+    with Server(folder, *options, hook=slow, hook_arguments=(SCORING, 0.2)) as server:
         tokens = [[5] * 37]
 
         def one(_: int) -> httpx2.Response:
@@ -269,7 +237,7 @@ def test_a_full_queue_answers_429_with_retry_after_and_loses_nothing(folder: Pat
 
         with ThreadPoolExecutor(12) as threads:
             answers = list(threads.map(one, range(12)))
-        statuses = [each.status_code for each in answers]
+        statuses = [answer.status_code for answer in answers]
         assert set(statuses) == {200, 429}
         refused = answers[statuses.index(429)]
         assert 1 <= int(refused.headers["retry-after"]) <= 60
@@ -278,31 +246,10 @@ def test_a_full_queue_answers_429_with_retry_after_and_loses_nothing(folder: Pat
         assert one(0).status_code == 200
 
 
-def test_sigterm_answers_what_was_accepted_and_ends_with_0(folder: Path) -> None:
-    with Server(folder, "--batch-tokens", 40, hook=slow_model, hook_arguments=(0.3,)) as server:
-        answers: list[int] = []
-
-        def one() -> None:
-            answers.append(server.client.post("/v1/score", json={"token_ids": [[5] * 37]}).status_code)
-
-        clients = [threading.Thread(target=one) for _ in range(6)]
-        for each in clients:
-            each.start()
-        wait_for(lambda: "stillhouse_held_tokens 222.0" in server.client.get("/metrics").text)
-        server.end()
-        wait_for(lambda: httpx2.get(f"{server.url}/healthz").status_code == 503)
-        late = httpx2.post(f"{server.url}/v1/score", json={"token_ids": [[1]]})
-        assert late.status_code == 503
-        for each in clients:
-            each.join()
-        assert answers == [200] * 6
-        assert server.first.wait() == 0
-
-
 def test_a_client_that_leaves_frees_its_place(folder: Path) -> None:
     """Its documents are dropped from the queue, and the others are answered."""
     options = ("--batch-tokens", 40, "--queue-tokens", 8000)
-    with Server(folder, *options, hook=slow_model, hook_arguments=(0.3,)) as server:
+    with Server(folder, *options, hook=slow, hook_arguments=(SCORING, 0.3)) as server:
         body = json.dumps({"token_ids": [[5] * 37] * 30}).encode()
         with socket.create_connection(("127.0.0.1", server.port)) as leaving:
             head = "POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -312,14 +259,6 @@ def test_a_client_that_leaves_frees_its_place(folder: Path) -> None:
         assert server.client.post("/v1/score", json={"token_ids": [[7] * 3]}).status_code == 200
         assert time.monotonic() - started < 3  # 30 forward passes would take 9 seconds
         wait_for(lambda: "stillhouse_held_tokens 0.0" in server.client.get("/metrics").text)
-
-
-def test_a_client_that_sends_half_a_request_harms_nobody(server: Server) -> None:
-    for _ in range(20):
-        with socket.create_connection(("127.0.0.1", server.port)) as leaving:
-            leaving.sendall(b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
-            leaving.sendall(b"content-length: 999\r\n\r\n{")
-    assert server.client.get("/healthz").status_code == 200
 
 
 def test_too_little_memory_fails_its_own_batch_alone(folder: Path) -> None:
@@ -342,36 +281,44 @@ def test_a_teacher_that_overflows_is_never_sent(folder: Path, decoder: Decoder) 
         assert bad.status_code == 422
 
 
-def test_every_route_but_healthz_needs_the_token(folder: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--generate",)], ids=["score", "generate"])
+def test_every_route_but_healthz_needs_the_token(folder: Path, options: tuple[str, ...]) -> None:
     environment, headers = {"STILLHOUSE_TOKEN": "s3cret"}, {"authorization": "Bearer s3cret"}
-    with Server(folder, environment=environment, headers=headers) as server:
-        paths = ["/v1/info", "/v1/head", "/v1/models", "/metrics", "/openapi.json", "/v1/files/config.json", "/none"]
+    with Server(folder, *options, environment=environment, headers=headers) as server:
+        paths = [path.replace("{name}", "config.json") for path in server.client.get("/openapi.json").json()["paths"]]
         for wrong in (None, "Bearer wrong", "s3cret", "Bearer", "bearer s3cret"):
-            given = {} if wrong is None else {"authorization": wrong}
-            for path in paths:
-                answer = httpx2.get(server.url + path, headers=given)
-                assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
-            assert httpx2.post(f"{server.url}/v1/score", json={"token_ids": [[1]]}, headers=given).status_code == 401
+            sent = {} if wrong is None else {"authorization": wrong}
+            for path in {*paths, "/openapi.json", "/none"} - {"/healthz"}:
+                for method in ("GET", "POST"):
+                    answer = httpx2.request(method, server.url + path, headers=sent)
+                    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
+        large = httpx2.post(server.url + paths[-1], content=b" " * (20 * 2**20))
+        assert large.status_code == 401  # and no reset connection
         assert httpx2.get(f"{server.url}/healthz").status_code == 200
         assert server.client.get("/v1/info").status_code == 200
         assert "s3cret" not in server.first.out
 
 
-def test_an_address_that_others_reach_needs_a_token(folder: Path) -> None:
-    command = Command("serve", folder, "--host", "0.0.0.0", "--port", 0)
-    assert command.wait() == 1
-    assert "host 0.0.0.0 is reachable from other machines and no token is set" in command.err
-
-
-def test_a_port_in_use_is_an_error_of_one_line(server: Server, folder: Path) -> None:
-    command = Command("serve", folder, "--port", server.port)
-    assert command.wait() == 1
-    assert f"port {server.port} cannot be used" in command.err
-    assert "Traceback" not in command.err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host": "0.0.0.0"}, "host 0.0.0.0 is reachable from other machines and no token is set"),
+        ({"token": "two words"}, "the token is empty or has characters that no HTTP header holds"),
+        ({"port": "of another server"}, r"port \d+ cannot be used"),
+        ({"generate": True, "quantize": "int8"}, "quantize=int8 with generate"),
+        ({"batch_tokens": 40, "queue_tokens": 39}, "queue tokens 39: expected at least the 40 tokens of a batch"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
+    server: Server, options: dict[str, Any], message: str
+) -> None:
+    port = server.port if "port" in options else 0
+    with pytest.raises((ValueError, OSError), match=message):
+        serve("no model", **options | {"port": port})
 
 
 def test_a_second_signal_ends_the_server_at_once(folder: Path) -> None:
-    server = Server(folder, hook=slow_model, hook_arguments=(20.0,))
+    server = Server(folder, hook=slow, hook_arguments=(SCORING, 20.0))
     server.__enter__()
     threading.Thread(target=lambda: _ignored(server), daemon=True).start()
     wait_for(lambda: "stillhouse_held_tokens 1.0" in server.client.get("/metrics").text)

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,21 @@ from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import Command, run, save_model
 from kit.serving import Server, load_weights, publish_scaled
-from kit.stub_writers import VllmWriter, writing
+from kit.stub_servers import Vllm, stub_server
 from kit.writer_cases import Student, engine_of, requests_of
+from safetensors.torch import load_file, save_file
 
 from stillhouse.engine import torch_engine
 from stillhouse.generation.published import MANIFEST, read_manifest
 from stillhouse.generation.weights import version_folder
 from stillhouse.output.folder import RunFolder
+from stillhouse.run.run import distill
 from stillhouse.serving.client import ServerError
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, TENSOR = "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
 SETTINGS: dict[str, Any] = {"train.steps": 6, "rollout.max_new_tokens": 9, "rollout.engine": "stillhouse"}
+#: changes a published folder
+Edit = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +54,25 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
-def names(target: Path, name: str) -> None:
+def named(name: str) -> Edit:
     """The manifest names another file, with its right hash."""
-    sha256 = digest(target / name) if (target / name).is_file() else "0" * 64
-    edit(target, lambda manifest: manifest["files"].update({name: sha256}))
 
+    def make(target: Path) -> None:
+        sha256 = digest(target / name) if (target / name).is_file() else "0" * 64
+        edit(target, lambda manifest: manifest["files"].update({name: sha256}))
 
-def absolute(target: Path) -> None:
-    names(target, "/etc/passwd")
+    return make
 
 
 def above(target: Path) -> None:
     shutil.copy(target / WEIGHTS, target.parent / "above.safetensors")
-    names(target, "../above.safetensors")
+    named("../above.safetensors")(target)
 
 
 def in_a_subfolder(target: Path) -> None:
@@ -82,9 +87,12 @@ def in_a_subfolder(target: Path) -> None:
     edit(target, move)
 
 
-def replaced(target: Path, make: Callable[[Path], None], name: str = WEIGHTS) -> None:
-    (target / name).unlink()
-    make(target / name)
+def replaced(make: Edit, name: str = WEIGHTS) -> Edit:
+    def replace(target: Path) -> None:
+        (target / name).unlink()
+        make(target / name)
+
+    return replace
 
 
 def a_link(target: Path) -> None:
@@ -98,53 +106,127 @@ def sparse(path: Path) -> None:
         file.truncate(2**42)
 
 
-def another_number(target: Path) -> None:
-    target.rename(version_folder(target.parent, 8))
+def cut(name: str) -> Edit:
+    return lambda target: (target / name).write_bytes((target / name).read_bytes()[:-5])
 
 
-HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "an absolute path": (absolute, "names '/etc/passwd': expected a file of this folder"),
+def other_tensors(
+    change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object], *, hashed: bool = True
+) -> Edit:
+    """Changes the tensors and the manifest. hashed: the manifest has the new hash."""
+
+    def make(target: Path) -> None:
+        tensors = load_file(target / WEIGHTS)
+
+        def update(manifest: dict[str, Any]) -> None:
+            change(tensors, manifest)
+            save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+            if hashed:
+                manifest["files"][WEIGHTS] = digest(target / WEIGHTS)
+
+        edit(target, update)
+
+    return make
+
+
+def without_a_tensor(tensors: dict[str, torch.Tensor], manifest: dict[str, Any]) -> None:
+    del tensors[TENSOR], manifest["tensors"][TENSOR]
+
+
+def with_another_tensor(tensors: dict[str, torch.Tensor], manifest: dict[str, Any]) -> None:
+    tensors["model.more"] = torch.zeros(1)
+    manifest["tensors"]["model.more"] = WEIGHTS
+
+
+REFUSED: dict[str, tuple[Edit, str]] = {
+    "an absolute path": (named("/etc/passwd"), "names '/etc/passwd': expected a file of this folder"),
     "a path above": (above, "names '../above.safetensors': expected a file of this folder"),
     "a subfolder": (in_a_subfolder, "expected a file of this folder"),
-    "a pipe": (lambda target: replaced(target, os.mkfifo), "expected a regular file"),
-    "a pipe as manifest": (
-        lambda target: replaced(target, os.mkfifo, MANIFEST),
-        "expected a regular file",
-    ),
-    "a pipe as configuration": (
-        lambda target: replaced(target, os.mkfifo, "config.json"),
-        "expected a regular file",
-    ),
-    "a link to /dev/zero": (
-        lambda target: replaced(target, lambda path: path.symlink_to("/dev/zero")),
-        "expected a regular file",
-    ),
+    "a pipe": (replaced(os.mkfifo), "expected a regular file"),
+    "a pipe as manifest": (replaced(os.mkfifo, MANIFEST), "expected a regular file"),
+    "a pipe as configuration": (replaced(os.mkfifo, "config.json"), "expected a regular file"),
+    "a link to /dev/zero": (replaced(lambda path: path.symlink_to("/dev/zero")), "expected a regular file"),
     "a link": (a_link, "expected a regular file"),
-    "a folder": (lambda target: replaced(target, Path.mkdir), "expected a regular file"),
-    "a few terabytes": (lambda target: replaced(target, sparse), "bytes: expected at most"),
+    "a folder": (replaced(Path.mkdir), "expected a regular file"),
+    "a few terabytes": (replaced(sparse), "bytes: expected at most"),
     "an endless manifest": (lambda target: sparse(target / MANIFEST), "bytes: expected at most"),
-    "another version's number": (another_number, "holds version 7"),
+    "another version's number": (lambda target: target.rename(version_folder(target.parent, 8)), "holds version 7"),
+    "no manifest": (lambda target: (target / MANIFEST).unlink(), "no complete version"),
+    "edited": (
+        other_tensors(lambda tensors, _: tensors[TENSOR].add_(1e-3), hashed=False),
+        "is not what was published",
+    ),
+    "cut short": (cut(WEIGHTS), "is not what was published"),
+    "half a manifest": (cut(MANIFEST), "is damaged"),
+    "incomplete": (lambda target: edit(target, lambda manifest: manifest.update(complete=False)), "is damaged"),
+    "a tensor is missing": (other_tensors(without_a_tensor), "q_proj.weight' is absent there"),
+    "a tensor too many": (
+        other_tensors(with_another_tensor),
+        "'model.more' is float32 of shape [1] there and absent in the server",
+    ),
+    "another shape": (
+        other_tensors(lambda tensors, _: tensors.update({TENSOR: tensors[TENSOR][:-1].contiguous()})),
+        "is float32 of shape [63, 48] there and float32 of shape [64, 48] in the server",
+    ),
+    "the manifest lacks a tensor": (
+        other_tensors(lambda _, manifest: manifest["tensors"].pop(TENSOR)),
+        "does not hold the tensors that its manifest names",
+    ),
+    "an adapter": (
+        lambda target: edit(target, lambda manifest: manifest.update(kind="adapter")),
+        "has an adapter: expected a whole model",
+    ),
+    "values that are not finite": (
+        other_tensors(lambda tensors, _: tensors[TENSOR].fill_(torch.nan)),
+        "has values that are NaN or infinite",
+    ),
+    "another dtype": (
+        other_tensors(lambda tensors, _: tensors.update({TENSOR: tensors[TENSOR].bfloat16()})),
+        "bfloat16 of shape",
+    ),
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_folder_is_refused_at_once_and_the_next_one_is_loaded(
-    server: Server,
-    published: Path,
-    tmp_path: Path,
-    kind: str,
+def completion(server: Server) -> list[Any]:
+    body = {"token_ids": [5, 17], "sampling_params": {"max_tokens": 5, "seed": 9, "logprobs": 0}}
+    [choice] = server.client.post("/inference/v1/generate", json=body).json()["choices"]
+    return [choice["token_ids"], choice["logprobs"], choice["weight_versions"]]
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_folder_is_refused_at_once_and_the_next_one_is_loaded(
+    server: Server, published: Path, tmp_path: Path, kind: str
 ) -> None:
-    make, message = HOSTILE[kind]
+    make, message = REFUSED[kind]
     target = version_folder(tmp_path, 7)
     shutil.copytree(published, target)
     make(target)
-    before, started = server.info()["version"], time.monotonic()
-    answer = load_weights(server, target if target.exists() else version_folder(tmp_path, 8), "hostile")
+    before, started = completion(server), time.monotonic()
+    answer = load_weights(server, target if target.exists() else version_folder(tmp_path, 8), "refused")
     assert time.monotonic() - started < 10
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
-    assert server.info()["version"] == before
+    assert completion(server) == before
     assert load_weights(server, published, kind.replace(" ", "-")).status_code == 200
+
+
+def test_another_place_or_version_is_refused(server: Server, folder: Path, published: Path, tmp_path: Path) -> None:
+    before = completion(server)
+    for target, version, message in [
+        ("weights/version-00000007", "7", "expected an absolute path"),
+        (tmp_path / "nowhere", "7", "no complete version"),
+        (folder, "7", "no complete version"),
+        (folder / "config.json", "7", "Not a directory"),
+        ("/" + "a" * 4000, "7", "File name too long"),
+        ("/a\0b", "7", "expected an absolute path"),
+        (published, "two words", "version: String should match"),
+        (published, "", "version: String should match"),
+        (published, "a" * 129, "version: String should match"),
+    ]:
+        answer = load_weights(server, target, version)
+        assert answer.status_code == 400, answer.text
+        assert message in answer.json()["error"]["message"]
+    assert completion(server) == before
 
 
 def test_the_manifest_that_a_run_has_published_is_the_only_one_that_is_loaded(
@@ -153,22 +235,11 @@ def test_the_manifest_that_a_run_has_published_is_the_only_one_that_is_loaded(
     """As after a file system that shows an older folder, with right hashes."""
     first = publish_scaled(folder, tmp_path / "first", 7, 0.5)
     second = publish_scaled(folder, tmp_path / "second", 7, 0.6)
-    own = {"version": "own", "manifest": digest(second / MANIFEST)}
-    answer = server.client.post("/v1/weights", json={"folder": str(first), **own})
+    named_manifest = {"version": "named", "manifest": digest(second / MANIFEST)}
+    answer = server.client.post("/v1/weights", json={"folder": str(first), **named_manifest})
     assert answer.status_code == 400
     assert "has another manifest than its run has published" in answer.json()["error"]["message"]
-    assert server.client.post("/v1/weights", json={"folder": str(second), **own}).status_code == 200
-
-
-def test_weights_that_are_not_finite_are_refused_although_their_hashes_are_right(
-    server: Server, folder: Path, tmp_path: Path
-) -> None:
-    before = server.info()["version"]
-    answer = load_weights(server, publish_scaled(folder, tmp_path / "nan", 7, float("nan")), "nan")
-    assert answer.status_code == 400
-    assert "has values that are NaN or infinite" in answer.json()["error"]["message"]
-    assert server.info()["version"] == before
-    assert load_weights(server, publish_scaled(folder, tmp_path / "finite", 8, 0.7), "finite").status_code == 200
+    assert server.client.post("/v1/weights", json={"folder": str(second), **named_manifest}).status_code == 200
 
 
 def test_a_folder_that_changes_while_it_is_read_leaves_the_weights(folder: Path, tmp_path: Path) -> None:
@@ -179,8 +250,7 @@ def test_a_folder_that_changes_while_it_is_read_leaves_the_weights(folder: Path,
         assert (target / WEIGHTS).stat().st_size == 0
         again = publish_scaled(folder, tmp_path, 8, 0.6)
         assert load_weights(server, again, "8").status_code == 200
-        body = {"token_ids": [5], "sampling_params": {"max_tokens": 2}}
-        assert server.client.post("/inference/v1/generate", json=body).status_code == 200
+        completion(server)
 
 
 def cut_before_apply(path: str) -> None:
@@ -232,17 +302,16 @@ def older_under_newer_number() -> None:
     torch_engine.publish = publishing
 
 
-OTHER_LAYOUTS = [pytest.param(f"{each}=2", marks=pytest.mark.slow) for each in ("tensor", "pipeline", "context")]
+OTHER_LAYOUTS = [pytest.param(f"{axis}=2", marks=pytest.mark.slow) for axis in ("tensor", "pipeline", "context")]
 
 
-@pytest.mark.parametrize("layout", ["fsdp=1", "fsdp=2", *OTHER_LAYOUTS])
+@pytest.mark.parametrize("layout", ["fsdp=2", *OTHER_LAYOUTS])
 def test_a_server_that_loads_nothing_is_found_under_every_layout(tmp_path: Path, layout: str) -> None:
     write_on_policy_run(tmp_path, **SETTINGS, **{"rollout.url": "http://x"})
-    processes = int(layout[-1])
     with Server(tmp_path / "student", "--generate", hook=load_nothing) as server:
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}", f"parallel.{layout}")
-        ranks = Ranks(processes, *arguments)
-        assert ranks.wait(120) == [1] * processes, ranks.texts
+        ranks = Ranks(2, *arguments)
+        assert ranks.wait(120) == [1, 1], ranks.texts
         message = f"{server.url} says that it generates with version 1, and its log-probabilities are those of other"
         assert message in ranks[0].err, ranks[0].err
         assert "Traceback" not in ranks.err
@@ -261,42 +330,44 @@ def test_an_older_version_under_a_newer_number_is_found_although_its_hashes_are_
 
 
 def test_a_vllm_that_loads_nothing_is_found(tmp_path: Path) -> None:
-    write_on_policy_run(tmp_path, **SETTINGS | {"rollout.engine": "vllm"}, **{"rollout.url": "http://x"})
-    with writing(VllmWriter, tmp_path / "teacher", processed=True) as server:
-        server.writer.load = lambda *_, **__: None  # type: ignore[method-assign]
-        command = Command("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")
-        assert command.wait(120) == 1, command.out + command.err
-        assert "version 0, and its log-probabilities are those of other weights" in command.err
+    settings = SETTINGS | {"rollout.engine": "vllm"}
+    write_on_policy_run(tmp_path, **settings, **{"rollout.url": "http://x"})
+    with stub_server(Vllm, tmp_path / "teacher", processed=True) as server:
+        server.model.change(load=lambda *_, **__: None)
+        config = write_on_policy_run(tmp_path, **settings, **{"rollout.url": server.url})
+        with pytest.raises(ValueError, match="version 0, and its log-probabilities are those of other weights"):
+            distill(config)
 
 
 def test_a_server_that_comes_back_is_proved_again(tmp_path: Path) -> None:
     """By what was proved when the version was new: the trainer's weights are newer now."""
     student = Student(tmp_path)
-    with writing(VllmWriter, tmp_path / "model", processed=True) as server:
-        probes = [each.prompt_ids.tolist() for each in requests_of(3)]
-        engine = engine_of(server, probes=probes)
+    probes = [request.prompt_ids.tolist() for request in requests_of(3)]
+    with (
+        stub_server(Vllm, tmp_path / "model", processed=True) as server,
+        closing(engine_of(server, probes=probes)) as engine,
+    ):
         engine.update_weights(1, student.published(1))
-        for prompt, each in zip(requests_of(3), engine.weights.probed[server.url], strict=True):
-            student.assert_written(prompt, each, temperature=1.0, count=8)
+        for request, probe in zip(requests_of(3), engine.weights.probed[server.url], strict=True):
+            student.assert_written(request, probe, temperature=1.0, count=8)
         engine.weights.set_proved(server.url, 1e-3)
         server.restart()
-        server.writer.load = lambda *_, **__: None  # type: ignore[method-assign]
+        server.model.change(load=lambda *_, **__: None)
         [future] = engine.generate(requests_of(1))
         with pytest.raises(ServerError, match="says that it has version 1, and writes with other weights"):
             future.result(30)
-        engine.close()
 
 
 def test_weights_of_another_run_are_refused_although_version_and_hashes_are_right(tmp_path: Path) -> None:
-    student = Student(tmp_path)
-    with writing(VllmWriter, tmp_path / "model", processed=True) as server:
-        engine = engine_of(server, run="this")
-        folder = student.published(1)
+    folder = Student(tmp_path).published(1)
+    with (
+        stub_server(Vllm, tmp_path / "model", processed=True) as server,
+        closing(engine_of(server, run="this")) as engine,
+    ):
         with pytest.raises(ValueError, match=r"holds weights of the run '', not of this run 'this'"):
             engine.update_weights(1, folder)
         edit(folder, lambda manifest: manifest.update(run="this"))
         engine.update_weights(1, folder)
-        engine.close()
 
 
 # the folder of a run
@@ -329,4 +400,4 @@ def test_two_runs_with_one_weights_folder_do_not_disturb_each_other(tmp_path: Pa
         out.rename(tmp_path / "first")
         run(*arguments)
     assert len(list(shared.iterdir())) == 2
-    assert sorted(each.name for each in folder.iterdir()) == ["version-00000001", "version-00000002"]
+    assert sorted(path.name for path in folder.iterdir()) == ["version-00000001", "version-00000002"]

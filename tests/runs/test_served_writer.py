@@ -1,6 +1,7 @@
 """A teacher's own servers write the completions: the same as in the job, and no other weights or tokenizer."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from kit.on_policy_runs import assert_same_rollouts, write_on_policy_run
 from kit.ranks import run_ranks
 from kit.runs import run
 from kit.serving import Server
-from kit.stub_writers import VllmWriter, writing
+from kit.stub_servers import Vllm, stub_server
 from kit.writer_cases import requests_of, results
 from transformers import AutoTokenizer
 
@@ -50,8 +51,8 @@ def student(folder: Path) -> Iterator[Server]:
 
 
 def served(folder: Path, name: str, url: str, *more: str) -> tuple[Any, ...]:
-    own = ["rollout.engine=stillhouse", f"rollout.url={url}", f"out={folder / name}", "teacher=null"]
-    return ("distill", folder / "run.yaml", *own, *more)
+    options = ["rollout.engine=stillhouse", f"rollout.url={url}", f"out={folder / name}", "teacher=null"]
+    return ("distill", folder / "run.yaml", *options, *more)
 
 
 def test_a_served_teacher_writes_what_it_writes_in_the_job(folder: Path, teacher: Server) -> None:
@@ -67,7 +68,7 @@ def test_two_processes_share_what_a_served_teacher_writes(folder: Path, teacher:
 
 
 def engine_of(*servers: Any, api: Any = None) -> ServedEngine:
-    urls = [each.url for each in servers]
+    urls = [server.url for server in servers]
     return ServedEngine(urls, Sampling(4), api or StillhouseApi(), vocabulary=400, timeout=20.0, own_weights=True)
 
 
@@ -93,39 +94,25 @@ def test_a_run_goes_on_with_the_same_weights_alone(tmp_path: Path, teacher: Serv
 
 def test_another_tokenizer_is_refused(folder: Path, teacher: Server) -> None:
     engine, tokenizer = engine_of(teacher), AutoTokenizer.from_pretrained(folder / "student")
-    engine.require_tokenizer(tokenizer, TEXT)
-    tokenizer.add_tokens(["five"])
-    with pytest.raises(ValueError, match="has another tokenizer than the student"):
+    with stub_server(Vllm, folder / "teacher") as server, closing(engine_of(server, api=VllmApi())) as of_vllm:
         engine.require_tokenizer(tokenizer, TEXT)
-
-
-def test_another_tokenizer_of_a_vllm_is_refused(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder / "student")
-    with writing(VllmWriter, folder / "teacher", tokenizes=True) as server:
-        engine = engine_of(server, api=VllmApi())
-        engine.require_tokenizer(tokenizer, TEXT)
-        tokenizer.add_tokens(["is 5"])
+        of_vllm.require_tokenizer(tokenizer, TEXT)
+        tokenizer.add_tokens(["five", "is 5"])
+        with pytest.raises(ValueError, match="has another tokenizer than the student"):
+            engine.require_tokenizer(tokenizer, TEXT)
         with pytest.raises(ValueError, match=r"has another tokenizer .*: it makes \d+ ids of a text of \d+"):
-            engine.require_tokenizer(tokenizer, TEXT)
-        engine.close()
-
-
-def test_a_server_that_does_not_tell_its_tokenizer_is_refused(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder / "student")
-    with writing(VllmWriter, folder / "teacher") as server:
-        engine = engine_of(server, api=VllmApi())
+            of_vllm.require_tokenizer(tokenizer, TEXT)
+        server.model.change(tokenizes=False)
         with pytest.raises(ValueError, match="does not tell the server's tokenizer: 404"):
-            engine.require_tokenizer(tokenizer, TEXT)
-        engine.close()
+            of_vllm.require_tokenizer(tokenizer, TEXT)
     with pytest.raises(ValueError, match="SGLang does not tell its tokenizer"):
         SglangApi().tokenizer_difference(lambda path, body: pytest.fail(path), None, tokenizer, TEXT)
 
 
 def test_weights_that_change_during_the_run_end_it(folder: Path) -> None:
-    with writing(VllmWriter, folder / "teacher") as server:
-        engine = engine_of(server, api=VllmApi())
-        assert {int(each) for found in results(engine, requests_of(3)) for each in found.versions_N} == {0}
-        server.writer.label = "other"
+    with stub_server(Vllm, folder / "teacher") as server, closing(engine_of(server, api=VllmApi())) as engine:
+        versions = [completion.versions_N for completion in results(engine, requests_of(3))]
+        assert {int(version) for versions_N in versions for version in versions_N} == {0}
+        server.model.label = "other"
         with pytest.raises(ServerError, match="has other weights than when the run began"):
             results(engine, requests_of(3))
-        engine.close()

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.generation_jobs import CPU, Problem, an_error_on_one_rank, on_ranks, one_process, requests, student
+from kit.generation_jobs import Problem, an_error_on_one_rank, on_ranks, one_process, student
+from kit.generation_requests import CPU, requests
 from kit.shard_ranks import shared_pool
 
 from stillhouse.generation import RolloutEngine, Sampling

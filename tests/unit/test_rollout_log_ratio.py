@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
-from kit.stub_writers import VllmWriter, WriterHandler, writing
+from kit.stub_servers import StubHandler, Vllm, stub_server
 
 from stillhouse.run.run import distill
 from stillhouse.serving.client.engine_proof import PROBE_TOKENS
 
 
-def shifted(handler: WriterHandler, content: dict[str, Any]) -> None:
+def shifted(handler: StubHandler, content: dict[str, Any]) -> None:
     """An engine that computes otherwise only where the probe after each update does not look: late in a text."""
     [choice] = content["choices"]
     if len(choice["token_ids"]) > PROBE_TOKENS:
@@ -41,7 +41,7 @@ def test_an_engine_with_other_log_probabilities_is_warned_of(
     """Of a step's tokens, those that the present weights have written must have the same log-probabilities."""
     settings: dict[str, Any] = {"data.eval": 0.0, "rollout.engine": "vllm", "rollout.url": "http://127.0.0.1:1"}
     write_on_policy_run(tmp_path, **settings)  # the student, which the server has from the start
-    with writing(VllmWriter, tmp_path / "student", processed=True, **options) as server:
+    with stub_server(Vllm, tmp_path / "student", processed=True, **options) as server:
         settings |= {"rollout.url": server.url, "rollout.schedule": schedule, "train.learning_rate": learning_rate}
         if warning == "with the same weights":
             server.faults = [shifted] * 9999
@@ -60,7 +60,7 @@ def test_an_engine_with_other_log_probabilities_is_warned_of(
 def test_an_engine_that_keeps_its_first_head_ends_the_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"data.eval": 0.0, "rollout.engine": "vllm", "train.learning_rate": 0.01}
     write_on_policy_run(tmp_path, **settings, **{"rollout.url": "http://127.0.0.1:1"})
-    with writing(VllmWriter, tmp_path / "student", processed=True, keeps_head=True) as server:
+    with stub_server(Vllm, tmp_path / "student", processed=True, keeps_head=True) as server:
         config = write_on_policy_run(tmp_path, **settings, **{"rollout.url": server.url})
         with pytest.raises(ValueError, match="and its log-probabilities are those of other weights"):
             distill(config)

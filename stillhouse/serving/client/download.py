@@ -14,6 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from stillhouse.hashing import folder_hashes
 from stillhouse.serving.engines.api import ServerInfo
 from stillhouse.serving.pool import ServerPool
 from stillhouse.serving.wire import HEAD_FILE
@@ -30,10 +31,11 @@ def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
     if "config.json" not in info.files or HEAD_FILE not in info.files:
         raise ValueError(f"{info.url} offers {sorted(info.files)}: expected config.json and {HEAD_FILE} among them")
     table = json.dumps(sorted(info.files.items())).encode()
-    folder = _root() / hashlib.sha256(table).hexdigest()[:32]
+    root = Path(os.environ.get("STILLHOUSE_CACHE", "~/.cache/stillhouse")).expanduser()
+    folder = root / "teachers" / hashlib.sha256(table).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not _is_complete(folder, info):
+        if not folder.is_dir() or folder_hashes(folder) != dict(info.files):
             _fetch(pool, info, folder)
     return folder
 
@@ -51,16 +53,3 @@ def _fetch(pool: ServerPool, info: ServerInfo, folder: Path) -> None:
             (Path(unfinished) / name).write_bytes(answer.content)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(unfinished, folder)
-
-
-def _is_complete(folder: Path, info: ServerInfo) -> bool:
-    """Whether the folder has these files with these hashes, and no others."""
-    if not folder.is_dir() or {path.name for path in folder.iterdir()} != set(info.files):
-        return False
-    return all(
-        hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest for name, digest in info.files.items()
-    )
-
-
-def _root() -> Path:
-    return Path(os.environ.get("STILLHOUSE_CACHE", "~/.cache/stillhouse")).expanduser() / "teachers"

@@ -11,17 +11,8 @@ from dataclasses import dataclass, replace
 
 from stillhouse.generation.sample import Completion, Sampling
 
-#: prompts after which the top tokens tell one model from another
-IDENTIFYING_PROMPTS = (
-    (1,),
-    (2, 3),
-    (5, 7, 11),
-    (13, 17, 19, 23),
-    (29, 31, 37, 41, 43),
-    (47, 53),
-    (59, 61, 67),
-    (71,),
-)
+#: prompts after which the top tokens tell one model from another, and show which log-probabilities a server gives
+PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
 #: completions of a probe, and the most tokens of each
 PROBES, PROBE_TOKENS = 4, 8
 #: a difference of log-probabilities that rounding in bfloat16 stays below
@@ -32,7 +23,6 @@ TOP = 5
 TopLogProbs = Callable[[Sequence[int], Sampling], list[float]]
 #: two explanations of a number must differ by so many nats to be told apart
 _APART = 0.02
-_PROMPTS = ((1,), (2, 3), (5, 7, 11), (13,), (17, 19, 23), (29, 31), (37,), (41, 43, 47))
 
 _BEFORE = (
     "{url} gives log-probabilities before the temperature, and the temperature is {temperature:g}: expected a vLLM "
@@ -92,7 +82,7 @@ def prove_log_probs(url: str, top: TopLogProbs, sampling: Sampling, vocabulary: 
     if temperature == 0 or (temperature == 1 and sampling.samples_all_tokens):
         return
     plain = Sampling(1, temperature=1.0)
-    for prompt in _PROMPTS:
+    for prompt in PROMPTS:
         ids = [token % vocabulary for token in prompt]
         before = _top(url, top(ids, plain))
         after = _top(url, top(ids, replace(plain, temperature=temperature)))
@@ -117,5 +107,5 @@ def _top(url: str, log_probs: list[float], count: int = TOP) -> list[float]:
     """The log-probabilities of the `count` top tokens: the answer may have more of them."""
     log_probs = log_probs[:count]
     if len(log_probs) < 2 or not all(map(math.isfinite, log_probs)):
-        raise ValueError(f"{url} gives {log_probs} for the likeliest tokens: expected at least two log-probabilities")
+        raise ValueError(f"{url} gives {log_probs} for the top tokens: expected at least two log-probabilities")
     return log_probs

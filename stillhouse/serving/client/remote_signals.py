@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from textwrap import shorten
 from threading import Lock
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import httpx2
 import numpy as np
-from torch import Tensor
 from transformers import AutoConfig
 
 from stillhouse.data import DataError, Documents
@@ -20,7 +19,7 @@ from stillhouse.data.render.tokenizers import MOST_IDS
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint
 from stillhouse.serving.client.download import download_teacher
-from stillhouse.serving.engines.api import NeedsModelError, Scores, ScoringApi, ServerInfo
+from stillhouse.serving.engines.api import EngineApi, NeedsModelError, Scores, ServerInfo
 from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.engines.vllm import VllmApi
@@ -32,7 +31,12 @@ from stillhouse.signals.stored import SignalStore
 if TYPE_CHECKING:
     from stillhouse.serving.client.signal_proof import Proof
 
-APIS: tuple[ScoringApi, ...] = (StillhouseApi(), VllmApi(), SglangApi())
+#: for the signals that need some of the teacher's files, what they need
+_NEEDS_MODEL = {
+    "hidden": "hidden states from {name} need the teacher's output head",
+    "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
+}
+APIS: tuple[EngineApi, ...] = (StillhouseApi(), VllmApi(), SglangApi())
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,10 @@ class SignalRequest:
 class RemoteSignals(SignalStore):
     """The signals of a teacher behind one or several servers.
 
-    spec: what the servers are asked for. width: E, the teacher's width (0 if it is unknown and not needed).
+    signal: what the servers are asked for. width: E, the teacher's width (0 if it is unknown and not needed).
     vocabulary: the rows of the teacher's head; None if unknown.
-    prove, prove_every: `prove` is called with URLs of servers before every n-th reading (0: never), and with those
-    that answer again after they had failed, unless every answer has the teacher's hash. It raises ValueError for a
-    wrong server, and returns the servers that are proven.
+    proof: is repeated before every n-th reading (n is `prove_every`; 0: never), and with servers that answer again
+    after they had failed, unless every answer has the teacher's hash.
     """
 
     may_take_long = True  # it has a timeout of its own
@@ -60,20 +63,18 @@ class RemoteSignals(SignalStore):
     def __init__(
         self,
         pool: ServerPool,
-        api: ScoringApi,
+        api: EngineApi,
         servers: Sequence[ServerInfo],
-        spec: SignalSpec,
-        *,
+        signal: SignalSpec,
         width: int,
         vocabulary: int | None,
         teacher_folder: Path | None,
     ):
         self.pool, self.api, self.servers = pool, api, servers
-        self.signal, self.width, self.vocabulary, self.teacher_folder = spec, width, vocabulary, teacher_folder
+        self.signal, self.width, self.vocabulary, self.teacher_folder = signal, width, vocabulary, teacher_folder
         self.name, self.identity = ", ".join(server.url for server in servers), _identity(servers[0], teacher_folder)
-        self.prove: Callable[[Sequence[str]], set[str]] | None = None
-        self.prove_every = 0
         self.proof: Proof | None = None
+        self.prove_every = 0
         self._reads = count(1)
         self._proving = Lock()
         #: servers that were away and are not proven yet
@@ -96,8 +97,8 @@ class RemoteSignals(SignalStore):
             )
 
     def read(self, documents: Sequence[DocumentRows]) -> Scores:
-        if self.prove is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
-            self.prove([server.url for server in self.servers if not self.pool.is_failing(server.url)])
+        if self.proof is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
+            self.proof.repeat([server.url for server in self.servers if not self.pool.is_failing(server.url)])
         while True:
             answered_by: set[str] = set()
             scores = self.scores(documents, answered_by=answered_by)
@@ -109,11 +110,11 @@ class RemoteSignals(SignalStore):
 
         Returns those that cannot be asked now, whose answers must not be used. All readings wait for the proof.
         """
-        if self.prove is None or self.servers[0].identity is not None:
+        if self.proof is None or self.servers[0].identity is not None:
             return set()
         with self._proving:
             self._unproven.update(self.pool.take_returned())
-            self._unproven -= self.prove([url for url in self._unproven if not self.pool.is_failing(url)])
+            self._unproven -= self.proof.repeat([url for url in self._unproven if not self.pool.is_failing(url)])
             return set(self._unproven)
 
     def scores(
@@ -134,12 +135,9 @@ class RemoteSignals(SignalStore):
         """
         spec = spec or self.signal
         calls = self.api.calls(self.servers[0], spec, self.width, documents)
-        answers = self.pool.score([self._checked(call, spec, answered_by) for _, call in calls], url, timeout)
-        scores: list[dict[str, Tensor]] = [{}] * len(documents)
-        for (numbers, _), parts in zip(calls, answers, strict=True):
-            for number, part in zip(numbers, parts, strict=True):
-                scores[number] = part
-        return scores
+        calls = [self._checked(call, spec, answered_by) for call in calls]
+        answers: list[Scores] = self.pool.score(calls, url, timeout)
+        return list(chain.from_iterable(answers))
 
     def close(self) -> None:
         self.pool.close()
@@ -191,16 +189,9 @@ def _connected(pool: ServerPool, request: SignalRequest, api: str, model_folder:
         _require_same(servers[0], server)
     _require_signal(engine, servers, request)
     folder = download_teacher(pool, servers[0]) if servers[0].files else model_folder
-    if request.signal == "hidden" and folder is None:
-        raise NeedsModelError(
-            f"hidden states from {engine.name} need the teacher's output head; expected the model that the server "
-            "has loaded"
-        )
-    if request.signal == "chosen" and folder is None:
-        raise NeedsModelError(
-            f"ids that the student chooses for {engine.name} need the size of the teacher's vocabulary; expected the "
-            "model that the server has loaded"
-        )
+    if folder is None and request.signal in _NEEDS_MODEL:
+        need = _NEEDS_MODEL[request.signal].format(name=engine.name)
+        raise NeedsModelError(f"{need}; expected the model that the server has loaded")
     width, vocabulary, dtype = servers[0].width or 0, servers[0].vocabulary, "float32"
     if folder is not None:
         with reading(f"{folder}: its configuration cannot be read"):
@@ -214,8 +205,7 @@ def _connected(pool: ServerPool, request: SignalRequest, api: str, model_folder:
                 f"{columns} and {rows}"
             )
         width, vocabulary = columns, rows
-    spec = _spec(request, dtype)
-    return RemoteSignals(pool, engine, servers, spec, width=width, vocabulary=vocabulary, teacher_folder=folder)
+    return RemoteSignals(pool, engine, servers, _spec(request, dtype), width, vocabulary, folder)
 
 
 def _identity(first: ServerInfo, teacher_folder: Path | None) -> str:
@@ -239,7 +229,7 @@ def _require_same(first: ServerInfo, other: ServerInfo) -> None:
             )
 
 
-def _require_signal(api: ScoringApi, servers: Sequence[ServerInfo], request: SignalRequest) -> None:
+def _require_signal(api: EngineApi, servers: Sequence[ServerInfo], request: SignalRequest) -> None:
     for server in servers:
         known = api.signals if server.signals is None else server.signals
         if request.signal not in known:
@@ -247,14 +237,9 @@ def _require_signal(api: ScoringApi, servers: Sequence[ServerInfo], request: Sig
                 f"{server.url} ({api.name}) cannot give the signal {request.signal}: expected "
                 f"{' or '.join(sorted(known))}"
             )
-        if (
-            request.signal in ("top_k", "chosen")
-            and server.max_top_k is not None
-            and request.top_k > server.max_top_k
-        ):
-            raise ValueError(
-                f"{server.url} gives at most {server.max_top_k} ids per token, got top_k={request.top_k}"
-            )
+        most = server.max_top_k
+        if request.signal in ("top_k", "chosen") and most is not None and request.top_k > most:
+            raise ValueError(f"{server.url} gives at most {most} ids per token, got top_k={request.top_k}")
     if request.signal not in api.any_temperature and request.temperature != 1.0:
         raise ValueError(
             f"{api.name} gives {request.signal} only at temperature 1, whatever it is asked for; the objective has "
@@ -269,7 +254,7 @@ def _spec(request: SignalRequest, saved_dtype: str) -> SignalSpec:
     return SignalSpec("hidden", dtype if dtype in DTYPES else "float32")
 
 
-def _api_of(pool: ServerPool, url: str, name: str) -> ScoringApi:
+def _api_of(pool: ServerPool, url: str, name: str) -> EngineApi:
     for api in APIS:
         if api.name == name or (name == "auto" and api.recognises(pool.asker(url))):
             return api

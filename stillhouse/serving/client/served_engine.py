@@ -17,7 +17,7 @@ from stillhouse.display import escaped
 from stillhouse.generation.published import published_folder
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.served_weights import UNKNOWN_ADAPTER, UNKNOWN_WEIGHTS, ServedWeights, ServerState
-from stillhouse.serving.engines.api import Answer, Kind, Published, Span, WritingApi
+from stillhouse.serving.engines.api import Answer, EngineApi, Kind, Published, Span, require_tokenizer
 from stillhouse.serving.pool import AskAgainError, Call, ServerPool
 from stillhouse.serving.wire import JSON
 
@@ -45,7 +45,7 @@ class ServedEngine:
         self,
         urls: Sequence[str],
         sampling: Sampling,
-        api: WritingApi,
+        api: EngineApi,
         *,
         vocabulary: int,
         timeout: float,
@@ -98,12 +98,7 @@ class ServedEngine:
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         """Raise ValueError if a server's tokenizer is another one, as far as this text shows it, or is not told."""
         for server in self.weights.servers.values():
-            ask = self._pool.asker(server.url)
-            difference = self._api.tokenizer_difference(ask, server.model, tokenizer, text)
-            if difference is not None:
-                raise ValueError(
-                    f"{server.url} has another tokenizer than the student: {difference}; expected the same"
-                )
+            require_tokenizer(self._api, self._pool.asker(server.url), server.url, server.model, tokenizer, text)
 
     def close(self) -> None:
         self._pool.close()

@@ -16,15 +16,15 @@ import numpy as np
 
 from stillhouse.generation.sample import Completion, Sampling
 from stillhouse.serving.client.engine_proof import (
-    IDENTIFYING_PROMPTS,
+    PROMPTS,
     TOP,
     Probe,
     probe_sampling,
     prove_log_probs,
     same_weights,
 )
-from stillhouse.serving.engines.api import Answer, Published, WritingApi, require
-from stillhouse.serving.pool import Ask, ServerError, ServerPool, UnreachableError
+from stillhouse.serving.engines.api import Answer, EngineApi, Published, require
+from stillhouse.serving.pool import Ask, Server, ServerError, ServerPool, UnreachableError
 
 #: seconds in which one of several servers must accept a new version, before the others go on without it
 PATIENCE = 10.0
@@ -45,19 +45,24 @@ _GREEDY = Sampling(1, temperature=0.0)
 class ServerState:
     """What is known of a server.
 
+    address: its state in the pool.
     published: what it was last given, another object each time; None while it is not known which weights it has.
     model: the name that requests need. restored: how often it came back with other weights since its last answer.
     is_absent: it has not answered, and is given the newest version in the background.
     probe: with the weights that it was given last.
     """
 
-    url: str
+    address: Server
     model: str | None = None
     published: Published | None = None
     restored: int = 0
     is_absent: bool = False
     probe: Probe = field(default_factory=Probe)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def url(self) -> str:
+        return self.address.url
 
     def has(self, published: Published) -> bool:
         return self.published is not None and self.published.label == published.label
@@ -67,6 +72,7 @@ class ServerState:
         return published.label if published.kind == "adapter" else self.model
 
 
+@dataclass(eq=False)
 class ServedWeights:
     """versions: by label. newest: the version that all servers are to have.
 
@@ -74,25 +80,21 @@ class ServedWeights:
     their log-probabilities, to know the weights by. The other arguments are those of `ServedEngine`.
     """
 
-    def __init__(
-        self,
-        pool: ServerPool,
-        api: WritingApi,
-        sampling: Sampling,
-        vocabulary: int,
-        probes: Sequence[Sequence[int]],
-        warn: Callable[[str], None],
-        *,
-        keep: bool,
-    ):
-        self._pool, self._api, self._sampling, self._vocabulary = pool, api, sampling, vocabulary
-        self._probes, self._warn, self._keep = probes, warn, keep
-        self.servers = {server.url: ServerState(server.url) for server in pool.servers}
-        self.versions: dict[str, int] = {}
-        self.newest: Published | None = None
-        self.top_tokens: list[tuple[int, float]] = []
-        #: of the version that was proved last, with the nats that rounding causes
-        self._proved = Probe(), 0.0
+    pool: ServerPool
+    api: EngineApi
+    sampling: Sampling
+    vocabulary: int
+    probes: Sequence[Sequence[int]]
+    warn: Callable[[str], None]
+    keep: bool
+    versions: dict[str, int] = field(default_factory=dict)
+    newest: Published | None = None
+    top_tokens: list[tuple[int, float]] = field(default_factory=list)
+    #: of the version that was proved last, with the nats that rounding causes
+    _proved: tuple[Probe, float] = (Probe(), 0.0)
+
+    def __post_init__(self) -> None:
+        self.servers = {server.url: ServerState(server) for server in self.pool.servers}
 
     @property
     def probed(self) -> dict[str, tuple[Completion, ...]]:
@@ -110,23 +112,28 @@ class ServedWeights:
     def connect(self) -> None:
         """Ask each server who it is. Raises ValueError for one that cannot be used."""
         for server in self.servers.values():
-            server.model = self._api.model_name(self._pool.asker(server.url))
-            if self._keep:
+            server.model = self.api.model_name(self.pool.asker(server.url))
+            if self.keep:
                 self._keep_weights(server)
-            elif not self._api.proved:
+            elif not self.api.proved:
                 top = partial(self._top_log_probs, server)
-                prove_log_probs(server.url, top, self._sampling, self._vocabulary)
+                prove_log_probs(server.url, top, self.sampling, self.vocabulary)
 
     def give_all(self, published: Published) -> None:
         """See `ServedEngine.update_weights`."""
-        assert not self._keep, "these servers keep their weights"
+        assert not self.keep, "these servers keep their weights"
+        if published.kind == "adapter" and not self.api.takes_adapters:
+            raise ValueError(
+                f"{self.api.name} takes whole models, and the student is an adapter: expected the engine vllm or "
+                "transformers"
+            )
         before = self.newest
         self.versions[published.label], self.newest = published.version, published
         # a server that is gone must not cost its patience in every step
         present = [server for server in self.servers.values() if not server.is_absent]
-        absent = self._give_each(present, min(PATIENCE, self._pool.timeout))
+        absent = self._give_each(present, min(PATIENCE, self.pool.timeout))
         if len(absent) == len(present):
-            absent = self._give_each(list(self.servers.values()), self._pool.timeout)
+            absent = self._give_each(list(self.servers.values()), self.pool.timeout)
             if len(absent) == len(self.servers):
                 raise next(iter(absent.values()))
         for url in absent:
@@ -134,7 +141,7 @@ class ServedWeights:
         if before is not None:
             for server in self.servers.values():
                 if not server.is_absent:
-                    self._api.forget(self._pool.asker(server.url, PATIENCE), before.label, before.kind)
+                    self.api.forget(self.pool.asker(server.url, PATIENCE), before.label, before.kind)
 
     def restore(self, server: ServerState, published: Published) -> None:
         """Begin to give a server the newest version, unless it was given one since it had `published`."""
@@ -145,44 +152,44 @@ class ServedWeights:
                 return
             server.published = None
             server.restored += 1
-            self._pool.hold(server.url)
+            server.address.hold()
         finally:
             server.lock.release()
-        if self._keep:
+        if self.keep:
             error = ServerError(f"{server.url} has other weights than when the run began: restore them")
-            self._warn(str(error))
-            self._pool.give_up(server.url, error)
+            self.warn(str(error))
+            server.address.hold(error)
             return
-        self._warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
+        self.warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
         self._restore_later(server)
 
     def _keep_weights(self, server: ServerState) -> None:
         """Take the server's weights as version 0. Raises ValueError if they are not those of the other servers."""
-        answers = [self._greedy(server, ids) for ids in IDENTIFYING_PROMPTS]
+        answers = [self._greedy(server, ids) for ids in PROMPTS]
         labels = {span.label or "" for answer in answers for span in answer.spans}
         top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]
         self.top_tokens = self.top_tokens or top_tokens
         if len(labels) != 1 or not same_weights(self.top_tokens, top_tokens):
-            raise ValueError(f"{server.url} has other weights than {self._pool.servers[0].url}: expected the same")
+            raise ValueError(f"{server.url} has other weights than {self.pool.servers[0].url}: expected the same")
         [label] = labels
         self.versions[label] = 0
         server.published = self.newest = Published(0, Path(), label, "model")
 
     def _greedy(self, server: ServerState, ids: Sequence[int]) -> Answer:
         """The most probable token after a few ids."""
-        known = [token % self._vocabulary for token in ids]
-        return self._api.parse(self._one_token(server, known, _GREEDY), "model")
+        known = [token % self.vocabulary for token in ids]
+        return self.api.parse(self._one_token(server, known, _GREEDY), "model")
 
     def _top_log_probs(self, server: ServerState, ids: Sequence[int], sampling: Sampling) -> list[float]:
-        return self._api.top_log_probs(self._one_token(server, ids, sampling, top=TOP))
+        return self.api.top_log_probs(self._one_token(server, ids, sampling, top=TOP))
 
     def _one_token(
         self, server: ServerState, ids: Sequence[int], sampling: Sampling, top: int = 0
     ) -> httpx2.Response:
-        body = self._api.body(server.model, ids, sampling, 1, 0, top=top)
-        response = self._pool.asker(server.url)(self._api.path, body)
+        body = self.api.body(server.model, ids, sampling, 1, 0, top=top)
+        response = self.pool.asker(server.url)(self.api.path, body)
         if response.status_code != 200:
-            raise ValueError(f"{response.url}: {response.status_code} {response.text[:500]}; {self._api.hint}")
+            raise ValueError(f"{response.url}: {response.status_code} {response.text[:500]}; {self.api.hint}")
         return response
 
     def _give_each(self, servers: Sequence[ServerState], patience: float) -> dict[str, UnreachableError]:
@@ -203,15 +210,15 @@ class ServedWeights:
         if not server.lock.acquire(timeout=patience):
             raise UnreachableError(f"{server.url} has not answered for {patience:g} seconds")
         try:
-            ask, attempts = self._pool.asker(server.url, patience), 0
+            ask, attempts = self.pool.asker(server.url, patience), 0
             while (published := self.newest) is not None and not server.has(published):
-                self._pool.hold(server.url)
+                server.address.hold()
                 server.published = None
-                if self._api.give(ask, published) and self._writes_with(ask, server, published):
+                if self.api.give(ask, published) and self._writes_with(ask, server, published):
                     server.published = replace(published)
                 elif (attempts := attempts + 1) == MOST_RESTORED:
                     raise ServerError(_AGAIN.format(url=server.url))
-            self._pool.release(server.url)
+            server.address.release()
         finally:
             server.lock.release()
 
@@ -224,9 +231,9 @@ class ServedWeights:
         for response in self._probe_responses(ask, server.model_of(published)):
             if response.status_code == UNKNOWN_ADAPTER and published.kind == "adapter":
                 return False
-            require(response, f"a completion with version {published.version}", self._api.hint)
+            require(response, f"a completion with version {published.version}", self.api.hint)
             try:
-                answer = self._api.parse(response, published.kind)
+                answer = self.api.parse(response, published.kind)
                 if {span.label for span in answer.spans} != {published.label}:
                     return False
                 completions.append(answer.completion(np.full(len(answer.ids), published.version, np.int32)))
@@ -246,12 +253,12 @@ class ServedWeights:
     def _probe_responses(self, ask: Ask, model: str | None) -> list[httpx2.Response]:
         """For each probe, a sampled completion and the most probable token."""
         bodies = [
-            self._api.body(model, ids, sampling, sampling.max_new_tokens, seed)
-            for seed, ids in enumerate(self._probes)
-            for sampling in (probe_sampling(self._sampling), _GREEDY)
+            self.api.body(model, ids, sampling, sampling.max_new_tokens, seed)
+            for seed, ids in enumerate(self.probes)
+            for sampling in (probe_sampling(self.sampling), _GREEDY)
         ]
         with ThreadPoolExecutor(len(bodies)) as threads:  # a server computes what it gets together as one batch
-            return list(threads.map(partial(ask, self._api.path), bodies))
+            return list(threads.map(partial(ask, self.api.path), bodies))
 
     def _restore_later(self, server: ServerState) -> None:
         """Give a server the newest version in the background, unless that is under way."""
@@ -265,7 +272,7 @@ class ServedWeights:
             try:
                 if server.restored > MOST_RESTORED:
                     raise ServerError(_AGAIN.format(url=server.url))
-                self._give(server, self._pool.timeout)
+                self._give(server, self.pool.timeout)
             except ServerError as error:
                 failure = error
             if failure is None:
@@ -276,5 +283,5 @@ class ServedWeights:
             elif wanted is self.newest:  # otherwise a newer version may have replaced the folder
                 break
         server.is_absent = False  # the next version is tried again
-        self._warn(f"the student's server {server.url} is given up: {failure}")
-        self._pool.give_up(server.url, failure)
+        self.warn(f"the student's server {server.url} is given up: {failure}")
+        server.address.hold(failure)

@@ -20,12 +20,13 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
 from stillhouse.libraries import reading
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.objective import OutputHead, linear_log_probs
+from stillhouse.parallel import single_process_runner
 from stillhouse.serving.client.remote_signals import RemoteSignals
-from stillhouse.serving.engines.api import NeedsModelError
+from stillhouse.serving.engines.api import NeedsModelError, UnknownTokenizerError, require_tokenizer
 from stillhouse.serving.pool import ServerError
-from stillhouse.signals.extract import Extract, SignalRows
+from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_checks import largest_difference, row_differences
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -92,9 +93,7 @@ class Proof:
         save_file(named, path)
 
     def _require_same(self, other: Sequence[dict[str, Tensor]], what: str) -> None:
-        worst = largest_difference(self.answers, other)
-        if not worst < SAME:
-            raise ValueError(f"{what} (they differ by {worst:.2g}): were its weights changed?")
+        _require_near(self.answers, other, what, "were its weights changed?")
 
 
 def prove(
@@ -119,12 +118,8 @@ def prove(
         proof.prove_informed()
         proof.prove_alignment()
         proof.prove_temperature()
-        worst = largest_difference(proof.answers, first)
-        if not worst < SAME:
-            raise ValueError(
-                f"{server.url} and {store.servers[0].url} give different signals for the same tokens (they differ by "
-                f"{worst:.2g}): expected servers of the same teacher"
-            )
+        both = f"{server.url} and {store.servers[0].url} give different signals for the same tokens"
+        _require_near(proof.answers, first, both, "expected servers of the same teacher")
         proof.prove_signal_of_run()
     findings = [f"{len(probes)} documents on {len(store.servers)} server(s)"]
     findings += _cross_entropy(probes, first, head, store.vocabulary)
@@ -136,7 +131,7 @@ def prove(
 
 
 def _comparable(store: RemoteSignals) -> SignalSpec:
-    """The run's signal, or for "chosen" and "sampled" the likeliest ids, which can be compared between requests."""
+    """The run's signal, or for "chosen" and "sampled" the top ids, which can be compared between requests."""
     spec = store.signal
     if spec.kind not in ("chosen", "sampled"):
         return spec
@@ -165,20 +160,15 @@ def _prove_tokenizer(
     if store.teacher_folder is not None:
         return
     text = tokenizer.decode(probes[0].tokens.tolist(), skip_special_tokens=True)
-    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     for server in store.servers:
-        ids = store.api.tokenize(store.pool.asker(server.url), server.model, text)
-        if ids is None:
+        ask = store.pool.asker(server.url)
+        try:
+            require_tokenizer(store.api, ask, server.url, server.model, tokenizer, text)
+        except UnknownTokenizerError as error:
             raise NeedsModelError(
                 f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it; expected "
                 "the model that the server has loaded"
-            )
-        if ids != expected:
-            at = next((at for at, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]), -1)
-            raise ValueError(
-                f"{server.url} has another tokenizer than the student: of one text it makes {len(ids)} ids and the "
-                f"student's tokenizer {len(expected)}; they differ from id {at} on. Expected the same tokenizer"
-            )
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -261,11 +251,9 @@ class _ServerProof:
             replace(probe, ids_NK=answer["ids"]) for probe, answer in zip(self.probes, self.answers, strict=True)
         ]
         again = self.store.scores(with_ids if is_chosen else self.probes, url=self.url)
-        if is_chosen and not (worst := largest_difference(again, self.answers)) < SAME:
-            raise ValueError(
-                f"{self.url} scores chosen ids otherwise than the same ids as the likeliest ones (they differ by "
-                f"{worst:.2g}): expected the same rows and temperature"
-            )
+        if is_chosen:
+            what = f"{self.url} scores chosen ids otherwise than the same ids as its top ids"
+            _require_near(again, self.answers, what, "expected the same rows and temperature")
 
 
 def _changed(document: DocumentRows, place: int, probes: Sequence[DocumentRows]) -> DocumentRows:
@@ -312,24 +300,29 @@ def _prove_local(
     answers: Sequence[dict[str, Tensor]],
     local: Decoder,
 ) -> str:
-    worst = largest_difference(answers, [_scored_here(local, spec, probe) for probe in probes])
+    first_parameter = next(local.parameters())
+    scorer = Scorer(single_process_runner(local, None), first_parameter.device)
+    scored: list[dict[str, Tensor]] = []
+    for outcome in scorer.score([ScoreRequest(probe, spec) for probe in probes]):
+        if isinstance(outcome, NotFiniteError):
+            raise outcome
+        scored.append(outcome)
     # a server that does not say its dtype may compute in half precision
-    is_float32 = {store.servers[0].dtype, spec.dtype, str(next(local.parameters()).dtype)[6:]} == {"float32"}
-    if not worst < (1e-3 if is_float32 else SAME):
-        raise ValueError(
-            f"{store.name} and the model in this process give different signals for the same tokens (they differ by "
-            f"{worst:.2g}): expected the same weights"
-        )
+    is_float32 = {store.servers[0].dtype, spec.dtype, str(first_parameter.dtype)[6:]} == {"float32"}
+    both = f"{store.name} and the model in this process give different signals for the same tokens"
+    worst = _require_near(answers, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
     return f"it differs from the same model in this process by at most {worst:.1e}"
 
 
-def _scored_here(local: Decoder, spec: SignalSpec, document: DocumentRows) -> dict[str, Tensor]:
-    device = next(local.parameters()).device
-    input_ids_BS = torch.from_numpy(document.tokens.astype(np.int64))[None].to(device)
-    positions_BS = torch.arange(input_ids_BS.shape[1], device=device)[None]
-    index_C = torch.arange(document.rows.start, document.rows.stop, device=device)
-    with torch.no_grad():
-        scored: dict[str, Tensor] = local(
-            input_ids_BS, position_ids=positions_BS, processor=Extract(spec), context=SignalRows(index_C)
-        )
-    return scored
+def _require_near(
+    answers: Sequence[dict[str, Tensor]],
+    expected: Sequence[dict[str, Tensor]],
+    what: str,
+    fix: str,
+    tolerance: float = SAME,
+) -> float:
+    """The largest difference. Raises ValueError if it is not below the tolerance. what: is then wrong."""
+    worst = largest_difference(answers, expected)
+    if not worst < tolerance:
+        raise ValueError(f"{what} (they differ by {worst:.2g}): {fix}")
+    return worst

@@ -1,6 +1,7 @@
-"""What a client needs of a kind of server: how it is asked for signals or completions, answers and takes weights."""
+"""What a client needs of a kind of server: how it is asked for signals and completions, and how it takes weights."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
@@ -13,12 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.generation.sample import Completion, Sampling
 from stillhouse.serving.pool import Ask, Call, ServerError
+from stillhouse.serving.wire import JSON
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: for each document of a request, the signal's tensors
 Scores = list[dict[str, Tensor]]
-#: a request, and the numbers of the documents in it
-NumberedCall = tuple[Sequence[int], Call[Scores]]
 #: what is published: a whole model, or an adapter
 Kind = Literal["model", "adapter"]
 
@@ -27,6 +27,10 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 class NeedsModelError(ValueError):
     """A server does not offer what the run needs of the teacher's files, so that the run must have the model."""
+
+
+class UnknownTokenizerError(ValueError):
+    """A server does not tell its tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -53,35 +57,6 @@ class ServerInfo:
     signals: frozenset[str] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     quantize: str | None = None
-
-
-class ScoringApi(Protocol):
-    """A kind of server that gives a teacher's signals.
-
-    signals: what it can give; only those in `any_temperature` also at a temperature other than 1.
-    """
-
-    name: ClassVar[str]
-    signals: ClassVar[frozenset[str]]
-    any_temperature: ClassVar[frozenset[str]]
-
-    def recognises(self, ask: Ask) -> bool:
-        """Whether the server is of this kind."""
-        ...
-
-    def describe(self, ask: Ask, url: str) -> ServerInfo:
-        """Raises ValueError if the server at this address does not answer as expected."""
-        ...
-
-    def tokenize(self, ask: Ask, model: str, text: str) -> list[int] | None:
-        """The ids of a text without special tokens; None if the server does not tell them."""
-        ...
-
-    def calls(
-        self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
-    ) -> list[NumberedCall]:
-        """The requests that give the signals of documents."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -123,39 +98,51 @@ class Answer:
         return Completion(np.array(self.ids, np.int32), log_probs_N, versions_N, self.finish)
 
 
-class WritingApi(Protocol):
-    """A kind of server that writes completions.
+class EngineApi(Protocol):
+    """A kind of server that gives a teacher's signals and writes completions.
 
+    signals: which it can give; only those in `any_temperature` also at a temperature other than 1.
     path: of requests for completions.
     marks_tokens: whether an answer has the weights' label for each token, and not one for the whole completion.
     proved: whether log-probabilities are those after the temperature and over the whole vocabulary however the server
         was started.
+    takes_adapters: whether it loads an adapter as a version of the student.
     hint: what to do if the server does not know the path.
     """
 
     name: ClassVar[str]
+    signals: ClassVar[frozenset[str]]
+    any_temperature: ClassVar[frozenset[str]]
     path: ClassVar[str]
     marks_tokens: ClassVar[bool]
     proved: ClassVar[bool]
+    takes_adapters: ClassVar[bool]
     hint: ClassVar[str]
+
+    def recognises(self, ask: Ask) -> bool:
+        """Whether the server is of this kind."""
+
+    def describe(self, ask: Ask, url: str) -> ServerInfo:
+        """Raises ValueError if the server at this address does not answer as expected."""
+
+    def calls(
+        self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
+    ) -> list[Call[Scores]]:
+        """The requests that give the signals of documents, each for one or several that follow one another."""
 
     def model_name(self, ask: Ask) -> str | None:
         """The name of the model that the server serves, None if requests need none. Raises ValueError."""
-        ...
 
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
     ) -> dict[str, Any]:
         """A request for one completion. top: ask for the log-probabilities of so many most probable tokens, too."""
-        ...
 
     def parse(self, response: httpx2.Response, kind: Kind) -> Answer:
         """Raises ValueError for an answer that cannot be read."""
-        ...
 
     def top_log_probs(self, response: httpx2.Response) -> list[float]:
         """The log-probabilities at the first token that are in the answer, the largest first."""
-        ...
 
     def give(self, ask: Ask, published: Published) -> bool:
         """Let the server load a published version, and mark what it writes from now on with its label.
@@ -164,28 +151,41 @@ class WritingApi(Protocol):
         if the server answers that it cannot; no token is then written until a later call has succeeded, or it has
         another label.
         """
-        ...
 
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
         """How the server's tokenizer differs from this one, by a text or as a whole; None if it does not.
 
-        Raises ValueError for a server that does not tell.
+        Raises UnknownTokenizerError for a server that does not tell.
         """
-        ...
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         """Free what the server keeps of an earlier version."""
-        ...
 
 
-def described(ask: Ask, url: str, path: str) -> bytes:
-    """What the server at this address says of itself. Raises ValueError unless the status is 200."""
+def require_tokenizer(
+    api: EngineApi, ask: Ask, url: str, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
+) -> None:
+    """Raise ValueError if the server's tokenizer is another one, and UnknownTokenizerError if it is not told."""
+    difference = api.tokenizer_difference(ask, model, tokenizer, text)
+    if difference is not None:
+        raise ValueError(f"{url} has another tokenizer than the student: {difference}; expected the same tokenizer")
+
+
+def described(kind: type[Parsed], ask: Ask, path: str, name: str) -> Parsed:
+    """What a server says of itself. Raises ValueError unless it answers as a server of this name."""
     answer = ask(path, None)
     if answer.status_code != 200:
-        raise ValueError(f"{url}{path} answers {answer.status_code}: expected 200, with the right token")
-    return answer.content
+        raise ValueError(f"{answer.url} answers {answer.status_code}: expected 200, with the right token")
+    return parsed(kind, answer.content, f"{answer.url} is not that of {name}")
+
+
+def json_call(
+    path: str, body: dict[str, Any], parse: Callable[[httpx2.Response], Scores], tokens: int, absent: str = ""
+) -> Call[Scores]:
+    """absent: see `Call`."""
+    return Call(path, json.dumps(body).encode(), JSON, parse, tokens, absent)
 
 
 def parsed(kind: type[Parsed], content: str | bytes, what: str, hint: str = "") -> Parsed:

@@ -13,19 +13,32 @@ from stillhouse.objective.signals import TAIL_FLOOR
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 
-def top_k_tensors(rows: Sequence[Mapping[int, float]], spec: SignalSpec) -> dict[str, Tensor]:
-    """The tensors of "top_k" from each row's ids and log-probabilities, without the mass outside.
+def top_k_tensors(
+    entries: Sequence[Mapping[int, float]], document: DocumentRows, spec: SignalSpec, path: str
+) -> dict[str, Tensor]:
+    """The tensors of "top_k" from the log-probabilities at each token, without the mass outside.
 
-    Raises ValueError for a row with fewer than K ids, and for numbers that are no log-probabilities.
+    entries: the top ids at token t and their log-probabilities, which are the distribution of row t − 1.
+        Token t itself may be added to them.
+    path: of the request, for messages.
+
+    Raises ValueError unless the entries are about the document's tokens, each with K ids and log-probabilities.
     """
     assert spec.top_k is not None
-    ids_NK = np.empty((len(rows), spec.top_k), np.int32)
-    log_probs_NK = np.empty((len(rows), spec.top_k))
-    for number, log_probs in enumerate(rows):
-        best = sorted(log_probs.items(), key=lambda pair: -pair[1])
-        if len(best) != spec.top_k:
-            raise ValueError(f"row {number} has {len(best)} ids: expected the {spec.top_k} likeliest ones")
-        ids_NK[number], log_probs_NK[number] = zip(*best, strict=True)
+    if len(entries) != document.rows.stop + 1:
+        raise ValueError(f"{path} scored {len(entries)} tokens: expected {document.rows.stop + 1}")
+    ids_NK = np.empty((len(document.rows), spec.top_k), np.int32)
+    log_probs_NK = np.empty((len(document.rows), spec.top_k))
+    for number, (row, next_token) in enumerate(zip(document.rows, next_tokens(document), strict=True)):
+        log_probs = dict(entries[row + 1])
+        if next_token not in log_probs:
+            raise ValueError(f"row {row} lacks token {next_token}, which follows it: the rows are shifted")
+        if len(log_probs) == spec.top_k + 1:
+            del log_probs[next_token]  # it is added if it is not among the top ids
+        if len(log_probs) != spec.top_k:
+            raise ValueError(f"row {number} has {len(log_probs)} ids: expected the top {spec.top_k}")
+        ranked = sorted(log_probs.items(), key=lambda pair: -pair[1])
+        ids_NK[number], log_probs_NK[number] = zip(*ranked, strict=True)
     return id_tensors(ids_NK, log_probs_NK, spec)
 
 

@@ -10,9 +10,7 @@ discarded and asked again. Log-probabilities of completions are those after the 
 vocabulary, unless it was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
 """
 
-import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import httpx2
@@ -24,18 +22,19 @@ from stillhouse.generation.sample import Sampling
 from stillhouse.serving.engines.api import (
     Answer,
     Kind,
-    NumberedCall,
     Published,
     Scores,
     ServerInfo,
     Span,
+    UnknownTokenizerError,
+    described,
+    json_call,
     parsed,
     refuse,
     require,
 )
-from stillhouse.serving.engines.score_tensors import next_tokens, top_k_tensors
+from stillhouse.serving.engines.score_tensors import top_k_tensors
 from stillhouse.serving.pool import Ask, Call
-from stillhouse.serving.wire import JSON
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 #: log-probability, id, text
@@ -81,6 +80,7 @@ class SglangApi:
     path: ClassVar[str] = "/generate"
     marks_tokens: ClassVar[bool] = False
     proved: ClassVar[bool] = False
+    takes_adapters: ClassVar[bool] = False
     hint: ClassVar[str] = "expected SGLang 0.5 or later"
 
     # signals
@@ -90,17 +90,12 @@ class SglangApi:
         return answer.status_code == 200 and '"model_path"' in answer.text
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
-        answer = ask("/get_model_info", None)
-        info = parsed(_ModelInfo, answer.content, f"{url}/get_model_info is not that of SGLang")
-        return ServerInfo(url, info.model_path)
-
-    def tokenize(self, ask: Ask, model: str, text: str) -> list[int] | None:
-        return None
+        return ServerInfo(url, described(_ModelInfo, ask, "/get_model_info", "SGLang").model_path)
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
-    ) -> list[NumberedCall]:
-        return [([number], _scoring(spec, width, document)) for number, document in enumerate(documents)]
+    ) -> list[Call[Scores]]:
+        return [_scoring(spec, width, document) for document in documents]
 
     # completions
 
@@ -146,11 +141,6 @@ class SglangApi:
         return sorted({token: log_prob for log_prob, token, _ in first}.values(), reverse=True)
 
     def give(self, ask: Ask, published: Published) -> bool:
-        if published.kind == "adapter":
-            raise ValueError(
-                "adapters are not given to SGLang, and the student is an adapter: expected the engine vllm or "
-                "transformers"
-            )
         require(ask("/pause_generation", {"mode": "abort"}), "/pause_generation", self.hint)
         body = {"model_path": str(published.folder), "weight_version": published.label, "flush_cache": True}
         response = ask("/update_weights_from_disk", body)
@@ -163,7 +153,7 @@ class SglangApi:
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
-        raise ValueError(
+        raise UnknownTokenizerError(
             "SGLang does not tell its tokenizer, so that the ids of a teacher's completions may mean other text: "
             "expected rollout.engine vllm or stillhouse"
         )
@@ -173,47 +163,35 @@ class SglangApi:
 
 
 def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
-    tokens = document.tokens[: document.rows.stop + 1].tolist()
+    tokens: list[int] = document.tokens[: document.rows.stop + 1].tolist()
     body: dict[str, Any] = {"input_ids": tokens, "sampling_params": {"temperature": 1.0, "max_new_tokens": 0}}
+
+    def hidden_states(response: httpx2.Response) -> Scores:
+        states = _scored(response).hidden_states
+        try:
+            hidden_SE = torch.tensor(states[0] if states else [], dtype=torch.float32)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"the hidden states of /generate are no array: {error}") from error
+        expected = [len(tokens), width]
+        if list(hidden_SE.shape) != expected:
+            raise ValueError(f"/generate gives hidden states of shape {list(hidden_SE.shape)}: expected {expected}")
+        return [{"hidden": hidden_SE[document.rows.start : document.rows.stop].to(DTYPES[spec.dtype])}]
+
+    def top_k(response: httpx2.Response) -> Scores:
+        meta = _scored(response)
+        actual = meta.input_token_logprobs or []
+        if [token for _, token, _ in actual] != tokens:
+            raise ValueError(f"/generate scored {len(actual)} other tokens than the {len(tokens)} of the request")
+        entries = [
+            {token: log_prob for log_prob, token, _ in [scored, *(row or [])] if log_prob is not None}
+            for scored, row in zip(actual, meta.input_top_logprobs or [], strict=False)
+        ]
+        return [top_k_tensors(entries, document, spec, "/generate")]
+
     if spec.kind == "hidden":
-        body["return_hidden_states"] = True
-        parse = partial(_hidden_states, spec=spec, width=width, document=document, tokens=len(tokens))
-    else:
-        body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": spec.top_k}
-        parse = partial(_top_k, spec=spec, document=document, tokens=len(tokens))
-    return Call("/generate", json.dumps(body).encode(), JSON, parse, len(tokens))
-
-
-def _hidden_states(
-    response: httpx2.Response, spec: SignalSpec, width: int, document: DocumentRows, tokens: int
-) -> Scores:
-    states = _scored(response).hidden_states
-    try:
-        hidden_SE = torch.tensor(states[0] if states else [], dtype=torch.float32)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"the hidden states of /generate are no array: {error}") from error
-    if list(hidden_SE.shape) != [tokens, width]:
-        raise ValueError(
-            f"/generate gives hidden states of shape {list(hidden_SE.shape)}: expected {[tokens, width]}"
-        )
-    if not hidden_SE.isfinite().all():
-        raise ValueError("the hidden states of /generate are not finite")
-    return [{"hidden": hidden_SE[document.rows.start : document.rows.stop].to(DTYPES[spec.dtype])}]
-
-
-def _top_k(response: httpx2.Response, spec: SignalSpec, document: DocumentRows, tokens: int) -> Scores:
-    meta = _scored(response)
-    actual, best = meta.input_token_logprobs or [], meta.input_top_logprobs or []
-    if (len(actual), len(best)) != (tokens, tokens):
-        raise ValueError(f"/generate scored {len(actual)} and {len(best)} tokens: expected {tokens}")
-    rows: list[dict[int, float]] = []
-    for row, next_token in zip(document.rows, next_tokens(document), strict=True):
-        # entry t + 1 is about token t + 1: it is the distribution of row t
-        token = actual[row + 1][1]
-        if token != next_token:
-            raise ValueError(f"row {row} is about token {token}: expected {next_token}, which follows it")
-        rows.append({top: log_prob for log_prob, top, _ in best[row + 1] or [] if log_prob is not None})
-    return [top_k_tensors(rows, spec)]
+        return json_call("/generate", body | {"return_hidden_states": True}, hidden_states, len(tokens))
+    body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": spec.top_k}
+    return json_call("/generate", body, top_k, len(tokens))
 
 
 def _scored(response: httpx2.Response) -> _ScoredMeta:

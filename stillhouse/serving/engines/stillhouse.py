@@ -13,12 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data import tokenizer_fingerprint
 from stillhouse.serving.engines.api import (
     Kind,
-    NumberedCall,
     Published,
     Scores,
     ServerInfo,
     described,
-    parsed,
     require,
 )
 from stillhouse.serving.engines.vllm import VllmApi
@@ -54,6 +52,7 @@ class StillhouseApi(VllmApi):
     signals: ClassVar[frozenset[str]] = frozenset({"hidden", "top_k", "chosen", "sampled"})
     any_temperature: ClassVar[frozenset[str]] = signals
     proved: ClassVar[bool] = True
+    takes_adapters: ClassVar[bool] = False
     hint: ClassVar[str] = "expected a server that was started with stillhouse serve MODEL --generate"
 
     # signals
@@ -63,19 +62,14 @@ class StillhouseApi(VllmApi):
         return answer.status_code in (401, 403) or (answer.status_code == 200 and '"stillhouse"' in answer.text)
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
-        info = parsed(_Info, described(ask, url, "/v1/info"), f"{url}/v1/info is not that of `stillhouse serve`")
+        info = described(_Info, ask, "/v1/info", "`stillhouse serve`")
         return ServerInfo(url, **info.model_dump(exclude={"stillhouse"}))
-
-    def tokenize(self, ask: Ask, model: str, text: str) -> list[int] | None:
-        return None
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
-    ) -> list[NumberedCall]:
+    ) -> list[Call[Scores]]:
         groups = _groups(documents, min(REQUEST_TOKENS, info.request_tokens or REQUEST_TOKENS))
-        return [
-            (numbers, _scoring(info, spec, width, [documents[number] for number in numbers])) for numbers in groups
-        ]
+        return [_scoring(info, spec, width, group) for group in groups]
 
     # completions
 
@@ -83,11 +77,6 @@ class StillhouseApi(VllmApi):
         return None
 
     def give(self, ask: Ask, published: Published) -> bool:
-        if published.kind == "adapter":
-            raise ValueError(
-                "stillhouse serve takes whole models, and the student is an adapter: expected the engine vllm or "
-                "transformers"
-            )
         body = {"folder": str(published.folder), "version": published.label, "manifest": published.manifest}
         require(ask("/v1/weights", body), "loading the weights", self.hint)
         return True
@@ -117,15 +106,15 @@ def _scoring(info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence
     return Call("/v1/score", encode_request(spec, documents), SAFETENSORS, parse, tokens)
 
 
-def _groups(documents: Sequence[DocumentRows], most_tokens: int) -> Iterator[list[int]]:
-    """The numbers of neighbouring documents that have at most so many tokens together; or of one longer document."""
-    group: list[int] = []
+def _groups(documents: Sequence[DocumentRows], most_tokens: int) -> Iterator[list[DocumentRows]]:
+    """Neighbouring documents that have at most so many tokens together, or one longer document."""
+    group: list[DocumentRows] = []
     tokens = 0
-    for number, document in enumerate(documents):
+    for document in documents:
         if group and tokens + len(document.tokens) > most_tokens:
             yield group
             group, tokens = [], 0
-        group.append(number)
+        group.append(document)
         tokens += len(document.tokens)
     if group:
         yield group

@@ -16,10 +16,8 @@ adapter, each version is an adapter of its own name, which requests name as thei
 
 import base64
 import io
-import json
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import httpx2
@@ -33,19 +31,19 @@ from stillhouse.libraries import reading
 from stillhouse.serving.engines.api import (
     Answer,
     Kind,
-    NumberedCall,
     Published,
     Scores,
     ServerInfo,
     Span,
+    UnknownTokenizerError,
     described,
+    json_call,
     parsed,
     refuse,
     require,
 )
 from stillhouse.serving.engines.score_tensors import id_tensors, next_tokens, top_k_tensors
 from stillhouse.serving.pool import Ask, Call
-from stillhouse.serving.wire import JSON
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 _GENERATE = "/inference/v1/generate"
@@ -142,6 +140,7 @@ class VllmApi:
     path: ClassVar[str] = _GENERATE
     marks_tokens: ClassVar[bool] = True
     proved: ClassVar[bool] = False
+    takes_adapters: ClassVar[bool] = True
     hint: ClassVar[str] = "expected vLLM 0.30 or later, started with --enable-scale-out"
 
     def __init__(self, *, is_tied: bool = False):
@@ -154,18 +153,14 @@ class VllmApi:
         return answer.status_code == 200 and '"owned_by":"vllm"' in answer.text.replace(" ", "")
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
-        model = parsed(_FirstModel, described(ask, url, "/v1/models"), f"{url}/v1/models is not that of vLLM")
+        model = described(_FirstModel, ask, "/v1/models", "vLLM")
         return ServerInfo(url, model.id, max_tokens=model.max_model_len)
-
-    def tokenize(self, ask: Ask, model: str, text: str) -> list[int] | None:
-        answer = _tokenized(ask, model, text)
-        return _ids(answer) if answer.status_code == 200 else None
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
-    ) -> list[NumberedCall]:
+    ) -> list[Call[Scores]]:
         make = {"hidden": _pooling, "top_k": _prompt_log_probs, "chosen": _chosen_scores}[spec.kind]
-        return [([number], make(info, spec, width, document)) for number, document in enumerate(documents)]
+        return [make(info, spec, width, document) for document in documents]
 
     # completions
 
@@ -238,26 +233,22 @@ class VllmApi:
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
-        response = _tokenized(ask, model, text)
+        response = ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
         if response.status_code != 200:
-            raise ValueError(
+            raise UnknownTokenizerError(
                 f"{response.url} does not tell the server's tokenizer: {response.status_code}; expected a vLLM that "
                 "was started without --skip-tokenizer-init"
             )
-        ids, expected = _ids(response), tokenizer(text, add_special_tokens=False)["input_ids"]
-        return None if ids == expected else f"it makes {len(ids)} ids of a text of {len(expected)}"
+        ids = parsed(_Tokenized, response.content, f"{response.url} gives no ids").tokens
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if ids == expected:
+            return None
+        at = next((at for at, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]), -1)
+        return f"it makes {len(ids)} ids of a text of {len(expected)}, which differ from id {at} on"
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         if kind == "adapter":
             ask("/v1/unload_lora_adapter", {"lora_name": label})
-
-
-def _tokenized(ask: Ask, model: str | None, text: str) -> httpx2.Response:
-    return ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
-
-
-def _ids(response: httpx2.Response) -> list[int]:
-    return parsed(_Tokenized, response.content, f"{response.url} gives no ids").tokens
 
 
 def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
@@ -272,23 +263,19 @@ def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentR
         "embed_dtype": spec.dtype,
         "endianness": "little",
     }
-    parse = partial(_hidden_states, spec=spec, width=width, document=document)
-    return Call("/pooling", json.dumps(body).encode(), JSON, parse, len(tokens), _NO_POOLING)
+    expected, dtype = [len(tokens), width], DTYPES[spec.dtype]
 
+    def parse(response: httpx2.Response) -> Scores:
+        what = "the header 'metadata' of /pooling does not describe one array"
+        pooled = parsed(_Pooling, response.headers.get("metadata", ""), what).data[0]
+        if pooled.shape != expected or pooled.embed_dtype != spec.dtype or pooled.endianness != "little":
+            raise ValueError(f"/pooling gives {pooled}: expected {expected} of {spec.dtype}, little endian")
+        if len(response.content) != math.prod(expected) * dtype.itemsize:
+            raise ValueError(f"/pooling gives {len(response.content):,} bytes for {expected} of {spec.dtype}")
+        hidden_SE = torch.frombuffer(bytearray(response.content), dtype=dtype).view(expected)
+        return [{"hidden": hidden_SE[document.rows.start :]}]
 
-def _hidden_states(response: httpx2.Response, spec: SignalSpec, width: int, document: DocumentRows) -> Scores:
-    what = "the header 'metadata' of /pooling does not describe one array"
-    pooled = parsed(_Pooling, response.headers.get("metadata", ""), what).data[0]
-    expected = [document.rows.stop, width]
-    if pooled.shape != expected or pooled.embed_dtype != spec.dtype or pooled.endianness != "little":
-        raise ValueError(f"/pooling gives {pooled}: expected {expected} of {spec.dtype}, little endian")
-    dtype = DTYPES[spec.dtype]
-    if len(response.content) != math.prod(expected) * dtype.itemsize:
-        raise ValueError(f"/pooling gives {len(response.content):,} bytes for {expected} of {spec.dtype}")
-    hidden_NE = torch.frombuffer(bytearray(response.content), dtype=dtype).view(expected)
-    if not hidden_NE.isfinite().all():
-        raise ValueError("the hidden states of /pooling are not finite")
-    return [{"hidden": hidden_NE[document.rows.start :]}]
+    return json_call("/pooling", body, parse, len(tokens), _NO_POOLING)
 
 
 def _prompt_log_probs(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
@@ -301,48 +288,36 @@ def _prompt_log_probs(info: ServerInfo, spec: SignalSpec, width: int, document: 
         "prompt_logprobs": spec.top_k,
         "return_tokens_as_token_ids": True,
     }
-    parse = partial(_top_k, spec=spec, document=document)
-    return Call("/v1/completions", json.dumps(body).encode(), JSON, parse, len(tokens), _NO_COMPLETIONS)
 
+    def parse(response: httpx2.Response) -> Scores:
+        what = "/v1/completions has no prompt_logprobs of one prompt"
+        rows = parsed(_Completion, response.content, what).choices[0].prompt_logprobs
+        entries = [{token: entry.logprob for token, entry in (row or {}).items()} for row in rows]
+        return [top_k_tensors(entries, document, spec, "/v1/completions")]
 
-def _top_k(response: httpx2.Response, spec: SignalSpec, document: DocumentRows) -> Scores:
-    what = "/v1/completions has no prompt_logprobs of one prompt"
-    entries = parsed(_Completion, response.content, what).choices[0].prompt_logprobs
-    if len(entries) != document.rows.stop + 1:
-        raise ValueError(f"/v1/completions scored {len(entries)} tokens: expected {document.rows.stop + 1}")
-    rows: list[dict[int, float]] = []
-    for row, next_token in zip(document.rows, next_tokens(document), strict=True):
-        # entry t + 1 is about token t + 1: it is the distribution of row t
-        log_probs = {token: entry.logprob for token, entry in (entries[row + 1] or {}).items()}
-        if next_token not in log_probs:
-            raise ValueError(f"row {row} lacks token {next_token}, which follows it: the rows are shifted")
-        if spec.top_k is not None and len(log_probs) == spec.top_k + 1:
-            del log_probs[next_token]  # it is added if it is not among the top ids
-        rows.append(log_probs)
-    return [top_k_tensors(rows, spec)]
+    return json_call("/v1/completions", body, parse, len(tokens), _NO_COMPLETIONS)
 
 
 def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
-    assert document.ids_NK is not None
+    ids_NK = document.ids_NK
+    assert ids_NK is not None
     tokens = document.tokens[: document.rows.stop + 1].tolist()
     next_tokens(document)  # this engine scores no last row, either
-    scored = {"prompt_logprob_start": document.rows.start, "prompt_logprob_token_ids": document.ids_NK.tolist()}
+    scored = {"prompt_logprob_start": document.rows.start, "prompt_logprob_token_ids": ids_NK.tolist()}
     body = {"token_ids": tokens, "sampling_params": {"max_tokens": 1, "temperature": 0.0, **scored}}
-    parse = partial(_chosen, spec=spec, document=document)
-    return Call(_GENERATE, json.dumps(body).encode(), JSON, parse, len(tokens), _NO_SCORES)
 
+    def parse(response: httpx2.Response) -> Scores:
+        with reading(f"{_GENERATE} gives no array of log-probabilities"):
+            content = base64.b64decode(_ChosenScores.model_validate_json(response.content).prompt_token_id_logprobs)
+            log_probs_NK = np.load(io.BytesIO(content), allow_pickle=False)
+        if log_probs_NK.shape != tuple(ids_NK.shape) or log_probs_NK.dtype.kind != "f":
+            raise ValueError(
+                f"{_GENERATE} gives {log_probs_NK.dtype} of shape {log_probs_NK.shape}: expected one number for each "
+                f"of {tuple(ids_NK.shape)} ids"
+            )
+        return [id_tensors(ids_NK.to(torch.int32).numpy(), log_probs_NK, spec)]
 
-def _chosen(response: httpx2.Response, spec: SignalSpec, document: DocumentRows) -> Scores:
-    assert document.ids_NK is not None
-    with reading(f"{_GENERATE} gives no array of log-probabilities"):
-        content = base64.b64decode(_ChosenScores.model_validate_json(response.content).prompt_token_id_logprobs)
-        log_probs_NK = np.load(io.BytesIO(content), allow_pickle=False)
-    if log_probs_NK.shape != tuple(document.ids_NK.shape) or log_probs_NK.dtype.kind != "f":
-        raise ValueError(
-            f"{_GENERATE} gives {log_probs_NK.dtype} of shape {log_probs_NK.shape}: expected one number for each of "
-            f"{tuple(document.ids_NK.shape)} ids"
-        )
-    return [id_tensors(document.ids_NK.to(torch.int32).numpy(), log_probs_NK, spec)]
+    return json_call(_GENERATE, body, parse, len(tokens), _NO_SCORES)
 
 
 def _generated(response: httpx2.Response) -> _Generated:

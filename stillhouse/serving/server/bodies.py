@@ -1,20 +1,11 @@
 """What the JSON requests and answers of both roles share."""
 
-from http import HTTPStatus
-from typing import Annotated, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
 
-from stillhouse.serving.server.request_errors import RequestError
-
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-class StrictBody(BaseModel):
-    """A body in which a field that is not known, or of another type, is refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
+from stillhouse.serving.server.request_errors import refused
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -33,9 +24,8 @@ def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
         raise refused(f"{param or 'the body'}: {problem}", param) from error
 
 
-def refused(message: str, param: str | None) -> RequestError:
-    """param: the field that is wrong."""
-    return RequestError(HTTPStatus.BAD_REQUEST, message, param=param)
+def encode_json(content: Any) -> bytes:
+    return bytes(JSONResponse(content).body)
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int | None]:

@@ -15,7 +15,7 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stillhouse.serving.server.request_errors import error_response
+from stillhouse.serving.server.request_errors import RequestError
 
 #: the one route without a token and without a limit, for the probes of an orchestrator
 OPEN_PATHS = ("/healthz",)
@@ -106,8 +106,8 @@ class Room:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._requests >= most_connections() - SPARE and scope.get("path") not in OPEN_PATHS:
             headers = {"Retry-After": "1", "Connection": "close"}
-            refused = error_response(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at a time", headers=headers)
-            await refused(scope, receive, send)
+            error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at a time", headers=headers)
+            await error.response()(scope, receive, send)
             return
         self._requests += 1
         try:

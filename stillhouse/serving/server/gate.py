@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stillhouse.serving.server.connection import OPEN_PATHS
-from stillhouse.serving.server.request_errors import RequestError, error_response
+from stillhouse.serving.server.request_errors import RequestError, busy
 
 #: how long a client may take to send a body, and to read each part of an answer
 BODY_SECONDS, SEND_SECONDS = 120.0, 120.0
@@ -32,12 +32,12 @@ class BearerToken:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             tokens = [value for name, value in scope["headers"] if name == b"authorization"]
             if len(tokens) != 1 or not hmac.compare_digest(tokens[0], self._expected):
-                refused = error_response(
+                error = RequestError(
                     HTTPStatus.UNAUTHORIZED,
                     "expected the header `Authorization: Bearer` with this server's token",
                     headers={"WWW-Authenticate": "Bearer"} | _unread(scope),
                 )
-                await refused(scope, receive, send)
+                await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -120,11 +120,7 @@ class Bodies:
                     if len(content) + len(chunk) > limit:
                         raise _too_large(limit, request.scope)
                     if self._held + len(chunk) > self._total:
-                        raise RequestError(
-                            HTTPStatus.TOO_MANY_REQUESTS,
-                            "too many bodies are being read: try again",
-                            headers={"Retry-After": "1"} | _unread(request.scope),
-                        )
+                        raise busy("too many bodies are being read: try again", headers=_unread(request.scope))
                     self._held += len(chunk)
                     content += chunk
         except TimeoutError as error:

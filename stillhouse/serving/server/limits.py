@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stillhouse.serving.server.bodies import refused
+from stillhouse.serving.server.request_errors import refused
+from stillhouse.serving.wire import JSON, SAFETENSORS
 from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: the signals that a server computes; draws need the whole vocabulary in one process
+#: the signals that a server computes; sampling needs the whole vocabulary in one process
 SIGNALS = ("hidden", "top_k", "chosen", "sampled")
 SIGNALS_OF_SHARDS = ("hidden", "top_k", "chosen")
 MIB = 2**20
@@ -35,6 +36,11 @@ class Limits:
     bodies_bytes: int = 512 * MIB
 
     @property
+    def body_bytes(self) -> dict[str, int]:
+        """The most bytes of a body, by content type."""
+        return {JSON: self.json_bytes, SAFETENSORS: self.binary_bytes}
+
+    @property
     def most_ids(self) -> int:
         """The most ids per token of a signal."""
         return min(self.max_top_k, self.vocabulary)
@@ -47,11 +53,9 @@ class Limits:
             raise refused(f"top_k={signal.top_k}: expected at most {self.most_ids}", "top_k")
         self.check_documents([document.tokens for document in documents], "token_ids")
         for document in documents:
-            ids_NK = document.ids_NK
-            if ids_NK is not None and ids_NK.numel():
-                smallest, largest = (int(bound) for bound in ids_NK.aminmax())
-                if smallest < -1 or largest >= self.vocabulary:
-                    wrong = smallest if smallest < -1 else largest
+            if document.ids_NK is not None and document.ids_NK.numel():
+                wrong = self._beyond(document.ids_NK.numpy(), -1)
+                if wrong is not None:
                     raise refused(f"ids: got {wrong}, expected −1 for none, or 0 to {self.vocabulary - 1}", "ids")
         return [ScoreRequest(document, signal) for document in documents]
 
@@ -72,12 +76,15 @@ class Limits:
                     "positions, and the server's --batch-tokens)",
                     param,
                 )
-            ids = np.asarray(tokens)
-            smallest, largest = int(ids.min()), int(ids.max())
-            if smallest < 0 or largest >= self.vocabulary:
-                wrong = smallest if smallest < 0 else largest
+            wrong = self._beyond(np.asarray(tokens), 0)
+            if wrong is not None:
                 raise refused(
                     f"sequence {number} has the token id {wrong}: expected 0 to {self.vocabulary - 1}, the rows of "
                     "the teacher's head",
                     param,
                 )
+
+    def _beyond(self, ids: np.ndarray, least: int) -> int | None:
+        """An id below `least` or beyond the vocabulary, if there is one."""
+        smallest, largest = int(ids.min()), int(ids.max())
+        return smallest if smallest < least else largest if largest >= self.vocabulary else None

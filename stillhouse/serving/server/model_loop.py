@@ -5,15 +5,17 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 
 import torch
 
 from stillhouse.display import first_line
+from stillhouse.models import NotFiniteError
 from stillhouse.preemption import requested
-from stillhouse.serving.server.application import Service
+from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.http_thread import LAST_SECONDS, HttpThread
-from stillhouse.serving.server.request_queue import BatchFailedError, Item
-from stillhouse.serving.server.role import Role
+from stillhouse.serving.server.request_errors import RequestError
+from stillhouse.serving.server.request_queue import Item
 
 #: how often the main thread looks for a signal
 LOOK_SECONDS = 0.1
@@ -30,8 +32,9 @@ def is_ending(stop: threading.Event | None) -> bool:
 
 
 class ModelLoop:
-    def __init__(self, role: Role, service: Service, server: HttpThread):
-        self._role, self._queue, self._metrics, self._server = role, service.queue, service.metrics, server
+    def __init__(self, application: Application, server: HttpThread):
+        self._role, self._queue, self._metrics = application.role, application.queue, application.metrics
+        self._server = server
         self._failures = 0
 
     def run(self) -> None:
@@ -53,7 +56,7 @@ class ModelLoop:
             queue.wait_until_answered(LAST_SECONDS)
         finally:
             queue.drain()
-            queue.fail_all(BatchFailedError("the server ends because of an error"))
+            queue.fail_all(_failure("the server ends because of an error"))
             self._server.end()
 
     def _compute(self, batch: Sequence[Item]) -> None:
@@ -71,7 +74,7 @@ class ModelLoop:
                 "too little memory for a batch: send less at a time" if is_memory else "the forward pass has failed"
             )
             for ticket, _ in batch:
-                ticket.fail(BatchFailedError(problem))
+                ticket.fail(_failure(problem))
             print(f"a batch of {tokens:,} tokens failed: {first_line(error)}", file=sys.stderr, flush=True)
             self._failures += not is_memory
             if not self._role.survives_failures or self._failures >= MOST_FAILURES:
@@ -83,7 +86,14 @@ class ModelLoop:
         self._queue.record_speed(tokens, seconds)
         self._metrics.batch(tokens, seconds)
         for (ticket, number), outcome in zip(batch, outcomes, strict=True):
-            ticket.finish(number, outcome)
+            if isinstance(outcome, NotFiniteError):
+                ticket.fail(RequestError(HTTPStatus.UNPROCESSABLE_ENTITY, str(outcome)))
+            else:
+                ticket.finish(number, outcome)
+
+
+def _failure(problem: str) -> RequestError:
+    return RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, problem)
 
 
 def _free_memory() -> None:

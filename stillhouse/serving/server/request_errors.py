@@ -8,30 +8,47 @@ from fastapi.responses import JSONResponse
 
 from stillhouse.display import message as brief
 
+ENDING = "the server is about to end"
+
 
 class RequestError(Exception):
     """A request that is answered with an error. param: the field that is wrong, if it is one."""
 
     def __init__(
-        self, status: HTTPStatus, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
     ):
         super().__init__(message)
         self.status, self.message, self.param, self.headers = status, message, param, headers
 
     def response(self) -> JSONResponse:
-        return error_response(self.status, self.message, param=self.param, headers=self.headers)
+        """The answer. Its message may quote the request, so it is shortened and escaped."""
+        error = {
+            "message": brief(self.message),
+            "type": error_type(self.status),
+            "param": self.param,
+            "code": int(self.status),
+        }
+        return JSONResponse({"error": error}, self.status, headers=self.headers)
 
 
-def error_response(
-    status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
-) -> JSONResponse:
-    return JSONResponse(
-        error_content(status, message, param), status, headers=None if headers is None else dict(headers)
+def error_type(status: int) -> str:
+    words = HTTPStatus(status).phrase.replace("-", " ").removesuffix(" Error").split()
+    return "".join(word.capitalize() for word in words) + "Error"
+
+
+def refused(message: str, param: str | None = None) -> RequestError:
+    """param: the field that is wrong."""
+    return RequestError(HTTPStatus.BAD_REQUEST, message, param=param)
+
+
+def busy(message: str, seconds: int = 1, headers: Mapping[str, str] | None = None) -> RequestError:
+    """seconds: after how long the client may try again."""
+    return RequestError(
+        HTTPStatus.TOO_MANY_REQUESTS, message, headers={"Retry-After": str(seconds), **(headers or {})}
     )
 
 
-def error_content(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The body of an error. message: it may quote the request, so it is shortened and escaped."""
-    words = HTTPStatus(status).phrase.replace("-", " ").removesuffix(" Error").split()
-    kind = "".join(word.capitalize() for word in words) + "Error"
-    return {"error": {"message": brief(message), "type": kind, "param": param, "code": int(status)}}
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The answers with these statuses, for the OpenAPI document."""
+    content = {"application/json": {"schema": {"type": "object", "required": ["error"]}}}
+    return {status: {"description": error_type(status), "content": content} for status in statuses}

@@ -10,7 +10,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from http import HTTPStatus
 from typing import Any, Protocol
+
+from stillhouse.serving.server.request_errors import ENDING, RequestError, busy
 
 
 class Part(Protocol):
@@ -18,22 +22,6 @@ class Part(Protocol):
 
     @property
     def tokens(self) -> int: ...
-
-
-class QueueFullError(Exception):
-    """The queue has no room for a request. seconds: after how long there will probably be room."""
-
-    def __init__(self, seconds: int):
-        super().__init__(f"the queue is full: try again in {seconds} s")
-        self.seconds = seconds
-
-
-class DrainingError(Exception):
-    """The server ends: it answers what it has accepted and accepts nothing more."""
-
-
-class BatchFailedError(Exception):
-    """The model could not compute a batch."""
 
 
 class Ticket:
@@ -46,25 +34,19 @@ class Ticket:
         self._by_number: dict[int, Any] = {}
         self.is_released = False
 
-    def finish(self, number: int, outcome: Any) -> None:
-        """Record what the model has computed for one part, or an error. The first error counts."""
-        if isinstance(outcome, Exception):
-            self.fail(outcome)
-            return
-        self._by_number[number] = outcome
-        if len(self._by_number) == len(self.parts) and not self.results.done():
-            self._set(lambda: self.results.set_result([self._by_number[at] for at in range(len(self.parts))]))
+    def finish(self, number: int, result: Any) -> None:
+        """Record what the model has computed for one part."""
+        self._by_number[number] = result
+        if len(self._by_number) == len(self.parts):
+            with suppress(
+                InvalidStateError
+            ):  # it has failed, or the client has left and its handler has cancelled it
+                self.results.set_result([self._by_number[at] for at in range(len(self.parts))])
 
-    def fail(self, error: Exception) -> None:
-        if not self.results.done():
-            self._set(lambda: self.results.set_exception(error))
-
-    def _set(self, do: Callable[[], None]) -> None:
-        try:
-            do()
-        except InvalidStateError:
-            # the client has gone at this very moment, and its handler has cancelled the results
-            return
+    def fail(self, error: RequestError) -> None:
+        """The error is the answer, unless the request has failed before."""
+        with suppress(InvalidStateError):
+            self.results.set_exception(error)
 
 
 #: a part of a request, by its number there
@@ -103,16 +85,23 @@ class RequestQueue:
         return self._closed or bool(self.ends())
 
     def submit(self, parts: Sequence[Part]) -> Ticket:
-        """Accept a request, or raise QueueFullError or DrainingError. The caller releases the ticket at the end.
+        """Accept a request. The caller releases the ticket at the end.
+
+        Raises RequestError if the queue is full, or the server ends and only answers what it has accepted.
 
         A request is always accepted if there is no other one, so that its size alone cannot shut it out.
         """
         ticket = Ticket(parts)
         with self._changed:
             if self.is_draining:
-                raise DrainingError("the server is about to end and accepts no more requests")
+                raise RequestError(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"{ENDING} and accepts no more requests",
+                    headers={"Connection": "close"},
+                )
             if self._held and self._held + ticket.tokens > self.queue_tokens:
-                raise QueueFullError(self._seconds_until_room(ticket.tokens))
+                seconds = self._seconds_until_room(ticket.tokens)
+                raise busy(f"the queue is full: try again in {seconds} s", seconds)
             self._held += ticket.tokens
             self._items.extend((ticket, number) for number in range(len(parts)))
             self._changed.notify_all()
@@ -159,7 +148,7 @@ class RequestQueue:
         with self._changed:
             return self._changed.wait_for(lambda: not self._held, timeout=seconds)
 
-    def fail_all(self, error: Exception) -> None:
+    def fail_all(self, error: RequestError) -> None:
         """Answer every request that still waits with an error."""
         with self._changed:
             for ticket, _ in self._items:

@@ -6,7 +6,7 @@ application, one queue, one set of limits, one handling of connections.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,50 +14,39 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse import __version__
 from stillhouse.data import tokenizer_fingerprint
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, eos_ids
-from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.limits import Limits
+
+if TYPE_CHECKING:
+    from stillhouse.serving.server.application import Application
 
 
 class Role(Protocol):
-    @property
-    def name(self) -> str:
-        """The name under which clients know the model."""
-        ...
+    """name: the name under which clients know the model.
+    info: the answer of `GET /v1/info`; empty except on the first process.
+    survives_failures: whether another batch may follow one whose computation has failed.
+    """
 
-    @property
-    def info(self) -> dict[str, Any]:
-        """The answer of `GET /v1/info`; empty except on the first process."""
-        ...
+    name: str
+    info: dict[str, Any]
+    limits: Limits
+    survives_failures: bool
 
-    @property
-    def limits(self) -> Limits: ...
-
-    @property
-    def survives_failures(self) -> bool:
-        """Whether another batch may follow one whose computation has failed."""
-        ...
-
-    def add_routes(self, application: Application) -> None: ...
+    def add_routes(self, application: "Application") -> None: ...
 
     def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
         """For each part of a batch, what its request gets, or an error."""
-        ...
 
     def between_batches(self) -> None:
         """Called before each batch, and several times a second while nothing is asked."""
-        ...
 
     def end(self) -> None:
         """Called after the last batch."""
-        ...
 
     def follow(self) -> None:
         """On every process but the first: compute the same batches as the first one, until it ends."""
-        ...
 
     def description(self) -> list[str]:
         """Lines for the log that say what is served."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from tempfile import TemporaryDirectory
 
 from stillhouse.parallel import destroy_process_group, is_first, log_rank0, process_count, wait_for_all, watchdog
 from stillhouse.preemption import finishing
-from stillhouse.serving.server.application import Application, Service
+from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.generate.completion_writer import load_writer
 from stillhouse.serving.server.http_thread import HttpThread, bound, check_address, ready_line
-from stillhouse.serving.server.metrics import Metrics
 from stillhouse.serving.server.model_loop import ModelLoop, is_ending
 from stillhouse.serving.server.request_queue import RequestQueue
 from stillhouse.serving.server.role import ModelOptions, Role
@@ -90,13 +89,11 @@ def serve(
 
 
 def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str | None) -> None:
-    service = Service(role.name, role.info, role.limits, queue, Metrics(queue), token)
-    application = Application(service)
-    role.add_routes(application)
+    application = Application(role, queue, token)
     server = HttpThread(application.api, listening)
     for line in [*role.description(), ready_line(listening, token)]:
         log_rank0(line)
-    ModelLoop(role, service, server).run()
+    ModelLoop(application, server).run()
 
 
 def _check_sizes(batch_tokens: int, queue_tokens: int | None, max_top_k: int) -> None:

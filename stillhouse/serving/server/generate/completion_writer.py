@@ -1,6 +1,7 @@
 """The model of a server that writes completions, whose weights `POST /v1/weights` replaces between two batches."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,29 +21,21 @@ from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.server.role import ModelOptions, longest_sequence, model_info
 
 
+@dataclass(eq=False)
 class CompletionWriter:
     """Writes the completions of a batch (a `Role`). The requests of a batch may sample their tokens differently."""
 
-    survives_failures = True
+    name: str
+    info: dict[str, Any]
+    limits: Limits
+    decoder: Decoder
+    device: torch.device
+    tokenizer: PreTrainedTokenizerBase
+    batch_tokens: int
+    survives_failures: bool = True
 
-    def __init__(
-        self,
-        name: str,
-        decoder: Decoder,
-        device: torch.device,
-        tokenizer: PreTrainedTokenizerBase,
-        batch_tokens: int,
-    ):
-        self.name = name
-        longest = longest_sequence(decoder, batch_tokens)
-        self.limits = Limits(decoder.vocabulary_rows, longest, longest, 1, ())
-        self.info: dict[str, Any] = model_info(name, decoder, tokenizer) | {
-            "generates": True,
-            "version": FIRST_VERSION,
-            "max_tokens": longest,
-        }
-        self._decoder, self._device, self._tokenizer = decoder, device, tokenizer
-        self._batch_tokens, self._updates = batch_tokens, WeightUpdates(decoder)
+    def __post_init__(self) -> None:
+        self._updates = WeightUpdates(self.decoder)
 
     def add_routes(self, application: Application) -> None:
         add_generate_route(application, self.info["eos_token_ids"])
@@ -55,12 +48,12 @@ class CompletionWriter:
         outcomes: dict[int, VersionedCompletion | NotFiniteError] = {}
         for sampling, members in groups.items():
             generator = Generator(
-                self._decoder,
+                self.decoder,
                 sampling,
-                self._device,
-                batch_tokens=self._batch_tokens,
-                vocabulary=len(self._tokenizer),
-                tokenizer=self._tokenizer,
+                self.device,
+                batch_tokens=self.batch_tokens,
+                vocabulary=len(self.tokenizer),
+                tokenizer=self.tokenizer,
             )
             try:
                 completions = generator.generate([parts[number].request for number in members], 0)
@@ -85,13 +78,13 @@ class CompletionWriter:
     def description(self) -> list[str]:
         return [
             f"model {self.name}: vocabulary of {self.limits.vocabulary:,} rows, {self.info['dtype']} on "
-            f"{self._device.type}; completions of at most {self.limits.max_tokens:,} tokens with their prompt"
+            f"{self.device.type}; completions of at most {self.limits.max_tokens:,} tokens with their prompt"
         ]
 
     def _stop_text(self, completion: Completion, sampling: Sampling) -> str | None:
         if completion.finish == "length" or completion.ids_N[-1] in sampling.eos_ids:
             return None
-        return stop_texts([completion.ids_N.tolist()], sampling.stop, self._tokenizer)[0]
+        return stop_texts([completion.ids_N.tolist()], sampling.stop, self.tokenizer)[0]
 
 
 def load_writer(options: ModelOptions, batch_tokens: int) -> CompletionWriter:
@@ -101,4 +94,11 @@ def load_writer(options: ModelOptions, batch_tokens: int) -> CompletionWriter:
     decoder = options.load(source, device, "model")
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "model")
     check_generation(decoder, device)
-    return CompletionWriter(options.name, decoder, device, tokenizer, batch_tokens)
+    longest = longest_sequence(decoder, batch_tokens)
+    limits = Limits(decoder.vocabulary_rows, longest, longest, 1, ())
+    info = model_info(options.name, decoder, tokenizer) | {
+        "generates": True,
+        "version": FIRST_VERSION,
+        "max_tokens": longest,
+    }
+    return CompletionWriter(options.name, info, limits, decoder, device, tokenizer, batch_tokens)

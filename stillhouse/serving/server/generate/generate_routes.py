@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
@@ -10,13 +11,13 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
-from stillhouse.serving.server.application import Application, Operation, content_type, errors, required_body
-from stillhouse.serving.server.bodies import StrictBody, parse_json, refused
+from stillhouse.serving.server.application import Application, Parsed, content_type, required_body
+from stillhouse.serving.server.bodies import parse_json
 from stillhouse.serving.server.generate import token_completions
-from stillhouse.serving.server.generate.token_completions import GenerateBody, GenerationPart, VersionedCompletion
+from stillhouse.serving.server.generate.token_completions import GenerateBody, VersionedCompletion
 from stillhouse.serving.server.generate.weight_updates import WeightUpdates
-from stillhouse.serving.server.request_errors import RequestError
-from stillhouse.serving.wire import JSON
+from stillhouse.serving.server.request_errors import ENDING, RequestError, busy, errors, refused
+from stillhouse.serving.wire import JSON, StrictBody
 
 #: an answer has about so many bytes for each token
 _TOKEN_BYTES = 64
@@ -35,34 +36,23 @@ class WeightsBody(StrictBody):
 
 def add_generate_route(application: Application, eos_ids: Sequence[int]) -> None:
     """eos_ids: the model's own ends of sequence."""
-    service = application.service
-
-    def parse(content: bytes, _: str) -> tuple[GenerateBody, list[GenerationPart]]:
-        body = parse_json(content, GenerateBody)
-        service.require_model(body.model)
-        return body, [token_completions.part(body, service.limits, eos_ids)]
-
-    def encode(body: GenerateBody, _: Sequence[GenerationPart], results: Sequence[VersionedCompletion]) -> bytes:
-        return bytes(JSONResponse(token_completions.answer(body, service.name, results[0])).body)
+    role = application.role
 
     def result_bytes(results: Sequence[VersionedCompletion]) -> int:
         return sum(_TOKEN_BYTES * len(result.completion.ids_N) for result in results)
 
-    operation = Operation({JSON: service.limits.json_bytes}, parse, encode, JSON, result_bytes)
-
-    @application.api.post(
-        "/inference/v1/generate",
-        response_class=JSONResponse,
-        responses=errors(400, 404, 408, 413, 415, 422, 429, 500, 503),
-        openapi_extra=required_body({JSON: GenerateBody.model_json_schema()}),
-    )
-    async def generate(request: Request) -> Response:
+    @application.operation("/inference/v1/generate", {JSON: GenerateBody.model_json_schema()}, result_bytes)
+    def generate(content: bytes, _: str) -> Parsed:
         """A completion of token ids, with log-probabilities and the version of the weights, as vLLM answers."""
-        return await application.respond(request, operation)
+        body = parse_json(content, GenerateBody)
+        application.require_model(body.model)
+        return [token_completions.part(body, role.limits, eos_ids)], partial(
+            token_completions.answer, body, role.name
+        )
 
 
 def add_weights_route(application: Application, updates: WeightUpdates) -> None:
-    service, lock = application.service, asyncio.Lock()
+    lock = asyncio.Lock()
 
     @application.api.post(
         "/v1/weights",
@@ -75,22 +65,15 @@ def add_weights_route(application: Application, updates: WeightUpdates) -> None:
         content_type(request, JSON)
         async with application.bodies.read(request, _WEIGHTS_BYTES) as content:
             body = parse_json(content, WeightsBody)
-        if service.queue.is_draining:
-            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is about to end")
+        if application.queue.is_draining:
+            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING)
         if lock.locked():
-            raise RequestError(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                "other weights are being loaded: try again",
-                headers={"Retry-After": "1"},
-            )
+            raise busy("other weights are being loaded: try again")
         async with lock:
             try:
-                tensors = await run_in_threadpool(updates.read, Path(body.folder), body.version, body.manifest)
+                tensors = await run_in_threadpool(updates.read, Path(body.folder), body.manifest)
             except ValueError as error:
                 raise refused(str(error), "folder") from error
-            try:
-                await asyncio.wrap_future(updates.submit(tensors))
-            except ValueError as error:
-                raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
-        service.info["version"] = updates.version
+            await asyncio.wrap_future(updates.submit(tensors, body.version))
+        application.role.info["version"] = body.version
         return JSONResponse({"version": body.version})

@@ -10,15 +10,16 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
-from stillhouse.serving.server.bodies import StrictBody, TokenId, refused, usage
+from stillhouse.serving.server.bodies import encode_json, usage
 from stillhouse.serving.server.limits import Limits
-from stillhouse.serving.wire import FirstWrong
+from stillhouse.serving.server.request_errors import refused
+from stillhouse.serving.wire import FirstWrong, StrictBody, TokenId
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 #: temperatures below, except 0, overflow; vLLM raises them to this one
@@ -26,11 +27,11 @@ LOWEST_TEMPERATURE = 0.01
 
 
 class SamplingBody(StrictBody):
-    """How the tokens are drawn. Fields with one possible value are there for clients that always send them."""
+    """How the tokens are sampled. Fields with one possible value are there for clients that always send them."""
 
     n: Literal[1] = 1
     max_tokens: int = Field(default=16, ge=1, description="tokens of the completion, its end included")
-    temperature: float = Field(default=1.0, ge=0, le=100, description="0: the likeliest token")
+    temperature: float = Field(default=1.0, ge=0, le=100, description="0: the top token")
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1, lt=2**31, description="0 or -1: all tokens")
     min_p: float = Field(default=0.0, ge=0, le=1)
@@ -112,13 +113,17 @@ def part(body: GenerateBody, limits: Limits, eos_ids: Sequence[int]) -> Generati
     return GenerationPart(request, sampling, tokens)
 
 
-def answer(body: GenerateBody, model: str, result: VersionedCompletion) -> dict[str, Any]:
+def answer(body: GenerateBody, model: str, results: Sequence[VersionedCompletion]) -> bytes:
+    [result] = results
     completion, options = result.completion, body.sampling_params
     ids, log_probs = completion.ids_N.tolist(), completion.log_probs_N.tolist()
     stop_reason: str | int | None = result.stop
     if completion.finish == "stop" and ids[-1] in (options.stop_token_ids or ()):
         stop_reason = ids[-1]
-    entries = [_entry(token, log_prob) for token, log_prob in zip(ids, log_probs, strict=True)]
+    entries = [  # the token's rank is not computed
+        {"token_id": token, "logprob": log_prob, "rank": None, "top_logprobs": []}
+        for token, log_prob in zip(ids, log_probs, strict=True)
+    ]
     choice = {
         "index": 0,
         "finish_reason": completion.finish,
@@ -129,7 +134,7 @@ def answer(body: GenerateBody, model: str, result: VersionedCompletion) -> dict[
         "weight_versions": [{"version": result.version, "start": 0, "end": len(ids)}],
         "logprobs": None if options.logprobs is None else {"content": entries},
     }
-    return {
+    content = {
         "request_id": body.request_id or f"generate-tokens-{uuid.uuid4().hex[:16]}",
         "model": model,
         "created": int(time.time()),
@@ -144,8 +149,4 @@ def answer(body: GenerateBody, model: str, result: VersionedCompletion) -> dict[
         "output_mode": "tokens",
         "choices": [choice],
     }
-
-
-def _entry(token: int, log_prob: float) -> dict[str, Any]:
-    # the token's rank is not computed
-    return {"token_id": token, "logprob": log_prob, "rank": None, "top_logprobs": []}
+    return encode_json(content)

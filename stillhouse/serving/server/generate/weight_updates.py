@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
 import torch
@@ -23,19 +23,12 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.checkpoint_names import checkpoint_names, parts_of_stack
 from stillhouse.models.model_checks import describe
+from stillhouse.serving.server.request_errors import ENDING, RequestError
 
 #: the version of the weights that the server was started with, as vLLM names it
 FIRST_VERSION = "default"
 #: the most bytes of all headers of safetensors files
 _HEADER_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True, eq=False)
-class NewWeights:
-    """A version that was read and compared. tensors: by their names in the model."""
-
-    label: str
-    tensors: Mapping[str, Tensor]
 
 
 class WeightUpdates:
@@ -46,12 +39,12 @@ class WeightUpdates:
         self._decoder, self._model = decoder, describe(decoder.pretrained)
         self._expected = _expected(decoder)
         self._bytes = _HEADER_BYTES + sum(tensor.nbytes for tensor in self._expected.values())
-        self._waiting: deque[tuple[NewWeights, Future[None]]] = deque()
+        self._waiting: deque[tuple[Mapping[str, Tensor], str, Future[None]]] = deque()
         self._lock = threading.Lock()
         self._closed = False
 
-    def read(self, folder: Path, label: str, manifest: str | None = None) -> NewWeights:
-        """Read the weights of a folder. label: the version's name from then on. manifest: the sha256 of its manifest.
+    def read(self, folder: Path, manifest: str | None = None) -> dict[str, Tensor]:
+        """The weights of a folder by their names in the model. manifest: the sha256 of its manifest.
 
         Raises ValueError unless the folder is complete, is the one with this manifest, fits the model in each tensor,
         and holds finite values.
@@ -72,37 +65,33 @@ class WeightUpdates:
                 )
             stored = self._tensors(published)
         self._compare(shown, stored)
-        return NewWeights(label, self._by_model_names(stored))
+        return self._by_model_names(stored)
 
-    def submit(self, weights: NewWeights) -> "Future[None]":
-        """Ask for new weights. The future is done when they are in use."""
+    def submit(self, tensors: Mapping[str, Tensor], version: str) -> "Future[None]":
+        """Ask for new weights. The future is done when they are in use. version: their name from then on."""
         done: Future[None] = Future()
         with self._lock:
             if self._closed:
-                done.set_exception(ValueError("the server is about to end"))
+                done.set_exception(_ending())
             else:
-                self._waiting.append((weights, done))
+                self._waiting.append((tensors, version, done))
         return done
 
     def apply(self) -> None:
         """Copy the weights that were asked for, between two batches."""
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    return
-                weights, done = self._waiting.popleft()
+        while self._waiting:
+            tensors, version, done = self._waiting.popleft()
             with torch.no_grad():
                 for name, value in self._decoder.state_dict().items():
-                    value.copy_(weights.tensors[name])
-            self.version = weights.label
+                    value.copy_(tensors[name])
+            self.version = version
             done.set_result(None)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for _, done in self._waiting:
-                done.set_exception(ValueError("the server is about to end"))
-            self._waiting.clear()
+        for _, _, done in self._waiting:
+            done.set_exception(_ending())
 
     def _tensors(self, published: PublishedFolder) -> dict[str, Tensor]:
         """The tensors of a folder, all of whose files were compared with their hashes."""
@@ -153,6 +142,10 @@ class WeightUpdates:
         return torch.stack(
             [torch.cat([stored.pop(part.replace("*", str(number))) for part in parts]) for number in range(experts)]
         )
+
+
+def _ending() -> RequestError:
+    return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, ENDING)
 
 
 def _expected(decoder: Decoder) -> dict[str, Tensor]:

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.libraries import reading
-from stillhouse.serving.server.bodies import StrictBody, TokenId, parse_json, refused, usage
+from stillhouse.serving.server.bodies import encode_json, parse_json, usage
 from stillhouse.serving.server.limits import Limits
-from stillhouse.serving.wire import FirstWrong
+from stillhouse.serving.server.request_errors import refused
+from stillhouse.serving.wire import FirstWrong, StrictBody, TokenId
 from stillhouse.signals.extract import Ranked
 from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows
@@ -32,11 +33,11 @@ class CompletionBody(StrictBody):
 
     model: str | None = Field(default=None, description="the name of this server's teacher, if given")
     prompt: str | FirstWrong[str] | FirstWrong[TokenId] | FirstWrong[FirstWrong[TokenId]]
-    max_tokens: int = Field(default=16, description="0 or 1 here; 1 gives the likeliest token")
-    prompt_logprobs: int | None = Field(default=None, ge=0, description="the likeliest ids per token of the prompt")
-    logprobs: int | None = Field(default=None, ge=0, description="the likeliest ids of the one token of the answer")
+    max_tokens: int = Field(default=16, description="0 or 1 here; 1 gives the top token")
+    prompt_logprobs: int | None = Field(default=None, ge=0, description="the top ids per token of the prompt")
+    logprobs: int | None = Field(default=None, ge=0, description="the top ids at the one token of the answer")
     temperature: float | None = Field(
-        default=None, ge=0, description="no effect: the answer's token is the likeliest, log-probs are at 1"
+        default=None, ge=0, description="no effect: the answer's token is the top one, log-probs are at temperature 1"
     )
     add_special_tokens: bool = Field(default=True, description="of a prompt that is text")
     return_token_ids: bool = Field(default=False)
@@ -44,7 +45,7 @@ class CompletionBody(StrictBody):
     n: Literal[1] = 1
     echo: Literal[False] = False
     stream: Literal[False] = False
-    seed: int | None = Field(default=None, description="no effect: nothing is drawn")
+    seed: int | None = Field(default=None, description="no effect: nothing is sampled")
     user: str | None = Field(default=None, description="no effect")
 
 
@@ -91,15 +92,15 @@ def answer(
     body: CompletionBody,
     model: str,
     parts: Sequence[ScoreRequest],
-    results: Sequence[dict[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, Any]:
+    results: Sequence[dict[str, Tensor]],
+) -> bytes:
     """The answer to a request. results: the tensors of each of its parts."""
     choices = [
         _choice(index, body, part, tensors, tokenizer)
         for index, (part, tensors) in enumerate(zip(parts, results, strict=True))
     ]
-    return {
+    content = {
         "id": f"cmpl-{uuid.uuid4().hex[:16]}",
         "object": "text_completion",
         "created": int(time.time()),
@@ -112,6 +113,7 @@ def answer(
         "ec_transfer_params": None,
         "metrics": None,
     }
+    return encode_json(content)
 
 
 def _prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

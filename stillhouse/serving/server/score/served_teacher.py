@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import check_vocabulary, load_tokenizer
-from stillhouse.hashing import file_hash
+from stillhouse.hashing import folder_hashes
 from stillhouse.models import Decoder, check_finite_weights, model_fingerprint, quantized_identity
 from stillhouse.parallel import (
     Degrees,
@@ -38,7 +38,7 @@ from stillhouse.signals.teacher_folder import head_of, save_teacher
 RANK_SECONDS = 600.0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ServedTeacher:
     """A loaded teacher (a `Role`).
 
@@ -48,16 +48,13 @@ class ServedTeacher:
     name: str
     info: dict[str, Any]
     limits: Limits
+    survives_failures: bool
     scorer: Scorer
     broadcast: BatchBroadcast
     device: torch.device
     tokenizer: PreTrainedTokenizerBase
     folder: Path
     identity: str
-
-    @property
-    def survives_failures(self) -> bool:
-        return self.broadcast.is_single
 
     def add_routes(self, application: Application) -> None:
         add_file_routes(application, self.folder)
@@ -104,13 +101,13 @@ def load_teacher(
             "one"
         )
     mesh = join(layout.degrees, device, RANK_SECONDS)
-    if mesh.ranks.size == 1:
-        whole_decoder = options.load(source, device, "teacher")
-        runner = build_runner(layout, mesh, ModelSource(lambda: whole_decoder), None)
-        with_head = whole_decoder
+    is_single = mesh.ranks.size == 1
+    if is_single:
+        loaded = options.load(source, device, "teacher")
+        model_source = ModelSource(lambda: loaded)
     else:
-        runner = build_runner(layout, mesh, _sharded_source(options, source, device), None)
-        with_head = head_of(source, options.dtype) if is_first() else runner.students()[0]
+        model_source = _sharded_source(options, source, device)
+    runner = build_runner(layout, mesh, model_source, None)
     decoder = runner.students()[0]
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "teacher")
     identity = quantized_identity(model_fingerprint(source), options.quantize)
@@ -119,16 +116,17 @@ def load_teacher(
         longest_sequence(decoder, batch_tokens),
         max(batch_tokens, queue_tokens // 4),
         max_top_k,
-        SIGNALS if mesh.ranks.size == 1 else SIGNALS_OF_SHARDS,
+        SIGNALS if is_single else SIGNALS_OF_SHARDS,
     )
     info: dict[str, Any] = {}
     if is_first():
+        with_head = decoder if is_single else head_of(source, options.dtype)
         save_teacher(folder, with_head, tokenizer, with_head=True)
         info = model_info(options.name, decoder, tokenizer) | {
             "teacher": identity,
             "width": int(decoder.config.get_text_config().hidden_size),
             "chat_template": _template_hash(tokenizer),
-            "files": {path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.is_file()},
+            "files": {name: digest for name, digest in folder_hashes(folder).items() if digest},
             "quantize": options.quantize,
             "signals": list(limits.signals),
             "max_tokens": limits.max_tokens,
@@ -137,7 +135,9 @@ def load_teacher(
             "max_top_k": limits.most_ids,
         }
     scorer, broadcast = Scorer(runner, device), BatchBroadcast(mesh)
-    return ServedTeacher(options.name, info, limits, scorer, broadcast, device, tokenizer, folder, identity)
+    return ServedTeacher(
+        options.name, info, limits, is_single, scorer, broadcast, device, tokenizer, folder, identity
+    )
 
 
 def _sharded_source(options: ModelOptions, folder: str, device: torch.device) -> ModelSource:
