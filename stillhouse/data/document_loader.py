@@ -167,8 +167,8 @@ class _Loader:
             self._reject(DataError(record.where, record.problem))
             return
         try:
-            record, template = self._in_our_columns(record)
-            waiting = self._rendered(record, template)
+            template = self.template or self._template_for(record)
+            waiting = self._rendered(self._converted(record), template)
         except TemplateLimitError as error:
             raise DataError(record.where, str(error)) from error
         except (RecordError, RecursionError) as error:
@@ -223,29 +223,28 @@ class _Loader:
         file.flush()
         return np.memmap(file.name, dtype=dtype, mode="r")
 
-    def _in_our_columns(self, record: Record) -> tuple[Record, Template]:
-        """The record with our own columns, and the template, which the first record decides. Raises RecordError."""
-        if self.template is not None:
-            return self._converted(record), self.template
+    def _template_for(self, first: Record) -> Template:
+        """Let the first record decide the template and whose columns it has. Raises RecordError.
+
+        Raises DataError for what concerns the whole dataset, so that it is never skipped.
+        """
+        options = self.options
         try:
-            self.foreign = foreign_columns(record.fields, self.tokenizer, prompts=self.options.tokens is None)
+            self.foreign = foreign_columns(first.fields, self.tokenizer, prompts=options.tokens is None)
+            fields = self._converted(first).fields
+            if options.tokens is None:
+                self.template = prompt_template_for(fields, self.tokenizer)
+            else:
+                self.template = template_for(fields, self.tokenizer, options.tokens)
+        except RecordError:
+            raise
         except ValueError as error:
-            raise DataError(record.where, str(error)) from error
-        record = self._converted(record)
-        self.template = self._template_for(record)
+            raise DataError(first.where, str(error)) from error
         self.report.form = "" if self.foreign is None else self.foreign.words
-        return record, self.template
+        return self.template
 
     def _converted(self, record: Record) -> Record:
         return record if self.foreign is None else replace(record, fields=self.foreign.convert(record.fields))
-
-    def _template_for(self, record: Record) -> Template:
-        try:
-            if self.options.tokens is None:
-                return prompt_template_for(record.fields, self.tokenizer)
-            return template_for(record.fields, self.tokenizer, self.options.tokens)
-        except ValueError as error:  # concerns the whole dataset: never skipped
-            raise DataError(record.where, str(error)) from error
 
     def _rendered(self, record: Record, template: Template) -> _Waiting:
         fields, options = record.fields, self.options

@@ -30,7 +30,8 @@ def with_advantages(
         return list(samples)
     assert len(raw_rewards) == len(samples)
     rewards, exponent = _scaled(raw_rewards)
-    mean, spread = statistics.fmean(rewards), _deviation(rewards, deviation)
+    mean = statistics.fmean(rewards)
+    spread = (statistics.pstdev if deviation == "population" else statistics.stdev)(rewards)
     if spread <= 1e-6 * max(map(abs, rewards)):  # equal but for rounding
         advantages = [0.0 for _ in rewards]
     elif how == "normalized":
@@ -63,7 +64,3 @@ def _unscaled(value: float, exponent: int) -> float:
         return math.ldexp(value, exponent)
     except OverflowError:
         return math.copysign(math.inf, value)
-
-
-def _deviation(rewards: Sequence[float], kind: Deviation) -> float:
-    return statistics.pstdev(rewards) if kind == "population" else statistics.stdev(rewards)

@@ -54,7 +54,7 @@ class RolloutQueue:
         self.last_step, self.max_staleness = last_step, max_staleness
         self.advantage, self.deviation, self._alive, self._by_student = advantage, deviation, alive, by_student
         self._asked_at: dict[int, int] = {}
-        self._samples: dict[int, dict[int, Sample]] = {}
+        self._samples: dict[int, dict[int, Sample]] = {}  # of the groups that were asked for and not taken
         self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
         self._trained: set[int] = set()
         self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups that it has not trained yet
@@ -128,10 +128,9 @@ class RolloutQueue:
         groups = self._taken.pop(step)
         for group in groups:
             del self._asked_at[group]
-        if not self.in_order:
-            self._trained |= groups.keys()
-            before = min(self._asked_at, default=None)
-            self._trained = {group for group in self._trained if before is not None and group > before}
+        before = min(self._asked_at, default=None)
+        out_of_turn = self._trained | groups.keys()
+        self._trained = {group for group in out_of_turn if before is not None and group > before}
 
     def state(self) -> QueueState:
         """What a checkpoint keeps. Samples that are under way are asked for again after a resume."""
@@ -169,31 +168,25 @@ class RolloutQueue:
                 self._finished.append(group)
 
     def _is_ready(self, step: int) -> bool:
-        finished = set(self._finished)
-        if self.in_order:
-            return finished.issuperset(self.plan.groups(step))
         in_time = all(
-            sum(self._last_chance(group) <= until for group in finished) >= least
+            sum(self._last_chance(group) <= until for group in self._finished) >= least
             for until, least in self._least(step).items()
         )
-        return in_time and len(finished) >= len(self.plan.groups(step))
+        return in_time and len(self._finished) >= len(self.plan.groups(step))
 
     def _chosen(self, step: int) -> Sequence[int]:
         """The groups that the step trains on, of those that are finished."""
-        groups = self.plan.groups(step)
-        if self.in_order:
-            return groups
         chosen: list[int] = []
         for until, least in self._least(step).items():
             in_time = [group for group in self._finished if self._last_chance(group) <= until]
             missing = max(0, least - len(set(chosen).intersection(in_time)))
             chosen += [group for group in in_time if group not in chosen][:missing]
         others = [group for group in self._finished if group not in chosen]
-        return [*chosen, *others[: len(groups) - len(chosen)]]
+        return [*chosen, *others[: len(self.plan.groups(step)) - len(chosen)]]
 
     def _last_chance(self, group: int) -> int:
-        """The last step that may train on a group that was asked for."""
-        return self._asked_at[group] + self.max_staleness
+        """The last step that may train on a group that was asked for. With `in_order` it is the group's own step."""
+        return self.plan.step_of(group) if self.in_order else self._asked_at[group] + self.max_staleness
 
     def _least(self, step: int) -> dict[int, int]:
         """For each step from this one on, how many groups whose last chance is that step or earlier must be trained
@@ -202,7 +195,7 @@ class RolloutQueue:
         least, room = {}, 0
         for until in range(step, step + self.max_staleness + 1):
             room += len(self.plan.groups(until)) if until > step else 0
-            least[until] = sum(self._last_chance(group) <= until for group in self._asked_at) - room
+            least[until] = sum(self._last_chance(group) <= until for group in self._samples) - room
         return least
 
 
