@@ -35,9 +35,9 @@ from stillhouse.data.record import (
     describe,
     without_null,
 )
-from stillhouse.data.render.forms import prompt_template_for, template_for
+from stillhouse.data.render.forms import template_for
 from stillhouse.data.render.prefix_templates import PrefixTemplate
-from stillhouse.data.render.templates import Encoded, Rendered, Template, Tokens
+from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.token_cache import TARGETS, TOKENS, cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
@@ -86,7 +86,7 @@ def load_documents(
     options = _Options(
         os.fspath(source),
         max_tokens,
-        None if prompts else tokens,
+        "none" if prompts else tokens,
         on_error == "skip",
         list(columns),
         {name: list(values) for name, values in allowed.items()},
@@ -109,11 +109,11 @@ def load_documents(
 
 @dataclass(frozen=True)
 class _Options:
-    """What decides the documents of a source: see `load_documents`. tokens: None if only prompts are read."""
+    """What decides the documents of a source: see `load_documents`. targets: "none" if only prompts are read."""
 
     source: str
     max_tokens: int
-    tokens: Tokens | None
+    targets: Targets
     skip: bool
     columns: list[str]
     allowed: dict[str, list[Any]]
@@ -188,7 +188,7 @@ class _Loader:
             raise ValueError(self.report.why_empty(self.options.max_tokens))
         tokens_N, targets_N = self._array(0, np.int32), self._array(1, np.bool_)
         report = self.report.counted(self.sources, len(tokens_N), targets_N.sum())
-        if self.options.tokens is not None and not self._stops(tokens_N, targets_N):
+        if self.options.targets != "none" and not self._stops(tokens_N, targets_N):
             report.warnings.append(
                 f"{report.source}: the end-of-sequence token {self.tokenizer.eos_token!r} is never a "
                 "target, so the student does not learn to stop with it (the chat template ends turns with "
@@ -228,14 +228,10 @@ class _Loader:
 
         Raises DataError for what concerns the whole dataset, so that it is never skipped.
         """
-        options = self.options
+        targets = self.options.targets
         try:
-            self.foreign = foreign_columns(first.fields, self.tokenizer, prompts=options.tokens is None)
-            fields = self._converted(first).fields
-            if options.tokens is None:
-                self.template = prompt_template_for(fields, self.tokenizer)
-            else:
-                self.template = template_for(fields, self.tokenizer, options.tokens)
+            self.foreign = foreign_columns(first.fields, self.tokenizer, prompts=targets == "none")
+            self.template = template_for(self._converted(first).fields, self.tokenizer, targets)
         except RecordError:
             raise
         except ValueError as error:
@@ -287,8 +283,9 @@ class _Loader:
         if problem:
             self._reject(DataError(waiting.where, problem))
             return
-        pieces = [encoded] if self.options.tokens is None else self._fit(encoded, room, splits)
-        if self.options.tokens is not None and not any(piece.targets.any() for piece in pieces):
+        is_prompt = self.options.targets == "none"
+        pieces = [encoded] if is_prompt else self._fit(encoded, room, splits)
+        if not is_prompt and not any(piece.targets.any() for piece in pieces):
             self.report.without_target += 1
             return
         self.report.kept += 1
@@ -314,7 +311,7 @@ class _Loader:
                 f"leaves fewer than 2 of the {most:,} of max_tokens for the document: expected a shorter prefix or a "
                 "larger max_tokens"
             )
-        if self.options.tokens is not None:
+        if self.options.targets != "none":
             return ""
         if not len(encoded.ids):
             return "the prompt has no token, so that nothing can follow it: expected at least one"

@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from stillhouse.data.read.messages import Message, Tools
 from stillhouse.data.record import require_length
+from stillhouse.data.render.templates import Targets
 from stillhouse.data.render.turns import Span, Turns
 from stillhouse.libraries import reading
 
@@ -25,12 +26,12 @@ _ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[
 class Conversations:
     """Renders conversations with a tokenizer's chat template.
 
-    every: all characters are targets, not only those of the assistant.
-    prompts: the text ends with the beginning of the assistant's next turn, and has no targets.
+    targets: "all" for all characters, not only those of the assistant. With "none", the text ends with the beginning
+        of the assistant's next turn.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, every: bool, prompts: bool = False):
-        self.tokenizer, self.every, self.prompts = tokenizer, every, prompts
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets):
+        self.tokenizer, self.targets = tokenizer, targets
         self.special = tuple(tokenizer.get_added_vocab())
 
     def answer(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span], str]:
@@ -65,13 +66,16 @@ class Conversations:
         """The rendered conversation, and the ranges of its characters that are targets (see `answer`)."""
         if first is None:
             return self._text(tools, messages), []
-        if self.prompts:
+        if self.targets == "none":
             return self._text(tools, messages, prompt=True), []
+        if self.targets == "all":
+            body = self._text(tools, messages)
+            return body, [(0, len(body))]
         source = self._source(tools)
-        if "endgeneration" in source and not self.every:
+        if "endgeneration" in source:
             return self._with_marked_spans(source, messages, tools, first)
         body = self._text(tools, messages)
-        return body, [(0, len(body))] if self.every else self._turns(messages, tools, body).spans(first)
+        return body, self._turns(messages, tools, body).spans(first)
 
     def _with_marked_spans(
         self, source: str, messages: list[Message], tools: Tools, first: int
