@@ -125,7 +125,7 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
         arrays = {"offsets": documents.offsets, "keys": documents.keys_D}
         for number, prefixes in enumerate(documents.prefixes.values()):
             values_of_parts = (prefixes.tokens_N, prefixes.offsets, prefixes.after_bos_D)
-            arrays |= {f"{part}-{number}": values for part, values in zip(_PREFIX_PARTS, values_of_parts, strict=True)}
+            arrays |= zip((f"{part}-{number}" for part in _PREFIX_PARTS), values_of_parts, strict=True)
         for array, values in arrays.items():
             _array_file(partial, array).write_bytes(np.ascontiguousarray(values).tobytes())
         _write_strings(partial / SOURCES, documents.sources)

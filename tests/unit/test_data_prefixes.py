@@ -4,14 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from kit.documents import ANSWER, BOS, EOS, QUESTION, load_records, plain
 from kit.toy_tokenizer import PLAIN_TEMPLATE, toy_tokenizer
 
-from stillhouse.data import DataError, Documents, load_documents
-from stillhouse.data.render import chat_template
+from stillhouse.data import DataError, Documents
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHAT = {"messages": [QUESTION, ANSWER], "answer": "four"}
@@ -189,13 +186,6 @@ def test_a_record_without_what_is_needed_stops_with_file_and_line(
     assert [len(each.lengths_D) for each in kept.prefixes.values()] == [3, 3]
 
 
-def test_a_column_of_parquet_that_is_absent_in_a_record_is_null(tmp_path: Path) -> None:
-    records = [STRINGS | {"subject": "law"}, STRINGS]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet:2: column 'subject' is null"):
-        load_documents(tmp_path / "a.parquet", toy_tokenizer(), max_tokens=64, columns=["subject"])
-
-
 def test_a_chat_template_that_refuses_the_system_turn_gives_its_reason(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer(chat="plain")
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -207,17 +197,6 @@ def test_a_chat_template_that_refuses_the_system_turn_gives_its_reason(tmp_path:
     documents = load_records(tmp_path, [empty, CHAT], tokenizer, prefixes={"one": "{answer}"}, on_error="skip")
     assert (len(documents), documents.report.skipped) == (1, 1)
     assert read_by(documents, "one") == documents.tokens(0).tolist()
-
-
-def test_a_chat_template_that_never_ends_stops_even_if_errors_are_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.2)
-    tokenizer = toy_tokenizer(chat="plain")
-    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    tokenizer.chat_template = f"{{% if messages[0].role == 'system' %}}{endless}{{% endif %}}" + PLAIN_TEMPLATE
-    with pytest.raises(DataError, match=r"train\.jsonl:1: the chat template .* more than 0\.2 seconds"):
-        load_records(tmp_path, [CHAT], tokenizer, prefixes={"one": KNOWS}, on_error="skip")
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -305,18 +284,3 @@ def test_the_fingerprint_covers_columns_and_prefixes(tmp_path: Path) -> None:
     ]
     assert len(set(prints)) == len(prints)
     assert fingerprint(subjects(5, unused=1), **OPTIONS) == prints[1]
-
-
-def test_ids_of_a_prefix_beyond_a_head(tmp_path: Path) -> None:
-    tokenizer = toy_tokenizer()
-    tokenizer.add_tokens(["<image>"])
-    records = [{"text": "a", "answer": answer} for answer in ("", "b", "<image>")]
-    documents = load_records(tmp_path, records, tokenizer, prefixes={"one": "{answer}", "none": ""})
-    documents.check_ids(400, "teacher")
-    documents.check_ids(400, "teacher", ["none", "unknown"])
-    documents.check_ids(401, "teacher", ["none", "one"])
-    reason = (
-        r"train\.jsonl:3: token id 400 of the prefix of teacher 'one' has no row in the teacher's head of 400 rows"
-    )
-    with pytest.raises(DataError, match=reason):
-        documents.check_ids(400, "teacher", ["none", "one"])

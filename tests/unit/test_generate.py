@@ -43,7 +43,9 @@ def test_log_probs_are_those_of_a_forward_pass_in_float64(family: str, temperatu
     decoder, exact = Decoder(build(family)), Decoder(build(family, dtype=torch.float64))
     check_generation(decoder, CPU)
     all_requests = requests()
-    completions = Generator(decoder, replace(SAMPLING, temperature=temperature), CPU).generate(all_requests, version=7)
+    completions = Generator(decoder, replace(SAMPLING, temperature=temperature), CPU).generate(
+        all_requests, version=7
+    )
     for request, completion in zip(all_requests, completions, strict=True):
         expected = reference_log_probs(exact, request.prompt_ids, completion.ids_N, temperature)
         np.testing.assert_allclose(completion.log_probs_N, expected, rtol=0, atol=2e-5)
@@ -201,7 +203,9 @@ def test_stop_texts_end_a_completion_and_stay_in_it() -> None:
     free = Generator(decoder, Sampling(max_new_tokens=20), CPU).generate(all_requests, 0)
     texts = [tokenizer.decode(completion.ids_N) for completion in free]
     stops = (texts[0][3:6], tokenizer.decode(free[1].ids_N[4:7]))
-    completions = Generator(decoder, Sampling(max_new_tokens=20, stop=stops), CPU, tokenizer=tokenizer).generate(all_requests, 0)
+    completions = Generator(decoder, Sampling(max_new_tokens=20, stop=stops), CPU, tokenizer=tokenizer).generate(
+        all_requests, 0
+    )
     for uncut, cut in zip(free, completions, strict=True):
         lengths = [
             length for length in range(1, 21) if any(stop in tokenizer.decode(uncut.ids_N[:length]) for stop in stops)

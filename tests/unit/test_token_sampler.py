@@ -40,7 +40,7 @@ def test_tokens_are_sampled_as_often_as_their_probabilities_say(
     The log-probabilities are over all counted rows, whatever the filters leave.
     """
     torch.manual_seed(0)
-    logits_V, count = 2 * torch.randn(rows), 20000
+    logits_V, count = torch.randn(rows), 20000
     logits_V[1] = -torch.inf
     sampler = TokenSampler(Sampling(1, temperature=0.7, **filters), range(count), 1, vocabulary, CPU, counted)
     sampler(torch.zeros(count, 1, dtype=torch.int64), logits_V.expand(count, -1).clone())

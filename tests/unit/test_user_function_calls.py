@@ -72,7 +72,11 @@ def moves_and_fails(*_: Any) -> float:
         (recurses, "raises RecursionError: maximum recursion depth exceeded", 18),
         (lambda *_: bytearray(2**60), "raises MemoryError", 2),
         (raising(SilentError()), "raises SilentError: <exception str() failed>", 2),
-        (raising(KeyError("\x1b[2J" + 1000 * "long " + "\n" + 1000 * "lines\n")), r"raises KeyError: '\x1b[2Jlong", 2),
+        (
+            raising(KeyError("\x1b[2J" + 1000 * "long " + "\n" + 1000 * "lines\n")),
+            r"raises KeyError: '\x1b[2Jlong",
+            2,
+        ),
         (raising(GeneratorExit()), "raises GeneratorExit", 2),
         (lambda *_: 10**5000, "gives an integer of 16,610 bits", 0),
     ],
@@ -194,7 +198,9 @@ def test_a_module_that_cannot_be_used(
         assert f'\n  File "{tmp_path / module}.py", line 1, in <module>\n    {code}' in str(raised.value)
 
 
-@pytest.mark.parametrize("text", [" of two words" * 8_000_000, 100_000_000 * " ", 30_000_000 * "\u200b"], ids=("a", "b", "c"))
+@pytest.mark.parametrize(
+    "text", [" of two words" * 8_000_000, 100_000_000 * " ", 30_000_000 * "\u200b"], ids=("a", "b", "c")
+)
 def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(text: str) -> None:
     tokenizer = toy_tokenizer()
     environment = loaded(lambda *_: text)
