@@ -49,7 +49,8 @@ def after(steps: int, *schedule: Any, lost: bool = False, most: int = 4, **optio
     if lost:
         engine.update_weights(steps, None)
         made.ask(steps)
-        made.take(steps)
+        taken = made.take(steps)
+        assert {sample.number for sample in taken} <= {sample.number for sample in made.state().samples}
     return made.state()
 
 

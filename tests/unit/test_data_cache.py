@@ -191,24 +191,17 @@ def test_a_file_that_comes_or_goes_while_the_others_are_read(tmp_path: Path) -> 
     write(source)
     second = source / "b.jsonl"
 
-    def of(change: Callable[[], object]) -> Documents:
-        def key() -> str:
-            name = entry_key(local_files(source) or [], toy_tokenizer(), {})
-            change()
-            return name
+    def cached(load: Callable[[Path], Documents]) -> Documents:
+        return cached_documents(cache, lambda: local_files(source) or [], lambda: "0" * 64, load)
 
-        return cached_documents(cache, lambda: local_files(source) or [], key, read)
-
-    def read(folder: Path) -> Documents:
-        for name in ("tokens", "targets"):
-            (folder / f"{name}.bin").touch()
+    def read_after(change: Callable[[], object]) -> Documents:
+        change()
         return load_documents(source, toy_tokenizer(), max_tokens=32)
 
     for change in (lambda: shutil.copy(source / "a.jsonl", second), second.unlink):
         with pytest.raises(ValueError, match="a file changed while it was read: start again"):
-            of(change)
+            cached(lambda _, change=change: read_after(change))  # type: ignore[misc]
         assert not entries(cache)
-
     shutil.copy(source / "a.jsonl", second)
 
     def lost(_: Path) -> Documents:
@@ -217,7 +210,7 @@ def test_a_file_that_comes_or_goes_while_the_others_are_read(tmp_path: Path) -> 
         raise AssertionError(list(records))
 
     with pytest.raises(FileNotFoundError, match=r"b\.jsonl"):  # the cache is not to blame
-        cached_documents(cache, lambda: local_files(source) or [], lambda: "0" * 64, lost)
+        cached(lost)
 
 
 def test_a_complete_entry_needs_no_lock_and_is_for_everybody(tmp_path: Path) -> None:

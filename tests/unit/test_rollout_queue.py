@@ -27,7 +27,7 @@ from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 
 
 def numbers(samples: Sequence[Sample]) -> list[int]:
-    return [rollout.number for rollout in samples]
+    return [sample.number for sample in samples]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.1])
@@ -78,24 +78,6 @@ def test_a_queue_from_a_checkpoint_loses_nothing_and_repeats_nothing(ahead: int,
             queue.ask(step + 1)
         assert not set(engine.asked) & set(numbers(kept.samples))
     assert sorted(trained) == list(range(queue.plan.groups(STEPS - 1).stop * SAMPLES))
-
-
-@pytest.mark.parametrize(("ahead", "in_order", "slack"), [(1, True, 0), (2, False, 2)])
-def test_samples_that_were_taken_and_not_trained_are_in_a_checkpoint(ahead: int, in_order: bool, slack: int) -> None:
-    engine = LateEngine(most=4)
-    queue = queue_of(engine, ahead=ahead, in_order=in_order, slack=slack)
-    queue.ask(0)
-    taken = queue.take(0)
-    kept = queue.state()  # the teacher is lost before the step is made
-    again = queue_of(LateEngine(most=4), ahead=ahead, in_order=in_order, slack=slack)
-    again.restore(kept, 0)
-    again.ask(0)
-    samples = again.take(0)
-    if in_order:
-        assert numbers(samples) == numbers(taken)
-    assert set(numbers(taken)) <= set(numbers(kept.samples))
-    again.trained(0)
-    assert not set(numbers(samples)) & set(numbers(again.state().samples))
 
 
 def test_a_step_can_be_taken_while_the_one_before_is_trained() -> None:
@@ -201,56 +183,32 @@ def sample(
     return Sample(number, number % PROMPTS, completion, versions_N >= 0, reward)
 
 
-def test_advantages_are_those_of_the_group() -> None:
-    rewards = [1.0, 0.0, 0.5]
+def advantages(rewards: Sequence[float | None], *how: Any) -> list[float]:
     samples = [sample(number, reward) for number, reward in enumerate(rewards)]
-    centered = [advantage.advantage for advantage in with_advantages(samples, "centered")]
-    assert centered == pytest.approx([0.5, -0.5, 0.0])
-    normalized = [advantage.advantage for advantage in with_advantages(samples, "normalized")]
-    assert normalized == pytest.approx([advantage / np.std(rewards) for advantage in centered])
-    for equal in ([1.0, 1.0], [None, None]):
-        same = [sample(number, reward) for number, reward in enumerate(equal)]
-        assert [advantage.advantage for advantage in with_advantages(same, "normalized")] == [0.0, 0.0]
+    return [with_advantage.advantage for with_advantage in with_advantages(samples, *how)]
 
 
-def test_weights_that_underflow_stay_in_the_normaliser() -> None:
-    whole = prompts()
-    dataset = whole.select([5, 6])
-    targets_N = np.ones(len(dataset.tokens_N), dtype=bool)
-    targets_N[dataset.offsets[:-1]] = False
-    object.__setattr__(dataset, "targets_N", targets_N)
-    for decay in (1.0, 1e-30):
-        documents = step_documents(
-            whole, [sample(0, versions=(0, 0, 0))], TargetRules(position_decay=decay), dataset, [1]
-        )
-        assert documents.targets(0).sum() == 3
-        assert documents.targets(1).sum() == dataset.targets(1).sum()
-        assert documents.weights_N is not None
-        assert documents.weights_N[documents.targets_N].min() > 0
-    assert documents.part(documents.weights_N, 0)[-3:].tolist() == pytest.approx([1.0, 1e-30, 0.0], abs=1e-37)
+def test_advantages_are_those_of_the_group() -> None:
+    rewards = [1.0, 0.0, 0.5, 0.25]
+    centered = [reward - np.mean(rewards) for reward in rewards]
+    assert advantages(rewards, "centered") == pytest.approx(centered)
+    for deviation, freedom in (("population", 0), ("sample", 1)):
+        expected = torch.tensor(centered) / torch.tensor(rewards).std(correction=freedom)
+        assert advantages(rewards, "normalized", deviation) == pytest.approx(expected.tolist(), rel=1e-6)
+    assert advantages([1.0, 1.0], "normalized") == advantages([None, None], "normalized") == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("scale", [1e308, 5e-324, 1e-310])
 def test_rewards_of_any_size_have_advantages(scale: float) -> None:
     rewards = [scale, -scale, scale, -scale]
-    samples = [sample(number, reward) for number, reward in enumerate(rewards)]
-    assert [advantage.advantage for advantage in with_advantages(samples, "normalized")] == [1.0, -1.0, 1.0, -1.0]
+    assert advantages(rewards, "normalized") == [1.0, -1.0, 1.0, -1.0]
     assert mean_and_deviation(rewards) == (0.0, scale)
     assert mean_and_deviation([scale, scale]) == (scale, 0.0)
     if scale > 1:
         with pytest.raises(ValueError, match=r"rewards from -1e\+308 to 1e\+308 .* rollout\.advantage=centered"):
-            with_advantages(samples, "centered")
+            advantages(rewards, "centered")
     else:
-        assert [advantage.advantage for advantage in with_advantages(samples, "centered")] == rewards
-
-
-def test_the_deviation_is_that_of_the_population_or_of_the_sample() -> None:
-    rewards = [1.0, 0.0, 0.5, 0.25]
-    samples = [sample(number, reward) for number, reward in enumerate(rewards)]
-    for kind, freedom in (("population", 0), ("sample", 1)):
-        found = [advantage.advantage for advantage in with_advantages(samples, "normalized", kind)]  # type: ignore[arg-type]
-        expected = (torch.tensor(rewards) - np.mean(rewards)) / torch.tensor(rewards).std(correction=freedom)
-        assert found == pytest.approx(expected.tolist(), rel=1e-6)
+        assert advantages(rewards, "centered") == rewards
 
 
 @pytest.mark.parametrize("versions", [(1, 5), (5, 9)])
@@ -288,6 +246,10 @@ def test_the_documents_of_a_step() -> None:
     }
     assert not documents.part(documents.per_token[IS_SAMPLED], 2).any()
     assert documents.sources[:2] == ["train.jsonl:1 (sample 0)", "train.jsonl:2 (sample 8)"]
+    vanishing = step_documents(whole, samples, TargetRules(position_decay=1e-30), dataset, [1])
+    assert vanishing.weights_N is not None
+    assert vanishing.part(vanishing.weights_N, 0)[-3:].tolist() == pytest.approx([1.0, 1e-30, 0.0], abs=1e-37)
+    assert vanishing.weights_N[vanishing.targets_N].min() > 0  # a target stays in the normaliser
     by_teacher = step_documents(whole, samples, TargetRules(by_student=False))
     assert not by_teacher.per_token[IS_SAMPLED].any()
     assert by_teacher.targets(1).sum() == 2
