@@ -297,7 +297,8 @@ class _Loader:
             self.keys.append(waiting.key)
             self.sources.append(piece_source(waiting.where, number, len(pieces)))
             self.values.append(waiting.values)
-            self.prefixes.append([prefix.for_piece(number) for prefix in prefixes])
+            # only the first piece begins with the document's BOS
+            self.prefixes.append([replace(prefix, after_bos=prefix.after_bos and not number) for prefix in prefixes])
             if waiting.record is not None:
                 self.records.append(waiting.record)
 

@@ -113,7 +113,7 @@ class RolloutQueue:
         times = [self.writer.times.pop(number, None) for group in groups for number in self._samples[group]]
         known = [seconds for seconds in times if seconds is not None]  # an earlier process's times are unknown
         self.taken_times = (
-            min((asked for asked, _ in known), default=0.0),
+            min((start for start, _ in known), default=0.0),
             max((end for _, end in known), default=0.0),
         )
         self._taken[step] = {group: self._samples.pop(group) for group in groups}

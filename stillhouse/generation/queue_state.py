@@ -34,8 +34,8 @@ def require_groups(
 
     The last step that was begun is the one before, or, if the run lost its servers, the one that comes next.
     """
-    asked, trained = state.asked_at, state.trained
-    if both := sorted(asked.keys() & set(trained)):
+    asked_at, trained = state.asked_at, state.trained
+    if both := sorted(asked_at.keys() & set(trained)):
         raise ValueError(f"group {both[0]} is both asked for and trained: expected one of them")
     if trained and (in_order or len(set(trained)) < len(trained)):
         raise ValueError(
@@ -44,7 +44,7 @@ def require_groups(
             else f"the trained groups {trained[:9]}: expected each of them once"
         )
     earliest, latest = max(0, step - max_staleness), min(step + ahead, last_step)
-    for group, at in asked.items():
+    for group, at in asked_at.items():
         due = plan.step_of(group)
         if not (earliest <= due <= latest and max(0, due - ahead, earliest) <= at <= min(due, step)):
             raise ValueError(

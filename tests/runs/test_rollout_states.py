@@ -57,7 +57,7 @@ def after(steps: int, *schedule: Any, lost: bool = False, most: int = 4, **optio
 def finished() -> QueueState:
     """The state after STEP steps of two_step_off whose samples are all finished: of the groups of two steps."""
     state = after(STEP, most=99)
-    return replace(state, samples=sorted(state.samples, key=lambda each: each.number))
+    return replace(state, samples=sorted(state.samples, key=lambda sample: sample.number))
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -82,11 +82,11 @@ def asked(changes: dict[int, int | None]) -> Change:
     """Change when groups were asked for; None removes a group and its samples."""
 
     def change(state: QueueState) -> QueueState:
-        found = {group: at for group, at in (state.asked_at | changes).items() if at is not None}
+        asked_at = {group: at for group, at in (state.asked_at | changes).items() if at is not None}
         gone = {group for group, at in changes.items() if at is None}
         return replace(
             state,
-            asked_at=found,
+            asked_at=asked_at,
             samples=[sample for sample in state.samples if sample.number // SAMPLES not in gone],
         )
 
@@ -102,9 +102,9 @@ def first_sample(**values: Any) -> Change:
 
 
 def with_values(sample: Sample, **values: Any) -> Sample:
-    own = {name: value for name, value in values.items() if hasattr(sample, name)}
-    others = {name: value for name, value in values.items() if name not in own}
-    return replace(sample, completion=replace(sample.completion, **others), **own)
+    of_sample = {name: value for name, value in values.items() if hasattr(sample, name)}
+    others = {name: value for name, value in values.items() if name not in of_sample}
+    return replace(sample, completion=replace(sample.completion, **others), **of_sample)
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
@@ -208,9 +208,9 @@ def intact(folder: Path) -> Any:
 def test_a_file_of_samples_is_read_as_it_was_written(tmp_path: Path) -> None:
     for state in (after(STEP, 2, False, 2, seed=3), QueueState()):
         write_queue(tmp_path, state)
-        found = read_queue(intact(tmp_path))
-        assert (found.asked_at, found.trained) == (state.asked_at, state.trained)
-        for one, other in zip(found.samples, state.samples, strict=True):
+        state_read = read_queue(intact(tmp_path))
+        assert (state_read.asked_at, state_read.trained) == (state.asked_at, state.trained)
+        for one, other in zip(state_read.samples, state.samples, strict=True):
             assert (one.number, one.prompt, one.reward) == (other.number, other.prompt, other.reward)
             for name in ("ids_N", "log_probs_N", "versions_N"):
                 assert (getattr(one.completion, name) == getattr(other.completion, name)).all()

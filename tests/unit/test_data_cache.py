@@ -245,15 +245,15 @@ def test_processes_that_start_together_write_one_entry(tmp_path: Path) -> None:
     write(tmp_path, 3000)
     results = [tmp_path / f"{number}.txt" for number in range(3)]
     processes = [
-        fork_server().Process(target=write_fingerprint, args=(str(tmp_path), str(each)), daemon=True)
-        for each in results
+        fork_server().Process(target=write_fingerprint, args=(str(tmp_path), str(path)), daemon=True)
+        for path in results
     ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    assert {each.read_text() for each in results} == {load(tmp_path, None).fingerprint()}
+    assert {path.read_text() for path in results} == {load(tmp_path, None).fingerprint()}
     assert len(entries(tmp_path / "cache")) == 1
 
 

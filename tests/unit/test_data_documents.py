@@ -223,7 +223,7 @@ def test_the_hash_of_a_record_is_that_of_its_content(tmp_path: Path) -> None:
     assert documents.keys_D.tolist() == [2621323547625071727]  # sha256 of '["number 0"]', first 8 bytes
     add = {"name": "add"}
     tools: list[Any] = [None, [], [add | {"of": None}], [add], [{"name": "take"}]]
-    records = [{"messages": CHAT}, *({"messages": CHAT, "tools": each} for each in tools)]
+    records = [{"messages": CHAT}, *({"messages": CHAT, "tools": value} for value in tools)]
     keys = load_records(tmp_path, records, chat="plain").keys_D.tolist()
     assert keys[0] == keys[1] == keys[2]
     assert keys[3] == keys[4]

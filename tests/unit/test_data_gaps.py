@@ -45,10 +45,11 @@ TEACHERS = {
 
 
 def lists(tensors: Any) -> dict[str, list[list[int]]]:
-    return {name: each.tolist() for name, each in tensors.items()}
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
 def test_a_layout_by_hand() -> None:
+    """A row predicts the token at the next row of the same document; a prompt's last row, the completion's first."""
     batch = make_micro_batch(by_hand(), [[0, 1], [2]], ["a", "b"])
     assert lists(batch.inputs) == STUDENT
     labels_BS = [[-1, -1, -1, -1, 6, 2, -1, -1, 8, 2, -1], [-1, -1, 2, *[-1] * 8]]
@@ -114,8 +115,8 @@ def test_what_a_teacher_outside_of_the_job_reads(gaps: tuple[str, ...]) -> None:
     }
     for name, documents in expected.items():
         for number, (ids, shift) in enumerate(documents):
-            found, by = step.teacher_tokens(number, name)
-            assert (found.tolist(), by) == (ids, shift)
+            teacher_ids, by = step.teacher_tokens(number, name)
+            assert (teacher_ids.tolist(), by) == (ids, shift)
 
 
 def test_nothing_is_built_before_it_is_accessed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +134,7 @@ def test_nothing_is_built_before_it_is_accessed(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_fingerprint_covers_where_a_bos_stays() -> None:
     documents = by_hand()
-    prefixes = {name: replace(each, after_bos_D=~each.after_bos_D) for name, each in documents.prefixes.items()}
+    prefixes = {name: replace(of_teacher, after_bos_D=~of_teacher.after_bos_D) for name, of_teacher in documents.prefixes.items()}
     assert replace(documents, prefixes=prefixes).fingerprint() != documents.fingerprint()
 
 
@@ -160,11 +161,11 @@ def test_the_rows_of_student_and_teacher_predict_the_same_tokens(
     packed = PackedSequences(documents, max_tokens=24, seed=seed, gaps=gaps)
     plain = PackedSequences(documents, max_tokens=24, seed=seed)
     step = packed.micro_batches([np.arange(start, min(start + 3, len(packed))) for start in range(0, len(packed), 3)])
-    assert [each.shape_BS for each in step] == step.shapes_BS
+    assert [batch.shape_BS for batch in step] == step.shapes_BS
     assert max(columns for _, columns in step.shapes_BS) <= 24
     assert step.tokens == len(documents.tokens_N)
     assert step.normalizer == plain.micro_batches([np.arange(len(plain))]).normalizer
-    rows = torch.cat([each.document_T for each in step])
+    rows = torch.cat([batch.document_T for batch in step])
     assert torch.bincount(rows[rows >= 0]).tolist() == documents.lengths_D.tolist()
     for name in set(gaps) - {"unknown"}:
         for batch in step.for_teacher(name):

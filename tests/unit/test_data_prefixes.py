@@ -131,7 +131,7 @@ def test_a_template_is_filled_with_the_records_values(tmp_path: Path, template: 
 
 
 @pytest.mark.parametrize(
-    ("template", "found"),
+    ("template", "reason"),
     [
         ("{answer.__class__}", r"has {answer\.__class__}, which is not the name of a column"),
         ("{answer[0]}", r"has {answer\[0\]}, which"),
@@ -143,8 +143,8 @@ def test_a_template_is_filled_with_the_records_values(tmp_path: Path, template: 
         ("answer}", "cannot be read"),
     ],
 )
-def test_nothing_else_of_format_strings_is_allowed(tmp_path: Path, template: str, found: str) -> None:
-    with pytest.raises(ValueError, match=found) as caught:
+def test_nothing_else_of_format_strings_is_allowed(tmp_path: Path, template: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
         load_records(tmp_path, [STRINGS], prefixes={"math": template})
     assert str(caught.value).startswith(f"the prefix of teacher 'math' {template!r} ")
     assert "expected a text in which {column} stands for" in str(caught.value)
@@ -183,7 +183,7 @@ def test_a_record_without_what_is_needed_stops_with_file_and_line(
     assert kept.columns == {"subject": ["law", "law", "math"]}
     assert [kept.report.read, kept.report.kept, kept.report.skipped] == [4, 3, 1]
     assert kept.report.reasons == [str(caught.value)]
-    assert [len(each.lengths_D) for each in kept.prefixes.values()] == [3, 3]
+    assert [len(prefixes.lengths_D) for prefixes in kept.prefixes.values()] == [3, 3]
 
 
 def test_a_chat_template_that_refuses_the_system_turn_gives_its_reason(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_every_piece_of_a_long_text_has_the_prefix(tmp_path: Path, adds_bos: boo
         prefix = plain(tokenizer, digits)
         first, *others = (documents.tokens(piece).tolist() for piece in range(3))
         assert read_by(documents, name, 0) == first[:adds_bos] + prefix + first[adds_bos:]
-        assert [read_by(documents, name, piece) for piece in (1, 2)] == [prefix + each for each in others]
+        assert [read_by(documents, name, piece) for piece in (1, 2)] == [prefix + body for body in others]
     assert documents.gaps_D(["one", "none"]).tolist() == [2] * 3
     assert documents.gaps_D(["two", "one"]).tolist() == [3] * 3
     assert documents.gaps_D([]).tolist() == documents.gaps_D(["unknown"]).tolist() == [0] * 3
@@ -227,7 +227,7 @@ def test_a_completion_is_cut_where_prefix_and_document_reach_the_limit(tmp_path:
     documents = load_records(tmp_path, records, max_tokens=12, prefixes={"one": "{answer}"})
     assert documents.lengths_D.tolist() == [10, 7]
     assert documents.targets(1).tolist() == [False] * 4 + [True] * 3
-    assert [len(read_by(documents, "one", each)) for each in range(2)] == [12, 12]
+    assert [len(read_by(documents, "one", document)) for document in range(2)] == [12, 12]
     report = documents.report
     assert (report.cut_documents, report.cut_tokens, report.without_target) == (2, 3 + 8, 1)
     with pytest.raises(DataError, match="has 11 tokens, which leaves fewer than 2 of the 12"):

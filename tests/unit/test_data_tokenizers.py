@@ -108,8 +108,8 @@ def require_difference(student: PreTrainedTokenizerFast, teacher: PreTrainedToke
     ],
 )
 def test_other_special_tokens_are_a_warning(teacher: dict[str, Any], warning: str) -> None:
-    (found,) = check_same_tokenizer(toy_tokenizer(), toy_tokenizer(**teacher))
-    assert warning in found
+    (message,) = check_same_tokenizer(toy_tokenizer(), toy_tokenizer(**teacher))
+    assert warning in message
 
 
 def test_heads_cover_the_tokens() -> None:

@@ -141,7 +141,7 @@ def test_the_models_generation_config_has_no_effect() -> None:
 
 def test_the_models_generation_config_is_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(build("qwen3"))
-    own = decoder.pretrained.generation_config
+    settings = decoder.pretrained.generation_config
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no memory")
@@ -149,7 +149,7 @@ def test_the_models_generation_config_is_back_after_an_error(monkeypatch: pytest
     monkeypatch.setattr(type(decoder.pretrained), "forward", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         Generator(decoder, SAMPLING, CPU).generate(requests(), 0)
-    assert decoder.pretrained.generation_config is own
+    assert decoder.pretrained.generation_config is settings
     with pytest.raises(ValueError, match=r"model type 'qwen3'.*generate\(\) fails: RuntimeError: no memory"):
         check_generation(decoder, CPU)
 

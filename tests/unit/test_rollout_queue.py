@@ -119,12 +119,12 @@ def test_a_checkpoint_is_written_although_no_server_answers() -> None:
         elif number % 3 == 1:
             ids_N = np.array([7, 2], dtype=np.int32)
             future.set_result(Completion(ids_N, np.zeros(2, np.float32) - 1, np.zeros(2, np.int32), "stop"))
-    written = {request.number for number, (request, _) in enumerate(engine.waiting) if number % 3 == 1}
+    answered = {request.number for number, (request, _) in enumerate(engine.waiting) if number % 3 == 1}
     with pytest.raises(OSError, match="no server has answered"):
         queue.wait_for(0)
     kept = set(numbers(queue.state().samples))
-    assert kept <= written
-    assert len(kept) >= len(written) - 1
+    assert kept <= answered
+    assert len(kept) >= len(answered) - 1
 
 
 def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> None:
@@ -156,8 +156,8 @@ def test_each_epoch_has_every_prompt_once() -> None:
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 1.0])
 def test_the_share_is_exact_over_many_steps_and_each_step_has_as_many_completions(share: float) -> None:
     plan = RolloutPlan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
-    own = sum(len(plan.groups(step)) for step in range(100))
-    assert own == pytest.approx(400 * share)
+    generated_groups = sum(len(plan.groups(step)) for step in range(100))
+    assert generated_groups == pytest.approx(400 * share)
     for step in range(100):
         assert len(plan.groups(step)) * SAMPLES + len(plan.from_dataset(step)) == 4 * SAMPLES
     counts = Counter(number for step in range(100) for number in plan.from_dataset(step))
@@ -218,21 +218,21 @@ def test_a_token_of_foreign_weights_stops_the_run(versions: tuple[int, int]) -> 
 
 
 def test_the_documents_of_a_step() -> None:
-    whole = prompts()
+    all_prompts = prompts()
     samples = [sample(0, versions=(2, -1, 3)), sample(8, versions=(3, 3), finish="length")]
     object.__setattr__(samples[0], "advantage", 0.5)
-    dataset = whole.select([5, 6])
+    dataset = all_prompts.select([5, 6])
     targets_N = np.ones(len(dataset.tokens_N), dtype=bool)
     targets_N[dataset.offsets[:-1]] = False
     object.__setattr__(dataset, "targets_N", targets_N)
     rules = TargetRules(mask_truncated=True, position_decay=0.5)
-    documents = step_documents(whole, samples, rules, dataset, [1])
+    documents = step_documents(all_prompts, samples, rules, dataset, [1])
     assert [documents.tokens(number).tolist() for number in range(3)] == [
-        [*whole.tokens(0), 10, 11, 12],
-        [*whole.tokens(1), 10, 11],
+        [*all_prompts.tokens(0), 10, 11, 12],
+        [*all_prompts.tokens(1), 10, 11],
         dataset.tokens(1).tolist(),
     ]
-    prompt = len(whole.tokens(0))
+    prompt = len(all_prompts.tokens(0))
     assert documents.targets(0).tolist() == [False] * prompt + [True, False, True]  # the environment's token
     assert not documents.targets(1).any()  # it was cut
     assert documents.targets(2).tolist() == [False, True]
@@ -246,10 +246,10 @@ def test_the_documents_of_a_step() -> None:
     }
     assert not documents.part(documents.per_token[IS_SAMPLED], 2).any()
     assert documents.sources[:2] == ["train.jsonl:1 (sample 0)", "train.jsonl:2 (sample 8)"]
-    vanishing = step_documents(whole, samples, TargetRules(position_decay=1e-30), dataset, [1])
+    vanishing = step_documents(all_prompts, samples, TargetRules(position_decay=1e-30), dataset, [1])
     assert vanishing.weights_N is not None
     assert vanishing.part(vanishing.weights_N, 0)[-3:].tolist() == pytest.approx([1.0, 1e-30, 0.0], abs=1e-37)
     assert vanishing.weights_N[vanishing.targets_N].min() > 0  # a target stays in the normaliser
-    by_teacher = step_documents(whole, samples, TargetRules(by_student=False))
+    by_teacher = step_documents(all_prompts, samples, TargetRules(by_student=False))
     assert not by_teacher.per_token[IS_SAMPLED].any()
     assert by_teacher.targets(1).sum() == 2

@@ -44,11 +44,11 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def assert_same_bytes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same_bytes(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -57,25 +57,25 @@ def test_one_process_writes_the_files_of_save_pretrained(tmp_path: Path, family:
     build(family, tied=tied).save_pretrained(tmp_path / "model")
     student = Decoder.from_pretrained(tmp_path / "model", dtype="bfloat16")
     student.save_pretrained(tmp_path / "saved")
-    found = publish(single_process_runner(student, None), tmp_path / "weights", 3)
+    published = publish(single_process_runner(student, None), tmp_path / "weights", 3)
     for name in ("model.safetensors", "config.json", "generation_config.json"):
-        assert (found / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), name
-    assert read_manifest(found).dtypes == ["BF16"]
+        assert (published / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), name
+    assert read_manifest(published).dtypes == ["BF16"]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_files_are_at_most_a_bucket_and_transformers_reads_them(tmp_path: Path, family: str) -> None:
     build(family).save_pretrained(tmp_path / "model")
     student = Decoder.from_pretrained(tmp_path / "model")
-    found = publish(single_process_runner(student, None), tmp_path / "weights", 3, bucket_bytes=40_000)
-    files = sorted(found.glob("*.safetensors"))
+    published = publish(single_process_runner(student, None), tmp_path / "weights", 3, bucket_bytes=40_000)
+    files = sorted(published.glob("*.safetensors"))
     assert len(files) > 2
     largest = max(tensor.nbytes for tensor in student.state_dict().values())
     for path in files:
         with safe_open(path, framework="pt") as file:
             assert sum(file.get_tensor(name).nbytes for name in file.keys()) <= max(40_000, largest)  # noqa: SIM118
-    assert_same_bytes(tensors(found), tensors(tmp_path / "model"))
-    read = AutoModelForCausalLM.from_pretrained(found)
+    assert_same_bytes(tensors(published), tensors(tmp_path / "model"))
+    read = AutoModelForCausalLM.from_pretrained(published)
     assert_same_bytes(dict(read.state_dict()), dict(student.pretrained.state_dict()))
 
 
@@ -106,14 +106,14 @@ def test_a_layout_writes_the_bytes_of_one_process(tmp_path: Path, layout: str, t
 @pytest.mark.slow
 def test_a_rank_needs_the_memory_of_one_file_and_of_gathering_one_tensor(tmp_path: Path) -> None:
     loading_memory.save(tmp_path / "small", 64)
-    whole, _ = loading_memory.save(tmp_path / "large", 1024)
+    model_mib, _ = loading_memory.save(tmp_path / "large", 1024)
     bucket, gathering = 32, 4 * 32  # gloo needs about 3.5 times the largest tensor, the embedding's 32 MiB
     # new processes, because memory that a process has used before would hide growth
     with RankPool(2) as pool:
         job = (tmp_path / "small", tmp_path / "large", tmp_path / "weights", Degrees(fsdp=2), bucket * 2**20)
-        found = pool.call(growth_under, job, limit=120)
-    print(f"a model of {whole:.0f} MiB, files of {bucket} MiB: {found} MiB")
-    assert max(found) <= bucket + gathering + 16 < whole
+        growths = pool.call(growth_under, job, limit=120)
+    print(f"a model of {model_mib:.0f} MiB, files of {bucket} MiB: {growths} MiB")
+    assert max(growths) <= bucket + gathering + 16 < model_mib
 
 
 def test_stacked_experts_are_written_one_by_one(tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ def test_the_present_weights_are_written_and_two_versions_stay(tmp_path: Path) -
     for version in (1, 2, 3, 10, 4):  # 10: of a run that has then resumed from step 3
         with torch.no_grad():
             student.output_weight.fill_(version)
-        found = publish(runner, tmp_path, version)
-        assert (tensors(found)["lm_head.weight"] == version).all()
+        published = publish(runner, tmp_path, version)
+        assert (tensors(published)["lm_head.weight"] == version).all()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-00000003", "version-00000004"]
     with torch.no_grad():
         student.output_weight.fill_(44)
@@ -159,7 +159,7 @@ def test_the_present_weights_are_written_and_two_versions_stay(tmp_path: Path) -
 
 def test_an_interrupted_version_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = single_process_runner(Decoder(build("llama")), None)
-    whole = publish(runner, tmp_path, 1)
+    published = publish(runner, tmp_path, 1)
 
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left")
@@ -167,8 +167,8 @@ def test_an_interrupted_version_is_not_there(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(weights, "save_file", full)
     with pytest.raises(OSError, match="no space"):
         publish(runner, tmp_path, 2)
-    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".partial")] == [whole.name]
-    read_manifest(whole)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".partial")] == [published.name]
+    read_manifest(published)
     monkeypatch.undo()
     read_manifest(publish(runner, tmp_path, 2))  # the remains do no harm
     assert not list(tmp_path.glob("*.partial"))

@@ -55,9 +55,13 @@ def load_tokenizer(
         tokenizer("a")
         if tokenizer.is_fast:
             tokenizer.backend_tokenizer.to_str()
-        token, largest = max(tokenizer.get_vocab().items(), key=lambda item: int(item[1]), default=("", 0))
+        vocabulary = tokenizer.get_vocab()
+        token, largest = max(vocabulary.items(), key=lambda item: int(item[1]), default=("", 0))
     if largest > MOST_IDS:  # the library counts up to the largest id when it saves
-        raise ValueError(f"{unusable}: token {token!r:.80} has the id {largest:,}, expected at most {MOST_IDS:,}")
+        raise ValueError(
+            f"{unusable}: token {token!r:.80} of {len(vocabulary):,} has the id {largest:,}, expected at most "
+            f"{MOST_IDS:,}"
+        )
     with reading(unusable), TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)  # as each checkpoint will do
     return tokenizer
