@@ -58,7 +58,9 @@ def on_ranks(rank: Rank, problem: Problem) -> list[Any] | None:
     source = ModelSource(lambda: student(problem))
     runner = build_runner(Layout(problem.degrees), mesh, source, None)
     copy = StudentCopy(runner, lambda: empty(problem) if problem.on_meta else student(problem))
-    engine = DistributedEngine(Generator(copy.decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens), copy)
+    engine = DistributedEngine(
+        Generator(copy.decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens), copy
+    )
     first = completions(engine)
     for part in runner.students():
         change(part)

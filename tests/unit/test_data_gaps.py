@@ -134,7 +134,10 @@ def test_nothing_is_built_before_it_is_accessed(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_fingerprint_covers_where_a_bos_stays() -> None:
     documents = by_hand()
-    prefixes = {name: replace(of_teacher, after_bos_D=~of_teacher.after_bos_D) for name, of_teacher in documents.prefixes.items()}
+    prefixes = {
+        name: replace(of_teacher, after_bos_D=~of_teacher.after_bos_D)
+        for name, of_teacher in documents.prefixes.items()
+    }
     assert replace(documents, prefixes=prefixes).fingerprint() != documents.fingerprint()
 
 

@@ -95,7 +95,10 @@ def test_each_set_has_the_metrics_of_an_evaluation_of_its_own(tmp_path: Path) ->
     metrics_of_sets, documents = evaluate(session), session.evaluation
     assert documents is not None
     for name in ("cross_entropy", "forward_kl", "agreement"):
-        mean = sum(metrics_of_sets[f"eval/{evaluation_set}/{name}"] * metrics_of_sets[f"eval/{evaluation_set}/tokens"] for evaluation_set in ("math", "chat"))
+        mean = sum(
+            metrics_of_sets[f"eval/{evaluation_set}/{name}"] * metrics_of_sets[f"eval/{evaluation_set}/tokens"]
+            for evaluation_set in ("math", "chat")
+        )
         assert metrics_of_sets[f"eval/{name}"] == pytest.approx(mean / metrics_of_sets["eval/tokens"], rel=1e-12)
     for name, source in config.data.eval_sets.items():
         alone = evaluate(session_of(tmp_path, **{"data.eval": source}))
