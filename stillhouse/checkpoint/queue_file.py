@@ -67,16 +67,18 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
     with reading(f"{path} cannot be read"), safe_open(path, framework="numpy") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         groups = json.loads(file.metadata()["groups"])
+        asked_at, trained = dict(groups["asked_at"]), list(groups["trained"])
+    try:
         _require_form(arrays)
-        asked_at = dict(groups["asked_at"])
-        trained = groups["trained"]
         if len(asked_at) != len(groups["asked_at"]):
             raise ValueError("a group that was asked for more than once")
         if not all(type(number) is int for number in [*asked_at, *asked_at.values(), *trained]):
             raise ValueError("groups and steps that are no integers")
         ends = pairwise(offsets_of(arrays["tokens_R"]).tolist())
         samples = [_sample(arrays, number, slice(*tokens)) for number, tokens in enumerate(ends)]
-        return QueueState(samples, asked_at, trained)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return QueueState(samples, asked_at, trained)
 
 
 def _require_form(arrays: Mapping[str, np.ndarray]) -> None:

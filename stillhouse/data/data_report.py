@@ -60,22 +60,17 @@ class DataReport:
     def summary(self) -> str:
         """One line for the reader of a log; counts that are zero are left out."""
         pieces = f" in {self.documents:,} pieces" if self.documents > self.records else ""
-        parts = [f"{self.records:,} documents{pieces}", f"{self.tokens:,} tokens"]
-        if self.target_tokens:
-            parts.append(f"{self.target_tokens:,} to predict")
-        if self.cut_documents:
-            parts.append(f"{self.cut_documents:,} cut at the limit ({self.cut_tokens:,} tokens lost)")
-        if self.without_target:
-            parts.append(f"{self.without_target:,} dropped with nothing to predict")
-        if self.joined_turns:
-            parts.append(f"{self.joined_turns:,} turns begin within a token of their prompt")
-        if self.trained_share is not None:
-            parts.append(f"{self.trained_share:.1%} of the tokens to train on")
-        if self.form:
-            parts.append(self.form)
-        if self.skipped:
-            parts.append(f"{self.skipped:,} skipped, the first: {self.reasons[0]}")
-        return escaped(f"{self.source}: {', '.join(parts)}")
+        parts = [
+            (True, f"{self.records:,} documents{pieces}, {self.tokens:,} tokens"),
+            (self.target_tokens, f"{self.target_tokens:,} to predict"),
+            (self.cut_documents, f"{self.cut_documents:,} cut at the limit ({self.cut_tokens:,} tokens lost)"),
+            (self.without_target, f"{self.without_target:,} dropped with nothing to predict"),
+            (self.joined_turns, f"{self.joined_turns:,} turns begin within a token of their prompt"),
+            (self.trained_share is not None, f"{self.trained_share or 0:.1%} of the tokens to train on"),
+            (self.form, self.form),
+            (self.skipped, f"{self.skipped:,} skipped, the first: {''.join(self.reasons[:1])}"),
+        ]
+        return escaped(f"{self.source}: {', '.join(text for is_shown, text in parts if is_shown)}")
 
     def why_empty(self, max_tokens: int) -> str:
         """Why a source has no document to train on. max_tokens: the limit of a document."""

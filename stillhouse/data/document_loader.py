@@ -35,9 +35,9 @@ from stillhouse.data.record import (
     describe,
     without_null,
 )
-from stillhouse.data.render.forms import prompt_template_for, template_for
+from stillhouse.data.render.forms import template_for
 from stillhouse.data.render.prefix_templates import PrefixTemplate
-from stillhouse.data.render.templates import Encoded, Rendered, Template, Tokens
+from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.token_cache import TARGETS, TOKENS, cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
@@ -86,7 +86,7 @@ def load_documents(
     options = _Options(
         os.fspath(source),
         max_tokens,
-        None if prompts else tokens,
+        "none" if prompts else tokens,
         on_error == "skip",
         list(columns),
         {name: list(values) for name, values in allowed.items()},
@@ -109,11 +109,11 @@ def load_documents(
 
 @dataclass(frozen=True)
 class _Options:
-    """What decides the documents of a source: see `load_documents`. tokens: None if only prompts are read."""
+    """What decides the documents of a source: see `load_documents`. targets: "none" if only prompts are read."""
 
     source: str
     max_tokens: int
-    tokens: Tokens | None
+    targets: Targets
     skip: bool
     columns: list[str]
     allowed: dict[str, list[Any]]
@@ -167,8 +167,8 @@ class _Loader:
             self._reject(DataError(record.where, record.problem))
             return
         try:
-            record, template = self._in_our_columns(record)
-            waiting = self._rendered(record, template)
+            template = self.template or self._template_for(record)
+            waiting = self._rendered(self._converted(record), template)
         except TemplateLimitError as error:
             raise DataError(record.where, str(error)) from error
         except (RecordError, RecursionError) as error:
@@ -188,7 +188,7 @@ class _Loader:
             raise ValueError(self.report.why_empty(self.options.max_tokens))
         tokens_N, targets_N = self._array(0, np.int32), self._array(1, np.bool_)
         report = self.report.counted(self.sources, len(tokens_N), targets_N.sum())
-        if self.options.tokens is not None and not self._stops(tokens_N, targets_N):
+        if self.options.targets != "none" and not self._stops(tokens_N, targets_N):
             report.warnings.append(
                 f"{report.source}: the end-of-sequence token {self.tokenizer.eos_token!r} is never a "
                 "target, so the student does not learn to stop with it (the chat template ends turns with "
@@ -223,29 +223,24 @@ class _Loader:
         file.flush()
         return np.memmap(file.name, dtype=dtype, mode="r")
 
-    def _in_our_columns(self, record: Record) -> tuple[Record, Template]:
-        """The record with our own columns, and the template, which the first record decides. Raises RecordError."""
-        if self.template is not None:
-            return self._converted(record), self.template
+    def _template_for(self, first: Record) -> Template:
+        """Let the first record decide the template and whose columns it has. Raises RecordError.
+
+        Raises DataError for what concerns the whole dataset, so that it is never skipped.
+        """
+        targets = self.options.targets
         try:
-            self.foreign = foreign_columns(record.fields, self.tokenizer, prompts=self.options.tokens is None)
+            self.foreign = foreign_columns(first.fields, self.tokenizer, prompts=targets == "none")
+            self.template = template_for(self._converted(first).fields, self.tokenizer, targets)
+        except RecordError:
+            raise
         except ValueError as error:
-            raise DataError(record.where, str(error)) from error
-        record = self._converted(record)
-        self.template = self._template_for(record)
+            raise DataError(first.where, str(error)) from error
         self.report.form = "" if self.foreign is None else self.foreign.words
-        return record, self.template
+        return self.template
 
     def _converted(self, record: Record) -> Record:
         return record if self.foreign is None else replace(record, fields=self.foreign.convert(record.fields))
-
-    def _template_for(self, record: Record) -> Template:
-        try:
-            if self.options.tokens is None:
-                return prompt_template_for(record.fields, self.tokenizer)
-            return template_for(record.fields, self.tokenizer, self.options.tokens)
-        except ValueError as error:  # concerns the whole dataset: never skipped
-            raise DataError(record.where, str(error)) from error
 
     def _rendered(self, record: Record, template: Template) -> _Waiting:
         fields, options = record.fields, self.options
@@ -288,8 +283,9 @@ class _Loader:
         if problem:
             self._reject(DataError(waiting.where, problem))
             return
-        pieces = [encoded] if self.options.tokens is None else self._fit(encoded, room, splits)
-        if self.options.tokens is not None and not any(piece.targets.any() for piece in pieces):
+        is_prompt = self.options.targets == "none"
+        pieces = [encoded] if is_prompt else self._fit(encoded, room, splits)
+        if not is_prompt and not any(piece.targets.any() for piece in pieces):
             self.report.without_target += 1
             return
         self.report.kept += 1
@@ -301,7 +297,8 @@ class _Loader:
             self.keys.append(waiting.key)
             self.sources.append(piece_source(waiting.where, number, len(pieces)))
             self.values.append(waiting.values)
-            self.prefixes.append([prefix.for_piece(number) for prefix in prefixes])
+            # only the first piece begins with the document's BOS
+            self.prefixes.append([replace(prefix, after_bos=prefix.after_bos and not number) for prefix in prefixes])
             if waiting.record is not None:
                 self.records.append(waiting.record)
 
@@ -315,7 +312,7 @@ class _Loader:
                 f"leaves fewer than 2 of the {most:,} of max_tokens for the document: expected a shorter prefix or a "
                 "larger max_tokens"
             )
-        if self.options.tokens is not None:
+        if self.options.targets != "none":
             return ""
         if not len(encoded.ids):
             return "the prompt has no token, so that nothing can follow it: expected at least one"

@@ -143,36 +143,33 @@ class Documents:
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> "Documents":
         """The chosen documents, in the given order, with documents, tokens and targets in the report counted anew."""
+        chosen = np.asarray(chosen, dtype=np.int64)
         offsets, index_N = chosen_tokens(self.offsets, chosen)
-        sources, targets_N = [self.sources[document] for document in chosen], self.targets_N[index_N]
         set_D = None if self.set_D is None else self.set_D[chosen]
         return Documents(
             self.tokens_N[index_N],
-            targets_N,
+            self.targets_N[index_N],
             offsets,
             self.keys_D[chosen],
-            sources,
-            self.report.counted(sources, len(index_N), targets_N.sum()),
+            [self.sources[document] for document in chosen],
+            self._counted(self.report, chosen),
             {name: [values[document] for document in chosen] for name, values in self.columns.items()},
             {name: prefixes.select(chosen) for name, prefixes in self.prefixes.items()},
             [self.records[document] for document in chosen] if self.records else (),
             {name: values_N[index_N] for name, values_N in self.per_token.items()},
             None if self.weights_N is None else self.weights_N[index_N],
             set_D,
-            {} if set_D is None else self._reports_of(set_D, sources, np.diff(offsets), targets_N),
+            {
+                name: self._counted(report, chosen[set_D == number])
+                for number, (name, report) in enumerate(self.reports.items())
+            },
         )
 
-    def _reports_of(
-        self, set_D: np.ndarray, sources: list[str], lengths_D: np.ndarray, targets_N: np.ndarray
-    ) -> Mapping[str, DataReport]:
-        """The sets' reports, with documents, tokens and targets counted anew."""
-        reports = {}
-        for number, (name, report) in enumerate(self.reports.items()):
-            is_of_set_D = set_D == number
-            is_of_set_N = np.repeat(is_of_set_D, lengths_D)
-            members = [sources[document] for document in np.flatnonzero(is_of_set_D)]
-            reports[name] = report.counted(members, int(is_of_set_N.sum()), (targets_N & is_of_set_N).sum())
-        return reports
+    def _counted(self, report: DataReport, chosen: Sequence[int] | np.ndarray) -> DataReport:
+        """A report with the documents, tokens and targets of the chosen documents."""
+        _, index_N = chosen_tokens(self.offsets, chosen)
+        sources = [self.sources[document] for document in chosen]
+        return report.counted(sources, len(index_N), self.targets_N[index_N].sum())
 
     def split(self, share: float) -> tuple["Documents", "Documents"]:
         """(train, evaluation): a document is held out if the hash of its content falls below `share`.
@@ -194,10 +191,8 @@ class Documents:
         held_out_D &= self.keys_D != largest
         train, evaluation = self.select(np.flatnonzero(~held_out_D)), self.select(np.flatnonzero(held_out_D))
         # what was read, cut and skipped is reported once, for the whole source, with the training documents
-        only_held_out = DataReport(f"{share:g} of {self.report.source}").counted(
-            evaluation.sources, len(evaluation.tokens_N), evaluation.targets_N.sum()
-        )
-        return train, replace(evaluation, report=only_held_out, set_D=None, reports={})
+        report = evaluation._counted(DataReport(f"{share:g} of {self.report.source}"), range(len(evaluation)))
+        return train, replace(evaluation, report=report, set_D=None, reports={})
 
     def overlap(self, other: "Documents") -> int:
         """How many of these documents are also in `other`, compared by the record's content."""

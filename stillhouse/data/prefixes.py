@@ -8,7 +8,7 @@ D documents; N tokens of all prefixes, concatenated.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,10 +19,6 @@ class EncodedPrefix:
 
     ids: np.ndarray
     after_bos: bool
-
-    def for_piece(self, number: int) -> "EncodedPrefix":
-        """The prefix of a piece of the document. Only the first piece, number 0, begins with the document's BOS."""
-        return replace(self, after_bos=self.after_bos and number == 0)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from stillhouse.libraries import reading
 MANIFEST, SOURCES = "manifest.json", "sources.arrow"
 _PROOF = "sha256_of_the_above"
 TOKENS, TARGETS = "tokens", "targets"
-_DTYPES = {TOKENS: np.int32, TARGETS: np.bool_, "offsets": np.int64, "keys": np.uint64}
-_DTYPES |= {"prefix_tokens": np.int32, "prefix_offsets": np.int64, "prefix_after_bos": np.bool_}
+_PREFIX_PARTS = {"prefix_tokens": np.int32, "prefix_offsets": np.int64, "prefix_after_bos": np.bool_}
+_DTYPES = {TOKENS: np.int32, TARGETS: np.bool_, "offsets": np.int64, "keys": np.uint64} | _PREFIX_PARTS
 _BATCH = 100_000  # strings of one batch in an Arrow file
 
 
@@ -124,9 +124,8 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
             raise ValueError(f"{documents.report.source}: a file changed while it was read: start again")
         arrays = {"offsets": documents.offsets, "keys": documents.keys_D}
         for number, prefixes in enumerate(documents.prefixes.values()):
-            arrays[f"prefix_tokens-{number}"] = prefixes.tokens_N
-            arrays[f"prefix_offsets-{number}"] = prefixes.offsets
-            arrays[f"prefix_after_bos-{number}"] = prefixes.after_bos_D
+            values_of_parts = (prefixes.tokens_N, prefixes.offsets, prefixes.after_bos_D)
+            arrays |= zip((f"{part}-{number}" for part in _PREFIX_PARTS), values_of_parts, strict=True)
         for array, values in arrays.items():
             _array_file(partial, array).write_bytes(np.ascontiguousarray(values).tobytes())
         _write_strings(partial / SOURCES, documents.sources)
@@ -148,43 +147,37 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
 
 
 def _read(path: Path, name: str) -> Documents:
-    with reading(f"{path}: the cached tokens are damaged; remove this folder, and they are written again"):
+    damaged = f"{path}: the cached tokens are damaged; remove this folder, and they are written again"
+    with reading(damaged):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["key"] != name:
-            raise ValueError(f"they belong to the entry {manifest['key']!r}")
-        if manifest.pop(_PROOF) != json_hash(manifest):
-            raise ValueError(f"{MANIFEST} has other bytes than when it was written")
-        for file, digest in manifest["sha256"].items():
-            if file_hash(path / file) != digest:
-                raise ValueError(f"{file} has other bytes than when it was written")
-
-        def array(kind: str, number: int | None = None) -> np.ndarray:
-            file = _array_file(path, kind if number is None else f"{kind}-{number}")
-            if file.name not in manifest["sha256"]:
-                raise ValueError(f"{file.name} is not in {MANIFEST}")
-            if not file.stat().st_size:  # no bytes cannot be mapped
-                return np.empty(0, dtype=_DTYPES[kind])
-            return np.memmap(file, dtype=_DTYPES[kind], mode="r")
-
-        parts = ("prefix_tokens", "prefix_offsets", "prefix_after_bos")
-        prefixes = {
-            teacher: Prefixes(*(array(part, number) for part in parts))
+        key, proof = manifest["key"], manifest.pop(_PROOF)
+        sha256 = {file: file_hash(path / file) for file in manifest["sha256"]}
+    if key != name:
+        raise ValueError(f"{damaged}: they belong to the entry {key!r}")
+    changed = [MANIFEST] if proof != json_hash(manifest) else []
+    changed += [file for file, digest in sha256.items() if digest != manifest["sha256"][file]]
+    if changed:
+        raise ValueError(f"{damaged}: {changed[0]} has other bytes than when it was written")
+    return Documents(
+        _array(path, TOKENS),
+        _array(path, TARGETS),
+        _array(path, "offsets"),
+        _array(path, "keys"),
+        StoredStrings(path / SOURCES),
+        DataReport(**manifest["report"]),
+        manifest["columns"],
+        {
+            teacher: Prefixes(*(_array(path, f"{part}-{number}") for part in _PREFIX_PARTS))
             for number, teacher in enumerate(manifest["prefixes"])
-        }
-        documents = Documents(
-            array(TOKENS),
-            array(TARGETS),
-            array("offsets"),
-            array("keys"),
-            StoredStrings(path / SOURCES),
-            DataReport(**manifest["report"]),
-            manifest["columns"],
-            prefixes,
-        )
-        counts = {len(documents), len(documents.keys_D), len(documents.offsets) - 1}
-        if len(counts) != 1 or not (documents.offsets[-1] == len(documents.tokens_N) == len(documents.targets_N)):
-            raise ValueError("the numbers of documents and tokens differ between its files")
-    return documents
+        },
+    )
+
+
+def _array(folder: Path, name: str) -> np.ndarray:
+    file, dtype = _array_file(folder, name), _DTYPES[name.partition("-")[0]]
+    if not file.stat().st_size:  # no bytes cannot be mapped
+        return np.empty(0, dtype=dtype)
+    return np.memmap(file, dtype=dtype, mode="r")
 
 
 def _array_file(folder: Path, name: str) -> Path:

@@ -30,13 +30,15 @@ def with_advantages(
         return list(samples)
     assert len(raw_rewards) == len(samples)
     rewards, exponent = _scaled(raw_rewards)
-    mean, spread = statistics.fmean(rewards), _deviation(rewards, deviation)
+    mean = statistics.fmean(rewards)
+    spread = (statistics.pstdev if deviation == "population" else statistics.stdev)(rewards)
     if spread <= 1e-6 * max(map(abs, rewards)):  # equal but for rounding
         advantages = [0.0 for _ in rewards]
     elif how == "normalized":
         advantages = [(reward - mean) / spread for reward in rewards]
     else:
-        advantages = [_unscaled(reward - mean, exponent) for reward in rewards]
+        with np.errstate(over="ignore"):  # an advantage that is infinite is refused below
+            advantages = np.ldexp(np.array(rewards) - mean, exponent).tolist()
     if max(map(abs, advantages)) > _LARGEST:
         raise ValueError(
             f"rollout.reward gives rewards from {min(raw_rewards):g} to {max(raw_rewards):g} for the completions of "
@@ -56,14 +58,3 @@ def _scaled(rewards: Sequence[float]) -> tuple[list[float], int]:
     """The rewards divided by a power of two, so that none is above 1, and its exponent. This changes no digit."""
     exponent = math.frexp(max(map(abs, rewards)))[1]
     return [math.ldexp(reward, -exponent) for reward in rewards], exponent
-
-
-def _unscaled(value: float, exponent: int) -> float:
-    try:
-        return math.ldexp(value, exponent)
-    except OverflowError:
-        return math.copysign(math.inf, value)
-
-
-def _deviation(rewards: Sequence[float], kind: Deviation) -> float:
-    return statistics.pstdev(rewards) if kind == "population" else statistics.stdev(rewards)

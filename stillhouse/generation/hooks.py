@@ -41,6 +41,21 @@ _IMPORT = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importl
 _OWN = (__file__, preemption.__file__, *_IMPORT)
 
 
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return os.curdir
+
+
+#: settings of the process on which the rest of a run depends: how they are read and set
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "the working directory": (_folder, os.chdir),
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "whether torch records gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+}
+
+
 @dataclass(frozen=True)
 class UserFunction:
     """A function of the user's own. key: of the configuration that names it. path: `package.module:function`."""
@@ -58,46 +73,18 @@ class UserFunction:
         Raises ValueError for whatever it raises, and for settings of the process that it changes. Raises OverdueError
         if a signal has come and it does not return.
         """
-        before = _Settings.now()
+        before = {name: read() for name, (read, _) in _SETTINGS.items()}
         try:
             with _ForeignCode(str(self), about):
                 value = interruptible(str(self), partial(self.function, *arguments))
         finally:
-            changes = before.restore()
-        if changes:
+            changed = [name for name, (read, _) in _SETTINGS.items() if read() != before[name]]
+            for name in changed:
+                _SETTINGS[name][1](before[name])
+        if changed:
+            changes = " and ".join(changed)
             raise ValueError(f"{self} changes {changes}{about}: expected a function that restores what it changes")
         return value
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """Settings of the process on which the rest of a run depends: relative paths, and what torch computes in."""
-
-    folder: str
-    dtype: torch.dtype
-    has_gradients: bool
-
-    @classmethod
-    def now(cls) -> "_Settings":
-        try:
-            folder = os.getcwd()
-        except FileNotFoundError:  # it was removed
-            folder = os.curdir
-        return cls(folder, torch.get_default_dtype(), torch.is_grad_enabled())
-
-    def restore(self) -> str:
-        """Restore what was changed. Returns its names; empty if nothing was."""
-        now, names = _Settings.now(), []
-        if now.folder != self.folder:
-            os.chdir(self.folder)
-            names.append("the working directory")
-        if now.dtype != self.dtype:
-            torch.set_default_dtype(self.dtype)
-            names.append("torch's default dtype")
-        if now.has_gradients != self.has_gradients:
-            torch.set_grad_enabled(self.has_gradients)
-            names.append("whether torch records gradients")
-        return " and ".join(names)
 
 
 def load_function(key: str, path: str, parameters: tuple[str, ...]) -> UserFunction:

@@ -9,7 +9,6 @@ import hashlib
 import os
 import re
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,8 +77,7 @@ class PublishedFolder:
         """The content of a file that the manifest names, at most so many bytes, compared with its hash."""
         with self._opened(name, most_bytes) as file:
             content = file.read(os.fstat(file.fileno()).st_size)
-        if hashlib.sha256(content).hexdigest() != self.manifest.files[name]:
-            raise self._changed(name)
+        self._require_hash(name, hashlib.sha256(content).hexdigest())
         return content
 
     def compare(self, name: str, most_bytes: int) -> int:
@@ -89,8 +87,7 @@ class PublishedFolder:
             while size <= most_bytes and (piece := file.read(_PIECE)):
                 digest.update(piece)
                 size += len(piece)
-        if digest.hexdigest() != self.manifest.files[name]:
-            raise self._changed(name)
+        self._require_hash(name, digest.hexdigest())
         return size
 
     @contextmanager
@@ -125,8 +122,9 @@ class PublishedFolder:
         if unknown or not set(manifest.tensors.values()) <= manifest.files.keys():
             raise ValueError(f"{self.path} does not hold the files that its {MANIFEST} names: {_AGAIN}")
 
-    def _changed(self, name: str) -> ValueError:
-        return ValueError(f"{self.path / escaped(name)[:200]} is not what was published: {_AGAIN}")
+    def _require_hash(self, name: str, sha256: str) -> None:
+        if sha256 != self.manifest.files[name]:
+            raise ValueError(f"{self.path / escaped(name)[:200]} is not what was published: {_AGAIN}")
 
 
 @contextmanager
@@ -143,17 +141,6 @@ def published_folder(path: Path) -> Iterator[PublishedFolder]:
         yield PublishedFolder(path, descriptor)
     finally:
         os.close(descriptor)
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of a published version, after all files have been compared with it.
-
-    Raises ValueError for a folder that is not complete or was changed.
-    """
-    with published_folder(path) as folder:
-        for name in folder.manifest.files:
-            folder.compare(name, sys.maxsize)
-        return folder.manifest
 
 
 def _require_regular(status: os.stat_result, path: Path, most_bytes: int) -> None:

@@ -54,7 +54,8 @@ class RolloutQueue:
         self.last_step, self.max_staleness = last_step, max_staleness
         self.advantage, self.deviation, self._alive, self._by_student = advantage, deviation, alive, by_student
         self._asked_at: dict[int, int] = {}
-        self._samples: dict[int, dict[int, Sample]] = {}
+        self._last_chance: dict[int, int] = {}  # the last step that may train on a group that was asked for
+        self._samples: dict[int, dict[int, Sample]] = {}  # of the groups that were asked for and not taken
         self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
         self._trained: set[int] = set()
         self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups it has taken, not trained
@@ -70,8 +71,7 @@ class RolloutQueue:
         for later in range(step, min(step + self.ahead, self.last_step) + 1):
             for group in self.plan.groups(later):
                 if group not in self._trained and group not in self._asked_at:
-                    self._asked_at[group] = step
-                    self._samples[group] = {}
+                    self._add(group, step)
         under_way = set(self.writer.under_way)
         self.writer.write(
             [
@@ -114,7 +114,7 @@ class RolloutQueue:
         times = [self.writer.times.pop(number, None) for group in groups for number in self._samples[group]]
         known = [seconds for seconds in times if seconds is not None]  # an earlier process's times are unknown
         self.taken_times = (
-            min((asked for asked, _ in known), default=0.0),
+            min((start for start, _ in known), default=0.0),
             max((end for _, end in known), default=0.0),
         )
         self._taken[step] = {group: self._samples.pop(group) for group in groups}
@@ -128,11 +128,10 @@ class RolloutQueue:
         """The optimizer has made the step on the samples that it has taken: no later call gives them again."""
         groups = self._taken.pop(step)
         for group in groups:
-            del self._asked_at[group]
-        if not self.in_order:
-            self._trained |= groups.keys()
-            before = min(self._asked_at, default=None)
-            self._trained = {group for group in self._trained if before is not None and group > before}
+            del self._asked_at[group], self._last_chance[group]
+        before = min(self._asked_at, default=None)
+        out_of_turn = self._trained | groups.keys()
+        self._trained = {group for group in out_of_turn if before is not None and group > before}
 
     def state(self) -> QueueState:
         """What a checkpoint keeps. Samples that are under way are asked for again after a resume."""
@@ -158,9 +157,15 @@ class RolloutQueue:
             max_staleness=max(self.ahead, self.max_staleness),
         )
         require_samples(state.samples, state.asked_at, step, self.writer, by_student=self._by_student)
-        self._asked_at, self._trained = dict(state.asked_at), set(state.trained)
-        self._samples = {group: {} for group in self._asked_at}
+        self._trained = set(state.trained)
+        for group, step_asked_at in state.asked_at.items():
+            self._add(group, step_asked_at)
         self._keep(state.samples)
+
+    def _add(self, group: int, asked_at: int) -> None:
+        """Note that a group was asked for. With `in_order`, the last step that may train on it is its own."""
+        self._asked_at[group], self._samples[group] = asked_at, {}
+        self._last_chance[group] = self.plan.step_of(group) if self.in_order else asked_at + self.max_staleness
 
     def _keep(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -170,31 +175,20 @@ class RolloutQueue:
                 self._finished.append(group)
 
     def _is_ready(self, step: int) -> bool:
-        finished = set(self._finished)
-        if self.in_order:
-            return finished.issuperset(self.plan.groups(step))
-        in_time = all(
-            sum(self._last_chance(group) <= until for group in finished) >= least
+        return len(self._finished) >= len(self.plan.groups(step)) and all(
+            sum(self._last_chance[group] <= until for group in self._finished) >= least
             for until, least in self._least(step).items()
         )
-        return in_time and len(finished) >= len(self.plan.groups(step))
 
     def _chosen(self, step: int) -> Sequence[int]:
         """The groups that the step trains on, of those that are finished."""
-        groups = self.plan.groups(step)
-        if self.in_order:
-            return groups
         chosen: list[int] = []
         for until, least in self._least(step).items():
-            in_time = [group for group in self._finished if self._last_chance(group) <= until]
+            in_time = [group for group in self._finished if self._last_chance[group] <= until]
             missing = max(0, least - len(set(chosen).intersection(in_time)))
             chosen += [group for group in in_time if group not in chosen][:missing]
         others = [group for group in self._finished if group not in chosen]
-        return [*chosen, *others[: len(groups) - len(chosen)]]
-
-    def _last_chance(self, group: int) -> int:
-        """The last step that may train on a group that was asked for."""
-        return self._asked_at[group] + self.max_staleness
+        return [*chosen, *others[: len(self.plan.groups(step)) - len(chosen)]]
 
     def _least(self, step: int) -> dict[int, int]:
         """For each step from this one on, how many groups whose last chance is that step or earlier must be trained
@@ -203,7 +197,7 @@ class RolloutQueue:
         least, room = {}, 0
         for until in range(step, step + self.max_staleness + 1):
             room += len(self.plan.groups(until)) if until > step else 0
-            least[until] = sum(self._last_chance(group) <= until for group in self._asked_at) - room
+            least[until] = sum(self._last_chance[group] <= until for group in self._samples) - room
         return least
 
 

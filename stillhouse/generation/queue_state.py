@@ -34,8 +34,8 @@ def require_groups(
 
     The last step that was begun is the one before `step`, or `step` itself if the run lost its servers during it.
     """
-    asked, trained = state.asked_at, state.trained
-    if both := sorted(asked.keys() & set(trained)):
+    asked_at, trained = state.asked_at, state.trained
+    if both := sorted(asked_at.keys() & set(trained)):
         raise ValueError(f"group {both[0]} is both asked for and trained: expected one of them")
     if trained and (in_order or len(set(trained)) < len(trained)):
         raise ValueError(
@@ -43,18 +43,14 @@ def require_groups(
             if in_order
             else f"the trained groups {trained[:9]}: expected each of them once"
         )
-    step_of = {
-        group: at
-        for at in range(max(0, step - max_staleness), min(step + ahead, last_step) + 1)
-        for group in plan.groups(at)
-    }
-    for group, at in asked.items():
-        due = step_of.get(group)
-        if due is None or not max(0, due - ahead) <= at <= min(due, step) or at + max_staleness < step:
+    earliest, latest = max(0, step - max_staleness), min(step + ahead, last_step)
+    for group, at in asked_at.items():
+        due = plan.step_of(group)
+        if not (earliest <= due <= latest and max(0, due - ahead, earliest) <= at <= min(due, step)):
             raise ValueError(
                 f"group {group}, asked for at step {at}: after {step} steps, expected a group of the steps "
-                f"{max(0, step - max_staleness)} to {min(step + ahead, last_step)}, asked for at most {ahead} steps "
-                f"before its own, and at step {max(0, step - max_staleness)} to {step}"
+                f"{earliest} to {latest}, asked for at most {ahead} steps before its own, and at step {earliest} to "
+                f"{step}"
             )
     _require_all(state, plan, step, ahead, last_step)
 

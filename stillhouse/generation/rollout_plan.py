@@ -6,6 +6,7 @@ completions is the dataset's, the next documents of a stream of the dataset's do
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,10 @@ class RolloutPlan:
     def groups(self, step: int) -> range:
         """The numbers of the groups of a step (from 0)."""
         return range(self._groups_before(step), self._groups_before(step + 1))
+
+    def step_of(self, group: int) -> int:
+        """The step that has a group; -1 for a negative number."""
+        return bisect_right(range(2**60), group, key=self._groups_before) - 1
 
     def prompt_of(self, group: int) -> int:
         """The number of the document with a group's prompt."""

@@ -34,7 +34,7 @@ class _Open:
     parts: what the model generated and what the environment answered so far, in turn.
     turns: the number of the model's turns.
     is_cut: no room is left for another turn, although the environment has answered.
-    asked: when the sample was asked for, in seconds of `time.monotonic`.
+    requested_at: when the sample was asked for, in seconds of `time.monotonic`.
     """
 
     number: int
@@ -42,7 +42,7 @@ class _Open:
     parts: list[Completion] = field(default_factory=list)
     turns: int = 0
     is_cut: bool = False
-    asked: float = 0.0
+    requested_at: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -84,7 +84,7 @@ class SampleWriter:
     def write(self, samples: Sequence[tuple[int, int]]) -> None:
         """Ask for samples. samples: the number of each sample, and the number of its prompt."""
         now = time.monotonic()
-        self._ask([_Open(number, prompt, asked=now) for number, prompt in samples])
+        self._ask([_Open(number, prompt, requested_at=now) for number, prompt in samples])
 
     def finished(self, seconds: float) -> list[Sample]:
         """The samples that are finished since the last call. Waits up to so many seconds until there is one.
@@ -107,7 +107,7 @@ class SampleWriter:
                 if self._goes_on(sample):
                     next_turns.append(sample)
                 else:
-                    self.times[sample.number] = sample.asked, answered
+                    self.times[sample.number] = sample.requested_at, answered
                     samples.append(self._sample(sample))
             self._ask(next_turns)
         return samples

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config.task_spec import TaskSpec
 from stillhouse.data import Documents
 from stillhouse.data.problems import exact_match, problem
-from stillhouse.data.render.templates import CompletionTemplate
+from stillhouse.data.render.templates import CompletionTemplate, Rendered
 from stillhouse.generation import Completion, GenerationRequest, Sampling
 from stillhouse.generation.rollout_engines import InProcessEngine
 from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
@@ -152,11 +152,9 @@ def evaluate_tasks(
 
 def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[GenerationRequest]:
     """Requests with the tokens that the texts have as prompts in training."""
-    # which tokens of a completion are targets does not matter to its prompt
-    prompts = CompletionTemplate(tokenizer, "completion").encode_prompts(list(texts))
-    return [
-        GenerationRequest(number, np.asarray(ids, dtype=np.int32), seed=number) for number, ids in enumerate(prompts)
-    ]
+    template = CompletionTemplate(tokenizer, ("prompt",), "none")
+    prompts = template.encode([Rendered("", prompt=text) for text in texts])
+    return [GenerationRequest(number, prompt.ids, seed=number) for number, prompt in enumerate(prompts)]
 
 
 @dataclass(frozen=True)

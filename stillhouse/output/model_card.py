@@ -62,10 +62,12 @@ def model_card(run: Path, config: RunConfig, progress: Progress, exported: Expor
 
 def quoted_file(path: Path) -> dict[str, Any]:
     """The JSON object in a file of the run that the card quotes. Raises ValueError if there is none."""
-    with reading(_UNREADABLE.format(path)):
+    try:
         content = read_object(path)
-        if content is None:
-            raise ValueError("there is no such file")
+    except ValueError as error:
+        raise ValueError(f"{_UNREADABLE.format(path)}: {error}") from error
+    if content is None:
+        raise ValueError(f"{_UNREADABLE.format(path)}: there is no such file")
     return content
 
 
@@ -121,8 +123,8 @@ def _sources(run: Path, student: StudentConfig, teachers: Mapping[str, TeacherCo
     for section, teacher in teachers.items():
         rows.append((section.replace("teachers.", "teacher "), _teacher_name(teacher), progress.models.get(section)))
     counts = quoted_file(run / "data.json")
-    with reading(_UNREADABLE.format(run / "data.json")):
-        rows += [(f"data, {name}", _counts(counts.get(name)), mark) for name, mark in progress.data.items()]
+    for name, mark in progress.data.items():
+        rows.append((f"data, {name}", _counts(counts.get(name), run / "data.json"), mark))
     lines = [f"| {what} | {name} | {f'`{mark[:_SHORT]}`' if mark else 'none'} |" for what, name, mark in rows]
     head = ["| | | fingerprint |", "| --- | --- | --- |"]
     return "\n".join(head + lines) + "\n\nA fingerprint is the beginning of a sha256 of the files or documents."
@@ -180,10 +182,14 @@ def _teacher_name(teacher: TeacherConfig) -> str:
     return "on a server" if teacher.url is not None else "the student itself"
 
 
-def _counts(report: Any) -> str:
+def _counts(report: Any, path: Path) -> str:
+    """The counts of one source, as `path` has them."""
     if not isinstance(report, dict):
         return "documents not counted"
-    return f"{report['documents']:,} documents, {report['tokens']:,} tokens"
+    documents, tokens = report.get("documents"), report.get("tokens")
+    if not isinstance(documents, int) or not isinstance(tokens, int):
+        raise ValueError(f"{_UNREADABLE.format(path)}: expected numbers of documents and tokens")
+    return f"{documents:,} documents, {tokens:,} tokens"
 
 
 def _is_hub_id(name: str) -> bool:

@@ -29,6 +29,7 @@ from stillhouse.data import (
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.token_cache import user_folder
+from stillhouse.display import first_line
 from stillhouse.libraries import reading
 from stillhouse.models.pretrained import require_model_folder
 from stillhouse.signals import CrossTokenizerStore, SignalStore
@@ -168,8 +169,10 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     if not template:
         raise ValueError(f"got {source}, which has no chat template: expected a Jinja file or a tokenizer with one")
     tokenizer.chat_template = template
-    with reading(f"got {source}"):
+    try:
         ChatTemplate(tokenizer, ("messages",), "all").render({"messages": [{"role": "user", "content": "a"}]})
+    except ValueError as error:
+        raise ValueError(f"got {source}: {first_line(error)}") from error
 
 
 def _require_same_conversation(

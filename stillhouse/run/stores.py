@@ -220,11 +220,15 @@ def _teacher_files(teacher: TeacherConfig) -> Path:
     assert teacher.model is not None
     if os.path.isdir(teacher.model):
         return Path(teacher.model)
-    with reading(f"the teacher {teacher.model!r} cannot be read from the hub"):
+    unreadable = f"the teacher {teacher.model!r} cannot be read from the hub"
+    with reading(unreadable):
         folder = Path(snapshot_download(teacher.model, revision=teacher.revision, allow_patterns=SMALL_FILES))
-        if teacher.signal == "hidden":
-            index = folder / "model.safetensors.index.json"
-            names = files_of_head(json.loads(index.read_text())) if index.is_file() else ["model.safetensors"]
+    if teacher.signal == "hidden":
+        names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+        if index.is_file():
+            with reading(unreadable):
+                names = files_of_head(json.loads(index.read_text()))
+        with reading(unreadable):
             snapshot_download(teacher.model, revision=teacher.revision, allow_patterns=names)
     return folder
 

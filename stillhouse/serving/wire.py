@@ -203,8 +203,8 @@ def _decoded(content: bytes, what: str) -> tuple[dict[str, Any], dict[str, Tenso
     with reading(f"{what} is not a safetensors body"):
         tensors = load(content)
         options = header_of(content)
-        if not isinstance(options, dict):
-            raise ValueError(f"'{KEY}' of its header is no object")
+    if not isinstance(options, dict):
+        raise ValueError(f"{what} is not a safetensors body: '{KEY}' of its header is no object")
     return options, tensors
 
 

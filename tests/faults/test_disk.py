@@ -17,10 +17,10 @@ from kit.ranks import Ranks, at_once, run_ranks
 from kit.runs import Command, contents, run, save_model, write_run
 from kit.serving import Server
 from kit.signal_hooks import at_step
+from kit.weights_jobs import read_manifest
 
 from stillhouse.checkpoint import save as checkpoint
 from stillhouse.data import load_tokenizer
-from stillhouse.generation.published import read_manifest
 from stillhouse.generation.weights import publish, version_folder
 from stillhouse.models import Decoder
 from stillhouse.output.disk import explained_write_errors

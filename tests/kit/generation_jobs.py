@@ -33,25 +33,27 @@ class Problem:
     batch_tokens: int = 16384
 
 
-def one_process(given: Problem) -> list[Any]:
+def one_process(problem: Problem) -> list[Any]:
     """The completions before and after the change of the weights."""
-    decoder = student(given)
-    engine = InProcessEngine(Generator(decoder, given.sampling, CPU, batch_tokens=given.batch_tokens))
+    decoder = student(problem)
+    engine = InProcessEngine(Generator(decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens))
     first = completions(engine)
     change(decoder)
     engine.update_weights(1, None)
     return [first, completions(engine)]
 
 
-def on_ranks(rank: Rank, given: Problem) -> list[Any] | None:
+def on_ranks(rank: Rank, problem: Problem) -> list[Any] | None:
     """The same as `one_process`; and nothing may change before `update_weights`."""
-    mesh = Mesh(given.degrees, CPU)
-    if rank.number >= given.degrees.processes:
+    mesh = Mesh(problem.degrees, CPU)
+    if rank.number >= problem.degrees.processes:
         return None
-    source = ModelSource(lambda: student(given))
-    runner = build_runner(Layout(given.degrees), mesh, source, None)
-    copy = StudentCopy(runner, lambda: empty(given) if given.on_meta else student(given))
-    engine = DistributedEngine(Generator(copy.decoder, given.sampling, CPU, batch_tokens=given.batch_tokens), copy)
+    source = ModelSource(lambda: student(problem))
+    runner = build_runner(Layout(problem.degrees), mesh, source, None)
+    copy = StudentCopy(runner, lambda: empty(problem) if problem.on_meta else student(problem))
+    engine = DistributedEngine(
+        Generator(copy.decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens), copy
+    )
     first = completions(engine)
     for part in runner.students():
         change(part)
@@ -60,15 +62,15 @@ def on_ranks(rank: Rank, given: Problem) -> list[Any] | None:
     return [first, completions(engine)]
 
 
-def an_error_on_one_rank(rank: Rank, given: Problem) -> str | None:
-    mesh = Mesh(given.degrees, CPU)
-    if rank.number >= given.degrees.processes:
+def an_error_on_one_rank(rank: Rank, problem: Problem) -> str | None:
+    mesh = Mesh(problem.degrees, CPU)
+    if rank.number >= problem.degrees.processes:
         return None
-    runner = build_runner(Layout(given.degrees), mesh, ModelSource(lambda: student(given)), None)
-    copy = StudentCopy(runner, lambda: student(given))
+    runner = build_runner(Layout(problem.degrees), mesh, ModelSource(lambda: student(problem)), None)
+    copy = StudentCopy(runner, lambda: student(problem))
     if rank.number == 1:
         copy.decoder.output_weight.data[7] = torch.nan
-    engine = DistributedEngine(Generator(copy.decoder, given.sampling, CPU), copy)
+    engine = DistributedEngine(Generator(copy.decoder, problem.sampling, CPU), copy)
     try:
         engine.generate(requests(LENGTHS, seed=5))
     except ValueError as error:
@@ -76,9 +78,9 @@ def an_error_on_one_rank(rank: Rank, given: Problem) -> str | None:
     return "no error"
 
 
-def student(given: Problem) -> Decoder:
-    decoder = Decoder(build(given.family, tied=given.tied), verify=False)
-    if given.lora:
+def student(problem: Problem) -> Decoder:
+    decoder = Decoder(build(problem.family, tied=problem.tied), verify=False)
+    if problem.lora:
         add_lora(decoder, r=4, alpha=16.0)
         draw_lora(decoder, 3, fresh=False)
         for name, parameter in decoder.named_parameters():
@@ -88,11 +90,11 @@ def student(given: Problem) -> Decoder:
     return decoder
 
 
-def empty(given: Problem) -> Decoder:
+def empty(problem: Problem) -> Decoder:
     with torch.device("meta"):
-        model = type(build(given.family))(build(given.family, tied=given.tied).config)
+        model = type(build(problem.family))(build(problem.family, tied=problem.tied).config)
     decoder = Decoder(model, verify=False)
-    if given.lora:
+    if problem.lora:
         add_lora(decoder, r=4, alpha=16.0)
     return decoder
 
@@ -108,7 +110,7 @@ def change(decoder: Decoder) -> None:
 
 
 def completions(engine: InProcessEngine) -> list[tuple[list[int], list[float], list[int], str]]:
-    found = [future.result(timeout=0) for future in engine.generate(requests(LENGTHS, seed=5))]
+    results = [future.result(timeout=0) for future in engine.generate(requests(LENGTHS, seed=5))]
     return [
         (
             completion.ids_N.tolist(),
@@ -116,5 +118,5 @@ def completions(engine: InProcessEngine) -> list[tuple[list[int], list[float], l
             completion.versions_N.tolist(),
             completion.finish,
         )
-        for completion in found
+        for completion in results
     ]

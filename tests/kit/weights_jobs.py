@@ -1,5 +1,6 @@
-"""Jobs of several ranks that publish a student's weights under a layout."""
+"""Published weights: jobs of several ranks that write them under a layout, and the manifest of what was written."""
 
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 from kit.loading_memory import growth
 from kit.shard_ranks import Rank
 
+from stillhouse.generation.published import Manifest, published_folder
 from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
@@ -15,14 +17,22 @@ from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
 CPU = torch.device("cpu")
 
 
-def publish_under(rank: Rank, job: tuple[Path, Path, Degrees, str, int, bool]) -> str:
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a published version, after all files have been compared with it."""
+    with published_folder(path) as folder:
+        for name in folder.manifest.files:
+            folder.compare(name, sys.maxsize)
+        return folder.manifest
+
+
+def publish_under(rank: Rank, job: tuple[Path, Path, Degrees, int, bool]) -> str:
     """Publish a model's weights as version 7; returns the path."""
-    model, folder, degrees, schedule, bucket_bytes, lora = job
+    model, folder, degrees, bucket_bytes, lora = job
     mesh = Mesh(degrees, CPU)
     if rank.number >= degrees.processes:
         return ""
     source = ModelSource(partial(_student, model, lora), partial(_fill, model))
-    runner = build_runner(Layout(degrees, schedule), mesh, source, None)
+    runner = build_runner(Layout(degrees), mesh, source, None)
     return str(publish(runner, folder, 7, bucket_bytes=bucket_bytes))
 
 

@@ -18,11 +18,12 @@ from kit.ranks import Ranks
 from kit.runs import Command, run, save_model
 from kit.serving import Server, load_weights, publish_scaled
 from kit.stub_servers import Vllm, stub_server
+from kit.weights_jobs import read_manifest
 from kit.writer_cases import Student, engine_of, requests_of
 from safetensors.torch import load_file, save_file
 
 from stillhouse.engine import torch_engine
-from stillhouse.generation.published import MANIFEST, read_manifest
+from stillhouse.generation.published import MANIFEST
 from stillhouse.generation.weights import version_folder
 from stillhouse.output.folder import RunFolder
 from stillhouse.run.run import distill

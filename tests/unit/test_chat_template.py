@@ -36,10 +36,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("source", ["chat.jinja", "teacher with it"])
-def test_the_run_is_that_of_a_tokenizer_with_the_template(folder: Path, source: str) -> None:
+def test_the_run_is_that_of_a_tokenizer_with_the_template(folder: Path) -> None:
     run("distill", folder / "run.yaml", f"student.model={folder / 'student with it'}", f"out={folder / 'own'}")
-    run("distill", folder / "run.yaml", f"data.chat_template={folder / source}", f"out={folder / 'given'}")
+    run("distill", folder / "run.yaml", f"data.chat_template={folder / 'chat.jinja'}", f"out={folder / 'given'}")
     own, given = (contents(folder / name / "model") for name in ("own", "given"))
     assert given.pop("tokenizer_config.json") is not None
     own.pop("tokenizer_config.json")  # it has the path of the model
@@ -47,11 +46,13 @@ def test_the_run_is_that_of_a_tokenizer_with_the_template(folder: Path, source: 
     run("export", folder / "given", "--out", folder / "exported")
     for made in ("given/model", "given/checkpoints/step-00000006/student", "exported"):
         assert AutoTokenizer.from_pretrained(folder / made).chat_template == TEMPLATE
-    assert f"Chat template: of {Path(source).name}, as in training" in (folder / "exported" / "README.md").read_text()
+    assert "Chat template: of chat.jinja, as in training" in (folder / "exported" / "README.md").read_text()
 
 
-def test_targets_are_the_assistants_words(folder: Path) -> None:
-    session = session_of(folder, **{"data.chat_template": str(folder / "chat.jinja")})
+@pytest.mark.parametrize("source", ["chat.jinja", "teacher with it"])
+def test_targets_are_the_assistants_words(folder: Path, source: str) -> None:
+    session = session_of(folder, **{"data.chat_template": str(folder / source)})
+    assert session.tokenizer.chat_template == TEMPLATE
     documents = session.train.documents
     ids, targets = documents.tokens(0), documents.targets(0)
     assert session.tokenizer.decode(ids[targets].tolist()).endswith(f".{session.tokenizer.eos_token}")

@@ -1,8 +1,6 @@
 """Documents: limits and their report, skipped records, empty datasets, the held-out share."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from kit.documents import ANSWER, EOS, QUESTION, load_records
-from kit.runs import ROOT
 from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.data import DataError, Documents, load_documents
@@ -154,14 +151,20 @@ def test_a_stop_that_is_never_a_target_is_a_warning(tmp_path: Path) -> None:
     assert load_records(tmp_path, [{"messages": CHAT}], right).report.warnings == []
 
 
-@pytest.mark.parametrize("text", ["<image> b", "b <image>"])
-def test_ids_beyond_a_head(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("column", ["text", "answer"])
+def test_ids_beyond_a_head(tmp_path: Path, column: str) -> None:
+    """Of a document, and of the prefix of a teacher that reads it."""
     tokenizer = toy_tokenizer(adds_bos=False)
     tokenizer.add_tokens(["<image>"])
-    documents = load_records(tmp_path, [{"text": "a"}, {"text": text}, {"text": "c"}], tokenizer)
-    documents.check_ids(401, "student")
-    with pytest.raises(DataError, match=r"train\.jsonl:2: token id 400 has no row in the student's head of 400"):
-        documents.check_ids(400, "student")
+    records = [{"text": "a", "answer": ""}, {"text": "c", "answer": "b"} | {column: "b <image>"}]
+    documents = load_records(tmp_path, records, tokenizer, prefixes={"one": "{answer}", "none": ""})
+    documents.check_ids(401, "student", ["one"])
+    reason = "token id 400 has no row in the student's head of 400 rows"
+    if column == "answer":
+        documents.check_ids(400, "student", ["none", "unknown"])
+        reason = "token id 400 of the prefix of teacher 'one' has no row in the student's head of 400 rows"
+    with pytest.raises(DataError, match=rf"train\.jsonl:2: {reason}"):
+        documents.check_ids(400, "student", ["none", "one"])
 
 
 def contents(documents: Documents) -> set[tuple[int, ...]]:
@@ -220,7 +223,7 @@ def test_the_hash_of_a_record_is_that_of_its_content(tmp_path: Path) -> None:
     assert documents.keys_D.tolist() == [2621323547625071727]  # sha256 of '["number 0"]', first 8 bytes
     add = {"name": "add"}
     tools: list[Any] = [None, [], [add | {"of": None}], [add], [{"name": "take"}]]
-    records = [{"messages": CHAT}, *({"messages": CHAT, "tools": each} for each in tools)]
+    records = [{"messages": CHAT}, *({"messages": CHAT, "tools": value} for value in tools)]
     keys = load_records(tmp_path, records, chat="plain").keys_D.tolist()
     assert keys[0] == keys[1] == keys[2]
     assert keys[3] == keys[4]
@@ -252,21 +255,3 @@ def test_the_documents_are_the_same_on_every_day(tmp_path: Path, date: str, chat
     tokenizer.chat_template = date + tokenizer.chat_template
     documents = load_records(tmp_path, [{"messages": CHAT}], tokenizer, max_tokens=256, prompts=prompts)
     assert tokenizer.decode(documents.tokens_N).startswith("26 Jul 2024, 000000<|im_start|>user")
-
-
-def test_another_process_loads_the_same(tmp_path: Path) -> None:
-    """With another seed of Python's hashes, on which no order may depend."""
-    here = load_records(tmp_path, numbered(50)).split(0.3)
-    code = (
-        "import sys; from kit.toy_tokenizer import toy_tokenizer; from stillhouse.data import load_documents;"
-        "train, held_out = load_documents(sys.argv[1], toy_tokenizer(), max_tokens=64).split(0.3);"
-        "print(train.fingerprint(), held_out.fingerprint())"
-    )
-    there = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "train.jsonl")],
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert there.stdout.split() == [part.fingerprint() for part in here]

@@ -24,10 +24,10 @@ def compress(path: Path, content: bytes) -> Path:
 
 LINES = [{"text": "one\u2028"}, {"text": "two"}, {"text": "x" * 5000}]
 CONTENTS = {
-    "jsonl": "".join(json.dumps(each) + "\n" for each in LINES),
+    "jsonl": "".join(json.dumps(record) + "\n" for record in LINES),
     "json": json.dumps(LINES, indent=1),
-    "csv": "text\n" + "".join(f'"{each["text"]}"\n' for each in LINES),
-    "tsv": "text\n" + "".join(f"{each['text']}\n" for each in LINES),
+    "csv": "text\n" + "".join(f'"{record["text"]}"\n' for record in LINES),
+    "tsv": "text\n" + "".join(f"{record['text']}\n" for record in LINES),
 }
 
 
@@ -90,10 +90,10 @@ def test_damage_behind_which_no_record_can_be_found_stops_the_reading(
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 def test_a_compressed_file_that_was_cut_is_refused(tmp_path: Path, ending: str) -> None:
-    whole = compress(tmp_path / f"a.jsonl{ending}", CONTENTS["jsonl"].encode()).read_bytes()
+    complete = compress(tmp_path / f"a.jsonl{ending}", CONTENTS["jsonl"].encode()).read_bytes()
     cut = tmp_path / f"cut.jsonl{ending}"
-    for size in range(len(whole)):
-        cut.write_bytes(whole[:size])
+    for size in range(len(complete)):
+        cut.write_bytes(complete[:size])
         with pytest.raises(ValueError, match=rf"cut\.jsonl\{ending}: .*(damaged or cut off|is empty)"):
             list(read_records(cut))
     cut.write_bytes(CONTENTS["jsonl"].encode())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.documents import documents_of, random_documents
+from kit.documents import random_documents
 from kit.packing_families import build_packing
 
 from stillhouse.data import MicroBatch, PackedSequences, make_micro_batch
@@ -79,22 +79,6 @@ def test_batches_hold_labels_weights_and_positions_row_by_row(lengths: list[int]
     assert torch.equal(batch.weights_T, (batch.labels_T >= 0).float())
     assert batch.valid_index.tolist() == torch.where(batch.weights_T > 0)[0].tolist()
     assert batch.valid_tokens == len(batch.valid_index) == documents.targets_N.sum()
-
-
-def test_labels_are_shifted_once() -> None:
-    """The prompt is 5 6 7, the completion 8 9 2 (eos): token 7's row predicts 8, and token 9's row predicts eos."""
-    documents = documents_of([[5, 6, 7, 8, 9, 2], [10, 11, 2]], [[0, 0, 0, 1, 1, 1], [0, 1, 1]])
-    batch = make_micro_batch(documents, [[0], [1]])
-    assert batch.input_ids_BS.tolist() == [[5, 6, 7, 8, 9, 2], [10, 11, 2, 5, 5, 5]]  # padding: the first token
-    assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
-    assert batch.labels_T.tolist() == [-1, -1, 8, 9, 2, -1, 11, 2, -1, -1, -1, -1]
-    assert batch.weights_T.tolist() == [0, 0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0]
-    assert batch.valid_index.tolist() == [2, 3, 4, 6, 7]
-    assert batch.document_T.tolist() == [0] * 6 + [1] * 3 + [-1] * 3
-    assert batch.valid_tokens == 5
-    packed = make_micro_batch(documents, [[0, 1]])
-    assert packed.labels_T.tolist() == [-1, -1, 8, 9, 2, -1, 11, 2, -1]
-    assert packed.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2]]
 
 
 def test_types_and_moving() -> None:

@@ -11,9 +11,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from kit.runs import session_of, write_run
 
-from stillhouse.config import ConfigError
 from stillhouse.data import NoSourceError, read_records
 from stillhouse.data.read.data_source import local_files
 
@@ -161,19 +159,6 @@ def test_a_saved_dataset_with_a_pipe_is_refused(tmp_path: Path, file: str, split
     for list_or_read in (read_records, local_files):
         with pytest.raises(ValueError, match=f"^{path} is a named pipe: expected a regular file$"):
             list_or_read(tmp_path)
-
-
-def test_a_run_on_a_folder_with_a_pipe_says_its_name(tmp_path: Path) -> None:
-    write_run(tmp_path, teacher=False)
-    pipe = tmp_path / "data" / "b.jsonl"
-    pipe.parent.mkdir()
-    os.mkfifo(pipe)
-    for source, kind, message in (
-        (pipe.parent, ValueError, f"^{pipe} is a named pipe"),
-        (pipe, ConfigError, f"^data.train: {pipe} is a named pipe: expected a regular file or a folder"),
-    ):
-        with pytest.raises(kind, match=message):
-            session_of(tmp_path, teacher=False, **{"data.train": str(source)})
 
 
 @pytest.mark.parametrize(

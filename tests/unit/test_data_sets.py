@@ -92,15 +92,18 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 def test_each_set_has_the_metrics_of_an_evaluation_of_its_own(tmp_path: Path) -> None:
     config = write_run(tmp_path, **settings(tmp_path))
     session = prepare(config, announce=False)
-    found, documents = evaluate(session), session.evaluation
+    metrics_of_sets, documents = evaluate(session), session.evaluation
     assert documents is not None
     for name in ("cross_entropy", "forward_kl", "agreement"):
-        mean = sum(found[f"eval/{each}/{name}"] * found[f"eval/{each}/tokens"] for each in ("math", "chat"))
-        assert found[f"eval/{name}"] == pytest.approx(mean / found["eval/tokens"], rel=1e-12)
+        mean = sum(
+            metrics_of_sets[f"eval/{evaluation_set}/{name}"] * metrics_of_sets[f"eval/{evaluation_set}/tokens"]
+            for evaluation_set in ("math", "chat")
+        )
+        assert metrics_of_sets[f"eval/{name}"] == pytest.approx(mean / metrics_of_sets["eval/tokens"], rel=1e-12)
     for name, source in config.data.eval_sets.items():
         alone = evaluate(session_of(tmp_path, **{"data.eval": source}))
         for key, value in alone.items():
-            assert found[f"eval/{name}/{key.removeprefix('eval/')}"] == pytest.approx(value, rel=1e-6)
+            assert metrics_of_sets[f"eval/{name}/{key.removeprefix('eval/')}"] == pytest.approx(value, rel=1e-6)
     reports = data_reports(session)
     assert list(reports) == ["train", "train/1", "train/2", "eval", "eval/math", "eval/chat"]
     assert sum(reports[f"train/{number}"].trained_share or 0 for number in (1, 2)) == pytest.approx(1)
@@ -117,12 +120,12 @@ def test_a_source_that_is_wholly_held_out_is_named(tmp_path: Path) -> None:
 def test_a_set_without_documents_is_named(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "empty.jsonl").touch()
-    for key, given in (
+    for key, value in (
         ("data.eval", {"math": str(tmp_path / "eval.jsonl"), "chat": str(tmp_path / "empty.jsonl")}),
         ("data.train", [{"source": str(tmp_path / "train.jsonl")}, {"source": str(tmp_path / "empty.jsonl")}]),
     ):
         with pytest.raises(ValueError, match=r"empty\.jsonl: the dataset is empty"):
-            session_of(tmp_path, **{key: given})
+            session_of(tmp_path, **{key: value})
 
 
 @pytest.mark.parametrize("records", [1, 7])
@@ -131,14 +134,14 @@ def test_a_cache_of_a_mixture_gives_the_teachers_gradients(tmp_path: Path, recor
     more = settings(tmp_path)
     write_texts(tmp_path / "other.jsonl", records, 5)
     more["data.train"][1]["weight"] = 9.0
-    written = write_cache(write_run(tmp_path, **more), tmp_path / "cache", "hidden")
+    cache = write_cache(write_run(tmp_path, **more), tmp_path / "cache", "hidden")
     in_job = session_of(tmp_path, **more)
     stored = session_of(tmp_path, cached=True, **more, **{"teacher.cache": str(tmp_path / "cache")})
     rows = in_job.step_schedule.micro_batches(in_job.train, 0).rows
     assert (len(np.unique(np.concatenate(rows))) < sum(map(len, rows))) == (records == 1)
-    assert written.documents == len({each.tobytes() for each in _documents(in_job)})
-    losses = [forward_backward(each).sums["loss"] for each in (in_job, stored)]
-    norms = [each.engine.gradient_norm() for each in (in_job, stored)]
+    assert cache.documents == len({document.tobytes() for document in _documents(in_job)})
+    losses = [forward_backward(of_session).sums["loss"] for of_session in (in_job, stored)]
+    norms = [of_session.engine.gradient_norm() for of_session in (in_job, stored)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
     assert evaluate(stored) == pytest.approx(evaluate(in_job), rel=1e-6)
@@ -151,7 +154,7 @@ def _documents(session: Session) -> Iterator[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2", "context=2", "tensor=2"])
+@pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2"])
 def test_two_processes_train_on_the_same_mixture(tmp_path: Path, layout: str) -> None:
     """Same steps, same gradients, same metrics of each set as in one process; and a resumed run goes on with them."""
     more = {"eval.every": 1, "checkpoint.every": 2, "checkpoint.keep": 9, "train.steps": 4}
@@ -161,28 +164,28 @@ def test_two_processes_train_on_the_same_mixture(tmp_path: Path, layout: str) ->
     for out, overrides in (("two", []), ("resumed", [f"checkpoint.resume={start}"])):
         run_ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / out}", f"parallel.{layout}", *overrides)
         one, other = metrics(tmp_path / "one"), metrics(tmp_path / out)
-        for expected, found in zip(one[-len(other) :], other, strict=True):
-            compared = {key: each for key, each in found.items() if not key.startswith(("speed", "seconds"))}
-            assert compared == pytest.approx({key: expected[key] for key in compared}, rel=1e-4), found["step"]
-        weights = [load_file(tmp_path / each / "model" / "model.safetensors") for each in ("one", out)]
+        for expected, line in zip(one[-len(other) :], other, strict=True):
+            compared = {key: value for key, value in line.items() if not key.startswith(("speed", "seconds"))}
+            assert compared == pytest.approx({key: expected[key] for key in compared}, rel=1e-4), line["step"]
+        weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", out)]
         for name, weight in weights[0].items():
             assert (weights[1][name] - weight).norm() <= 1e-4 * weight.norm(), name
-    data = [json.loads((tmp_path / each / "data.json").read_text()) for each in ("one", "two", "resumed")]
+    data = [json.loads((tmp_path / name / "data.json").read_text()) for name in ("one", "two", "resumed")]
     assert data[0] == data[1] == data[2]
 
 
 @pytest.mark.slow
 def test_a_run_on_a_mixture_resumes_to_the_bit_and_keeps_the_best_of_a_set(tmp_path: Path) -> None:
     more = {"eval.every": 1, "checkpoint.every": 2, "checkpoint.keep": 1}
-    whole = Path(write_run(tmp_path, **settings(tmp_path), **more).out)
+    undisturbed = Path(write_run(tmp_path, **settings(tmp_path), **more).out)
     run("distill", tmp_path / "run.yaml")
-    values = {each["step"]: each["eval/math/cross_entropy"] for each in metrics(whole) if "eval/tokens" in each}
-    kept = [path.name for path in (whole / "checkpoints").iterdir()]
+    values = {line["step"]: line["eval/math/cross_entropy"] for line in metrics(undisturbed) if "eval/tokens" in line}
+    kept = [path.name for path in (undisturbed / "checkpoints").iterdir()]
     assert folder_name(min((2, 4, 6), key=values.__getitem__)) in kept
-    data = json.loads((whole / "data.json").read_text())
+    data = json.loads((undisturbed / "data.json").read_text())
     assert data["train/1"]["trained_share"] == pytest.approx(0.75, abs=0.1)
     run("distill", tmp_path / "run.yaml", f"out={tmp_path}/b", "checkpoint.keep=9")
     start = tmp_path / "b" / "checkpoints" / folder_name(2)
     run("distill", tmp_path / "run.yaml", f"out={tmp_path}/c", f"checkpoint.resume={start}")
-    weights = [(each / "model" / "model.safetensors").read_bytes() for each in (whole, tmp_path / "c")]
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (undisturbed, tmp_path / "c")]
     assert weights[0] == weights[1]

@@ -248,8 +248,8 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for 
 def with_tools(chat: Any) -> PreTrainedTokenizerFast:
     """Return a tokenizer whose template writes the tools first."""
     tokenizer = toy_tokenizer(chat=chat)
-    written = "{% if tools is not none %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
-    tokenizer.chat_template = f"{written}{tokenizer.chat_template}"
+    tools_first = "{% if tools is not none %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
+    tokenizer.chat_template = f"{tools_first}{tokenizer.chat_template}"
     return tokenizer
 
 
@@ -263,8 +263,8 @@ def test_tools_reach_the_template(chat: Any, form: dict[str, Any], tokens: Token
     expected = tokenizer.apply_chat_template(CHAT, tools=TOOLS, return_dict=True)["input_ids"]
     template = template_for(form, tokenizer, tokens)
     filled = [TOOLS[0] | {"strict": None}, TOOLS[1]]  # as Parquet returns it
-    given, empty = (TOOLS, filled, json.dumps(TOOLS)), (None, [], "[]", "null")
-    rendered = [template.render(form | {"tools": tools}) for tools in (*given, *empty)]
+    forms_of_tools, empty = (TOOLS, filled, json.dumps(TOOLS)), (None, [], "[]", "null")
+    rendered = [template.render(form | {"tools": tools}) for tools in (*forms_of_tools, *empty)]
     without, *encoded = template.encode([template.render(form), *rendered])
     for document in encoded[:3]:
         assert document.ids.tolist() == expected

@@ -31,9 +31,9 @@ PROBLEMS = [
 ]
 
 
-def same(given: list[Any], expected: list[Any]) -> None:
+def same(actual: list[Any], expected: list[Any]) -> None:
     for (ids, log_probs, versions, finish), (own_ids, own_log_probs, own_versions, own_finish) in zip(
-        given, expected, strict=True
+        actual, expected, strict=True
     ):
         assert (ids, versions, finish) == (own_ids, own_versions, own_finish)
         np.testing.assert_allclose(log_probs, own_log_probs, rtol=0, atol=1e-5)
@@ -44,18 +44,18 @@ def test_every_rank_has_the_completions_of_one_process(problem: Problem) -> None
     before, after = one_process(problem)
     assert [ids for ids, *_ in before] != [ids for ids, *_ in after]
     assert {version for _, _, versions, _ in after for version in versions} == {1}
-    found = [answer for answer in shared_pool(4).call(on_ranks, problem) if answer is not None]
-    assert len(found) == problem.degrees.processes
-    for given_before, given_after in found:
+    answers = [answer for answer in shared_pool(4).call(on_ranks, problem) if answer is not None]
+    assert len(answers) == problem.degrees.processes
+    for given_before, given_after in answers:
         same(given_before, before)
         same(given_after, after)
-    assert all(answer == found[0] for answer in found), "the ranks differ"
+    assert all(answer == answers[0] for answer in answers), "the ranks differ"
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
-    found = shared_pool(4).call(an_error_on_one_rank, Problem(Degrees(fsdp=2), SAMPLED))
-    assert [answer is None for answer in found] == [False, False, True, True]
-    assert all("its logits are not finite" in answer for answer in found if answer is not None)
+    answers = shared_pool(4).call(an_error_on_one_rank, Problem(Degrees(fsdp=2), SAMPLED))
+    assert [answer is None for answer in answers] == [False, False, True, True]
+    assert all("its logits are not finite" in answer for answer in answers if answer is not None)
 
 
 def test_the_engine_of_one_process() -> None:

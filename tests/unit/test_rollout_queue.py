@@ -27,7 +27,7 @@ from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 
 
 def numbers(samples: Sequence[Sample]) -> list[int]:
-    return [rollout.number for rollout in samples]
+    return [sample.number for sample in samples]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.1])
@@ -80,24 +80,6 @@ def test_a_queue_from_a_checkpoint_loses_nothing_and_repeats_nothing(ahead: int,
     assert sorted(trained) == list(range(queue.plan.groups(STEPS - 1).stop * SAMPLES))
 
 
-@pytest.mark.parametrize(("ahead", "in_order", "slack"), [(1, True, 0), (2, False, 2)])
-def test_samples_that_were_taken_and_not_trained_are_in_a_checkpoint(ahead: int, in_order: bool, slack: int) -> None:
-    engine = LateEngine(most=4)
-    queue = queue_of(engine, ahead=ahead, in_order=in_order, slack=slack)
-    queue.ask(0)
-    taken = queue.take(0)
-    kept = queue.state()  # the teacher is lost before the step is made
-    again = queue_of(LateEngine(most=4), ahead=ahead, in_order=in_order, slack=slack)
-    again.restore(kept, 0)
-    again.ask(0)
-    samples = again.take(0)
-    if in_order:
-        assert numbers(samples) == numbers(taken)
-    assert set(numbers(taken)) <= set(numbers(kept.samples))
-    again.trained(0)
-    assert not set(numbers(samples)) & set(numbers(again.state().samples))
-
-
 def test_a_step_can_be_taken_while_the_one_before_is_trained() -> None:
     """Its samples are asked for once, stay in a checkpoint until they are trained, and are those of its groups."""
     engine = LateEngine(most=50)
@@ -137,12 +119,12 @@ def test_a_checkpoint_is_written_although_no_server_answers() -> None:
         elif number % 3 == 1:
             ids_N = np.array([7, 2], dtype=np.int32)
             future.set_result(Completion(ids_N, np.zeros(2, np.float32) - 1, np.zeros(2, np.int32), "stop"))
-    written = {request.number for number, (request, _) in enumerate(engine.waiting) if number % 3 == 1}
+    answered = {request.number for number, (request, _) in enumerate(engine.waiting) if number % 3 == 1}
     with pytest.raises(OSError, match="no server has answered"):
         queue.wait_for(0)
     kept = set(numbers(queue.state().samples))
-    assert kept <= written
-    assert len(kept) >= len(written) - 1
+    assert kept <= answered
+    assert len(kept) >= len(answered) - 1
 
 
 def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> None:
@@ -174,8 +156,8 @@ def test_each_epoch_has_every_prompt_once() -> None:
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 1.0])
 def test_the_share_is_exact_over_many_steps_and_each_step_has_as_many_completions(share: float) -> None:
     plan = RolloutPlan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
-    own = sum(len(plan.groups(step)) for step in range(100))
-    assert own == pytest.approx(400 * share)
+    generated_groups = sum(len(plan.groups(step)) for step in range(100))
+    assert generated_groups == pytest.approx(400 * share)
     for step in range(100):
         assert len(plan.groups(step)) * SAMPLES + len(plan.from_dataset(step)) == 4 * SAMPLES
     counts = Counter(number for step in range(100) for number in plan.from_dataset(step))
@@ -201,56 +183,32 @@ def sample(
     return Sample(number, number % PROMPTS, completion, versions_N >= 0, reward)
 
 
-def test_advantages_are_those_of_the_group() -> None:
-    rewards = [1.0, 0.0, 0.5]
+def advantages(rewards: Sequence[float | None], *how: Any) -> list[float]:
     samples = [sample(number, reward) for number, reward in enumerate(rewards)]
-    centered = [advantage.advantage for advantage in with_advantages(samples, "centered")]
-    assert centered == pytest.approx([0.5, -0.5, 0.0])
-    normalized = [advantage.advantage for advantage in with_advantages(samples, "normalized")]
-    assert normalized == pytest.approx([advantage / np.std(rewards) for advantage in centered])
-    for equal in ([1.0, 1.0], [None, None]):
-        same = [sample(number, reward) for number, reward in enumerate(equal)]
-        assert [advantage.advantage for advantage in with_advantages(same, "normalized")] == [0.0, 0.0]
+    return [with_advantage.advantage for with_advantage in with_advantages(samples, *how)]
 
 
-def test_weights_that_underflow_stay_in_the_normaliser() -> None:
-    whole = prompts()
-    dataset = whole.select([5, 6])
-    targets_N = np.ones(len(dataset.tokens_N), dtype=bool)
-    targets_N[dataset.offsets[:-1]] = False
-    object.__setattr__(dataset, "targets_N", targets_N)
-    for decay in (1.0, 1e-30):
-        documents = step_documents(
-            whole, [sample(0, versions=(0, 0, 0))], TargetRules(position_decay=decay), dataset, [1]
-        )
-        assert documents.targets(0).sum() == 3
-        assert documents.targets(1).sum() == dataset.targets(1).sum()
-        assert documents.weights_N is not None
-        assert documents.weights_N[documents.targets_N].min() > 0
-    assert documents.part(documents.weights_N, 0)[-3:].tolist() == pytest.approx([1.0, 1e-30, 0.0], abs=1e-37)
+def test_advantages_are_those_of_the_group() -> None:
+    rewards = [1.0, 0.0, 0.5, 0.25]
+    centered = [reward - np.mean(rewards) for reward in rewards]
+    assert advantages(rewards, "centered") == pytest.approx(centered)
+    for deviation, freedom in (("population", 0), ("sample", 1)):
+        expected = torch.tensor(centered) / torch.tensor(rewards).std(correction=freedom)
+        assert advantages(rewards, "normalized", deviation) == pytest.approx(expected.tolist(), rel=1e-6)
+    assert advantages([1.0, 1.0], "normalized") == advantages([None, None], "normalized") == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("scale", [1e308, 5e-324, 1e-310])
 def test_rewards_of_any_size_have_advantages(scale: float) -> None:
     rewards = [scale, -scale, scale, -scale]
-    samples = [sample(number, reward) for number, reward in enumerate(rewards)]
-    assert [advantage.advantage for advantage in with_advantages(samples, "normalized")] == [1.0, -1.0, 1.0, -1.0]
+    assert advantages(rewards, "normalized") == [1.0, -1.0, 1.0, -1.0]
     assert mean_and_deviation(rewards) == (0.0, scale)
     assert mean_and_deviation([scale, scale]) == (scale, 0.0)
     if scale > 1:
         with pytest.raises(ValueError, match=r"rewards from -1e\+308 to 1e\+308 .* rollout\.advantage=centered"):
-            with_advantages(samples, "centered")
+            advantages(rewards, "centered")
     else:
-        assert [advantage.advantage for advantage in with_advantages(samples, "centered")] == rewards
-
-
-def test_the_deviation_is_that_of_the_population_or_of_the_sample() -> None:
-    rewards = [1.0, 0.0, 0.5, 0.25]
-    samples = [sample(number, reward) for number, reward in enumerate(rewards)]
-    for kind, freedom in (("population", 0), ("sample", 1)):
-        found = [advantage.advantage for advantage in with_advantages(samples, "normalized", kind)]  # type: ignore[arg-type]
-        expected = (torch.tensor(rewards) - np.mean(rewards)) / torch.tensor(rewards).std(correction=freedom)
-        assert found == pytest.approx(expected.tolist(), rel=1e-6)
+        assert advantages(rewards, "centered") == rewards
 
 
 @pytest.mark.parametrize("versions", [(1, 5), (5, 9)])
@@ -260,21 +218,21 @@ def test_a_token_of_foreign_weights_stops_the_run(versions: tuple[int, int]) -> 
 
 
 def test_the_documents_of_a_step() -> None:
-    whole = prompts()
+    all_prompts = prompts()
     samples = [sample(0, versions=(2, -1, 3)), sample(8, versions=(3, 3), finish="length")]
     object.__setattr__(samples[0], "advantage", 0.5)
-    dataset = whole.select([5, 6])
+    dataset = all_prompts.select([5, 6])
     targets_N = np.ones(len(dataset.tokens_N), dtype=bool)
     targets_N[dataset.offsets[:-1]] = False
     object.__setattr__(dataset, "targets_N", targets_N)
     rules = TargetRules(mask_truncated=True, position_decay=0.5)
-    documents = step_documents(whole, samples, rules, dataset, [1])
+    documents = step_documents(all_prompts, samples, rules, dataset, [1])
     assert [documents.tokens(number).tolist() for number in range(3)] == [
-        [*whole.tokens(0), 10, 11, 12],
-        [*whole.tokens(1), 10, 11],
+        [*all_prompts.tokens(0), 10, 11, 12],
+        [*all_prompts.tokens(1), 10, 11],
         dataset.tokens(1).tolist(),
     ]
-    prompt = len(whole.tokens(0))
+    prompt = len(all_prompts.tokens(0))
     assert documents.targets(0).tolist() == [False] * prompt + [True, False, True]  # the environment's token
     assert not documents.targets(1).any()  # it was cut
     assert documents.targets(2).tolist() == [False, True]
@@ -288,6 +246,10 @@ def test_the_documents_of_a_step() -> None:
     }
     assert not documents.part(documents.per_token[IS_SAMPLED], 2).any()
     assert documents.sources[:2] == ["train.jsonl:1 (sample 0)", "train.jsonl:2 (sample 8)"]
-    by_teacher = step_documents(whole, samples, TargetRules(by_student=False))
+    vanishing = step_documents(all_prompts, samples, TargetRules(position_decay=1e-30), dataset, [1])
+    assert vanishing.weights_N is not None
+    assert vanishing.part(vanishing.weights_N, 0)[-3:].tolist() == pytest.approx([1.0, 1e-30, 0.0], abs=1e-37)
+    assert vanishing.weights_N[vanishing.targets_N].min() > 0  # a target stays in the normaliser
+    by_teacher = step_documents(all_prompts, samples, TargetRules(by_student=False))
     assert not by_teacher.per_token[IS_SAMPLED].any()
     assert by_teacher.targets(1).sum() == 2

@@ -2,23 +2,23 @@
 
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kit import loading_memory
 from kit.families import build
-from kit.shard_ranks import RankPool
-from kit.weights_jobs import growth_under, publish_under
+from kit.shard_ranks import RankPool, shared_pool
+from kit.weights_jobs import growth_under, publish_under, read_manifest
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.generation import weights
-from stillhouse.generation.published import MANIFEST, read_manifest
+from stillhouse.generation.published import MANIFEST
 from stillhouse.generation.weights import BUCKET_BYTES, publish
 from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
@@ -26,30 +26,29 @@ from stillhouse.models.adapter import add_lora, draw_lora, is_lora
 from stillhouse.parallel import Degrees, single_process_runner
 
 LAYOUTS = {
-    "fsdp 2": (Degrees(fsdp=2), "1f1b"),
-    "tensor 2": (Degrees(tensor=2), "1f1b"),
-    "pipeline 2": (Degrees(pipeline=2), "1f1b"),
-    "pipeline 2, fsdp 2": (Degrees(pipeline=2, fsdp=2), "1f1b"),
-    "replicate 2, tensor 2": (Degrees(replicate=2, tensor=2), "1f1b"),
-    "expert 2": (Degrees(fsdp=2, expert=2), "1f1b"),
+    "fsdp 2": Degrees(fsdp=2),
+    "tensor 2": Degrees(tensor=2),
+    "pipeline 2": Degrees(pipeline=2),
+    "pipeline 2, fsdp 2": Degrees(pipeline=2, fsdp=2),
+    "replicate 2, tensor 2": Degrees(replicate=2, tensor=2),
+    "expert 2": Degrees(fsdp=2, expert=2),
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
+def publish_on(model: Path, folder: Path, layout: str, bucket_bytes: int, lora: bool = False) -> Path:
+    (path, *_) = shared_pool(4).call(publish_under, (model, folder, LAYOUTS[layout], bucket_bytes, lora))
+    return Path(path)
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def assert_same_bytes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same_bytes(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -58,25 +57,25 @@ def test_one_process_writes_the_files_of_save_pretrained(tmp_path: Path, family:
     build(family, tied=tied).save_pretrained(tmp_path / "model")
     student = Decoder.from_pretrained(tmp_path / "model", dtype="bfloat16")
     student.save_pretrained(tmp_path / "saved")
-    found = publish(single_process_runner(student, None), tmp_path / "weights", 3)
+    published = publish(single_process_runner(student, None), tmp_path / "weights", 3)
     for name in ("model.safetensors", "config.json", "generation_config.json"):
-        assert (found / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), name
-    assert read_manifest(found).dtypes == ["BF16"]
+        assert (published / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), name
+    assert read_manifest(published).dtypes == ["BF16"]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_files_are_at_most_a_bucket_and_transformers_reads_them(tmp_path: Path, family: str) -> None:
     build(family).save_pretrained(tmp_path / "model")
     student = Decoder.from_pretrained(tmp_path / "model")
-    found = publish(single_process_runner(student, None), tmp_path / "weights", 3, bucket_bytes=40_000)
-    files = sorted(found.glob("*.safetensors"))
+    published = publish(single_process_runner(student, None), tmp_path / "weights", 3, bucket_bytes=40_000)
+    files = sorted(published.glob("*.safetensors"))
     assert len(files) > 2
     largest = max(tensor.nbytes for tensor in student.state_dict().values())
     for path in files:
         with safe_open(path, framework="pt") as file:
             assert sum(file.get_tensor(name).nbytes for name in file.keys()) <= max(40_000, largest)  # noqa: SIM118
-    assert_same_bytes(tensors(found), tensors(tmp_path / "model"))
-    read = AutoModelForCausalLM.from_pretrained(found)
+    assert_same_bytes(tensors(published), tensors(tmp_path / "model"))
+    read = AutoModelForCausalLM.from_pretrained(published)
     assert_same_bytes(dict(read.state_dict()), dict(student.pretrained.state_dict()))
 
 
@@ -91,16 +90,14 @@ def test_files_are_at_most_a_bucket_and_transformers_reads_them(tmp_path: Path, 
         ),
     ],
 )
-def test_a_layout_writes_the_bytes_of_one_process(tmp_path: Path, ranks: RankPool, layout: str, tied: bool) -> None:
+def test_a_layout_writes_the_bytes_of_one_process(tmp_path: Path, layout: str, tied: bool) -> None:
     build("llama", tied=tied).save_pretrained(tmp_path / "model")
-    degrees, schedule = LAYOUTS[layout]
     for bucket_bytes in (BUCKET_BYTES, 30_000):
         folder = tmp_path / f"weights {bucket_bytes}"
-        (path, *_) = ranks.call(publish_under, (tmp_path / "model", folder, degrees, schedule, bucket_bytes, False))
-        manifest = read_manifest(Path(path))
+        path = publish_on(tmp_path / "model", folder, layout, bucket_bytes)
         expected = tensors(tmp_path / "model")
-        assert_same_bytes(tensors(Path(path)), expected)
-        assert manifest.tensors.keys() == expected.keys()
+        assert_same_bytes(tensors(path), expected)
+        assert read_manifest(path).tensors.keys() == expected.keys()
         AutoModelForCausalLM.from_pretrained(path)
         assert os.listdir(folder) == ["version-00000007"]
 
@@ -109,27 +106,25 @@ def test_a_layout_writes_the_bytes_of_one_process(tmp_path: Path, ranks: RankPoo
 @pytest.mark.slow
 def test_a_rank_needs_the_memory_of_one_file_and_of_gathering_one_tensor(tmp_path: Path) -> None:
     loading_memory.save(tmp_path / "small", 64)
-    whole, _ = loading_memory.save(tmp_path / "large", 1024)
+    model_mib, _ = loading_memory.save(tmp_path / "large", 1024)
     bucket, gathering = 32, 4 * 32  # gloo needs about 3.5 times the largest tensor, the embedding's 32 MiB
     # new processes, because memory that a process has used before would hide growth
     with RankPool(2) as pool:
         job = (tmp_path / "small", tmp_path / "large", tmp_path / "weights", Degrees(fsdp=2), bucket * 2**20)
-        found = pool.call(growth_under, job, limit=120)
-    print(f"a model of {whole:.0f} MiB, files of {bucket} MiB: {found} MiB")
-    assert max(found) <= bucket + gathering + 16 < whole
+        growths = pool.call(growth_under, job, limit=120)
+    print(f"a model of {model_mib:.0f} MiB, files of {bucket} MiB: {growths} MiB")
+    assert max(growths) <= bucket + gathering + 16 < model_mib
 
 
-def test_stacked_experts_are_written_one_by_one(tmp_path: Path, ranks: RankPool) -> None:
+def test_stacked_experts_are_written_one_by_one(tmp_path: Path) -> None:
     build("qwen3_moe").save_pretrained(tmp_path / "model")
     expert = ["expert 2"] if is_supported("expert parallelism") else []
     for layout in ("fsdp 2", *expert, "pipeline 2"):
-        degrees, schedule = LAYOUTS[layout]
-        job = (tmp_path / "model", tmp_path / layout, degrees, schedule, 30_000, False)
-        (path, *_) = ranks.call(publish_under, job)
-        assert_same_bytes(tensors(Path(path)), tensors(tmp_path / "model"))
+        path = publish_on(tmp_path / "model", tmp_path / layout, layout, 30_000)
+        assert_same_bytes(tensors(path), tensors(tmp_path / "model"))
 
 
-def test_of_an_adapter_the_adapter_alone_is_written(tmp_path: Path, ranks: RankPool) -> None:
+def test_of_an_adapter_the_adapter_alone_is_written(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "model")
     student = Decoder.from_pretrained(tmp_path / "model")
     add_lora(student, r=4, alpha=8, base=str(tmp_path / "model"))
@@ -143,11 +138,9 @@ def test_of_an_adapter_the_adapter_alone_is_written(tmp_path: Path, ranks: RankP
         matrice.flatten().tolist() for matrice in matrices
     )
     for layout in ("fsdp 2", "tensor 2", "pipeline 2"):
-        degrees, schedule = LAYOUTS[layout]
-        job = (tmp_path / "model", tmp_path / layout, degrees, schedule, BUCKET_BYTES, True)
-        (path, *_) = ranks.call(publish_under, job)
-        assert_same_bytes(tensors(Path(path)), expected)
-        assert {file.name for file in Path(path).iterdir()} == {file.name for file in one.iterdir()}
+        path = publish_on(tmp_path / "model", tmp_path / layout, layout, BUCKET_BYTES, lora=True)
+        assert_same_bytes(tensors(path), expected)
+        assert {file.name for file in path.iterdir()} == {file.name for file in one.iterdir()}
 
 
 def test_the_present_weights_are_written_and_two_versions_stay(tmp_path: Path) -> None:
@@ -156,8 +149,8 @@ def test_the_present_weights_are_written_and_two_versions_stay(tmp_path: Path) -
     for version in (1, 2, 3, 10, 4):  # 10: of a run that has then resumed from step 3
         with torch.no_grad():
             student.output_weight.fill_(version)
-        found = publish(runner, tmp_path, version)
-        assert (tensors(found)["lm_head.weight"] == version).all()
+        published = publish(runner, tmp_path, version)
+        assert (tensors(published)["lm_head.weight"] == version).all()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-00000003", "version-00000004"]
     with torch.no_grad():
         student.output_weight.fill_(44)
@@ -166,7 +159,7 @@ def test_the_present_weights_are_written_and_two_versions_stay(tmp_path: Path) -
 
 def test_an_interrupted_version_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = single_process_runner(Decoder(build("llama")), None)
-    whole = publish(runner, tmp_path, 1)
+    published = publish(runner, tmp_path, 1)
 
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left")
@@ -174,45 +167,42 @@ def test_an_interrupted_version_is_not_there(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(weights, "save_file", full)
     with pytest.raises(OSError, match="no space"):
         publish(runner, tmp_path, 2)
-    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".partial")] == [whole.name]
-    read_manifest(whole)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".partial")] == [published.name]
+    read_manifest(published)
     monkeypatch.undo()
     read_manifest(publish(runner, tmp_path, 2))  # the remains do no harm
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_folder_that_is_not_what_was_published_is_refused(tmp_path: Path) -> None:
-    whole = publish(
-        single_process_runner(Decoder(build("llama")), None), tmp_path / "weights", 1, bucket_bytes=40_000
-    )
-    first = min(whole.glob("*.safetensors")).name
+def edited(**values: Any) -> Callable[[bytes], bytes]:
+    return lambda content: json.dumps(json.loads(content) | values).encode()
 
-    def changed(name: str) -> Path:
-        shutil.rmtree(tmp_path / "changed", ignore_errors=True)
-        shutil.copytree(whole, tmp_path / "changed")
-        return tmp_path / "changed" / name
 
-    changed(MANIFEST).unlink()
-    with pytest.raises(ValueError, match=r"is no complete version of the weights: it has no manifest\.json"):
-        read_manifest(tmp_path / "changed")
-    path = changed(MANIFEST)
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
-        read_manifest(tmp_path / "changed")
-    for key, value in (("complete", False), ("version", "1"), ("files", {}), ("more", 1)):
-        path = changed(MANIFEST)
-        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-        with pytest.raises(ValueError, match=r"is damaged|does not hold the files"):
-            read_manifest(tmp_path / "changed")
-    changed(first).unlink()
-    with pytest.raises(ValueError, match=f"lacks the file {first}"):
-        read_manifest(tmp_path / "changed")
-    path = changed(first)
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{first} is not what was published"):
-        read_manifest(tmp_path / "changed")
-    shutil.copy(changed(first), tmp_path / "changed" / "other.safetensors")  # an engine would read it, too
-    with pytest.raises(ValueError, match="does not hold the files"):
-        read_manifest(tmp_path / "changed")
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (MANIFEST, None, r"is no complete version of the weights: it has no manifest\.json"),
+        (MANIFEST, lambda content: content[:-30], r"manifest\.json is damaged"),
+        (MANIFEST, edited(complete=False), "is damaged"),
+        (MANIFEST, edited(version="1"), "is damaged"),
+        (MANIFEST, edited(more=1), "is damaged"),
+        (MANIFEST, edited(files={}), "does not hold the files"),
+        ("{first}", None, "lacks the file {first}"),
+        ("{first}", lambda content: content[:-1] + bytes([content[-1] ^ 1]), "{first} is not what was published"),
+        ("other.safetensors", lambda content: b"", "does not hold the files"),  # an engine would read it, too
+    ],
+)
+def test_a_folder_that_is_not_what_was_published_is_refused(
+    tmp_path: Path, name: str, change: Callable[[bytes], bytes] | None, message: str
+) -> None:
+    """change: of the content of a file; None: the file is lost."""
+    runner = single_process_runner(Decoder(build("llama")), None)
+    folder = publish(runner, tmp_path / "weights", 1, bucket_bytes=40_000)
+    first = min(folder.glob("*.safetensors")).name
+    path = folder / name.format(first=first)
+    content = path.read_bytes() if path.exists() else b""
+    path.unlink(missing_ok=True)
+    if change is not None:
+        path.write_bytes(change(content))
+    with pytest.raises(ValueError, match=message.format(first=first)):
+        read_manifest(folder)

@@ -18,7 +18,6 @@ from stillhouse.display import name_list
 Fields = dict[str, Any]
 #: the role of each `from` of ShareGPT
 ROLES = OTHER_ROLES | {role: role for role in ("system", "user", "assistant")}
-OURS = (("messages",), ("prompt", "completion"), ("text",))
 _WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n"
@@ -36,6 +35,12 @@ class ForeignColumns(NamedTuple):
     convert: Callable[[Fields], Fields]
 
 
+def own_forms(fields: Fields, *, prompts: bool = False) -> list[tuple[str, ...]]:
+    """The columns of those of our own forms (see `forms.py`) that a record has. prompts: only prompts are read."""
+    forms = (("messages",), ("prompt",)) if prompts else (("messages",), ("prompt", "completion"), ("text",))
+    return [form for form in forms if set(form) <= set(fields)]
+
+
 def foreign_columns(
     fields: Fields, tokenizer: PreTrainedTokenizerBase, *, prompts: bool = False
 ) -> ForeignColumns | None:
@@ -43,8 +48,7 @@ def foreign_columns(
 
     prompts: only prompts are read. Raises ValueError if the record has the columns of both projects.
     """
-    ours = (("messages",), ("prompt",)) if prompts else OURS
-    if any(set(form) <= set(fields) for form in ours):
+    if own_forms(fields, prompts=prompts):
         return None
     is_alpaca = "instruction" in fields and (prompts or "output" in fields)
     if "conversations" in fields:

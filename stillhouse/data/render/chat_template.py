@@ -24,7 +24,7 @@ from stillhouse.data.record import (
 )
 from stillhouse.data.render.conversations import Conversations
 from stillhouse.data.render.isolation import Isolated, LimitError
-from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Template, Tokens
+from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Targets, Template
 from stillhouse.data.render.turns import Span
 
 #: limits of a chat template for one conversation: processor time and memory
@@ -36,14 +36,15 @@ class ChatTemplate(Template):
 
     The template's own `{% generation %}` blocks mark the assistant's characters; if it has none, `Turns` finds them.
     Of prompt + completion, only the assistant's turns in the completion are targets. A prefix is a system turn.
+
+    Without targets, a conversation ends with the beginning of the assistant's turn that is to be written, as the chat
+    template writes it for generation; the assistant's turns at the end are not read.
     """
 
     extras: tuple[str, ...] = ("tools",)
     bos_from: BosFrom = "chat template"
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], tokens: Tokens, *, prompts: bool = False
-    ):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], targets: Targets):
         if not tokenizer.chat_template:
             raise ValueError(
                 f"the data holds messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
@@ -52,19 +53,19 @@ class ChatTemplate(Template):
         if not tokenizer.is_fast:
             raise ValueError(f"chats need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")
         tokenizer.get_chat_template()  # raises if there are several templates and no default
-        self.tokenizer, self.columns = tokenizer, columns
+        self.tokenizer, self.columns, self.targets = tokenizer, columns, targets
         # Not a method of this template: a reference cycle would keep the template and its process alive.
-        answer = Conversations(tokenizer, every=tokens == "all", prompts=prompts).answer
+        answer = Conversations(tokenizer, targets).answer
         self.render_isolated = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
 
     def render(self, fields: dict[str, Any]) -> Rendered:
-        by_column = [messages_of(fields, column) for column in self.columns]
-        require_targets(by_column[-1], self.columns[-1])
-        first = sum(map(len, by_column[:-1]))  # the first message that may be a target
-        return self.conversation(fields, [message for messages in by_column for message in messages], first)
-
-    def conversation(self, fields: dict[str, Any], messages: list[Message], first: int) -> Rendered:
-        """A record's messages as text, and its targets from message `first` on. Raises RecordError."""
+        if self.targets == "none":
+            messages, first = self._prompt(fields), 0
+        else:
+            by_column = [messages_of(fields, column) for column in self.columns]
+            require_targets(by_column[-1], self.columns[-1])
+            messages = [message for of_column in by_column for message in of_column]
+            first = len(messages) - len(by_column[-1])  # the first message that may be a target
         tools = tools_of(fields)
         require_length(sum(len(message.get("content", "")) for message in messages), " and ".join(self.columns))
         rendered = self._rendered(messages, tools, first)
@@ -94,26 +95,7 @@ class ChatTemplate(Template):
             )
         return body
 
-    def _rendered(self, messages: list[Message], tools: Tools, first: int | None) -> Rendered:
-        try:
-            body, spans, problem = self.render_isolated(messages, tools, first)
-        except LimitError as error:
-            raise TemplateLimitError(f"the chat template of {self.tokenizer.name_or_path!r}: {error}") from error
-        if problem:
-            raise RecordError(problem)
-        return Rendered(body, spans=tuple((begin, end) for begin, end in spans))
-
-
-class ChatPromptTemplate(ChatTemplate):
-    """Conversations up to the assistant's turn that is to be written; the assistant's turns at the end are not read.
-
-    A prompt ends with the beginning of that turn, as the chat template writes it for generation.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...]):
-        super().__init__(tokenizer, columns, "completion", prompts=True)
-
-    def render(self, fields: dict[str, Any]) -> Rendered:
+    def _prompt(self, fields: dict[str, Any]) -> list[Message]:
         for column in self.columns:
             column_value(fields, column)
         column = self.columns[0]
@@ -122,7 +104,16 @@ class ChatPromptTemplate(ChatTemplate):
             messages.pop()
         if not messages:
             raise RecordError(f"'{column}' has only turns of the assistant, got {describe(fields[column])}")
-        return self.conversation(fields, messages, 0)
+        return messages
+
+    def _rendered(self, messages: list[Message], tools: Tools, first: int | None) -> Rendered:
+        try:
+            body, spans, problem = self.render_isolated(messages, tools, first)
+        except LimitError as error:
+            raise TemplateLimitError(f"the chat template of {self.tokenizer.name_or_path!r}: {error}") from error
+        if problem:
+            raise RecordError(problem)
+        return Rendered(body, spans=tuple((begin, end) for begin, end in spans))
 
 
 def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) -> Encoded:

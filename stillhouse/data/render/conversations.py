@@ -13,9 +13,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from stillhouse.data.read.messages import Message, Tools
 from stillhouse.data.record import require_length
-from stillhouse.data.render.turns import Span, TurnError, Turns
+from stillhouse.data.render.templates import Targets
+from stillhouse.data.render.turns import Span, Turns
 from stillhouse.libraries import reading
 
+_REFUSED = "the chat template refuses the messages"
 #: what a template that asks for the date gets: the default of Llama's templates
 DATE = datetime(2024, 7, 26)
 _ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[^'"\\]*)(?P=quote)\s*\)""")
@@ -24,12 +26,12 @@ _ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[
 class Conversations:
     """Renders conversations with a tokenizer's chat template.
 
-    every: all characters are targets, not only those of the assistant.
-    prompts: the text ends with the beginning of the assistant's next turn, and has no targets.
+    targets: "all" for all characters, not only those of the assistant. With "none", the text ends with the beginning
+        of the assistant's next turn.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, every: bool, prompts: bool = False):
-        self.tokenizer, self.every, self.prompts = tokenizer, every, prompts
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets):
+        self.tokenizer, self.targets = tokenizer, targets
         self.special = tuple(tokenizer.get_added_vocab())
 
     def answer(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span], str]:
@@ -38,21 +40,24 @@ class Conversations:
         first: None for messages that others follow. They have no targets, and no turn of the assistant is begun.
         """
         try:
-            with reading("the chat template refuses the messages", passes=TurnError):
-                body, spans = self._with_spans(messages, tools, first)
+            body, spans = self._with_spans(messages, tools, first)
             require_length(len(body), "the text that the chat template renders")
         except ValueError as error:
             return "", [], str(error)
         return body, spans, ""
 
     def _text(self, tools: Tools, messages: list[Message], prompt: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=self._source(tools)
-        )
+        source = self._source(tools)
+        with reading(_REFUSED):
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=source
+            )
 
     def _source(self, tools: Tools) -> str:
         """The template, without a date: some tokenizers have a separate template for tools."""
-        return undated(self.tokenizer.get_chat_template(tools=tools))
+        with reading(_REFUSED):
+            source = self.tokenizer.get_chat_template(tools=tools)
+        return undated(source)
 
     def _turns(self, messages: list[Message], tools: Tools, body: str) -> Turns:
         return Turns(partial(self._text, tools), messages, body, self.special)
@@ -61,26 +66,30 @@ class Conversations:
         """The rendered conversation, and the ranges of its characters that are targets (see `answer`)."""
         if first is None:
             return self._text(tools, messages), []
-        if self.prompts:
+        if self.targets == "none":
             return self._text(tools, messages, prompt=True), []
+        if self.targets == "all":
+            body = self._text(tools, messages)
+            return body, [(0, len(body))]
         source = self._source(tools)
-        if "endgeneration" in source and not self.every:
+        if "endgeneration" in source:
             return self._with_marked_spans(source, messages, tools, first)
         body = self._text(tools, messages)
-        return body, [(0, len(body))] if self.every else self._turns(messages, tools, body).spans(first)
+        return body, self._turns(messages, tools, body).spans(first)
 
     def _with_marked_spans(
         self, source: str, messages: list[Message], tools: Tools, first: int
     ) -> tuple[str, list[Span]]:
         # `apply_chat_template(return_assistant_tokens_mask=True)` cannot be used: it looks up single characters, and
         # stops if the tokenizer's offsets skip a leading space; the rest of the text would then have no targets.
-        bodies, spans = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=source,
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
+        with reading(_REFUSED):
+            bodies, spans = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=source,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
         if first == 0:
             return bodies[0], spans[0]
         turns = self._turns(messages, tools, bodies[0])

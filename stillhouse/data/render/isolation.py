@@ -10,14 +10,13 @@ import json
 import os
 import resource
 import signal
-import struct
 import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, BinaryIO, NoReturn
-
-SIZE = struct.Struct("<Q")
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
 
 class LimitError(ValueError):
@@ -63,11 +62,10 @@ class Isolated:
 
 
 class _Process:
-    """A forked child that answers requests one by one until the pipe of requests is closed."""
+    """A forked child that answers requests one by one until the connection is closed."""
 
     def __init__(self, function: Callable[..., Any], seconds: float, memory_bytes: int):
-        its_requests, requests = os.pipe()
-        answers, its_answers = os.pipe()
+        self.connection, its_connection = Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
@@ -75,38 +73,31 @@ class _Process:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if not pid:
-            os.close(requests)
-            os.close(answers)
-            _serve(function, os.fdopen(its_requests, "rb"), os.fdopen(its_answers, "wb"), seconds, memory_bytes)
-        os.close(its_requests)
-        os.close(its_answers)
-        self.requests, self.answers = os.fdopen(requests, "wb"), os.fdopen(answers, "rb")
-        self.end = weakref.finalize(self, _end, pid, self.requests, self.answers)
+            self.connection.close()
+            _serve(function, its_connection, seconds, memory_bytes)
+        its_connection.close()
+        self.end = weakref.finalize(self, _end, pid, self.connection)
 
     def send(self, request: bytes) -> bytes | None:
         """Send a request; returns the answer, or None if the process ends without an answer."""
         try:
-            _write(self.requests, request)
-        except BrokenPipeError:
+            self.connection.send_bytes(request)
+            return self.connection.recv_bytes()
+        except (EOFError, OSError):
             return None
-        return _read(self.answers)
 
 
-def _end(pid: int, *pipes: BinaryIO) -> int:
-    """Close the pipes, end the child, and return its exit status."""
-    for pipe in pipes:
-        try:
-            pipe.close()
-        except BrokenPipeError:  # the child ended before it read its last request
-            continue
-    # Closing the pipe is not enough: a later fork may hold it open, and the child would keep waiting. A child that
+def _end(pid: int, connection: "Connection[Any, Any]") -> int:
+    """Close the connection, end the child, and return its exit status."""
+    connection.close()
+    # Closing is not enough: a later fork may hold the connection open, and the child would keep waiting. A child that
     # has already ended keeps its own status.
     os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
 
 
 def _serve(
-    function: Callable[..., Any], requests: BinaryIO, answers: BinaryIO, seconds: float, memory_bytes: int
+    function: Callable[..., Any], connection: "Connection[Any, Any]", seconds: float, memory_bytes: int
 ) -> NoReturn:
     """The child's main loop. It must never return into the code that it was forked from."""
     try:
@@ -116,12 +107,12 @@ def _serve(
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it; the child ends with the parent
         _limit_memory(memory_bytes)
-        while (request := _read(requests)) is not None:
+        while True:
+            request = connection.recv_bytes()
             signal.setitimer(signal.ITIMER_PROF, seconds)
             answer = json.dumps(function(*json.loads(request))).encode()
             signal.setitimer(signal.ITIMER_PROF, 0)
-            _write(answers, answer)
-        os._exit(0)
+            connection.send_bytes(answer)
     finally:
         os._exit(1)
 
@@ -136,19 +127,6 @@ def _limit_memory(more: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard == resource.RLIM_INFINITY or limit < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-
-
-def _write(pipe: BinaryIO, content: bytes) -> None:
-    pipe.write(SIZE.pack(len(content)) + content)
-    pipe.flush()
-
-
-def _read(pipe: BinaryIO) -> bytes | None:
-    size = pipe.read(SIZE.size)
-    if len(size) < SIZE.size:
-        return None
-    content = pipe.read(SIZE.unpack(size)[0])
-    return content if len(content) == SIZE.unpack(size)[0] else None
 
 
 def _placeholder(value: Any) -> str:

@@ -19,6 +19,8 @@ from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.data.render.turns import Span
 
 Tokens = Literal["completion", "all"]
+#: "none" where a model writes the completions: a record is only read up to what it writes after
+Targets = Tokens | Literal["none"]
 #: who writes the beginning-of-sequence token (BOS) of a document; None if nobody does
 BosFrom = Literal["tokenizer", "chat template"] | None
 
@@ -111,46 +113,31 @@ class CompletionTemplate(_StringTemplate):
     """Prompt and completion as strings, tokenized separately, as when the model is used.
 
     The prompt gets the tokenizer's special tokens except an end of sequence. The completion gets only an end of
-    sequence.
+    sequence; without targets, it is not read.
     """
 
-    columns: tuple[str, ...] = ("prompt", "completion")
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: Tokens):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], targets: Targets):
         super().__init__(tokenizer)
-        self.every = tokens == "all"
-
-    def render(self, fields: dict[str, Any]) -> Rendered:
-        completion = string_value(fields, "completion")
-        return Rendered(completion, prompt=string_value(fields, "prompt", may_be_empty=True))
-
-    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        prompts = self.encode_prompts([record.prompt for record in rendered])
-        completions = tokenize(self.tokenizer, [record.body for record in rendered], special=False)
-        pairs = zip(prompts, completions, strict=True)
-        return [with_targets(prompt, self.with_eos(completion), self.every) for prompt, completion in pairs]
-
-    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
-        """The tokens of prompts, also of those that have no completion yet."""
-        encoded = tokenize(self.tokenizer, list(prompts), special=True)
-        # Only an end of sequence that the tokenizer appends is removed from the prompt, never one in its text.
-        return [ids[:-1] for ids in encoded] if self.framed[-1] == self.eos else encoded
-
-
-class PromptTemplate(CompletionTemplate):
-    """Prompts as strings, tokenized as those of `CompletionTemplate`; a completion beside them is not read."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...]):
-        super().__init__(tokenizer, "completion")
-        self.columns = columns
+        self.columns, self.targets = columns, targets
 
     def render(self, fields: dict[str, Any]) -> Rendered:
         for column in self.columns:
             column_value(fields, column)
-        return Rendered("", prompt=string_value(fields, "prompt", may_be_empty=True))
+        completion = "" if self.targets == "none" else string_value(fields, "completion")
+        return Rendered(completion, prompt=string_value(fields, "prompt", may_be_empty=True))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        return [with_targets(ids, []) for ids in self.encode_prompts([record.prompt for record in rendered])]
+        prompts = tokenize(self.tokenizer, [record.prompt for record in rendered], special=True)
+        if self.framed[-1] == self.eos:
+            # Only an end of sequence that the tokenizer appends is removed from the prompt, never one in its text.
+            prompts = [ids[:-1] for ids in prompts]
+        if self.targets == "none":
+            return [with_targets(prompt, []) for prompt in prompts]
+        completions = tokenize(self.tokenizer, [record.body for record in rendered], special=False)
+        return [
+            with_targets(prompt, self.with_eos(completion), self.targets == "all")
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
 
 
 def with_targets(prompt: list[int], completion: list[int], every: bool = False) -> Encoded:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from tempfile import TemporaryDirectory
-from textwrap import shorten
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -51,10 +50,19 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path, revision=revision, trust_remote_code=trust_remote_code
         )
-    with reading(f"{what} cannot be used"), TemporaryDirectory() as folder:
-        _require_dense(tokenizer)
+    unusable = f"{what} cannot be used"
+    with reading(unusable):
         tokenizer("a")
-        _identity(tokenizer)
+        if tokenizer.is_fast:
+            tokenizer.backend_tokenizer.to_str()
+        vocabulary = tokenizer.get_vocab()
+        token, largest = max(vocabulary.items(), key=lambda item: int(item[1]), default=("", 0))
+    if largest > MOST_IDS:  # the library counts up to the largest id when it saves
+        raise ValueError(
+            f"{unusable}: token {token!r:.80} of {len(vocabulary):,} has the id {largest:,}, expected at most "
+            f"{MOST_IDS:,}"
+        )
+    with reading(unusable), TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)  # as each checkpoint will do
     return tokenizer
 
@@ -68,16 +76,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike
     """Write a tokenizer's files. Raises OSError if that fails, for a full disk for example."""
     with writing(folder):
         tokenizer.save_pretrained(folder)
-
-
-def _require_dense(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for a token id above `MOST_IDS`: the library counts up to the largest id when it saves."""
-    vocabulary = tokenizer.get_vocab()
-    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
-    if largest > MOST_IDS:
-        raise ValueError(
-            f"token {token!r:.80} of {len(vocabulary):,} has the id {largest:,}, expected at most {MOST_IDS:,}"
-        )
 
 
 def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:
@@ -143,37 +141,18 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> _Identity:
 
 def _first_difference(student: _Identity, teacher: _Identity) -> str:
     """The first difference, in words; "" if there is none."""
-    return (
-        _id_difference("id", student.vocabulary, teacher.vocabulary)
-        or _id_difference("added token", student.added, teacher.added)
-        or _piece_difference(student.pieces, teacher.pieces)
-        or _setting_difference(student.settings, teacher.settings)
-    )
-
-
-def _id_difference(what: str, student: dict[int, str], teacher: dict[int, str]) -> str:
-    if student == teacher:
-        return ""
-    first = min(index for index in student.keys() | teacher.keys() if student.get(index) != teacher.get(index))
-    sides = [repr(names[first]) if first in names else "absent" for names in (student, teacher)]
-    sizes = f" ({len(student)} and {len(teacher)} in all)" if len(student) != len(teacher) else ""
-    return f"{what} {first} is {sides[0]} for the student, {sides[1]} for the teacher{sizes}"
-
-
-def _piece_difference(student: list[Any], teacher: list[Any]) -> str:
-    for rank, (one, other) in enumerate(zip(student, teacher, strict=False)):
+    parts: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = [
+        ("id", student.vocabulary, teacher.vocabulary),
+        ("added token", student.added, teacher.added),
+        ("merge or score number", dict(enumerate(student.pieces)), dict(enumerate(teacher.pieces))),
+        ("the", student.settings, teacher.settings),
+    ]
+    for what, one, other in parts:
         if one != other:
-            return f"merge or score number {rank} is {one!r} for the student, {other!r} for the teacher"
-    if len(student) != len(teacher):
-        return f"the student has {len(student)} merges or scores, the teacher {len(teacher)}"
-    return ""
-
-
-def _setting_difference(student: dict[str, Any], teacher: dict[str, Any]) -> str:
-    for name in sorted(student.keys() | teacher.keys()):
-        if student.get(name) != teacher.get(name):
-            one, other = (shorten(str(side.get(name)), 160) for side in (student, teacher))
-            return f"the {name} is {one} for the student, {other} for the teacher"
+            name = min(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+            sides = [f"{side[name]!r:.160}" if name in side else "absent" for side in (one, other)]
+            sizes = f" ({len(one)} and {len(other)} in all)" if len(one) != len(other) else ""
+            return f"{what} {name} is {sides[0]} for the student, {sides[1]} for the teacher{sizes}"
     return ""
 
 

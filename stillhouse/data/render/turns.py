@@ -11,7 +11,7 @@ searched for the edge of a turn, and nothing that a user wrote can be mistaken f
 
 Two deviations are supported, both only in turns before the last message: a generation prompt that opens the thoughts
 although the earlier turn has none in the whole conversation, and text after the end marker that the template writes
-for the last turn only. Everything else is a TurnError.
+for the last turn only. Everything else is refused with a ValueError.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,6 @@ Span = tuple[int, int]
 
 #: templates do not change this text: it has no white space, no tags and no characters to escape
 ANCHOR = "StillhouseAnchor8f3a"
-
-
-class TurnError(ValueError):
-    """The assistant's tokens cannot be found in the text that the template renders."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +115,8 @@ class Turns:
         turn = self.body[start:stop].rstrip()
         return start + len(turn) if turn.endswith(self.special) else stop
 
-    def _error(self, count: int, prompt: bool) -> TurnError:
-        return TurnError(
+    def _error(self, count: int, prompt: bool) -> ValueError:
+        return ValueError(
             "the assistant's tokens cannot be identified: the chat template renders the first "
             f"{count} messages{' and the generation prompt' if prompt else ''} by themselves differently from the "
             "same messages within the whole conversation (reasoning templates rewrite earlier turns); give only the "

@@ -36,6 +36,7 @@ def open_mlflow(folder: RunFolder, state: TrackerState, values: Mapping[str, Any
         os.environ.setdefault(variable, value)
     mlflow = imported("mlflow", "track")
     where = f"{mlflow.get_tracking_uri()}; set MLFLOW_TRACKING_URI to a store that works"
+    texts = {_name(key): str(value)[:_LONGEST] for key, value in values.items()}
     with reading(f"track: mlflow cannot start or continue a run at {where}"):
         client = mlflow.MlflowClient()
         if state.mlflow is None:
@@ -43,7 +44,6 @@ def open_mlflow(folder: RunFolder, state: TrackerState, values: Mapping[str, Any
         else:
             client.update_run(state.mlflow, status="RUNNING")
         known = client.get_run(state.mlflow).data.params  # a parameter cannot be changed
-        texts = {_name(key): str(value)[:_LONGEST] for key, value in values.items()}
         params = [mlflow.entities.Param(key, text) for key, text in texts.items() if key not in known]
         for start in range(0, len(params), _BATCH):
             client.log_batch(state.mlflow, params=params[start : start + _BATCH])

@@ -1,0 +1,122 @@
+"""Rewards, environments and callbacks that end the process, hang, raise, change their record or return nonsense."""
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def named(function: Any) -> str:
+    return f"{__name__}:{function.__name__}"
+
+
+def control_c(*_: Any) -> float:
+    raise KeyboardInterrupt
+
+
+def raises_in_callback(context: Any) -> dict[str, float]:
+    raise RuntimeError(f"at step {context.step}")
+
+
+def half(*_: Any) -> str:
+    return " a\ud800"
+
+
+def counts(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    """A reward that changes its record. It depends on its arguments alone if it always gets the same record."""
+    record["seen"] = [*record.get("seen", []), completion]
+    record.pop("completion", None)
+    return float(len(completion) * len(record["seen"]))
+
+
+def remembers(prompt: str, completion: str, record: dict[str, Any]) -> str | None:
+    """An environment that changes its record."""
+    record["turns"] = record.get("turns", 0) + 1
+    return None if completion.count("!") >= 2 else record["turns"] * " no!"
+
+
+_released = threading.Event()
+
+
+def leaves_a_thread(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    """As after `future.result(timeout)` of a checker that hangs."""
+    if not any(thread.name == "checker" for thread in threading.enumerate()):
+        threading.Thread(target=_released.wait, name="checker", daemon=False).start()
+    return float(len(completion))
+
+
+_marked: list[Path] = []
+
+
+def mark(path: str) -> None:
+    """A hook of a run's processes: a function that hangs marks this file. It hangs once `path`.warm exists."""
+    _marked.append(Path(path))
+
+
+def _hangs() -> bool:
+    is_warm = Path(f"{_marked[0]}.warm").exists()
+    if is_warm:
+        _marked[0].touch()
+    return is_warm
+
+
+def _hanging(hang: Callable[[], Any]) -> Callable[..., float]:
+    @functools.wraps(hang)
+    def reward(prompt: str, completion: str, record: dict[str, Any]) -> float:
+        return float(hang() if _hangs() else len(completion))
+
+    return reward
+
+
+@_hanging
+def sleeps() -> None:
+    time.sleep(1000)
+
+
+@_hanging
+def computes() -> None:
+    while True:
+        try:
+            time.monotonic()
+        except Exception:  # noqa: BLE001
+            continue
+
+
+@_hanging
+def matches() -> None:
+    """A regular expression that never ends lets no other thread run."""
+    re.match(r"(a+)+$", 60 * "a" + "b")
+
+
+@_hanging
+def gives_up() -> float:
+    try:
+        return time.sleep(1000) or 0.0
+    except:  # noqa: E722
+        return 0.0
+
+
+@_hanging
+def fails_then() -> None:
+    try:
+        time.sleep(1000)
+    except BaseException as error:
+        raise ValueError("the answer cannot be checked") from error
+
+
+@_hanging
+def refuses_to_end() -> None:
+    while True:
+        try:
+            time.sleep(1000)
+        except BaseException:  # noqa: BLE001  so do some libraries
+            continue
+
+
+def evaluates_for_ever(context: Any) -> dict[str, float]:
+    if context.step >= 2 and _hangs():
+        time.sleep(1000)
+    return {"one": 1.0}

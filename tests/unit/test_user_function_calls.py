@@ -1,0 +1,224 @@
+"""Calls of the user's functions: what they raise, return or change becomes one error with the user's frames."""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.rollout_queues import prompts
+from kit.toy_tokenizer import toy_tokenizer
+from kit.user_functions import control_c, counts, half, remembers
+
+from stillhouse.data.render.tokenizers import tokenize
+from stillhouse.generation import Completion, RolloutPlan, SampleWriter
+from stillhouse.generation.hooks import UserFunction, checked_reply, checked_reward, load_function
+from stillhouse.generation.sample_writer import _Open
+
+
+class OwnFloat(float):
+    def __float__(self) -> float:
+        raise RuntimeError
+
+    __repr__ = __float__  # type: ignore[assignment]
+
+
+class OwnText(str):
+    def encode(self, *_: Any) -> bytes:  # type: ignore[override]
+        raise RuntimeError
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(0)
+
+
+def loaded(function: Callable[..., Any]) -> UserFunction:
+    return UserFunction("rollout.reward", "m:f", function)
+
+
+def raising(error: BaseException) -> Callable[..., float]:
+    def fails(*_: Any) -> float:
+        raise error
+
+    return fails
+
+
+def recurses(*arguments: Any) -> float:
+    return recurses(*arguments)
+
+
+def leaves_a_removed_folder(*_: Any) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+    return 1.0
+
+
+def moves_and_fails(*_: Any) -> float:
+    os.chdir("/")
+    return 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("function", "message", "frames"),
+    [
+        (lambda *_: sys.exit(0), "raises SystemExit: 0", 2),
+        (lambda *_: raising(ZeroDivisionError("by zero"))(), "raises ZeroDivisionError: by zero", 4),
+        (recurses, "raises RecursionError: maximum recursion depth exceeded", 18),
+        (lambda *_: bytearray(2**60), "raises MemoryError", 2),
+        (raising(SilentError()), "raises SilentError: <exception str() failed>", 2),
+        (
+            raising(KeyError("\x1b[2J" + 1000 * "long " + "\n" + 1000 * "lines\n")),
+            r"raises KeyError: '\x1b[2Jlong",
+            2,
+        ),
+        (raising(GeneratorExit()), "raises GeneratorExit", 2),
+        (lambda *_: 10**5000, "gives an integer of 16,610 bits", 0),
+    ],
+)
+def test_an_error_names_the_function_the_record_and_the_users_frames(
+    function: Any, message: str, frames: int
+) -> None:
+    """frames: at most so many lines of a traceback, each entry with its line of code."""
+    with pytest.raises(ValueError, match=r"^rollout\.reward: ") as raised:
+        checked_reward(loaded(function), "2 + 2 =", " 5", {"a": 1}, "train.jsonl:3")
+    first, *lines = str(raised.value).splitlines()
+    assert first.startswith(f"rollout.reward: m:f {message}")
+    assert " for the completion ' 5' of train.jsonl:3" in first
+    assert len(first) < 700
+    assert bool(frames) == bool(lines)
+    assert len(lines) <= frames
+    if lines:
+        assert lines[0].startswith(f'  File "{__file__}", line ')
+        assert lines[0].endswith(f"in {function.__name__}")
+    if frames == 4:
+        assert lines[2].endswith("in fails")
+        assert lines[3].strip() == "raise error"
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda *_: os.chdir("/"), "changes the working directory"),
+        (moves_and_fails, "raises ZeroDivisionError"),
+        (leaves_a_removed_folder, "changes the working directory"),
+        (lambda *_: torch.set_default_dtype(torch.float64), "changes torch's default dtype"),
+        (lambda *_: torch.set_grad_enabled(False), "changes whether torch records gradients"),
+    ],
+)
+def test_a_function_that_changes_the_process_is_refused_and_its_change_undone(function: Any, words: str) -> None:
+    folder = os.getcwd()
+    with pytest.raises(ValueError, match=rf"^rollout\.reward: m:f {words}.* for the completion ' 5' of a:3"):
+        checked_reward(loaded(function), "", " 5", {}, "a:3")
+    assert os.getcwd() == folder
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+
+
+def test_a_function_gets_a_copy_of_the_record() -> None:
+    record = {"completion": " 4.", "more": {"seen": []}}
+    rewards = [checked_reward(loaded(counts), "2 + 2 =", " 5", record, "train.jsonl:3") for _ in range(3)]
+    assert rewards == [2.0, 2.0, 2.0]
+    assert [checked_reply(loaded(remembers), "", "", record, "train.jsonl:3") for _ in range(2)] == [" no!", " no!"]
+    assert record == {"completion": " 4.", "more": {"seen": []}}
+
+
+def test_a_decorator_may_change_the_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import functools\ndef g(a): return len(a)\n@functools.wraps(g)\ndef f(*given): return g(given[1])\n"
+    (tmp_path / "decorated_rewards.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    function = load_function("rollout.reward", "decorated_rewards:f", ("prompt", "completion", "record"))
+    assert checked_reward(function, "", "four", {}, "a:1") == 4.0
+
+
+def test_ctrl_c_of_a_program_that_uses_the_library_is_no_error_of_the_function() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        checked_reward(loaded(control_c), "", " 5", {}, "a:3")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (OwnFloat(2), 2.0),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (OwnFloat("nan"), "gives nan for"),
+        (np.float32("inf"), "gives float32 for"),
+        (np.str_("1"), "gives '1' for"),
+    ],
+    ids=range(7),
+)
+def test_numbers_of_other_types(value: Any, expected: float | str) -> None:
+    reward = loaded(lambda *_: value)
+    if isinstance(expected, float):
+        assert checked_reward(reward, "", " 5", {}, "a:3") == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            checked_reward(reward, "", " 5", {}, "a:3")
+
+
+def test_replies_are_text() -> None:
+    reply = checked_reply(loaded(lambda *_: OwnText(" no")), "", "", {}, "a:3")
+    assert type(reply) is str
+    assert reply == " no"
+    with pytest.raises(ValueError, match="half of a surrogate pair at character 3 for the completion ' 5' of a:3"):
+        checked_reply(loaded(half), "2 + 2 =", " 5", {}, "a:3")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import sys; sys.exit(0)", "importing {module} raises SystemExit: 0"),
+        ("1 / 0", "importing {module} raises ZeroDivisionError: division by zero"),
+        ("import no_such_library", "raises ModuleNotFoundError: No module named 'no_such_library'"),
+        (
+            "def f(prompt, completion): ...",
+            "takes (prompt, completion): expected a function(prompt, completion, record)",
+        ),
+        ("def f(prompt, completion, record, *, more): ...", "takes (prompt, completion, record, *, more)"),
+        ("f = 3", "has no function 'f'"),
+    ],
+)
+def test_a_module_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, code: str, message: str
+) -> None:
+    module = f"rewards_{abs(hash(request.node.name))}"
+    (tmp_path / f"{module}.py").write_text(f"{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"got '{module}:f'") as raised:
+        load_function("rollout.reward", f"{module}:f", ("prompt", "completion", "record"))
+    assert message.format(module=module) in str(raised.value).splitlines()[0]
+    if "importing" in str(raised.value):
+        assert f'\n  File "{tmp_path / module}.py", line 1, in <module>\n    {code}' in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text", [" of two words" * 8_000_000, 100_000_000 * " ", 30_000_000 * "\u200b"], ids=("a", "b", "c")
+)
+def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(text: str) -> None:
+    tokenizer = toy_tokenizer()
+    environment = loaded(lambda *_: text)
+    writer = SampleWriter(
+        None,  # type: ignore[arg-type]
+        prompts(),
+        RolloutPlan(7, 0, 1, 1, 0),
+        tokenizer,
+        512,
+        environment=environment,
+        max_turns=9,
+    )
+    turn = Completion(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+    sample = _Open(0, 0, [turn], turns=1)
+    started = time.monotonic()
+    assert not writer._goes_on(sample)
+    assert time.monotonic() - started < 10
+    assert sample.is_cut
+    assert sample.parts[1].ids_N.tolist() == tokenize(tokenizer, [text[:20_000]], special=False)[0][:511]
+    short = text[:40]
+    assert writer._reply_ids(short, 512) == tokenize(tokenizer, [short], special=False)[0]
