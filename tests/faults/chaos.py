@@ -20,7 +20,7 @@ from pathlib import Path
 
 import campaign
 from campaign import LIMIT, Campaign, Fault, ended, full_disk, log_lines, possible, wait_for_moment
-from kit.ranks import Ranks, at_once
+from kit.ranks import Ranks
 from kit.runs import save_model, write_run
 
 STEPS, EVERY = 12, 3
@@ -48,7 +48,7 @@ class Case(campaign.Case):
 
     def start(self, out: Path, *overrides: str) -> Ranks:
         arguments = ["distill", self.folder / "run.yaml", f"out={out}", *self.overrides, *overrides]
-        return Ranks(self.processes, *arguments, hook=at_once)
+        return Ranks(self.processes, *arguments)
 
     def end(self, fault: str, out: Path, ranks: Ranks, codes: list[int]) -> tuple[str, str]:
         """A fault that damages no file may not be refused."""

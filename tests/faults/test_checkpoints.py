@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.damaged_checkpoints import BEFORE, NEWEST, interrupted, zeroed
-from kit.ranks import Ranks, at_once, run_ranks
+from kit.ranks import Ranks, run_ranks
 from kit.runs import contents, run, save_model, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -27,7 +27,7 @@ from stillhouse.output.progress import (
 
 
 def distill_on_two(folder: Path, out: Path, *overrides: str) -> Ranks:
-    ranks = Ranks(2, "distill", folder / "run.yaml", f"out={out}", *overrides, hook=at_once)
+    ranks = Ranks(2, "distill", folder / "run.yaml", f"out={out}", *overrides)
     ranks.wait()
     return ranks
 
@@ -240,7 +240,7 @@ def test_weights_are_checked_before_they_are_saved(tmp_path: Path, processes: in
     if processes == 1:
         err = run("distill", *huge_update(tmp_path), code=1).err
     else:
-        ranks = Ranks(2, "distill", *huge_update(tmp_path), hook=at_once)
+        ranks = Ranks(2, "distill", *huge_update(tmp_path))
         assert ranks.wait() == [1, 1]
         err = ranks[0].err
     assert err.startswith("error: step 1: 'student.backbone.")
@@ -317,7 +317,6 @@ def test_verify_counts_steps(complete_run: Path, tmp_path: Path) -> None:
 
 def other_state(rank: int) -> None:
     """One rank cannot read the newest checkpoint, but the others can."""
-    at_once()
     if int(os.environ["RANK"]) != rank:
         return
     original = integrity.read_state

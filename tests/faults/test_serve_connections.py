@@ -38,7 +38,7 @@ def few_connections(seconds: float) -> None:
 @pytest.fixture(scope="module", params=["score", "generate"])
 def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     options = ["--generate"] if request.param == "generate" else []
-    with Server(folder, *options, hook=few_connections, hook_arguments=(4.0,)) as running:
+    with Server(folder, *options, hook=few_connections, hook_arguments=(1.5,)) as running:
         yield running
 
 
@@ -135,7 +135,7 @@ def test_a_slow_body_over_the_limit_gets_413_and_no_reset(server: Server) -> Non
     with opened(server, head.encode()) as client:
         for _ in range(20):
             client.sendall(b" " * (JSON_LIMIT // 20))
-            time.sleep(0.5)
+            time.sleep(0.15)
         client.sendall(b" " * (JSON_LIMIT + 1 - JSON_LIMIT // 20 * 20))
         assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
 

@@ -8,7 +8,7 @@ loss is not enough, because it can be right while the gradient is wrong. `make t
 import pytest
 import torch
 from kit.parity_cases import Case, Difference, compare
-from kit.shard_ranks import Failure, RankPool, shared_pool
+from kit.shard_ranks import Failure, pool_of_meshes
 
 from stillhouse.libraries import is_supported
 from stillhouse.models import HiddenPair
@@ -223,19 +223,16 @@ SLOW = [
     ),
     Case(layout(fsdp=2), lora="teacher", optimizer="muon"),
 ]
+# in the order of the numbers of processes, so that cases share them
+QUICK, SLOW = (sorted(cases, key=lambda case: case.layout.degrees.processes) for cases in (QUICK, SLOW))
 CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 if not is_supported("multi-token prediction"):
     CASES = [case for case in CASES if not (case if isinstance(case, Case) else case.values[0]).mtp]
 
 
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool(8)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_training_equals_one_process(pool: RankPool, case: Case) -> None:
-    (answer,) = pool.run(compare, [case], limit=LIMIT)
+def test_training_equals_one_process(case: Case) -> None:
+    (answer,) = pool_of_meshes(case.layout.degrees.processes).run(compare, [case], limit=LIMIT)
     assert not isinstance(answer, Failure), answer.text
     differences: list[Difference] = [difference for difference in answer if difference is not None]
     assert len(differences) == case.layout.degrees.processes
