@@ -91,7 +91,13 @@ def test_the_module_runs_as_the_command_does() -> None:
     assert done.stdout.startswith("Usage: stillhouse distill [OPTIONS] [CONFIG] [KEY=VALUE]...")
 
 
-@pytest.mark.parametrize("command", [["verify"], ["report"], ["cache", "info"], ["cache", "verify"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["cache", "info"],
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (["verify"], ["report"], ["cache", "verify"])),
+    ],
+)
 def test_libraries_write_nothing_beside_the_answer(tmp_path: Path, command: list[str]) -> None:
     """torchao, where it is installed, warns of its GPU libraries when transformers imports it."""
     done = subprocess.run([*COMMAND, *command, str(tmp_path)], capture_output=True, text=True, check=False)
