@@ -151,7 +151,7 @@ def proxy_to(upstream: str) -> Iterator[tuple[Proxy, str]]:
     handler = type("Bound", (Handler,), {"proxy": proxy})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield proxy, f"http://127.0.0.1:{server.server_port}"

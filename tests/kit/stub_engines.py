@@ -166,7 +166,7 @@ def serving(kind: type[Handler], engine: Engine) -> Iterator[str]:
     """The URL of an engine's server."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (kind,), {"engine": engine}))
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
