@@ -1,7 +1,7 @@
 """The compiled pointwise functions on a CPU, compared with float64, and what a pass costs.
 
 Tiles of `COMPILED_FROM` columns or more are compiled; the other tests of the objective are smaller. Compiling costs
-seconds per plan, so `make test` compiles two plans, and the other divergences are marked slow. The cost is the
+seconds per plan, so `make test` compiles the plan of one divergence, and the other plans are marked slow. The cost is the
 number of compilations, matrix products and memory.
 """
 
@@ -52,6 +52,7 @@ from stillhouse.objective.head import Projection
 from stillhouse.objective.tile import compiled, tile
 
 pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
+EVERY_PLAN = [plan if plan == "plain" else pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS]
 
 
 @pytest.fixture
@@ -72,13 +73,14 @@ def judge_compiled(leaves: Leaves, terms: list[Term], **options: Any) -> None:
     judge(leaves, terms, chunk_tokens=None, tiny=1e-6, **options)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_plans_against_float64(plan: str, ran_compiled: list[str]) -> None:
     judge_compiled(leaves_of(), PLANS[plan](), normalizer=29.0)
     sweeps = {"raw_sums", "gradient"} if plan == "plain" else {"raw_sums", "normalized_sums", "gradient"}
     assert set(ran_compiled) == sweeps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [T, 2, 1])
 def test_a_mixture_of_teachers_against_float64(tokens: int, ran_compiled: list[str]) -> None:
     judge_compiled(leaves_of(tokens), mixture_terms(tokens))
@@ -107,28 +109,29 @@ def test_heads_against_float64(head: str) -> None:
     judge_compiled(leaves_of(), full_terms(), head=HEADS[head])
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_compiled_results_equal_uncompiled_ones(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = run(linear_objective, leaves_of(), PLANS[plan]())
     monkeypatch.setattr(compiled, "COMPILED_FROM", 1 << 60)
     assert_close(fast, run(linear_objective, leaves_of(), PLANS[plan]()))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_few_rows(tokens: int, plan: str) -> None:
     judge_compiled(leaves_of(tokens), PLANS[plan](tokens))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_no_row(plan: str) -> None:
     fast = run(linear_objective, leaves_of(0), PLANS[plan](0))
     assert fast.output.loss == 0
     assert (fast.gradients["weight"] == 0).all()
 
 
-def test_no_row_counts() -> None:
-    fast = run(linear_objective, leaves_of(), full_terms(), weights_T=torch.zeros(T))
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_no_row_counts(plan: str) -> None:
+    fast = run(linear_objective, leaves_of(), PLANS[plan](), weights_T=torch.zeros(T))
     assert fast.output.loss == 0
     assert all((gradient == 0).all() for gradient in fast.gradients.values())
 
@@ -152,6 +155,7 @@ def from_rounded_logits(leaves: Leaves, teacher: FullVocab, dtype: torch.dtype) 
     return {"hidden": logits_TV.grad @ weight, "weight": logits_TV.grad.T @ hidden}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds_operands", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_student_close_to_its_teacher(
@@ -196,7 +200,7 @@ HERE = Path(__file__).parent
 # the number of compilations
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_compiles_once_for_a_plan(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other row counts, blocks, chunks, weights, or equal objects do not compile again."""
     terms = PLANS[plan]
@@ -290,7 +294,7 @@ def two_plans(folder: Path, **environment: str) -> tuple[list[dict[str, Tensor]]
     ("variable", "value", "warnings"),
     [
         ("CXX", "/nonexistent/c++", 1),
-        ("TORCH_COMPILE_DISABLE", "1", 0),
+        pytest.param("TORCH_COMPILE_DISABLE", "1", 0, marks=pytest.mark.slow),
     ],
     ids=["no compiler", "turned off"],
 )
@@ -317,11 +321,12 @@ def flops(**options: Any) -> int:
     return counter.get_total_flops()
 
 
-def test_results_are_the_same_under_a_dispatch_mode() -> None:
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_results_are_the_same_under_a_dispatch_mode(plan: str) -> None:
     """Under a dispatch mode, which counts operations or memory, torch compiles nothing; the results are the same."""
-    expected = run(linear_objective, leaves_of(), full_terms())
+    expected = run(linear_objective, leaves_of(), PLANS[plan]())
     with FlopCounterMode(display=False):
-        actual = run(linear_objective, leaves_of(), full_terms())
+        actual = run(linear_objective, leaves_of(), PLANS[plan]())
     assert_close(actual, expected)
 
 
@@ -352,7 +357,10 @@ def peak(bytes_taken: list[int]) -> int:
     return highest
 
 
-@pytest.mark.parametrize(("plan", "tiles"), [*((each, 3) for each in PLANS), ("mixture", 4)])
+@pytest.mark.parametrize(
+    ("plan", "tiles"),
+    [("plain", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("full", 3), ("mixture", 4)))],
+)
 def test_a_pass_holds_a_few_tiles(plan: str, tiles: int) -> None:
     """2,048 tokens in chunks of 128 need one tile for each model, but neither all logits nor log-probabilities.
 

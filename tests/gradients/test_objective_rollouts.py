@@ -176,7 +176,7 @@ def test_a_token_that_has_become_impossible() -> None:
     [
         ("cross_entropy + reverse_kl", V),
         ("0.3*cross_entropy + jsd(0.3) + 0.1*entropy", V),
-        ("cross_entropy + reverse_kl", 2063),
+        pytest.param("cross_entropy + reverse_kl", 2063, marks=pytest.mark.slow),
     ],
 )
 def test_the_monitor_does_not_change_a_bit(text: str, vocabulary: int) -> None:

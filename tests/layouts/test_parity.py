@@ -31,11 +31,9 @@ HIDDEN = (HiddenPair(0, 1, "mse", 0.3), HiddenPair(-1, -1, "cosine", 0.5))
 QUICK = [
     Case(layout(fsdp=2)),
     Case(layout(fsdp=2), "llama"),
-    Case(layout(fsdp=4), "llama"),
     Case(layout(replicate=2)),
     Case(layout(tensor=2)),
     Case(layout(tensor=2), "llama"),
-    Case(layout(tensor=4)),
     Case(layout(tensor=2), "glm4_moe"),
     Case(layout(tensor=2), "apertus"),
     Case(layout(context=2)),
@@ -50,7 +48,6 @@ QUICK = [
     Case(layout(fsdp=2, tensor=2)),
     Case(layout(fsdp=2, pipeline=2), "llama"),
     Case(layout(tensor=2, pipeline=2), "llama"),
-    Case(layout(context=2, fsdp=2)),
     Case(layout(fsdp=2, expert=2), "qwen3_moe"),
     Case(layout(pipeline=2), "qwen3_moe"),
     Case(layout(pipeline=2), "llama", teacher=layout(context=2), other_tokens=True),
@@ -61,27 +58,25 @@ QUICK = [
     Case(layout(pipeline=2), top_k=8),
     Case(layout(tensor=2), top_k=8),
     Case(layout(fsdp=2), lora="base", other_tokens=True),
-    Case(layout(tensor=2), lora="teacher"),
     Case(Layout(Degrees(fsdp=2), offload=True)),
     Case(layout(fsdp=2), mtp="teacher"),
     Case(layout(context=2), mtp="student"),
     Case(layout(pipeline=2), mtp="teacher"),
     Case(layout(fsdp=2), optimizer="muon"),
-    Case(layout(tensor=2), "llama", optimizer="muon"),
     Case(layout(pipeline=2), "llama", optimizer="adafactor"),
 ]
 SLOW = [
     # one axis, and mixes of axes, for a tied and an untied head
-    Case(layout(fsdp=4)),
+    Case(layout(fsdp=4), "llama"),
     Case(layout(replicate=2), "llama"),
     Case(layout(replicate=2, fsdp=2)),
-    Case(layout(tensor=4), "llama"),
+    Case(layout(tensor=4)),
     Case(layout(fsdp=2, tensor=2), "llama"),
     Case(layout(fsdp=2, pipeline=2)),
     Case(layout(tensor=2, pipeline=2)),
     Case(layout(fsdp=2, tensor=2, pipeline=2)),
     Case(layout(fsdp=2, tensor=2, pipeline=2), "llama"),
-    Case(layout(context=2, fsdp=2), "llama"),
+    Case(layout(context=2, fsdp=2)),
     Case(layout(context=2, pipeline=2), "llama"),
     Case(layout(context=2, tensor=2, pipeline=2)),
     *(Case(layout(tensor=2), family) for family in ("mistral", "phi3", "cohere", "gemma2", "gemma3", "granite")),
@@ -160,7 +155,7 @@ SLOW = [
         Case(layout(**degrees), family, lora=lora)
         for family, lora, degrees in (
             ("qwen3", "teacher", {"pipeline": 2}),
-            ("llama", "base", {"tensor": 2}),
+            ("qwen3", "teacher", {"tensor": 2}),
             ("llama", "base", {"pipeline": 2}),
             ("qwen3", "base", {"context": 2}),
             ("qwen3", "base", {"replicate": 2}),
@@ -216,7 +211,7 @@ SLOW = [
         for family, degrees in (
             ("llama", {"fsdp": 3}),
             ("qwen3", {"replicate": 2}),
-            ("qwen3", {"fsdp": 2, "tensor": 2}),
+            ("llama", {"tensor": 2}),
             ("llama", {"tensor": 2, "pipeline": 2}),
             ("qwen3_moe", {"fsdp": 4, "expert": 2}),
         )
