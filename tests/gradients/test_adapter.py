@@ -196,7 +196,9 @@ def draw_under_a_layout(rank: Rank, degrees: Degrees) -> dict[str, bool] | None:
     return actual
 
 
-@pytest.mark.parametrize("degrees", [Degrees(fsdp=2, tensor=2), Degrees(fsdp=4)], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [Degrees(fsdp=2, tensor=2), pytest.param(Degrees(fsdp=4), marks=pytest.mark.slow)], ids=str
+)
 def test_every_layout_starts_from_the_same_numbers(degrees: Degrees) -> None:
     for actual in shared_pool(4).call(draw_under_a_layout, degrees):
         assert all(actual.values()), actual

@@ -163,7 +163,10 @@ def test_info_describes_the_model(server: Server) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--generate",)])
-@pytest.mark.parametrize(("named", "expected"), [([9, 7], [2, 7, 9]), (7, [2, 7]), (None, [2])])
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [([9, 7], [2, 7, 9]), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((7, [2, 7]), (None, [2])))],
+)
 def test_both_servers_name_the_same_ends_of_sequence(
     folder: Path, tmp_path: Path, options: tuple[str, ...], named: Any, expected: list[int]
 ) -> None:

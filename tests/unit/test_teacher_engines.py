@@ -163,7 +163,7 @@ def test_wrong_scores_of_chosen_ids_are_refused(
     with serving(Vllm, engine) as url:
         settings = {"teacher.url": url, "teacher.model": str(folder / "teacher"), "teacher.signal": "chosen"}
         with pytest.raises(ConfigError, match=f"teacher.url: .*{message}"):
-            session_of(folder, cached=True, **settings, **{"teacher.top_k": 7, "teacher.timeout": 3.0})
+            session_of(folder, cached=True, **settings, **{"teacher.top_k": 7, "teacher.timeout": 1.0})
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
