@@ -18,11 +18,11 @@ def layout(**degrees: int) -> Layout:
 CASES = [
     Case(layout(fsdp=2)),
     Case(layout(fsdp=2), "llama"),
-    Case(layout(fsdp=2, tensor=2)),
     Case(layout(fsdp=2, pipeline=2)),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (
+            Case(layout(fsdp=2, tensor=2)),
             Case(layout(fsdp=2, pipeline=2), "llama"),
             Case(layout(replicate=2, fsdp=2)),
             Case(layout(context=2)),

@@ -47,7 +47,10 @@ def pool() -> RankPool:
     return shared_pool()
 
 
-@pytest.mark.parametrize("signal", SIGNALS)
+@pytest.mark.parametrize(
+    "signal",
+    [pytest.param(name, marks=pytest.mark.slow) if name in TAILS and name != "bucket" else name for name in SIGNALS],
+)
 def test_every_divergence_on_every_signal(pool: RankPool, signal: str) -> None:
     """2, 3 and 4 ranks with uneven shards, several chunks, and weights of zero; over 3 ranks in float64."""
     named = {each: partial(problems.distillation, each, signal) for each in ALL_DIVERGENCES}
@@ -148,7 +151,9 @@ def test_padded_rows_and_other_row_counts(pool: RankPool) -> None:
 ALL_KINDS = "forward_kl + 0.5*reverse_kl + 0.5*jsd(0.3)"
 
 
-@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(
+    "tail", [tail if tail == "bucket" else pytest.param(tail, marks=pytest.mark.slow) for tail in TAILS]
+)
 def test_top_k_ids_anywhere(pool: RankPool, tail: str) -> None:
     """The ids are at every border, repeated, absent, all in one shard, or a whole shard."""
     named = {
