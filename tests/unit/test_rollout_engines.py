@@ -319,7 +319,7 @@ def test_a_server_without_adapters_is_refused(student: Student, tmp_path: Path, 
 
 
 def test_generating_returns_at_once(student: Student, server: WriterServer) -> None:
-    server.writer.seconds = 0.2
+    server.writer.seconds = 0.05
     engine = engine_of(server)
     engine.update_weights(1, student.published(1))
     running = threading.Event()
