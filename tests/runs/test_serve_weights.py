@@ -245,7 +245,7 @@ def test_a_server_that_loads_nothing_is_found_under_every_layout(tmp_path: Path,
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}", f"parallel.{layout}")
         ranks = Ranks(processes, *arguments)
         assert ranks.wait(120) == [1] * processes, ranks.texts
-        message = f"{server.url} says that it writes with version 1, and its log-probabilities are those of other"
+        message = f"{server.url} says that it generates with version 1, and its log-probabilities are those of other"
         assert message in ranks[0].err, ranks[0].err
         assert "Traceback" not in ranks.err
 
@@ -256,7 +256,7 @@ def test_an_older_version_under_a_newer_number_is_found_although_its_hashes_are_
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")
         command = Command(*arguments, hook=older_under_newer_number)
         assert command.wait(120) == 1, command.out + command.err
-        assert "writes with version 3, and its log-probabilities are those of other weights" in command.err
+        assert "generates with version 3, and its log-probabilities are those of other weights" in command.err
         assert "Traceback" not in command.err
         again = Command(*arguments)  # it continues from the checkpoint at which it has stopped
         assert again.wait(120) == 0, again.out + again.err
