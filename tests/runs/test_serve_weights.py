@@ -23,6 +23,7 @@ from stillhouse.engine import torch_engine
 from stillhouse.generation.published import MANIFEST, read_manifest
 from stillhouse.generation.weights import version_folder
 from stillhouse.output.folder import RunFolder
+from stillhouse.serving import pool
 from stillhouse.serving.client import ServerError
 
 WEIGHTS = "model.safetensors"
@@ -271,8 +272,9 @@ def test_a_vllm_that_loads_nothing_is_found(tmp_path: Path) -> None:
         assert "version 0, and its log-probabilities are those of other weights" in command.err
 
 
-def test_a_server_that_comes_back_is_proved_again(tmp_path: Path) -> None:
+def test_a_server_that_comes_back_is_proved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what was proved when the version was new: the trainer's weights are newer now."""
+    monkeypatch.setattr(pool, "FIRST_PAUSE", 0.01)
     student = Student(tmp_path)
     with writing(VllmWriter, tmp_path / "model", processed=True) as server:
         probes = [each.prompt_ids.tolist() for each in requests_of(3)]
