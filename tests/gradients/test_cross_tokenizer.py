@@ -69,7 +69,7 @@ def teacher_log_probs(folder: Path, teacher: str, ids: np.ndarray) -> Tensor:
         return torch.log_softmax(model(torch.from_numpy(ids.astype(np.int64))[None])[0] / TAU, 1)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, K])
+@pytest.mark.parametrize("top_k", [3, *(pytest.param(top_k, marks=pytest.mark.slow) for top_k in (1, K))])
 @pytest.mark.parametrize(
     ("student", "teacher"),
     [("small", "large"), ("large", "small"), ("small", "pieces"), ("pieces", "large"), ("mistral", "deepseek")],

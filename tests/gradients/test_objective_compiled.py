@@ -87,6 +87,7 @@ def test_a_mixture_of_teachers_against_float64(tokens: int, ran_compiled: list[s
     assert set(ran_compiled) == ({"raw_sums", "log_mean", "normalized_sums", "gradient"} if tokens > 1 else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", TAILS)
 def test_sparse_signals_against_float64(tail: str) -> None:
     """The kernels do not compute the divergence of a sparse signal: all divergences share one plan."""
@@ -246,6 +247,7 @@ def test_more_plans_than_torch_compiles_of_one_function() -> None:
     assert counters["stats"]["unique_graphs"] - before == 2 * plans
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("captured_only")
 def test_numbers_that_differ_between_plans_stay_constants() -> None:
     """torch would turn a number into a variable if the number differs between calls of the same function."""

@@ -135,19 +135,17 @@ def test_a_trainer_that_is_killed_asks_again_for_what_was_under_way(
     assert all(line["rollout/staleness_max"] <= 2 for line in lines)
 
 
-def test_without_any_server_the_run_saves_and_stops_and_goes_on_later(in_process: Path) -> None:
-    arguments = (in_process / "student", "--generate")
+def test_without_any_server_the_run_saves_and_stops_and_goes_on_later(in_process: Path, server: Server) -> None:
     out = in_process / "stopped"
-    with Server(*arguments) as server:
-        command = Command(*served(in_process, "stopped", server.url, **{"rollout.timeout": "3"}))
+    with Server(in_process / "student", "--generate") as killed:
+        command = Command(*served(in_process, "stopped", killed.url, **{"rollout.timeout": "1.5"}))
         wait_for(lambda: last_step(out) >= 2)
-        server.first.process.kill()
-        server.first.process.join()
+        killed.first.process.kill()
+        killed.first.process.join()
         assert command.wait(120) == 1
         assert "the run has stopped after a checkpoint" in command.err
-        server.first.wait = lambda _: 0  # type: ignore[method-assign, assignment] # it was killed
-    with Server(*arguments) as server:
-        run(*served(in_process, "stopped", server.url))
+        killed.first.wait = lambda _: 0  # type: ignore[method-assign, assignment]
+    run(*served(in_process, "stopped", server.url))
     assert_same_run(out, in_process / "in_process")
 
 

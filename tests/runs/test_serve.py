@@ -141,7 +141,7 @@ def test_json_asks_for_the_same(server: Server) -> None:
     torch.testing.assert_close(load(answer.content)["log_probs"], found, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
 def test_two_ranks_serve_what_one_process_serves(tmp_path: Path, tied: bool) -> None:
     folder = save_model(tmp_path / "teacher", "llama", tied=tied, seed=3)
     decoder = Decoder.from_pretrained(folder).double()

@@ -282,7 +282,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("function", ["save_student", "flush"])
+@pytest.mark.parametrize("function", ["save_student", pytest.param("flush", marks=pytest.mark.slow)])
 def test_a_kill_while_saving_loses_only_what_came_after_the_last_one(
     tmp_path: Path, uninterrupted: Path, function: str
 ) -> None:

@@ -4,6 +4,7 @@ The layers themselves are checked by `lint-imports` in `make lint`.
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,15 @@ PACKAGE = Path(stillhouse.__file__).parent
 ROOT = Path(__file__).parents[2]
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imported_modules(path: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -93,7 +100,7 @@ def test_no_two_modules_of_tests_have_the_same_name() -> None:
 
 def test_no_broad_except() -> None:
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ExceptHandler):
                 caught = (
                     {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"all"}

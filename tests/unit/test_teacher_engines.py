@@ -95,7 +95,7 @@ def test_the_stub_answers_in_the_recorded_forms(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 def test_hidden_states_give_the_gradients_of_the_teacher_in_the_job(
     folder: Path, engine: Engine, kind: str, temperature: float
 ) -> None:
