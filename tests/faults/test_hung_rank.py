@@ -143,6 +143,7 @@ def hang_before_meeting() -> None:
     run_module.candidates = lambda *_: time.sleep(LIMIT)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_join(folder: Path) -> None:
     """One rank hangs before it joins the others."""
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'absent'}"]
@@ -153,6 +154,7 @@ def test_a_rank_that_does_not_join(folder: Path) -> None:
     assert ranks[0].err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_end_reading_its_data(folder: Path) -> None:
     """The rank sends heartbeats, but the others have waited for it longer than the limit."""
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'reading'}"]

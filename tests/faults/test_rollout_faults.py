@@ -257,6 +257,7 @@ def test_completions_under_way_go_on_with_new_weights(student: Student, server: 
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_server_with_other_weights_again_and_again_is_given_up(student: Student, server: WriterServer) -> None:
     def foreign(handler: WriterHandler, content: dict[str, Any]) -> None:
         """Another job gives the server weights after each of ours: only the proof sees our own."""

@@ -393,6 +393,7 @@ def test_a_run_ends_with_one_line_and_the_users_frames(
     assert not (tmp_path / "out" / "model").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", ["one_step_off", pytest.param("async", marks=pytest.mark.slow)])
 def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
@@ -417,7 +418,7 @@ def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
     ("function", "after", "processes"),
     [
         (gives_up, 0, 1),
-        (matches, 0, 1),
+        pytest.param(matches, 0, 1, marks=pytest.mark.slow),
         *(
             pytest.param(function, after, processes, marks=pytest.mark.slow)
             for function in (gives_up, matches, sleeps, computes, fails_then, refuses_to_end)

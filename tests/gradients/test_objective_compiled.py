@@ -237,6 +237,7 @@ def test_the_first_row_count_is_no_constant() -> None:
     assert counters["stats"]["unique_graphs"] == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("captured_only")
 def test_more_plans_than_torch_compiles_of_one_function() -> None:
     before = counters["stats"]["unique_graphs"]

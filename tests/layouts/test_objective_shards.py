@@ -263,7 +263,8 @@ def test_random_layouts(pool: RankPool, seed: int) -> None:
     check(pool, cases)
 
 
-@pytest.mark.parametrize("expression", ["jsd(0.3)", pytest.param("forward_kl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", ["jsd(0.3)", "forward_kl"])
 def test_shards_of_which_some_are_compiled(pool: RankPool, expression: str) -> None:
     """Pointwise work is compiled from 2048 columns on, so one rank here compiles and the others do not."""
     named = {expression: partial(problems.distillation, expression, "full", vocabulary=3000)}

@@ -67,7 +67,8 @@ def test_a_served_run_is_that_of_one_process(in_process: Path, server: Server) -
     ]
 
 
-@pytest.mark.parametrize("layout", ["fsdp=2", pytest.param("pipeline=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2"])
 def test_two_processes_share_the_completions_of_a_server(in_process: Path, server: Server, layout: str) -> None:
     run_ranks(2, *served(in_process, layout, server.url), f"parallel.{layout}")
     assert_same_run(in_process / layout, in_process / "in_process")
@@ -121,7 +122,8 @@ def test_a_trainer_that_is_killed_goes_on_with_the_same_server(in_process: Path,
     assert_same_run(out, in_process / "in_process")
 
 
-@pytest.mark.parametrize("schedule", ["one_step_off", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
 def test_a_trainer_that_is_killed_asks_again_for_what_was_under_way(
     in_process: Path, server: Server, schedule: str
 ) -> None:

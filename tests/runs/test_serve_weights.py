@@ -318,6 +318,7 @@ def test_runs_at_the_same_path_and_copies_of_a_run_have_folders_of_their_own(tmp
     assert len({identity, other.identity(), RunFolder(tmp_path / "copy").identity()}) == 3
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_weights_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
     """Both have the same path, as on two machines."""
     shared = tmp_path / "shared"

@@ -154,6 +154,7 @@ def test_resume_never_and_resume_from_a_path(half: Path) -> None:
     assert contents(half / "fresh" / "model") == contents(out / "model")
 
 
+@pytest.mark.slow
 def test_a_run_that_started_from_a_path_is_continued_by_the_same_command(half: Path) -> None:
     """The run resumes from its newest checkpoint, as torchrun's --max-restarts needs; another path is refused."""
     start = sorted((half / "out" / "checkpoints").iterdir())[0]
