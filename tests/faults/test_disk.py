@@ -202,9 +202,8 @@ def test_a_disk_that_is_full_at_any_file_of_published_weights(tmp_path: Path, di
     assert read_manifest(final).version == 1
 
 
-@pytest.mark.parametrize(
-    "layout", ["fsdp=1", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("fsdp=2", "pipeline=2"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp=1", "fsdp=2", "pipeline=2"])
 def test_a_full_disk_under_published_weights(tmp_path: Path, disk: Path, layout: str) -> None:
     """Under pipeline parallelism each rank writes a file, and one of them fails first: both must end."""
     processes = int(layout[-1])

@@ -98,12 +98,12 @@ def weights(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
 def test_thousands_of_changed_bodies_are_answered_or_refused(server: Server, count: int) -> None:
     assert_survives(server, scoring_bodies(), count, seed=0)
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [80, pytest.param(3000, marks=pytest.mark.slow)])
 def test_thousands_of_changed_bodies_are_answered_or_refused_by_a_writer(
     writer: Server, weights: Path, count: int
 ) -> None:

@@ -257,7 +257,7 @@ def test_one_of_several_teachers(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(gradient, 0.25 * same[name] + 0.75 * only[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("settings", [GOLD, ULD], ids=["gold", "uld"])
+@pytest.mark.parametrize("settings", [GOLD, pytest.param(ULD, marks=pytest.mark.slow)], ids=["gold", "uld"])
 def test_a_whole_run(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     write_run(folder, **settings, out=str(tmp_path / "out"))
     checked = run("check", folder / "run.yaml").out

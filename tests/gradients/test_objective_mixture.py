@@ -345,7 +345,7 @@ def test_rows_that_no_term_counts_may_hold_anything() -> None:
     assert_same(actual, expected, within=0.0)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 1.7])
 @pytest.mark.parametrize("expression", TEXTBOOK)
 def test_gradients_against_finite_differences(expression: str, temperature: float) -> None:
     leaves = make_leaves(3, 7, 2)

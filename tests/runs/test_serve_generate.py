@@ -180,7 +180,13 @@ def test_both_servers_name_the_same_ends_of_sequence(
 # weights
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False), ("qwen3_moe", None)])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("qwen3", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", False), ("qwen3_moe", None))),
+    ],
+)
 def test_new_weights_write_the_completions_that_follow(tmp_path: Path, family: str, tied: bool | None) -> None:
     model = save_model(tmp_path / "student", family, tied=tied, seed=3)
     sampling = Sampling(max_new_tokens=12)

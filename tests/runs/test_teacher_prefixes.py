@@ -166,6 +166,7 @@ def test_gradients_and_held_out_divergence_are_those_of_whole_logits(case: Case)
     assert_same_as_float64(found, expected)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_whole_logits_say(case: Case) -> None:
     folder, path, teacher = case
     session = session_at(path)

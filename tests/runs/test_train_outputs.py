@@ -196,7 +196,7 @@ def test_tensorboard_has_what_the_log_has(finished: tuple[Path, str]) -> None:
         assert values == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
 
 
-@pytest.mark.parametrize("every", [4, 0], ids=["resumed", "started again"])
+@pytest.mark.parametrize("every", [4, pytest.param(0, marks=pytest.mark.slow)], ids=["resumed", "started again"])
 def test_tensorboard_after_an_interruption_has_each_step_once(tmp_path: Path, every: int) -> None:
     write_run(tmp_path, track=["tensorboard"], **{"train.steps": 40, "checkpoint.every": every})
     command = Command("distill", tmp_path / "run.yaml")

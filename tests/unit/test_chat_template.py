@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("source", ["chat.jinja", "teacher with it"])
+@pytest.mark.parametrize("source", ["chat.jinja", pytest.param("teacher with it", marks=pytest.mark.slow)])
 def test_the_run_is_that_of_a_tokenizer_with_the_template(folder: Path, source: str) -> None:
     run("distill", folder / "run.yaml", f"student.model={folder / 'student with it'}", f"out={folder / 'own'}")
     run("distill", folder / "run.yaml", f"data.chat_template={folder / source}", f"out={folder / 'given'}")

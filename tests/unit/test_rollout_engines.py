@@ -49,7 +49,9 @@ def server(student: Student) -> Iterator[WriterServer]:
         yield started
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "vllm" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_log_probabilities_are_those_of_the_version(student: Student, kind: str) -> None:
     handler, api, options = KINDS[kind]
     eos = tuple(range(0, VOCABULARY, 9))
