@@ -147,7 +147,7 @@ def test_a_server_that_says_nothing_ends_the_run(student: Student, server: Write
 
 
 def test_a_server_that_restarts_is_given_the_weights_again(student: Student, server: WriterServer) -> None:
-    server.options["seconds"] = server.writer.seconds = 0.05
+    server.options["seconds"] = server.writer.seconds = 0.02
     lines: list[str] = []
     engine = engine_of(server, warn=lines.append)
     engine.update_weights(1, student.published(1))
