@@ -27,7 +27,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from benchmarks.record import result_file, write_result
-from stillhouse.config import load_config
+from benchmarks.training_runs import CROSS_ENTROPY, run_config, student_settings, values_of
+from stillhouse.config import RunConfig
 from stillhouse.data.render.alignment import Aligner
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import Document, collect_split, write_jsonl
@@ -91,36 +92,18 @@ def main() -> None:
 def figures_of(folder: Path, seed: int, steps: int) -> dict[str, float]:
     """The held-out cross-entropy of the student that learned in each way, in nats per token."""
     save_new_student(folder / "student", seed)
-    found = {}
+    losses = {}
     for way, settings in WAYS.items():
-        given = {"teacher.model": str(folder / "other"), "teacher.top_k": TOP_K} if way in ("gold", "uld") else {}
-        out = distill(configuration(folder, seed, steps, given | settings | {"out": str(folder / f"{seed} {way}")}))
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        found[way] = [line["eval/cross_entropy"] for line in lines if "eval/cross_entropy" in line][-1]
-    return found
+        teacher = {"teacher.model": str(folder / "other"), "teacher.top_k": TOP_K} if way in ("gold", "uld") else {}
+        out = distill(configuration(folder, seed, steps, teacher | settings | {"out": str(folder / f"{seed} {way}")}))
+        losses[way] = values_of(out, CROSS_ENTROPY)[-1]
+    return losses
 
 
-def configuration(folder: Path, seed: int, steps: int, settings: dict[str, Any]) -> Any:
-    given = {
-        "student.model": str(folder / "student"),
-        "data.train": str(folder / "train.jsonl"),
-        "data.eval": str(folder / "held_out.jsonl"),
-        "data.max_tokens": MAX_TOKENS,
-        "train.tokens_per_step": 512,
-        "train.micro_batch_tokens": 512,
-        "train.steps": steps,
-        "train.learning_rate": 3e-3,
-        "train.warmup": 0.1,
-        "train.weight_decay": 0.1,
-        "train.precision": "fp32",
-        "eval.every": steps,
-        "eval.micro_batch_tokens": 4096,
-        "checkpoint.every": 0,
-        "checkpoint.best": None,
-        "device": "cpu",
-        "seed": seed,
-    } | ({"teacher.dtype": "float32"} if "teacher.model" in settings else {})
-    return load_config(None, [f"{key}={json.dumps(value)}" for key, value in (given | settings).items()])
+def configuration(folder: Path, seed: int, steps: int, settings: dict[str, Any]) -> RunConfig:
+    student = student_settings(folder, seed, steps, max_tokens=MAX_TOKENS, tokens_per_step=512)
+    student |= {"eval.every": steps, "checkpoint.best": None}
+    return run_config(student | ({"teacher.dtype": "float32"} if "teacher.model" in settings else {}) | settings)
 
 
 def held_out() -> list[Document]:
@@ -159,7 +142,7 @@ def make_other_teacher(folder: Path, steps: int) -> dict[str, float]:
             state[name] = transplanted(tensor, tokenizer)
     model.load_state_dict(state)
     save(model, tokenizer, folder)
-    found = {"other tokenizer, untrained": bytes_entropy(folder)}
+    entropies = {"other tokenizer, untrained": bytes_entropy(folder)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     for step, batch_BS in enumerate(batches(encode(tokenizer, documents), steps)):
         for group in optimizer.param_groups:
@@ -170,7 +153,7 @@ def make_other_teacher(folder: Path, steps: int) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
     save(model, tokenizer, folder)
-    return found | {"other tokenizer": bytes_entropy(folder)}
+    return entropies | {"other tokenizer": bytes_entropy(folder)}
 
 
 def transplanted(rows_VE: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:

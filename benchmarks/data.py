@@ -52,27 +52,27 @@ def in_a_process(case: str, folder: Path) -> dict[str, Any]:
 
 def measure(case: str, folder: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     if case != "imports":
         cache = None if case == "without a cache" else folder / "cache"
         started = time.perf_counter()
         documents = load_documents(folder / "train.jsonl", tokenizer, max_tokens=2048, cache=cache)
-        found["seconds"] = round(time.perf_counter() - started, 2)
-        found["fingerprint"] = documents.fingerprint()[:16]
-        found["documents"], found["tokens"] = len(documents), len(documents.tokens_N)
+        figures["seconds"] = round(time.perf_counter() - started, 2)
+        figures["fingerprint"] = documents.fingerprint()[:16]
+        figures["documents"], figures["tokens"] = len(documents), len(documents.tokens_N)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return found | {"peak_megabytes": round(peak / 1e6)}
+    return figures | {"peak_megabytes": round(peak / 1e6)}
 
 
 def write_data(folder: Path, megabytes: int) -> None:
     draw = np.random.default_rng(0)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     words = np.array(["".join(draw.choice(letters, size=draw.integers(2, 10))) for _ in range(20_000)])
-    written = 0
+    size = 0
     with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
-        while written < megabytes * 10**6:
+        while size < megabytes * 10**6:
             chosen = draw.zipf(1.3, size=draw.integers(20, 800)) % len(words)
-            written += file.write(json.dumps({"text": " ".join(words[chosen])}) + "\n")
+            size += file.write(json.dumps({"text": " ".join(words[chosen])}) + "\n")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -4,7 +4,7 @@ As a teacher, a run from it is compared with the same run with the teacher in th
 engines_completions.py, whole on-policy runs in engines_rollouts.py, and exported models in engines_export.py.
 
 Two servers of the shipped teacher are started: one for pooling, which gives hidden states, and one that generates
-text, which gives the likeliest ids. Each run trains a small student for 50 steps. The differences of the losses and
+text, which gives the top ids. Each run trains a small student for 50 steps. The differences of the losses and
 of the final weights are printed, and written to benchmarks/results/engines-<date>.json. The exit code is 1 if hidden
 states in float32 do not give the losses of the teacher in the job to 1e-6, or if another check fails.
 
@@ -30,7 +30,7 @@ from benchmarks.engines_export import measure_export
 from benchmarks.engines_rollouts import measure_rollouts, problems_of
 from benchmarks.engines_server import DEVELOPMENT, HIDDEN_STATES, vllm
 from benchmarks.record import result_file, write_result
-from stillhouse.config import load_config
+from benchmarks.training_runs import LOSS, run_config, values_of
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import collect_split
 from stillhouse.tools.demo.student import TEACHER
@@ -52,14 +52,14 @@ def main() -> None:
             folder, lambda *options: vllm(arguments.vllm, folder / MODEL, *options, settings=DEVELOPMENT)
         )
         rollouts = measure_rollouts(folder, arguments.vllm)
-        found = measure(folder, arguments.vllm)
+        figures = measure(folder, arguments.vllm)
         # a CPU build of vLLM has no attention for the small student's heads of width 16
-        own = dict.fromkeys(("student.model", "teacher.model"), str(folder / "teacher")) | {
+        same_model = dict.fromkeys(("student.model", "teacher.model"), str(folder / "teacher")) | {
             "objective.loss": "cross_entropy"
         }
-        trained(folder, "weights", **own)
-        trained(folder, "adapter", **own, **{"student.adapter.r": 4})
-        trained(folder, "mtp", **own, **{"student.mtp.depths": 1})
+        trained(folder, "weights", **same_model)
+        trained(folder, "adapter", **same_model, **{"student.adapter.r": 4})
+        trained(folder, "mtp", **same_model, **{"student.mtp.depths": 1})
         exported = measure_export(
             folder, arguments.vllm, {kind: folder / kind for kind in ("weights", "adapter", "mtp")}
         )
@@ -67,7 +67,7 @@ def main() -> None:
         "theme": "engines",
         "vllm": version.strip().splitlines()[-1],
         "steps": STEPS,
-        **found,
+        **figures,
         "completions": completions,
         "rollouts": rollouts,
         "exported": exported,
@@ -75,7 +75,7 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     write_result(result_file("engines"), result, "cpu")
     problems = [f"rollouts, {name}: {problem}" for name in rollouts for problem in problems_of(name, rollouts[name])]
-    if not found["hidden_float32"]["largest_loss_difference"] <= SAME:
+    if not figures["hidden_float32"]["largest_loss_difference"] <= SAME:
         problems.append(f"hidden states of vLLM do not give the losses of the teacher in the job to {SAME:g}")
     problems += [
         f"exported, {name}: other tokens" for name, counts in exported.items() if counts["same"] < counts["tokens"]
@@ -124,7 +124,7 @@ def measure(folder: Path, python: str) -> dict[str, Any]:
 
 def trained(folder: Path, name: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
     """The loss of each step of a run, and the final weights."""
-    given = {
+    defaults = {
         "student.model": str(folder / "student"),
         "teacher.dtype": "float32",
         "data.train": str(folder / "train.jsonl"),
@@ -139,22 +139,19 @@ def trained(folder: Path, name: str, **settings: Any) -> tuple[list[float], dict
         "train.precision": "fp32",
         "device": "cpu",
         "out": str(folder / name),
-    } | settings
-    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
-    out = distill(load_config(None, overrides))
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss/total_nats_per_token"] for record in records if "loss/total_nats_per_token" in record]
-    return losses, load_file(out / "model/model.safetensors")
+    }
+    out = distill(run_config(defaults | settings))
+    return values_of(out, LOSS), load_file(out / "model/model.safetensors")
 
 
 def difference(
-    found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]
+    trained: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]
 ) -> dict[str, float]:
     weights = {
-        name: (weight - expected[1][name]).norm() / expected[1][name].norm() for name, weight in found[1].items()
+        name: (weight - expected[1][name]).norm() / expected[1][name].norm() for name, weight in trained[1].items()
     }
     return {
-        "largest_loss_difference": max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True)),
+        "largest_loss_difference": max(abs(a - b) for a, b in zip(trained[0], expected[0], strict=True)),
         "largest_relative_weight_difference": float(torch.stack(list(weights.values())).max()),
     }
 

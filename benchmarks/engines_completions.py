@@ -77,16 +77,16 @@ def _updates(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
             engine.update_weights(version, folder / "weights" / f"version-{version:08d}")
             seconds.append(time.perf_counter() - before)
             requests = _requests(24)
-            found = [future.result() for future in engine.generate(requests)]
+            completions = [future.result() for future in engine.generate(requests)]
             again = [future.result() for future in engine.generate(requests)]
-            _require(all(_same(a, b) for a, b in zip(found, again, strict=True)), "a seed gives other tokens")
-            _require(all((completion.versions_N == version).all() for completion in found), "a wrong version")
-            finishes += [completion.finish for completion in found]
+            _require(all(_same(a, b) for a, b in zip(completions, again, strict=True)), "a seed gives other tokens")
+            _require(all((completion.versions_N == version).all() for completion in completions), "a wrong version")
+            finishes += [completion.finish for completion in completions]
             _require(
-                all((completion.finish == "stop") == (completion.ids_N[-1] in eos) for completion in found),
+                all((completion.finish == "stop") == (completion.ids_N[-1] in eos) for completion in completions),
                 "a wrong end",
             )
-            differences += [_difference(r, c, versions) for r, c in zip(requests, found, strict=True)]
+            differences += [_difference(r, c, versions) for r, c in zip(requests, completions, strict=True)]
         crossing = _crossing(folder, student, long, versions)
     finally:
         engine.close()
@@ -117,18 +117,18 @@ def _crossing(
         futures = engine.generate(requests)
         update = threading.Timer(min(seconds) / 2, engine.update_weights, (version, path))
         update.start()
-        found = [future.result() for future in futures]
+        completions = [future.result() for future in futures]
         update.join()
-        if all(set(completion.versions_N.tolist()) == {version - 1, version} for completion in found):
+        if all(set(completion.versions_N.tolist()) == {version - 1, version} for completion in completions):
             break
     else:
         _require(False, "no completion crosses the update")
-    differences = [_difference(r, c, versions) for r, c in zip(requests, found, strict=True)]
+    differences = [_difference(r, c, versions) for r, c in zip(requests, completions, strict=True)]
     _require(max(differences) <= SAME, f"after an update under way, log-probabilities differ by {max(differences)}")
     return {
-        "crossing_completions": len(found),
+        "crossing_completions": len(completions),
         "crossing_tokens_of_the_old_weights": [
-            int((completion.versions_N == version - 1).sum()) for completion in found
+            int((completion.versions_N == version - 1).sum()) for completion in completions
         ],
         "crossing_largest_log_prob_difference": max(differences),
     }
@@ -170,12 +170,12 @@ def _adapters(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
             versions[version] = base.pretrained
             engine.update_weights(version, path)
             requests = _requests(8)
-            found = [future.result() for future in engine.generate(requests)]
+            completions = [future.result() for future in engine.generate(requests)]
             _require(
-                all((completion.versions_N == version).all() for completion in found),
+                all((completion.versions_N == version).all() for completion in completions),
                 "a wrong version of the adapter",
             )
-            pairs = zip(requests, found, strict=True)
+            pairs = zip(requests, completions, strict=True)
             differences += [_difference(r, c, versions, temperature=1.0) for r, c in pairs]
     finally:
         engine.close()
@@ -223,14 +223,14 @@ def _difference(
 ) -> float:
     """The largest difference of a token's log-probability from that of its version, after all tokens before it."""
     ids_S = torch.from_numpy(np.concatenate([request.prompt_ids, completion.ids_N]).astype(np.int64))
-    found = 0.0
+    largest = 0.0
     for version in set(completion.versions_N.tolist()):
         logits_NV = versions[version].eval()(ids_S[None]).logits[0, len(request.prompt_ids) - 1 : -1].double()
         log_probs_NV = (logits_NV / temperature).log_softmax(-1)
         exact_N = log_probs_NV.gather(1, torch.from_numpy(completion.ids_N.astype(np.int64))[:, None])[:, 0].numpy()
         of_version_N = completion.versions_N == version
-        found = max(found, float(np.abs(exact_N - completion.log_probs_N)[of_version_N].max()))
-    return found
+        largest = max(largest, float(np.abs(exact_N - completion.log_probs_N)[of_version_N].max()))
+    return largest
 
 
 def _require(true: bool, problem: str) -> None:

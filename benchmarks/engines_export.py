@@ -21,7 +21,7 @@ SHARD = 100_000  # bytes: several files
 
 def measure_export(folder: Path, python: str, runs: dict[str, Path]) -> dict[str, Any]:
     """For each run: how many greedy tokens vLLM writes, and how many of them transformers writes, too."""
-    found = {}
+    figures = {}
     for name, run in runs.items():
         exported = folder / f"exported-{name}"
         export_run(run, exported, None, ExportSettings(shard_bytes=SHARD, mtp=name != "mtp"))
@@ -29,25 +29,25 @@ def measure_export(folder: Path, python: str, runs: dict[str, Path]) -> dict[str
         prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
         expected = _by_transformers(exported, prompts)
         with vllm(python, exported) as url:
-            written = _by_vllm(url, exported.name, prompts)
-        pairs = [pair for own in zip(written, expected, strict=True) for pair in zip(*own, strict=True)]
-        found[name] = {
+            generated = _by_vllm(url, exported.name, prompts)
+        pairs = [pair for of_prompt in zip(generated, expected, strict=True) for pair in zip(*of_prompt, strict=True)]
+        figures[name] = {
             "files": len(list(exported.glob("*.safetensors"))),
             "tokens": len(pairs),
             "same": sum(one == other for one, other in pairs),
         }
-    return found
+    return figures
 
 
 def _by_transformers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    written = []
+    generated = []
     for ids in prompts:
-        given = torch.tensor([ids])
+        prompt_1S = torch.tensor([ids])
         options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-        made = model.generate(given, attention_mask=torch.ones_like(given), **options)
-        written.append(made[0, len(ids) :].tolist())
-    return written
+        output = model.generate(prompt_1S, attention_mask=torch.ones_like(prompt_1S), **options)
+        generated.append(output[0, len(ids) :].tolist())
+    return generated
 
 
 def _by_vllm(url: str, model: str, prompts: list[list[int]]) -> list[list[int]]:
@@ -60,4 +60,4 @@ def _by_vllm(url: str, model: str, prompts: list[list[int]]) -> list[list[int]]:
         "return_token_ids": True,
     }
     answer = httpx2.post(f"{url}/v1/completions", json=request, timeout=300).raise_for_status().json()
-    return [choice["token_ids"] for choice in sorted(answer["choices"], key=lambda each: each["index"])]
+    return [choice["token_ids"] for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]

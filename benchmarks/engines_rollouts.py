@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.engines_server import DEVELOPMENT, HIDDEN_STATES, PROCESSED, WRITING, VllmProcess, start
-from stillhouse.config import load_config
+from benchmarks.training_runs import LOSS, run_config, values_of
 from stillhouse.generation import Sample
 from stillhouse.generation.weights import version_folder
 from stillhouse.loops import on_policy
@@ -76,39 +76,40 @@ def measure_rollouts(folder: Path, python: str) -> dict[str, dict[str, Any]]:
     _write_inputs(folder)
     teacher = start(python, folder / "teacher", *HIDDEN_STATES)
     writer = start(python, folder / "student", *WRITING, *PROCESSED, *AT_A_TIME, settings=DEVELOPMENT)
-    found = {}
+    figures = {}
     try:
         urls = {"teacher": teacher.wait().url, "writer": writer.wait().url}
         for schedule in STALENESS:
-            found[schedule] = _measure(folder, schedule, schedule, urls)
+            figures[schedule] = _measure(folder, schedule, schedule, urls)
         for schedule in KILLED:
             kill = _Kill(writer)
             try:
-                found[f"{schedule}, killed"] = _measure(folder, f"{schedule} killed", schedule, urls, kill)
+                figures[f"{schedule}, killed"] = _measure(folder, f"{schedule} killed", schedule, urls, kill)
             finally:
                 writer = kill.writer
-            found[f"{schedule}, killed"] |= kill.figures
+            figures[f"{schedule}, killed"] |= kill.figures
     finally:
         writer.stop()
         teacher.stop()
-    return found
+    return figures
 
 
-def problems_of(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+def problems_of(name: str, figures: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a run. Comparisons are written so that a NaN is a problem."""
     expected = STEPS * PROMPTS * SAMPLES
-    if not found["samples"] == found["samples_trained_once"] == expected:
-        yield f"of {found['samples']} samples, {found['samples_trained_once']} are trained once: expected {expected}"
-    least, most = STALENESS[found["schedule"]]
-    if set(found["staleness"]) - set(map(str, range(least, most + 1))):
-        yield f"tokens by staleness {found['staleness']}: expected {least} to {most}"
-    if not found["largest_log_prob_difference"] <= SAME_LOG_PROB:
-        yield f"log-probabilities differ by {found['largest_log_prob_difference']:.2g} nats from their version's"
-    if not found["smallest_difference_of_another_version"] >= OTHER_LOG_PROB:
+    if not figures["samples"] == figures["samples_trained_once"] == expected:
+        once = figures["samples_trained_once"]
+        yield f"of {figures['samples']} samples, {once} are trained once: expected {expected}"
+    least, most = STALENESS[figures["schedule"]]
+    if set(figures["staleness"]) - set(map(str, range(least, most + 1))):
+        yield f"tokens by staleness {figures['staleness']}: expected {least} to {most}"
+    if not figures["largest_log_prob_difference"] <= SAME_LOG_PROB:
+        yield f"log-probabilities differ by {figures['largest_log_prob_difference']:.2g} nats from their version's"
+    if not figures["smallest_difference_of_another_version"] >= OTHER_LOG_PROB:
         yield "the versions' log-probabilities are so similar that a wrong version would not be found"
-    if not found["largest_relative_loss_difference"] <= SAME_LOSS:
-        yield f"losses differ by {found['largest_relative_loss_difference']:.2g} from the teacher's in the job"
-    if "killed" in name and not found["under_way_when_killed"]:
+    if not figures["largest_relative_loss_difference"] <= SAME_LOSS:
+        yield f"losses differ by {figures['largest_relative_loss_difference']:.2g} from the teacher's in the job"
+    if "killed" in name and not figures["under_way_when_killed"]:
         yield "no completion was under way when vLLM was killed"
 
 
@@ -164,7 +165,7 @@ class _Kill:
         if step != KILLED_IN:
             return
         assert rollouts.queue is not None
-        time.sleep(0.1)  # some tokens of each completion have been written
+        time.sleep(0.1)  # some tokens of each completion have been generated
         self.writer.kill()
         self.figures["under_way_when_killed"] = len(rollouts.queue.writer.under_way)
         self.writer = self.writer.start_again()
@@ -185,36 +186,36 @@ def _measure(
     with patch.object(on_policy, "Rollouts", recording):
         losses = _losses(folder, name, **settings, **{"teacher.url": urls["teacher"]})
     seconds = time.perf_counter() - before
-    [found] = recorded
-    with patch.object(on_policy, "Rollouts", partial(_Repeating, steps=found.steps)):
+    [rollouts] = recorded
+    with patch.object(on_policy, "Rollouts", partial(_Repeating, steps=rollouts.steps)):
         expected = _losses(folder, f"{name} in the job")
     differences = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
-    counts = Counter(sample.number for samples in found.steps for sample in samples)
-    written = [sample.completion.versions_N for samples in found.steps for sample in samples]
+    counts = Counter(sample.number for samples in rollouts.steps for sample in samples)
+    versions = [sample.completion.versions_N for samples in rollouts.steps for sample in samples]
     return {
         "schedule": schedule,
         "steps": len(losses),
         "seconds": round(seconds, 1),
-        "samples": len(written),
+        "samples": len(versions),
         "samples_trained_once": sum(counts[number] == 1 for number in range(STEPS * PROMPTS * SAMPLES)),
-        "tokens": sum(map(len, written)),
-        "samples_of_several_versions": sum(len(set(versions_N.tolist())) > 1 for versions_N in written),
-        "staleness": _staleness(found.steps),
-        **_log_probs(found.steps, kept, found.session),
+        "tokens": sum(map(len, versions)),
+        "samples_of_several_versions": sum(len(set(versions_N.tolist())) > 1 for versions_N in versions),
+        "staleness": _staleness(rollouts.steps),
+        **_log_probs(rollouts.steps, kept, rollouts.session),
         "largest_relative_loss_difference": float(np.max(differences)),  # unlike max(), it keeps a NaN
     }
 
 
 def _staleness(steps: Sequence[list[Sample]]) -> dict[str, int]:
-    """How many tokens of the steps after the first one were written how many versions ago."""
+    """The tokens of the steps after the first one, counted by the age of the weights that generated them."""
     ages = [step - sample.completion.versions_N for step, samples in enumerate(steps) if step for sample in samples]
     return {str(age): count for age, count in sorted(Counter(np.concatenate(ages).tolist()).items())}
 
 
 @torch.no_grad()
 def _log_probs(steps: Sequence[list[Sample]], kept: Path, session: Session) -> dict[str, Any]:
-    """How far the engine's log-probabilities are from those of each version, of the tokens that it is said to have
-    written, and of the versions before and after it.
+    """How far the engine's log-probabilities of tokens are from those of the version that generated them, as the
+    engine says, and from those of the versions before and after it.
     """
     differences: dict[tuple[int, int], list[np.ndarray]] = {}
     samples = [sample for samples in steps for sample in samples]
@@ -228,14 +229,18 @@ def _log_probs(steps: Sequence[list[Sample]], kept: Path, session: Session) -> d
             for version in set(versions_N.tolist()):
                 differences.setdefault((version, number), []).append(difference_N[versions_N == version])
     largest = {key: float(np.max(np.concatenate(difference))) for key, difference in differences.items()}
-    either = [np.concatenate(difference) for (own, by), difference in differences.items() if abs(own - by) == 1]
+    either = [
+        np.concatenate(difference)
+        for (version, assumed), difference in differences.items()
+        if abs(version - assumed) == 1
+    ]
     return {
         "tokens_that_fit_another_version": int(
             sum((differences_N <= SAME_LOG_PROB).sum() for differences_N in either)
         ),
         "versions": len({version for version, _ in largest}),
         "largest_log_prob_difference": float(
-            np.max([difference for (own, by), difference in largest.items() if own == by])
+            np.max([difference for (version, assumed), difference in largest.items() if version == assumed])
         ),
         "smallest_difference_of_another_version": float(np.min([differences_N.max() for differences_N in either])),
     }
@@ -264,7 +269,7 @@ def _write_inputs(folder: Path) -> None:
 
 def _losses(folder: Path, name: str, **settings: Any) -> list[float]:
     """The loss of each step of a run."""
-    given = {
+    defaults = {
         "student.model": str(folder / "student"),
         "teacher.model": str(folder / "teacher"),
         "teacher.dtype": "float32",
@@ -283,7 +288,5 @@ def _losses(folder: Path, name: str, **settings: Any) -> list[float]:
         "train.precision": "fp32",
         "device": "cpu",
         "out": str(folder / name),
-    } | settings
-    out = distill(load_config(None, [f"{key}={json.dumps(value)}" for key, value in given.items()]))
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss/total_nats_per_token"] for record in records if "loss/total_nats_per_token" in record]
+    }
+    return values_of(distill(run_config(defaults | settings)), LOSS)

@@ -130,7 +130,7 @@ def first_calls(losses: dict[str, Loss], inputs: Inputs) -> dict[str, dict[str, 
         seconds, value = timed(partial(run_pass, loss, inputs), inputs.weight_VD.device)
         values = [value, *inputs.gradients()]
         ours = ours or values
-        distances = [relative_distance(value, own) for value, own in zip(values, ours, strict=True)]
+        distances = [relative_distance(value, expected) for value, expected in zip(values, ours, strict=True)]
         entries[name] = {
             "first_call_seconds": round(seconds, 4),
             "distance": dict(zip(("loss", "hidden_grad", "weight_grad"), distances, strict=True)),
@@ -209,14 +209,14 @@ def add_times(
     """Add the seconds, and their ratios in each round to the floor, to the floor by flops, and to ours."""
     at_floor, ours = seconds[f"{case}/floor"], seconds[f"{case}/stillhouse"]
     for name, entry in entries.items():
-        own = seconds[f"{case}/{name}"]
-        entry["seconds"] = spread(own)
-        entry["over_floor"] = median_ratio(own, at_floor)
-        entry["over_floor_rounds"] = [one / other for one, other in zip(own, at_floor, strict=False)]
-        entry["over_floor_of_minima"] = min(own) / min(at_floor)
-        entry["over_floor_by_flops"] = statistics.median(own) / floor[floor_kind(case)]["by_flops"]
-        entry["over_ours"] = median_ratio(own, ours)
-        entry["over_ours_of_minima"] = min(own) / min(ours)
+        contestant = seconds[f"{case}/{name}"]
+        entry["seconds"] = spread(contestant)
+        entry["over_floor"] = median_ratio(contestant, at_floor)
+        entry["over_floor_rounds"] = [one / other for one, other in zip(contestant, at_floor, strict=False)]
+        entry["over_floor_of_minima"] = min(contestant) / min(at_floor)
+        entry["over_floor_by_flops"] = statistics.median(contestant) / floor[floor_kind(case)]["by_flops"]
+        entry["over_ours"] = median_ratio(contestant, ours)
+        entry["over_ours_of_minima"] = min(contestant) / min(ours)
     entries["stillhouse"]["floor_seconds"] = spread(at_floor)
 
 
@@ -270,15 +270,15 @@ def call_twice(cases: list[str], sizes: Sizes, threads: int) -> dict[str, Any]:
 def aims(result: dict[str, Any], on_cpu: bool) -> list[dict[str, Any]]:
     """Return the targets of this benchmark with their measured values."""
     cases = result["cases"]
-    found = [aim for case in DIVERGENCES if case in cases for aim in speed_aims(case, cases[case], on_cpu)]
+    aims = [aim for case in DIVERGENCES if case in cases for aim in speed_aims(case, cases[case], on_cpu)]
     if on_cpu and f"top{TOP_K}" in cases:
         ratio = cases[f"top{TOP_K}"]["stillhouse"]["over_floor"]
-        found.append(aim(f"top{TOP_K}: time / floor of the student", ratio, at_most=1.15))
+        aims.append(aim(f"top{TOP_K}: time / floor of the student", ratio, at_most=1.15))
     if on_cpu and all("extra_bytes" in entries["stillhouse"] for entries in cases.values()):
-        found += memory_aims(cases, result["memory_over_tokens"])
+        aims += memory_aims(cases, result["memory_over_tokens"])
     if result["first_call"]:
-        found += first_call_aims(result["first_call"])
-    return found
+        aims += first_call_aims(result["first_call"])
+    return aims
 
 
 def speed_aims(case: str, entries: dict[str, dict[str, Any]], on_cpu: bool) -> Iterator[dict[str, Any]]:
@@ -302,10 +302,10 @@ def memory_aims(cases: dict[str, dict[str, Any]], over_tokens: dict[int, int]) -
 def first_call_aims(first_call: dict[str, Any]) -> Iterator[dict[str, Any]]:
     difference = first_call["largest_difference_of_loss"]
     yield aim("without a compiler: relative difference of losses", difference, at_most=1e-5)
-    own = [
+    ours = [
         warning for warning in first_call["no_compiler"]["warnings"] if warning not in first_call["cold"]["warnings"]
     ]
-    yield aim("without a compiler: warnings that it brings", len(own), at_least=1, at_most=1)
+    yield aim("without a compiler: warnings that it brings", len(ours), at_least=1, at_most=1)
 
 
 def least_advantage(case: str, on_cpu: bool) -> dict[str, float]:

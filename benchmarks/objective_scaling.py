@@ -219,40 +219,39 @@ def run_rank(
 
 
 def time_rank(sizes: Sizes, case: str, rounds: int) -> dict[str, Any]:
-    """Return the seconds of each pass on this rank, and the distance of its results from those of whole heads."""
-    whole, own, loss = sharded(sizes, case)
-    values = [run_pass(loss, own), *own.gradients()]
-    expected = [run_pass(make_stillhouse(CASES[case], CPU), whole), *whole.gradients()]
+    """Return the seconds of each pass on this rank, and the distance of its results from those of unsharded heads."""
+    unsharded, shard_inputs, loss = sharded(sizes, case)
+    values = [run_pass(loss, shard_inputs), *shard_inputs.gradients()]
+    expected = [run_pass(make_stillhouse(CASES[case], CPU), unsharded), *unsharded.gradients()]
     expected[2] = expected[2][vocabulary_rows(sizes)]
     distances = [relative_distance(value, reference) for value, reference in zip(values, expected, strict=True)]
     seconds = []
     for _ in range(rounds):
         dist.barrier()
-        seconds.append(timed(partial(run_pass, loss, own), CPU)[0])
+        seconds.append(timed(partial(run_pass, loss, shard_inputs), CPU)[0])
     return {"seconds": seconds, "distance": dict(zip(("loss", "hidden_grad", "weight_grad"), distances, strict=True))}
 
 
 def remember_rank(sizes: Sizes, case: str) -> dict[str, Any]:
-    whole, own, loss = sharded(sizes, case)
-    del whole
-    run_pass(loss, own)
+    unsharded, shard_inputs, loss = sharded(sizes, case)
+    del unsharded
+    run_pass(loss, shard_inputs)
     dist.barrier()
-    return {"extra_bytes": resident_extra(loss, own)}
+    return {"extra_bytes": resident_extra(loss, shard_inputs)}
 
 
 def sharded(sizes: Sizes, case: str) -> tuple[Inputs, Inputs, Loss]:
-    """Return the whole inputs, this rank's inputs, and the loss on these, which is the same on every rank."""
-    whole = make_inputs(sizes, CPU, torch.float32)
+    """Return the unsharded inputs, this rank's inputs, and the loss on these, which is the same on every rank."""
+    unsharded = make_inputs(sizes, CPU, torch.float32)
     rows = vocabulary_rows(sizes)
     shard = VocabShard(rows.start, rows.stop, dist.group.WORLD)
-    own = replace(
-        whole,
-        hidden_TD=whole.hidden_TD.detach().clone().requires_grad_(),
-        weight_VD=whole.weight_VD.detach()[rows].clone().requires_grad_(),
-        teacher_weight_VE=whole.teacher_weight_VE[rows].clone(),
+    shard_inputs = replace(
+        unsharded,
+        hidden_TD=unsharded.hidden_TD.detach().clone().requires_grad_(),
+        weight_VD=unsharded.weight_VD.detach()[rows].clone().requires_grad_(),
+        teacher_weight_VE=unsharded.teacher_weight_VE[rows].clone(),
     )
-
-    return whole, own, lambda inputs: stillhouse_output(CASES[case], inputs, shard).loss
+    return unsharded, shard_inputs, lambda inputs: stillhouse_output(CASES[case], inputs, shard).loss
 
 
 def vocabulary_rows(sizes: Sizes) -> slice:

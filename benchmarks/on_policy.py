@@ -4,7 +4,7 @@ A tiny model that has imitated answers is trained by GRPO (policy_gradient, with
 it solves nearly all problems: the teacher. Its own starting checkpoint then learns that again:
 
     on-policy     it writes, and the teacher judges every token: reverse KL over the full vocabulary
-    off-policy    forward KL on completions that the teacher has written
+    off-policy    forward KL on completions that the teacher has generated
     SFT           cross-entropy on these completions
     GRPO          the same reinforcement learning again, with another seed
 
@@ -35,7 +35,7 @@ from transformers import AutoTokenizer
 from benchmarks import task_models
 from benchmarks.on_policy_tables import draw, length_table, summary_of, table
 from benchmarks.record import result_file, write_result
-from stillhouse.config import load_config
+from benchmarks.training_runs import metrics, run_config
 from stillhouse.config.task_spec import TaskSpec
 from stillhouse.data.problems import problem
 from stillhouse.generation import GenerationRequest, Sampling
@@ -86,12 +86,8 @@ Log = list[dict[str, Any]]
 
 def run(out: Path, settings: dict[str, Any]) -> Log:
     """One run, unless it is complete; returns its log."""
-    layer: dict[str, Any] = {}
-    for key, value in (COMMON | settings | {"out": str(out)}).items():
-        section, _, last = key.rpartition(".")
-        (layer.setdefault(section, {}) if section else layer)[last] = value
-    distill(load_config(None, settings=layer))
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    distill(run_config(COMMON | settings | {"out": str(out)}))
+    return metrics(out)
 
 
 def reinforce(folder: Path, name: str, settings: dict[str, Any], most_steps: int, target: float) -> tuple[Log, Path]:
@@ -178,15 +174,15 @@ def one_start(folder: Path, right: float, seed: int, most_steps: int) -> dict[st
     steps = {"train.steps": 60, "train.learning_rate": 3e-4, "eval.every": 1, "seed": 20 + seed}
     logs = {name: run(folder / name, settings | steps) for name, settings in ways.items()}
     logs["GRPO"] = again
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         name: {"until": until(curve(log), TARGET), "curve": curve(log)} for name, log in logs.items()
     }
-    reached = [found[name]["until"] for name in ways]
+    reached = [figures[name]["until"] for name in ways]
     # all three are compared while they differ: when the first of them has reached the target
     tokens = min((point["tokens"] for point in reached if point is not None), default=curve(logs["SFT"])[-1][1])
     for name in ways:
-        found[name]["by length"] = by_length(logs[name], tokens)
-    return found | {
+        figures[name]["by length"] = by_length(logs[name], tokens)
+    return figures | {
         "start": curve(taught)[0][2],
         "teacher": {"until": until(curve(taught), TARGET), "curve": curve(taught)},
         "tokens of the comparison by length": tokens,
@@ -200,7 +196,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="starts at the same time, each on one core")
     parser.add_argument("--keep", type=Path, help="folder for the runs")
     arguments = parser.parse_args()
-    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in STARTS}
+    starts: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in STARTS}
     with tempfile.TemporaryDirectory() as temporary:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(arguments.jobs, mp_context=spawn, max_tasks_per_child=1) as jobs:
@@ -216,15 +212,15 @@ def main() -> None:
                 for seed in arguments.seeds
             }
             for (name, seed), future in waiting.items():
-                found[name][seed] = future.result()
-    summary = {name: summary_of(list(seeds.values())) for name, seeds in found.items()}
+                starts[name][seed] = future.result()
+    summary = {name: summary_of(list(seeds.values())) for name, seeds in starts.items()}
     for name in STARTS:
-        print(f"\n{name}\n\n{table(summary[name])}\n\n{length_table(list(found[name].values()))}")
-    draw(found, Path("docs/results/on_policy.png"), TARGET)
+        print(f"\n{name}\n\n{table(summary[name])}\n\n{length_table(list(starts[name].values()))}")
+    draw(starts, Path("docs/results/on_policy.png"), TARGET)
     settings = {"task": TASK, "target": TARGET, "completions per step": COMPLETIONS, "settings": COMMON}
-    shares = [figures["start"] for by_seed in found.values() for figures in by_seed.values()]
+    shares = [figures["start"] for by_seed in starts.values() for figures in by_seed.values()]
     settings["start"] = [min(shares), statistics.median(shares), max(shares)]
-    write_result(result_file("on_policy"), settings | {"summary": summary, "starts": found})
+    write_result(result_file("on_policy"), settings | {"summary": summary, "starts": starts})
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.record import result_file, write_result
-from stillhouse.config import load_config
+from benchmarks.training_runs import LOSS, metrics, run_config
 from stillhouse.run.run import distill
 
 #: with the smaller one, the output head is a quarter of the student's weights, as in Qwen3-0.6B
@@ -96,23 +96,14 @@ def settings_of(folder: Path, out: Path, steps: int, **more: Any) -> dict[str, A
     return flat | more
 
 
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    layer: dict[str, Any] = {}
-    for key, value in flat.items():
-        section, _, last = key.rpartition(".")
-        (layer.setdefault(section, {}) if section else layer)[last] = value
-    return layer
-
-
 def step_ends(out: Path) -> list[float]:
     """The second at which each step of a run of ours was finished."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line["seconds"] for line in lines if "loss/total_nats_per_token" in line]
+    return [line["seconds"] for line in metrics(out) if LOSS in line]
 
 
 def ours(folder: Path, out: Path) -> list[float]:
     """Seconds of the steps that count."""
-    distill(load_config(None, settings=nested(settings_of(folder, out, STEPS))))
+    distill(run_config(settings_of(folder, out, STEPS)))
     return np.diff(step_ends(out))[WARM - 1 :].tolist()
 
 
@@ -154,7 +145,7 @@ def against_trl(folder: Path, rounds: int) -> dict[str, Any]:
         seconds["ours"].append(statistics.median(ours(folder, folder / f"ours{number}")))
         seconds["TRL"].append(statistics.median(trl(folder, folder / f"trl{number}")))
         print(f"round {number + 1}: {seconds['ours'][-1]:.2f} s ours, {seconds['TRL'][-1]:.2f} s TRL", flush=True)
-    ratios = [theirs / own for own, theirs in zip(seconds["ours"], seconds["TRL"], strict=True)]
+    ratios = [theirs / our for our, theirs in zip(seconds["ours"], seconds["TRL"], strict=True)]
     per_step = ROWS * COMPLETION
     return {
         "seconds of a step": seconds,
@@ -172,13 +163,13 @@ def spans(out: Path) -> list[dict[str, Any]]:
 
 def parts(out: Path) -> dict[str, float]:
     """Seconds of a step of sync, by what the trainer does: medians."""
-    found: dict[str, dict[int, float]] = {}
+    seconds: dict[str, dict[int, float]] = {}
     for span in spans(out):
         if span["lane"] in ("trainer", "weights") and span["step"] > WARM:
             what = "weights" if span["lane"] == "weights" else span["what"]
-            by_step = found.setdefault(what, {})
+            by_step = seconds.setdefault(what, {})
             by_step[span["step"]] = by_step.get(span["step"], 0.0) + span["stop"] - span["start"]
-    return {what: statistics.median(by_round.values()) for what, by_round in found.items()}
+    return {what: statistics.median(by_round.values()) for what, by_round in seconds.items()}
 
 
 @contextmanager
@@ -189,11 +180,11 @@ def serving(model: Path, core: int, *options: str) -> Iterator[str]:
     with log.open("w") as stream, on_core(core, command, stdout=stream, stderr=subprocess.STDOUT) as process:
         try:
             end = time.monotonic() + 120
-            while (found := re.search(r"serving on (http://\S+)", log.read_text())) is None:
+            while (match := re.search(r"serving on (http://\S+)", log.read_text())) is None:
                 if time.monotonic() > end or process.poll() is not None:
                     raise RuntimeError(f"the server has not started:\n{log.read_text()}")
                 time.sleep(0.1)
-            yield found[1]
+            yield match[1]
         finally:
             process.terminate()
 
@@ -220,21 +211,21 @@ def separate(folder: Path, name: str, schedule: str, writer: str, teacher: str) 
 
 def overlap(folder: Path, rounds: int) -> dict[str, Any]:
     """one_step_off against sync, and against the prediction from each sync run's timeline."""
-    found: dict[str, list[float]] = {"sync": [], "one_step_off": [], "predicted": []}
-    divided: list[dict[str, float]] = []
+    seconds: dict[str, list[float]] = {"sync": [], "one_step_off": [], "predicted": []}
+    by_part: list[dict[str, float]] = []
     with serving(folder / "student", 1, "--generate") as writer, serving(folder / "teacher", 0) as teacher:
         for number in range(rounds):
-            found["sync"].append(separate(folder, f"sync{number}", "sync", writer, teacher))
-            found["one_step_off"].append(separate(folder, f"ahead{number}", "one_step_off", writer, teacher))
-            divided.append(parts(folder / f"sync{number}"))
-            writing, weights = divided[-1]["wait for completions"], divided[-1]["weights"]
-            found["predicted"].append(weights + max(writing, found["sync"][-1] - writing - weights))
-            print("round", number + 1, {name: round(seconds[-1], 3) for name, seconds in found.items()}, flush=True)
-    gains = [one / other for one, other in zip(found["sync"], found["one_step_off"], strict=True)]
-    errors = [one / other for one, other in zip(found["one_step_off"], found["predicted"], strict=True)]
+            seconds["sync"].append(separate(folder, f"sync{number}", "sync", writer, teacher))
+            seconds["one_step_off"].append(separate(folder, f"ahead{number}", "one_step_off", writer, teacher))
+            by_part.append(parts(folder / f"sync{number}"))
+            writing, weights = by_part[-1]["wait for completions"], by_part[-1]["weights"]
+            seconds["predicted"].append(weights + max(writing, seconds["sync"][-1] - writing - weights))
+            print("round", number + 1, {name: round(values[-1], 3) for name, values in seconds.items()}, flush=True)
+    gains = [one / other for one, other in zip(seconds["sync"], seconds["one_step_off"], strict=True)]
+    errors = [one / other for one, other in zip(seconds["one_step_off"], seconds["predicted"], strict=True)]
     return {
-        "seconds of a step": found,
-        "parts of a step of sync": divided,
+        "seconds of a step": seconds,
+        "parts of a step of sync": by_part,
         "sync / one_step_off": {"median": statistics.median(gains), "rounds": gains},
         "one_step_off / predicted": {"median": statistics.median(errors), "rounds": errors},
     }
@@ -252,8 +243,8 @@ def main() -> None:
         folders = {size: write_models(Path(temporary), size) for size in VOCABULARIES}
         if "trl" in arguments.parts:
             result["trl"] = {size: against_trl(folder, arguments.rounds) for size, folder in folders.items()}
-            for size, found in result["trl"].items():
-                print("vocabulary", size, found["TRL / ours"], found["parts of a step of ours"])
+            for size, figures in result["trl"].items():
+                print("vocabulary", size, figures["TRL / ours"], figures["parts of a step of ours"])
         if "overlap" in arguments.parts:
             result["overlap"] = overlap(folders[VOCABULARIES[0]], arguments.rounds)
             print({name: result["overlap"][name] for name in ("sync / one_step_off", "one_step_off / predicted")})

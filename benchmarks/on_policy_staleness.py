@@ -1,8 +1,8 @@
-"""What is learned from completions that older weights have written: staleness 0, 1, 2 and 4, and its corrections.
+"""What is learned from completions that older weights have generated: staleness 0, 1, 2 and 4, and its corrections.
 
 A student that solves a third of a seeded task learns from a teacher that solves nearly all of it, for as many steps
 under each schedule, with the engine in this process. Every token is then exactly as old as the schedule says (async
-with max_staleness 8 asks four steps ahead). reverse_kl is exact whatever token was drawn; for the policy gradient
+with max_staleness 8 asks four steps ahead). reverse_kl is exact whatever token was sampled; for the policy gradient
 with the teacher's log-ratio as the advantage, the draws matter, and `rollout.correction` weights them.
 
     python -m benchmarks.on_policy_staleness --seeds 0 1         about 12 minutes on two quiet cores
@@ -56,14 +56,14 @@ def one_seed(folder: Path, seed: int) -> dict[str, dict[int, float]]:
         "rollout.prompts_per_step": PROMPTS, "rollout.samples_per_prompt": 1,
         "train.steps": STEPS, "train.learning_rate": 3e-4, "eval.every": STEPS,
     }  # fmt: skip
-    found: dict[str, dict[int, float]] = {}
+    matches: dict[str, dict[int, float]] = {}
     for way, more in WAYS.items():
         for staleness, schedule in STALENESS.items():
             log = run(folder / f"{way} {staleness}", settings | more | schedule)
             ages = [line["rollout/staleness_max"] for line in log if "rollout/staleness_max" in line]
             assert max(ages) == ages[-1] == staleness, f"{way}: tokens are {ages} versions old, not {staleness}"
-            found.setdefault(way, {})[staleness] = curve(log)[-1][2]
-    return found
+            matches.setdefault(way, {})[staleness] = curve(log)[-1][2]
+    return matches
 
 
 def main() -> None:

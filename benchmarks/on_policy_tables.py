@@ -15,7 +15,7 @@ WAYS = ("on-policy", "off-policy", "SFT", "GRPO")
 
 def summary_of(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """For each way, steps and tokens until the target of the seeds that reached it, and GRPO's steps in relation."""
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     for name in WAYS:
         reached = [seed for seed in seeds if seed[name]["until"] is not None]
         ratios = [
@@ -23,13 +23,13 @@ def summary_of(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for curves in reached
             if curves["GRPO"]["until"] is not None
         ]
-        found[name] = {
+        summary[name] = {
             "steps": [curves[name]["until"]["steps"] for curves in reached],
             "tokens": [curves[name]["until"]["tokens"] for curves in reached],
             "GRPO's steps / these": [round(ratio, 2) for ratio in ratios],
             "reached": f"{len(reached)} of {len(seeds)}",
         }
-    return found
+    return summary
 
 
 def table(summary: Mapping[str, Any]) -> str:
@@ -37,11 +37,11 @@ def table(summary: Mapping[str, Any]) -> str:
         "| | steps: median (each seed) | tokens: median | GRPO's steps / these | seeds |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for name, found in summary.items():
-        steps, tokens, ratios = found["steps"], found["tokens"], found["GRPO's steps / these"]
+    for name, figures in summary.items():
+        steps, tokens, ratios = figures["steps"], figures["tokens"], figures["GRPO's steps / these"]
         rows.append(
             f"| {name} | {_median(steps, '.0f')} ({', '.join(map(str, steps))}) | {_median(tokens, ',.0f')} "
-            f"| {_median(ratios, '.1f')} ({', '.join(f'{ratio:.1f}' for ratio in ratios)}) | {found['reached']} |"
+            f"| {_median(ratios, '.1f')} ({', '.join(f'{ratio:.1f}' for ratio in ratios)}) | {figures['reached']} |"
         )
     return "\n".join(rows)
 
@@ -61,10 +61,10 @@ def _median(values: Sequence[float], form: str) -> str:
     return format(statistics.median(values), form) if values else "not reached"
 
 
-def draw(found: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path, target: float) -> None:
+def draw(starts: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path, target: float) -> None:
     """The exact match over steps of every way and seed, one panel for each start."""
-    figure, panels = pyplot.subplots(1, len(found), figsize=(11, 4), sharey=True, squeeze=False)
-    for panel, (start, seeds) in zip(panels[0], found.items(), strict=True):
+    figure, panels = pyplot.subplots(1, len(starts), figsize=(11, 4), sharey=True, squeeze=False)
+    for panel, (start, seeds) in zip(panels[0], starts.items(), strict=True):
         for number, name in enumerate(WAYS):
             for at, seed in enumerate(seeds.values()):
                 points = [point for point in seed[name]["curve"] if point[0] > 0]

@@ -40,21 +40,21 @@ def main() -> None:
 def cases() -> list[Case]:
     degrees = [Degrees(), Degrees(fsdp=2), Degrees(fsdp=4), Degrees(replicate=2), Degrees(tensor=2)]
     degrees += [Degrees(context=2), Degrees(pipeline=2), Degrees(pipeline=4), Degrees(pipeline=2, fsdp=2, tensor=2)]
-    found = [Case(Layout(degree)) for degree in degrees]
-    found += [Case(Layout(), recomputed=True), Case(Layout(Degrees(fsdp=2)), bf16=True)]
-    found += [Case(Layout(Degrees(fsdp=2), gather_dtype=torch.bfloat16), bf16=True)]
-    found += [Case(Layout(Degrees(pipeline=2, tensor=2)), bf16=True)]
-    return found + [Case(Layout(Degrees(pipeline=4), name)) for name in SCHEDULES if name != "1f1b"]
+    cases = [Case(Layout(degree)) for degree in degrees]
+    cases += [Case(Layout(), recomputed=True), Case(Layout(Degrees(fsdp=2)), bf16=True)]
+    cases += [Case(Layout(Degrees(fsdp=2), gather_dtype=torch.bfloat16), bf16=True)]
+    cases += [Case(Layout(Degrees(pipeline=2, tensor=2)), bf16=True)]
+    return cases + [Case(Layout(Degrees(pipeline=4), name)) for name in SCHEDULES if name != "1f1b"]
 
 
 def measured() -> list[dict[str, Any]]:
     by_rank = on_ranks(run_cases, RANKS, (cases(),), 1, ENVIRONMENT)
-    found = []
+    rows = []
     for case in cases():
         row = compared(case, [results[str(case)] for results in by_rank if str(case) in results])
         show(row)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def compared(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -87,15 +87,15 @@ def held(case: Case, place: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     layout, most_in_flight = case.layout, 1.0
     if layout.stages > 1:
         most_in_flight = in_flight(trace(layout.schedule, layout.degrees.pipeline, case.micro_batches)[place])
-    own = [rank for rank in ranks if rank["pipeline_rank"] == place]
+    memories = [rank for rank in ranks if rank["pipeline_rank"] == place]
     stays, comes = between_steps(case.job, place), within_step(case.job, place, int(most_in_flight))
-    found = [max(memory[name] for memory in own) for name in ("between_steps", "within_step")]
+    bytes_held = [max(memory[name] for memory in memories) for name in ("between_steps", "within_step")]
     return {
         "pipeline_rank": place,
         "in_flight": most_in_flight,
-        "between_steps": [found[0], stays.total()],
-        "within_step": [found[1], comes.total()],
-        "peak": [sum(found), stays.total() + comes.total()],
+        "between_steps": [bytes_held[0], stays.total()],
+        "within_step": [bytes_held[1], comes.total()],
+        "peak": [sum(bytes_held), stays.total() + comes.total()],
         "formula": stays | comes,
     }
 
@@ -110,8 +110,8 @@ def show(row: dict[str, Any]) -> None:
     figures = {f"sent: {name}": pair for name, pair in row["sent"].items()}
     for held in row.get("held", ()):
         figures |= {f"{name}, rank {held['pipeline_rank']}": held[name] for name in ("between_steps", "within_step")}
-    for name, (found, formula) in figures.items():
-        print(f"    {name:<52}{found:>12,}{formula:>12,}  {found / formula if formula else float('inf'):.3f}")
+    for name, (measured, formula) in figures.items():
+        print(f"    {name:<52}{measured:>12,}{formula:>12,}  {measured / formula if formula else float('inf'):.3f}")
     print("   ", {name: value for name, value in row.items() if isinstance(value, bool | int)}, flush=True)
 
 

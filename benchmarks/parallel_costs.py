@@ -115,8 +115,8 @@ class Job:
         return [made[number] for number in SCHEMES[layout.schedule].stages_of(pipeline_rank, layout.degrees.pipeline)]
 
 
-def ring(ranks: int, whole: float) -> float:
-    return (ranks - 1) / ranks * whole
+def ring(ranks: int, size: float) -> float:
+    return (ranks - 1) / ranks * size
 
 
 # sent bytes
@@ -144,17 +144,17 @@ def _weights(job: Job, stage: Stage, sent: Counter[str]) -> None:
         times = 1
     ends = stage.is_first, stage.is_last
     root, layers = student.root(*ends, tensor), len(stage.student) * student.layer(tensor)
-    whole = student.weights(len(stage.student), *ends, tensor)
+    weights = student.weights(len(stage.student), *ends, tensor)
 
     def gather(size: float) -> float:
         return times * ring(degrees.shard, size)
 
-    sent["student's weights, forward"] += gather(root * job.student_bytes + (whole - root) * job.gathered_bytes)
+    sent["student's weights, forward"] += gather(root * job.student_bytes + (weights - root) * job.gathered_bytes)
     sent["student's weights, backward"] += gather(0 if piped else layers * job.gathered_bytes)
     of_teacher = teacher.weights(len(stage.teacher), *ends, tensor)
     sent["teacher's weights, forward"] += gather(of_teacher * job.teacher_bytes)
-    sent["gradients to their shards"] += gather(whole * 4)
-    sent["gradients between copies"] += 2 * ring(degrees.replicate, whole / degrees.shard * 4)
+    sent["gradients to their shards"] += gather(weights * 4)
+    sent["gradients between copies"] += 2 * ring(degrees.replicate, weights / degrees.shard * 4)
 
 
 def _tensor(job: Job, stage: Stage, sent: Counter[str]) -> None:
@@ -236,9 +236,9 @@ def within_step(job: Job, pipeline_rank: int, in_flight: int) -> Counter[str]:
     degrees, student, teacher = job.layout.degrees, job.student, job.teacher
     ends, tensor, tokens = (stage.is_first, stage.is_last), degrees.tensor, job.own_tokens
     held = Counter[str]()
-    whole, piped = student.weights(len(stage.student), *ends, tensor), job.layout.stages > 1
+    weights, piped = student.weights(len(stage.student), *ends, tensor), job.layout.stages > 1
     # GPipe's last forward comes before its first backward
-    held["gradients"] = (job.layout.schedule != "gpipe" or not piped) * 4 * whole / (1 if piped else degrees.shard)
+    held["gradients"] = (job.layout.schedule != "gpipe" or not piped) * 4 * weights / (1 if piped else degrees.shard)
     held["gathered weights"] = _gathered(job, stage)
     kept = student.width if job.recomputed else student.kept(tensor)
     held["activations"] = in_flight * len(stage.student) * tokens * kept * 4

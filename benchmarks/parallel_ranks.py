@@ -268,14 +268,14 @@ class Traffic(TorchDispatchMode):
         name = func.overloadpacket.__name__.strip("_")
         if "c10d" in func.namespace and name not in NO_SENDING:
             group = group_of(args)
-            given = args[1] if name in GIVEN_SECOND else args[0]
-            if sent := round(SENT[name](group.size()) * byte_count(given)):
-                self.sent[self._purpose(name, self._axes[group.group_name], given)] += sent
+            tensors = args[1] if name in GIVEN_SECOND else args[0]
+            if sent := round(SENT[name](group.size()) * byte_count(tensors)):
+                self.sent[self._purpose(name, self._axes[group.group_name], tensors)] += sent
         return func(*args, **(kwargs or {}))
 
-    def _purpose(self, name: str, axis: str, given: Any) -> str:
+    def _purpose(self, name: str, axis: str, tensors: Any) -> str:
         if name == "send":
-            of_teacher = given[0].shape[-1] == TEACHER["hidden_size"]
+            of_teacher = tensors[0].shape[-1] == TEACHER["hidden_size"]
             return "teacher's hidden states" if of_teacher else "student's hidden states and their gradients"
         if torch._C._current_graph_task_id() != -1:
             who, way = "student's", "backward"
@@ -319,7 +319,7 @@ def allocations(runner: Runner, forward_backward: Callable[[], Any]) -> tuple[in
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile, WaitAfterCollectives():
         forward_backward()
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda each: each.start_ns())]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(itertools.accumulate(sizes)), max(sizes)
 
 

@@ -162,8 +162,8 @@ def _needs(place: str, stages: int, moves: list[list[Action]]) -> Callable[[Acti
         if kind == "W":
             return [action._replace(kind="I")]
         if kind in "BI":
-            own = action._replace(kind="F")
-            return [own] if stage + 1 == stages else [own, gradient(step, stage + 1, micro_batch)]
+            forward = action._replace(kind="F")
+            return [forward] if stage + 1 == stages else [forward, gradient(step, stage + 1, micro_batch)]
         before = [action._replace(stage=stage - 1)] if stage else []
         if kind == "T":
             # at most one step ahead: there is memory for the hidden states of two steps

@@ -80,14 +80,14 @@ def job(degrees: Degrees, tokens: int, gather_dtype: torch.dtype | None = None) 
     )
 
 
-def held(each: Job, rank: int) -> Counter[str]:
-    degrees, flying = each.layout.degrees, 1
+def held(job: Job, rank: int) -> Counter[str]:
+    degrees, flying = job.layout.degrees, 1
     if degrees.pipeline > 1:
-        flying = int(in_flight(trace(each.layout.schedule, degrees.pipeline, each.micro_batches)[rank]))
-    found = between_steps(each, rank) + within_step(each, rank, flying)
+        flying = int(in_flight(trace(job.layout.schedule, degrees.pipeline, job.micro_batches)[rank]))
+    held_bytes = between_steps(job, rank) + within_step(job, rank, flying)
     # the activations of one layer while it is recomputed; products and intermediate tensors are in bfloat16
-    found["a layer, recomputed"] = each.own_tokens * STUDENT.kept(degrees.tensor) * each.product_bytes
-    return found
+    held_bytes["a layer, recomputed"] = job.own_tokens * STUDENT.kept(degrees.tensor) * job.product_bytes
+    return held_bytes
 
 
 def weights(shape: Shape) -> int:

@@ -1,10 +1,10 @@
-"""Draws against the likeliest ids at equal bytes per token: which cached signal makes the better student?
+"""Sampled ids against the top ids at equal bytes per token: which cached signal makes the better student?
 
-The demo's students learn from caches of the shipped teacher: 50 draws per token (RS-KD, arXiv 2503.16870), the k
-likeliest ids for the k whose file is as large, with the other mass as one more outcome ("bucket") or left out
+The demo's students learn from caches of the shipped teacher: 50 samples per token (RS-KD, arXiv 2503.16870), the k
+top ids for the k whose file is as large, with the other mass as one more outcome ("bucket") or left out
 ("renormalize", which is what most peers do), and hidden states, which are exact. Every student has the same initial
 weights, data and order for a seed. Reported are held-out cross-entropy and forward KL against the whole teacher, and
-the calibration of the student: the difference between confidence and accuracy of its likeliest token (ECE with 15
+the calibration of the student: the difference between confidence and accuracy of its top token (ECE with 15
 bins of equal width). Writes benchmarks/results/sparse_signals-<date>.json.
 
     python -m benchmarks.sparse_signals --seeds 0 1 2
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import result_file, write_result
-from stillhouse.config import RunConfig, load_config
+from benchmarks.training_runs import run_config, student_settings
+from stillhouse.config import RunConfig
 from stillhouse.data import MicroBatch, PackedSequences
 from stillhouse.loops.evaluate import evaluate
 from stillhouse.models import Decoder
@@ -88,17 +89,19 @@ def bytes_per_token(cache: Path) -> float:
 
 def figures_of(folder: Path, seed: int, steps: int, caches: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     save_new_student(folder / "student", seed)
-    found = {}
+    results = {}
     for name, cache in caches.items():
         settings = {"teacher.cache": str(folder / cache["cache"]), "teacher.tail": cache["tail"], "data.eval": 0.0}
         out = distill(configuration(folder, seed, steps, {**settings, "out": str(folder / f"{seed} {name}")}))
-        judge = configuration(folder, seed, 1, {"teacher.model": str(TEACHER), "student.model": str(out / "model")})
-        session = prepare(judge, announce=False)
+        evaluation = configuration(
+            folder, seed, 1, {"teacher.model": str(TEACHER), "student.model": str(out / "model")}
+        )
+        session = prepare(evaluation, announce=False)
         figures = evaluate(session)
         assert session.evaluation is not None
-        found[name] = {key: figures[f"eval/{key}"] for key in ("cross_entropy", "forward_kl", "agreement")}
-        found[name]["calibration_error"] = calibration_error(session.student, session.evaluation)
-    return found
+        results[name] = {key: figures[f"eval/{key}"] for key in ("cross_entropy", "forward_kl", "agreement")}
+        results[name]["calibration_error"] = calibration_error(session.student, session.evaluation)
+    return results
 
 
 @torch.no_grad()
@@ -118,28 +121,8 @@ def calibration_error(student: Decoder, sequences: PackedSequences) -> float:
 
 
 def configuration(folder: Path, seed: int, steps: int, settings: dict[str, Any]) -> RunConfig:
-    given = {
-        "student.model": str(folder / "student"),
-        "teacher.dtype": "float32",
-        "data.train": str(folder / "train.jsonl"),
-        "data.eval": str(folder / "held_out.jsonl"),
-        "data.max_tokens": MAX_TOKENS,
-        "objective.loss": "forward_kl",
-        "train.tokens_per_step": 1024,
-        "train.micro_batch_tokens": 1024,
-        "train.steps": steps,
-        "train.learning_rate": 3e-3,
-        "train.warmup": 0.1,
-        "train.weight_decay": 0.1,
-        "train.precision": "fp32",
-        "eval.micro_batch_tokens": 4096,
-        "checkpoint.every": 0,
-        "device": "cpu",
-        "out": str(folder / "unused"),
-        "seed": seed,
-    } | settings
-    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
-    return load_config(None, overrides)
+    student = student_settings(folder, seed, steps, max_tokens=MAX_TOKENS, tokens_per_step=1024)
+    return run_config(student | {"teacher.dtype": "float32", "out": str(folder / "unused")} | settings)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.record import result_file, write_result
-from stillhouse.config import load_config
+from benchmarks.training_runs import metrics, run_config, student_settings
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import collect_split, write_jsonl
 from stillhouse.tools.demo.student import TEACHER
@@ -61,30 +61,19 @@ def prepare(folder: Path) -> None:
 def trained(folder: Path, start: str, seed: int, rate: float, steps: int) -> dict[str, Any]:
     """Train one student and return its held-out figures at each evaluation."""
     out = folder / f"{start} {seed} {rate}"
-    settings = {
-        "student": {"model": str(folder / "student"), "init": STARTS[start]},
-        "teacher": {"model": str(TEACHER), "dtype": "float32"},
-        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "held_out.jsonl"), "max_tokens": 256},
-        "objective": {"loss": "forward_kl"},
-        "train": {
-            "tokens_per_step": TOKENS,
-            "micro_batch_tokens": TOKENS,
-            "steps": steps,
-            "learning_rate": rate,
-            "warmup": 0.1,
-            "weight_decay": 0.1,
-            "precision": "fp32",
-        },
-        "eval": {"every": steps, "micro_batch_tokens": 4096},
-        "checkpoint": {"every": 0, "keep": 1},
+    settings = student_settings(folder, seed, steps, max_tokens=256, tokens_per_step=TOKENS) | {
+        "student.init": STARTS[start],
+        "teacher.model": str(TEACHER),
+        "teacher.dtype": "float32",
+        "train.learning_rate": rate,
+        "eval.every": steps,
+        "checkpoint.keep": 1,
         "out": str(out),
-        "seed": seed,
     }
-    distill(load_config(None, settings=settings))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    distill(run_config(settings))
     curve = [
         {"step": line["step"], "tokens": line["tokens"], **{key: round(line[key], 4) for key in KEYS}}
-        for line in lines
+        for line in metrics(out)
         if KEYS[0] in line
     ]
     return {"start": start, "seed": seed, "curve": curve}

@@ -82,38 +82,40 @@ def batch_of(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) ->
 
 
 class Greedy:
-    """Writes the likeliest tokens with transformers' own `generate`, one batch of equal prompts at a time."""
+    """Generates the top tokens with transformers' own `generate`, one batch of equal prompts at a time."""
 
     def __init__(self, model: Qwen3ForCausalLM, max_new_tokens: int):
         self.model, self.max_new_tokens = model, max_new_tokens
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         for length in sorted({len(request.prompt_ids) for request in requests}):
-            alike = [at for at, request in enumerate(requests) if len(request.prompt_ids) == length]
-            ids_BS = torch.tensor(np.stack([requests[at].prompt_ids for at in alike])).long()
-            written_BN = self.model.generate(
+            of_length = [at for at, request in enumerate(requests) if len(request.prompt_ids) == length]
+            ids_BS = torch.tensor(np.stack([requests[at].prompt_ids for at in of_length])).long()
+            generated_BN = self.model.generate(
                 ids_BS,
                 attention_mask=torch.ones_like(ids_BS),
                 max_new_tokens=self.max_new_tokens,
                 do_sample=False,
             )[:, length:].numpy()
-            for at, written_N in zip(alike, written_BN, strict=True):
-                ends = np.flatnonzero(written_N == self.model.config.eos_token_id)
-                ids_N = written_N[: ends[0] + 1 if len(ends) else None].astype(np.int32)
+            for at, generated_N in zip(of_length, generated_BN, strict=True):
+                ends = np.flatnonzero(generated_N == self.model.config.eos_token_id)
+                ids_N = generated_N[: ends[0] + 1 if len(ends) else None].astype(np.int32)
                 zeros_N = np.zeros(len(ids_N), dtype=np.float32)
-                found[at] = Completion(ids_N, zeros_N, zeros_N.astype(np.int32), "stop" if len(ends) else "length")
-        return [found[at] for at in range(len(requests))]
+                completions[at] = Completion(
+                    ids_N, zeros_N, zeros_N.astype(np.int32), "stop" if len(ends) else "length"
+                )
+        return [completions[at] for at in range(len(requests))]
 
 
 def exact_matches(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: str, count: int
 ) -> dict[str, float]:
     model.eval()
-    found = evaluate_tasks(Greedy(model, ANSWER_TOKENS), tokenizer, [task], count, seed=0)
+    matches = evaluate_tasks(Greedy(model, ANSWER_TOKENS), tokenizer, [task], count, seed=0)
     model.train()
-    return found
+    return matches
 
 
 def _with_error(problem: Problem, draw: np.random.Generator) -> Problem:
@@ -154,11 +156,11 @@ def train(
         optimizer.zero_grad()
         if (step + 1) % every == 0 or step + 1 == steps:
             before = time.process_time()
-            found = exact_matches(model, tokenizer, task, 200)
+            matches = exact_matches(model, tokenizer, task, 200)
             measuring += time.process_time() - before
-            matched, seconds = found[key], time.process_time() - started - measuring
+            matched, seconds = matches[key], time.process_time() - started - measuring
             lengths = " ".join(
-                f"{name.rpartition('_')[2]}:{value:.2f}" for name, value in found.items() if "length" in name
+                f"{name.rpartition('_')[2]}:{value:.2f}" for name, value in matches.items() if "length" in name
             )
             print(
                 f"step {step + 1}  {seconds:.0f} s  loss {loss.item():.3f}  exact {matched:.3f}  by length {lengths}",

@@ -61,11 +61,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         save_model(folder / name, arguments, words, *shape, seed)
     write_data(folder / "train.jsonl", arguments, words)
     live = configuration(arguments, folder, {"model": str(folder / "teacher")})
-    sessions, written = {"in the job": prepare(live, announce=False)}, {}
+    sessions, caches = {"in the job": prepare(live, announce=False)}, {}
     for kind in ("hidden", "top_k"):
         started = time.perf_counter()
         manifest = write_cache(live, folder / kind, "top_k" if kind == "top_k" else "hidden", top_k=TOP_K)
-        written[kind] = {
+        caches[kind] = {
             "bytes_per_token": manifest.signal.bytes_per_token(manifest.width),
             "tokens_per_second": round(manifest.rows / (time.perf_counter() - started), 1),
         }
@@ -77,20 +77,19 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             seconds[name] += steps(session)[1:]
     tokens = live.train.tokens_per_step
     return {
-        "written": written,
+        "written": caches,
         "waiting_share": {name: round(median_share(second), 5) for name, second in seconds.items()},
         "tokens_per_second": {
-            name: round(tokens / statistics.median(whole for _, whole in second), 1)
-            for name, second in seconds.items()
+            name: round(tokens / statistics.median(step for _, step in second), 1) for name, second in seconds.items()
         },
-        "step_seconds": {name: [round(whole, 4) for _, whole in second] for name, second in seconds.items()},
+        "step_seconds": {name: [round(step, 4) for _, step in second] for name, second in seconds.items()},
         "sizes": vars(arguments),
     }
 
 
 def steps(session: Session) -> list[tuple[float, float]]:
     """For each step the seconds of waiting for signals, and of the whole step."""
-    schedule, found = session.step_schedule, []
+    schedule, seconds = session.step_schedule, []
     sharded = (session.shard(schedule.micro_batches(session.train, step)) for step in range(schedule.steps))
     requests = request_ahead(session.source_for(session.engine), sharded)
     for _ in range(schedule.steps):
@@ -103,12 +102,12 @@ def steps(session: Session) -> list[tuple[float, float]]:
         session.engine.update(1e-5)
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)
-        found.append((waited, time.perf_counter() - started))
-    return found
+        seconds.append((waited, time.perf_counter() - started))
+    return seconds
 
 
 def median_share(seconds: list[tuple[float, float]]) -> float:
-    return statistics.median(waited / whole for waited, whole in seconds)
+    return statistics.median(waited / step for waited, step in seconds)
 
 
 def configuration(arguments: argparse.Namespace, folder: Path, teacher: dict[str, str]) -> RunConfig:

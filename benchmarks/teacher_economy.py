@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.cross_tokenizer import configuration, held_out
 from benchmarks.record import result_file, write_result
+from benchmarks.training_runs import CROSS_ENTROPY, values_of
 from stillhouse.data import load_tokenizer
 from stillhouse.models import Decoder
 from stillhouse.models.quantized import weight_bytes
@@ -101,27 +102,26 @@ def of_teachers(teachers: dict[str, Decoder]) -> dict[str, dict[str, float]]:
 def forward_seconds(teachers: dict[str, Decoder]) -> dict[str, float]:
     """The median time of a forward pass without its head; the teachers take turns."""
     ids_BS = rows()[:4]
-    found: dict[str, list[float]] = {way: [] for way in teachers}
+    seconds: dict[str, list[float]] = {way: [] for way in teachers}
     for number in range(ROUNDS + 1):
         for way, teacher in teachers.items():
             start = time.perf_counter()
             teacher(ids_BS, head=False)
             if number:
-                found[way].append(time.perf_counter() - start)
-    return {way: statistics.median(values) for way, values in found.items()}
+                seconds[way].append(time.perf_counter() - start)
+    return {way: statistics.median(values) for way, values in seconds.items()}
 
 
 def of_students(folder: Path, seed: int, steps: int) -> dict[str, float]:
     """The held-out cross-entropy of the student of each teacher, in nats per token."""
     save_new_student(folder / "student", seed)
-    found = {}
+    losses = {}
     for way, settings in WAYS.items():
-        given = {"teacher.model": str(TEACHER), "objective.loss": "forward_kl"}
-        given |= {f"teacher.{key}": value for key, value in settings.items()}
-        out = distill(configuration(folder, seed, steps, given | {"out": str(folder / f"{seed} {way}")}))
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        found[way] = [line["eval/cross_entropy"] for line in lines if "eval/cross_entropy" in line][-1]
-    return found
+        teacher = {"teacher.model": str(TEACHER), "objective.loss": "forward_kl"}
+        teacher |= {f"teacher.{key}": value for key, value in settings.items()}
+        out = distill(configuration(folder, seed, steps, teacher | {"out": str(folder / f"{seed} {way}")}))
+        losses[way] = values_of(out, CROSS_ENTROPY)[-1]
+    return losses
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +81,19 @@ def start(folder: str, arguments: argparse.Namespace) -> "subprocess.Popen[str]"
 
 async def measure(arguments: argparse.Namespace, folder: str, server: "subprocess.Popen[str]") -> dict[str, Any]:
     assert server.stdout is not None
-    url = next(found[1] for line in server.stdout if (found := re.search(r"serving on (\S+)", line)))
+    url = next(match[1] for line in server.stdout if (match := re.search(r"serving on (\S+)", line)))
     draw = np.random.default_rng(0)
     decoder = Decoder.from_pretrained(folder, device=arguments.device)
-    drawn = draw.integers(0, arguments.vocabulary, (arguments.sequences, arguments.tokens)).astype(np.int32)
-    documents = [DocumentRows(tokens, range(arguments.tokens)) for tokens in drawn]
+    tokens_NT = draw.integers(0, arguments.vocabulary, (arguments.sequences, arguments.tokens)).astype(np.int32)
+    documents = [DocumentRows(tokens, range(arguments.tokens)) for tokens in tokens_NT]
     width, hidden = arguments.teacher[0], SignalSpec("hidden", "bfloat16")
     top_k = SignalSpec("top_k", "float32", TOP_K, 1.0)
     limits = httpx2.Limits(max_connections=arguments.clients)
     async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         paths: dict[str, Callable[[DocumentRows], Awaitable[object]]] = {
-            "hidden": lambda each: score(client, hidden, width, each),
-            "top_k": lambda each: score(client, top_k, width, each),
-            "openai_json": lambda each: complete(client, each),
+            "hidden": lambda document: score(client, hidden, width, document),
+            "top_k": lambda document: score(client, top_k, width, document),
+            "openai_json": lambda document: complete(client, document),
         }
         seconds: dict[str, list[float]] = {"forward": [], **{name: [] for name in paths}}
         latencies: dict[str, list[float]] = {name: [] for name in paths}
@@ -100,13 +101,13 @@ async def measure(arguments: argparse.Namespace, folder: str, server: "subproces
             taken = {"forward": forward(decoder, documents, arguments)}
             for name, path in paths.items():
                 began = time.perf_counter()
-                own = await together(path, documents, arguments.clients)
+                of_requests = await together(path, documents, arguments.clients)
                 taken[name] = time.perf_counter() - began
                 if turn:
-                    latencies[name] += own
+                    latencies[name] += of_requests
             if turn:  # the first turn is not counted
-                for name, seconds in taken.items():
-                    seconds[name].append(seconds)
+                for name, value in taken.items():
+                    seconds[name].append(value)
         lost = await small_requests(client, arguments, draw)
     return {
         "tokens_per_second": {
@@ -114,7 +115,7 @@ async def measure(arguments: argparse.Namespace, folder: str, server: "subproces
             for name, second in seconds.items()
         },
         "of_the_forward_pass": {
-            name: round(statistics.median(f / own for f, own in zip(seconds["forward"], second, strict=True)), 3)
+            name: round(statistics.median(map(truediv, seconds["forward"], second)), 3)
             for name, second in seconds.items()
         },
         "latency_seconds": {name: percentiles(latency) for name, latency in latencies.items()},
@@ -178,7 +179,7 @@ async def small_requests(
         documents.append(DocumentRows(tokens, range(len(tokens))))
     wanted, width = SignalSpec("top_k", "float32", 8, 1.0), arguments.teacher[0]
     began = time.perf_counter()
-    seconds = await together(lambda each: score(client, wanted, width, each), documents, arguments.clients)
+    seconds = await together(lambda document: score(client, wanted, width, document), documents, arguments.clients)
     taken = time.perf_counter() - began
     return {
         "small_requests": len(documents),
@@ -195,8 +196,8 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 def peak_mib(pid: int) -> int | None:
     """The most memory that a process has had so far; None where the system does not say."""
     status = Path(f"/proc/{pid}/status")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    return None if found is None else round(int(found[1]) / 1024)
+    match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return None if match is None else round(int(match[1]) / 1024)
 
 
 def save_model(folder: Path, arguments: argparse.Namespace) -> None:

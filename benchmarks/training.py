@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.record import result_file, write_result
+from benchmarks.training_runs import metrics
 from stillhouse.checkpoint.identity import RunIdentity
 from stillhouse.config import RunConfig, load_config
 from stillhouse.config.read_config import dotted_values
@@ -106,8 +107,7 @@ def steps_of_a_run(session: Session, turn: int) -> list[float]:
     init_run_dir(folder, "")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         train(session, folder)
-    lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
-    return [after["seconds"] - before["seconds"] for before, after in itertools.pairwise(lines)]
+    return [after["seconds"] - before["seconds"] for before, after in itertools.pairwise(metrics(folder.path))]
 
 
 def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:

@@ -36,10 +36,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.measure import MAP_BLOCKS, in_fresh_process, resident_bytes
-from benchmarks.on_policy_speed import STUDENT, TEACHER, nested, write_models
+from benchmarks.on_policy_speed import STUDENT, TEACHER, write_models
 from benchmarks.peers import Products, Sizes, make_inputs
 from benchmarks.record import result_file, write_result
-from stillhouse.config import RunConfig, load_config
+from benchmarks.training_runs import LOSS, run_config, values_of
+from stillhouse.config import RunConfig
 from stillhouse.loops.evaluate import evaluate
 from stillhouse.models import Decoder
 from stillhouse.run.run import distill
@@ -70,7 +71,7 @@ class Task:
 
     def config(self, out: Path, student: Path | None = None) -> RunConfig:
         held_out = self.folder / "held_out.jsonl"
-        flat = {
+        settings = {
             "student.model": str(student or self.folder / "student"), "teacher.model": str(self.teacher),
             "teacher.dtype": "float32", "data.train": str(self.folder / "train.jsonl"), "data.max_tokens": LENGTH,
             "data.eval": str(held_out) if student else 0, "objective.loss": "jsd(0.5)", "train.steps": self.steps,
@@ -79,7 +80,7 @@ class Task:
             "train.precision": "fp32", "objective.chunk_tokens": self.chunk_tokens, "checkpoint.every": 0,
             "device": "cpu", "out": str(out),
         }  # fmt: skip
-        return load_config(None, settings=nested(flat))
+        return run_config(settings)
 
     def batches(self) -> Iterator[list[dict[str, list[int]]]]:
         """Yield each step's documents in the order of our run, with labels as TRL has them."""
@@ -112,21 +113,19 @@ class Run:
 def timed_updates() -> Iterator[dict[str, list[float]]]:
     """Give the seconds from update to update of any optimizer of torch; they are there after the block."""
     ends: list[tuple[float, float]] = []
-    found: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     hook = register_optimizer_step_post_hook(lambda *_: ends.append((time.process_time(), time.monotonic())))
     try:
-        yield found
+        yield seconds
     finally:
         hook.remove()
-    found["processor"], found["clock"] = (np.diff(times).tolist() for times in zip(*ends, strict=True))
+    seconds["processor"], seconds["clock"] = (np.diff(times).tolist() for times in zip(*ends, strict=True))
 
 
 def ours(task: Task, out: Path) -> Run:
     with timed_updates() as seconds:
         distill(task.config(out))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    key = "loss/total_nats_per_token"
-    return Run([line[key] for line in lines if key in line], **seconds)
+    return Run(values_of(out, LOSS), **seconds)
 
 
 def trl(task: Task, out: Path) -> Run:
@@ -176,8 +175,8 @@ def demo_task(folder: Path, steps: int) -> Task:
     save_new_student(folder / "student", seed=0)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_TEACHER, trust_remote_code=False)
     for split, name in (("student", "train"), ("held_out", "held_out")):
-        found = list(pieces([document.text for document in collect_split(split)], tokenizer))
-        write_texts(folder / f"{name}.jsonl", found if name == "train" else found[:HELD_OUT_PIECES])
+        texts = list(pieces([document.text for document in collect_split(split)], tokenizer))
+        write_texts(folder / f"{name}.jsonl", texts if name == "train" else texts[:HELD_OUT_PIECES])
     return Task(folder, DEMO_TEACHER, steps, 3e-3)
 
 
@@ -214,7 +213,7 @@ def speed(folder: Path, vocabulary: int, rounds: int) -> dict[str, Any]:
     return {
         "processor seconds of a step": seconds,
         "clock seconds of a step": {
-            name: [statistics.median(round_.clock[WARM - 1 :]) for round_ in found] for name, found in runs.items()
+            name: [statistics.median(run.clock[WARM - 1 :]) for run in by_round] for name, by_round in runs.items()
         },
         "tokens per second, median": {name: ROWS * LENGTH / statistics.median(seconds[name]) for name in SIDES},
         "TRL / ours": ratios(seconds["TRL"], seconds["ours"]),
@@ -303,18 +302,18 @@ def peak_bytes(side: str, task: Task, threads: int) -> int:
 def curves(folder: Path, steps: int) -> dict[str, Any]:
     """Train both on the demo's text and evaluate both students in the same way."""
     task = demo_task(folder / "demo", steps)
-    found: dict[str, Any] = {}
+    curves: dict[str, Any] = {}
     runs: list[Run] = []
     for name, run in SIDES.items():
         result = run(task, task.folder / name)
         session = prepare(task.config(task.folder / "unused", task.folder / name / "model"), announce=False)
-        found[name] = {
+        curves[name] = {
             "losses": result.losses,
             "held out": evaluate(session),
             "seconds of a step": result.step_seconds,
         }
         runs.append(result)
-    return found | {"largest relative difference of a step's loss": difference(*runs)}
+    return curves | {"largest relative difference of a step's loss": difference(*runs)}
 
 
 def rounding(folder: Path, steps: int) -> dict[str, Any]:

@@ -269,13 +269,13 @@ def report(step: int, sums: list[Tensor], gradient_norm: float) -> None:
 
 def read_config(path: str) -> GkdConfig:
     try:
-        given = read_yaml(Path(path).read_text(encoding="utf-8"), path) or {}
+        content = read_yaml(Path(path).read_text(encoding="utf-8"), path) or {}
     except OSError as error:
         raise ConfigError(None, f"{path}: cannot read the configuration: {error.strerror}") from error
     try:
-        config = GkdConfig.model_validate(given)
+        config = GkdConfig.model_validate(content)
     except ValidationError as error:
-        raise explain(error, given, GkdConfig) from error
+        raise explain(error, content, GkdConfig) from error
     if (config.teacher.model is None) == (config.teacher.top_k is None):
         raise ConfigError("teacher", "expected exactly one of model and top_k")
     for name, model in (("student", config.student), ("teacher.model", config.teacher.model)):
@@ -331,12 +331,12 @@ def read_rows(config: GkdConfig) -> dict[str, Tensor]:
 
 def read_tensors(key: str, path: str, names: Sequence[str]) -> dict[str, Tensor]:
     try:
-        found = load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ConfigError(key, f"cannot read {path}: {error}") from error
-    if missing := [name for name in names if name not in found]:
-        raise ConfigError(key, f"{path} has {', '.join(found)}, but not {', '.join(missing)}")
-    return {name: found[name] for name in names}
+    if missing := [name for name in names if name not in tensors]:
+        raise ConfigError(key, f"{path} has {', '.join(tensors)}, but not {', '.join(missing)}")
+    return {name: tensors[name] for name in names}
 
 
 if __name__ == "__main__":

@@ -38,17 +38,17 @@ OBJECTIVES = {"cross-entropy": "cross_entropy", "distilled": "forward_kl"}
 
 def main_model() -> Decoder:
     """Return the demo's teacher as a GLM-4-MoE: layers without experts are the same in both families."""
-    given = AutoConfig.from_pretrained(DEMO_TEACHER, trust_remote_code=False)
+    source = AutoConfig.from_pretrained(DEMO_TEACHER, trust_remote_code=False)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     names += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "eos_token_id")
     config = Glm4MoeConfig(
-        **{name: getattr(given, name) for name in names},
-        rope_parameters={**given.rope_parameters, "partial_rotary_factor": 1.0},
+        **{name: getattr(source, name) for name in names},
+        rope_parameters={**source.rope_parameters, "partial_rotary_factor": 1.0},
         use_qk_norm=True,
-        first_k_dense_replace=given.num_hidden_layers,
+        first_k_dense_replace=source.num_hidden_layers,
         n_routed_experts=4,  # only the MTP layers have experts
         num_experts_per_tok=2,
-        moe_intermediate_size=given.intermediate_size // 4,
+        moe_intermediate_size=source.intermediate_size // 4,
     )
     teacher = AutoModelForCausalLM.from_pretrained(DEMO_TEACHER, dtype=torch.float32, trust_remote_code=False)
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -76,8 +76,8 @@ def train(decoder: MultiTokenDecoder, tokens_T: torch.Tensor, loss: str, steps: 
         signals = {TEACHER: decoder.main.signal(ids_BS, position_ids_BS)} if spec.needs_teacher else {}
         targets = DistillTargets(labels_BS, signals=signals)
         context = targets.shift_for_mtp(position_ids_BS, decoder.depths)
-        _, *further = decoder(ids_BS, position_ids_BS, processor=processor, context=context)
-        sum(output.loss for output in further).backward()
+        _, *at_depths = decoder(ids_BS, position_ids_BS, processor=processor, context=context)
+        sum(output.loss for output in at_depths).backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

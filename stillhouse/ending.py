@@ -43,7 +43,7 @@ def end_process(code: int, line: str | None) -> NoReturn:
 
 
 def end_without_threads(code: int) -> None:
-    """Call this as the last thing: end the process with this code if threads of other code do not end.
+    """Call this last: it ends the process with this exit code if threads of other code do not end by themselves.
 
     Python waits for every thread that is no daemon, such as one in which a reward hangs, and signals are ignored by
     then.
@@ -69,10 +69,10 @@ def end_with_launcher() -> None:
     """Let this process end at once when torchrun, its parent, is gone. Without torchrun this does nothing.
 
     torchrun stops its processes before it ends, unless it is killed by SIGKILL or by the kernel when memory runs out.
-    Its processes would then train on for nobody, occupy their devices and keep the folder of their run locked. The
-    operating system gives a process whose parent is gone another parent. A thread looks for that: unlike Linux's
-    `prctl(PR_SET_PDEATHSIG)`, this works on every system, and also if the thread that started the process ends
-    earlier.
+    Without this check, its processes would then go on training, occupy their devices and keep the run's folder
+    locked. The operating system gives a process whose parent is gone another parent. A thread looks for that: unlike
+    Linux's `prctl(PR_SET_PDEATHSIG)`, this works on every system, and also if the thread that started the process
+    ends earlier.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), name="launcher", daemon=True).start()

@@ -93,7 +93,7 @@ def _about_files(error: BaseException) -> bool:
 
 
 def imported(name: str, what: str) -> Any:
-    """An optional library. Raises ValueError, with the key `what`, if it is there and cannot be imported."""
+    """An optional library. Raises ValueError, which begins with `what`, if it is installed and cannot be imported."""
     with reading(f"{what}: {name} is installed, but cannot be imported"):
         return import_module(name)
 

@@ -117,10 +117,11 @@ def finishing(what: str) -> Iterator[None]:
 def interruptible(what: str, work: Callable[[], T]) -> T:
     """The result of `work`, a function of the user's own that may never return. what: its name.
 
-    Within `finishing`, OverdueError is raised in it `SECONDS_TO_RETURN` after a signal; if it goes on nevertheless,
-    the process ends after as long again. Elsewhere a signal ends the process at once. Only the main thread can be
-    interrupted, and only between two instructions of Python, in a system call, or where an operation of C looks for
-    signals, as a regular expression does. One that neither does this nor lets other threads run ends with SIGKILL.
+    Within `finishing`, OverdueError is raised in it `SECONDS_TO_RETURN` after a signal; if it still does not return,
+    the process ends after the same time again. Elsewhere a signal ends the process at once. Only the main thread can
+    be interrupted, and only between two instructions of Python, in a system call, or where an operation of C looks
+    for signals, as a regular expression does. An operation of C that neither looks for signals nor lets other threads
+    run can only be ended by SIGKILL.
     """
     listener = _listener
     if listener is None or threading.current_thread() is not threading.main_thread():

@@ -10,6 +10,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -91,9 +92,9 @@ def unproven(row: Row, outcomes: dict[tuple[str, str], list[str]]) -> Iterable[s
     no case that failed.
     """
     for file, test in row.proofs:
-        found = [outcome for (path, name), outcome in outcomes.items() if path == file and test in ("", name)]
+        cases = [results for (path, name), results in outcomes.items() if path == file and test in ("", name)]
+        results = list(chain.from_iterable(cases))
         what = f"{file}::{test}" if test else file
-        results = [result for each in found for result in each]
         if "failed" in results:
             yield f"{what} failed"
         elif not {"passed", "missing here"} & set(results):

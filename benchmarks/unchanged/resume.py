@@ -57,11 +57,11 @@ def resumed(case: Case, before: Tree, after: Tree, folder: Path) -> list[str]:
         before.run(folder, "distill", "run.yaml", processes=case.processes, kill_after_step=KILLED_AFTER)
         return ["the run of the older version was not killed"]
     except RunError:
-        written = sorted(path.name for path in (folder / "out" / "checkpoints").iterdir())
-    if len(written) != 1:
-        return [f"the killed run has the checkpoints {written}; expected that of step 3 alone"]
+        checkpoints = sorted(path.name for path in (folder / "out" / "checkpoints").iterdir())
+    if len(checkpoints) != 1:
+        return [f"the killed run has the checkpoints {checkpoints}; expected that of step 3 alone"]
     output = after.run(folder, "distill", "run.yaml", processes=case.processes)
-    lines = [] if f"resuming from out/checkpoints/{written[0]}" in output else ["the newer version started anew"]
+    lines = [] if f"resuming from out/checkpoints/{checkpoints[0]}" in output else ["the newer version started anew"]
     return lines + run_differences(folder / "whole", folder / "out", case.tolerance)
 
 

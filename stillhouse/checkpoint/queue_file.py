@@ -76,7 +76,7 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
 
 
 def _require_form(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError unless these are the arrays that `write_queue` writes, with as many values as one another."""
+    """Raise ValueError unless these are the arrays that `write_queue` writes, with lengths that fit each other."""
     if arrays.keys() != _DTYPES.keys():
         raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_DTYPES)}")
     for name, array in arrays.items():

@@ -1,6 +1,6 @@
-"""Finds out, before models are read, whether the hub can be reached: the libraries try for most of a minute.
+"""Tests whether the hub can be reached, before models are read. The libraries would retry for most of a minute.
 
-If it cannot, they are told to use only what was downloaded before, which then is found or refused at once.
+Without the hub, the libraries use only files that were downloaded before, and fail at once if there are none.
 """
 
 import os
@@ -18,10 +18,10 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def settle_offline(names: Iterable[str | None]) -> None:
-    """Set HF_HUB_OFFLINE=1 if one of the names is none of a file or folder, and the hub cannot be reached.
+    """Set HF_HUB_OFFLINE=1 if a name is not the path of a file or folder, and the hub cannot be reached.
 
     names: of models. Must be called before huggingface_hub is imported, which reads the variable once. Raises
-    ValueError if the hub's or the proxy's address in the environment is none.
+    ValueError if the environment has an invalid address of the hub or of a proxy.
     """
     on_hub = [name for name in names if name and not os.path.exists(name)]
     if not on_hub or any(os.environ.get(name) for name in _OFFLINE):
@@ -30,7 +30,7 @@ def settle_offline(names: Iterable[str | None]) -> None:
     try:
         host, port = _address()
         socket.create_connection((host, port), timeout=SECONDS).close()
-    except ValueError as error:  # also of a name that cannot be the name of a machine
+    except ValueError as error:  # an invalid host name raises it, too
         variables = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)  # a proxy's may be secret
         raise ValueError(
             f"{variables}: the hub's address is not readable ({error}); expected a URL such as https://huggingface.co"

@@ -127,7 +127,7 @@ def _tables(key: str, section: type[Section]) -> list[str]:
 
 
 def _table(title: str, prefix: str, section: type[Section], names: set[str]) -> str:
-    properties = section.model_json_schema()["properties"]
+    properties = _for_editors(section.model_json_schema())["properties"]
     lines = [
         f"## {title}",
         "",
@@ -139,18 +139,25 @@ def _table(title: str, prefix: str, section: type[Section], names: set[str]) -> 
     for name, field in section.model_fields.items():
         if name in names:
             default = "required" if field.is_required() else f"`{yaml_value(field.default)}`"
-            lines.append(f"| `{prefix}{name}` | {describe(properties[name])} | {default} | {field.description} |")
+            meaning = properties[name]["description"]
+            lines.append(f"| `{prefix}{name}` | {describe(properties[name])} | {default} | {meaning} |")
     return "\n".join([*lines, ""])
 
 
 def _for_editors(schema: Any) -> Any:
-    """The schema without titles, and without `required`, because an option or an override may give a required key."""
+    """The schema without titles, and without `required`, because an option or an override may give a required key.
+
+    Descriptions are in one line each.
+    """
     if isinstance(schema, list):
         return [_for_editors(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {name for name, part in schema.items() if name not in ("title", "required") or isinstance(part, dict)}
-    return {name: _for_editors(part) for name, part in schema.items() if name in kept}
+    return {
+        name: " ".join(part.split()) if name == "description" else _for_editors(part)
+        for name, part in schema.items()
+        if name not in ("title", "required") or isinstance(part, dict)
+    }
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def explain(error: ValidationError, content: Mapping[str, Any], model: type[Sect
 
 def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Section]) -> Iterator[ConfigError]:
     error = detail.get("ctx", {}).get("error")
-    if isinstance(error, ConfigError):  # of a section's validator, which knows the key in its section
+    if isinstance(error, ConfigError):  # a section's validator raised it, with the key within its section
         yield type(error)(".".join(map(str, [*detail["loc"], error.key])), error.problem)
     elif error is not None:
         yield ConfigError(_field(detail["loc"], model)[0], str(error))
@@ -51,7 +51,7 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
 
 
 def _unknown(key: str, value: Any, model: type[Section]) -> Iterator[ConfigError]:
-    """The errors for an unknown key or section; of another tool's section, one for each key that is known."""
+    """The errors for an unknown key or section; for another tool's section, one error for each key that is known."""
     keys = [inner for inner in _leaves(key, value) if inner != key]
     of_peers = [inner for inner in keys if peer_hint(inner)]
     yield from (unknown_key(inner, model) for inner in of_peers or [key])
@@ -153,7 +153,7 @@ def _near_value(key: str, value: Any, schema: Schema, default: Any) -> str:
 
 
 def _in_brackets(value: str, items: Schema, default: Any) -> str:
-    """The list that is meant by a text, such as [tensorboard, wandb] by tensorboard,wandb, and [] by none."""
+    """The list that a text probably stands for: [tensorboard, wandb] for tensorboard,wandb, and [] for none."""
     if default == [] and value.lower() in ("none", "null", ""):
         return "[]"
     names = [name.strip() for name in value.split(",")]
@@ -197,7 +197,7 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
 
 
 def override_hint(option: str, model: type[Section]) -> str:
-    """How a key is written that was given as an option, such as --learning-rate; "" for a name that is not known."""
+    """The override to write in place of an option, such as --learning-rate; "" for a name that is not known."""
     name = option.lstrip("-").replace("-", "_")
     known = value_fields(model)
     if keys := [name] if name in known else [key for key in known if key.rpartition(".")[2] == name]:

@@ -72,12 +72,12 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
     key: the name as it was written, in a section or not, with underscores or dashes.
     with_section: the key has a section, and the other tool's name must be the same with its section.
     """
-    written = key.lower().replace("-", "_")
+    spelling = key.lower().replace("-", "_")
     matches = [
         (len(name), entry, name)
         for entry in peer_entries()
         for name, _ in entry.names()
-        if (written == name.lower() and "." in name if with_section else _same(written, name.lower()))
+        if (spelling == name.lower() and "." in name if with_section else _same(spelling, name.lower()))
     ]
     if not matches:
         return None
@@ -87,20 +87,20 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
     if not entry.ours:
         return f"{subject} {NO_KEY}: {entry.note}"
     note = f" ({entry.note})" if entry.note else ""
-    keys = [ours if "." in ours else f"the key {ours}" for ours in _fitting(entry.ours, written)]
+    keys = [ours if "." in ours else f"the key {ours}" for ours in _fitting(entry.ours, spelling)]
     return f"{subject} is {_enumerated(keys, 'or')} here{note}"
 
 
-def _same(written: str, name: str) -> bool:
-    """Whether one of two dotted names ends with the other; the shorter one of a dotted name needs two parts."""
-    if written == name or written.endswith(f".{name}"):
+def _same(spelling: str, name: str) -> bool:
+    """Whether two dotted names are equal, or one ends with the other; `spelling` then needs two parts."""
+    if spelling == name or spelling.endswith(f".{name}"):
         return True
-    return "." in written and name.endswith(f".{written}")
+    return "." in spelling and name.endswith(f".{spelling}")
 
 
-def _fitting(keys: Sequence[str], written: str) -> Sequence[str]:
-    """Of keys in several sections, those of the section that the written name speaks of."""
-    of_section = [key for key in keys if written.startswith(key.partition(".")[0])]
+def _fitting(keys: Sequence[str], spelling: str) -> Sequence[str]:
+    """The keys whose section begins the spelling; all keys if there are none."""
+    of_section = [key for key in keys if spelling.startswith(key.partition(".")[0])]
     return of_section or keys
 
 

@@ -45,7 +45,7 @@ class Rule:
                 yield ConfigError(rule.keys[0], rule._problem(*values))
 
     def _of_teachers(self, config: RunConfig) -> list["Rule"]:
-        """The rule with the key of each teacher that it speaks of."""
+        """The rule once for each teacher: `teacher.` in its keys becomes the key of that teacher's section."""
         if not any(_OF_A_TEACHER.match(key) for key in self.keys):
             return [self]
         is_of_several = any(key.startswith(_NAMED) for key in self.keys)

@@ -17,9 +17,16 @@ _FILE = re.compile(r"(?P<file>[^:]+)\.py(::?(?P<name>[A-Za-z_]\w*))?")
 
 
 class Section(BaseModel):
-    """A part of the configuration. The reference (`docs/config.md`) is generated from the fields' descriptions."""
+    """A part of the configuration. The text after a field is its description in the reference (`docs/config.md`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
+    )
 
 
 def expand_home(path: str) -> str:
@@ -49,7 +56,7 @@ def _checked_function(path: str) -> str:
 
 
 def function_hint(path: str) -> str:
-    """How the function is written that `path` names with a file (my.py:f) or a dot (my.f); "" for any other path."""
+    """How to write a function that is given as a file (my.py:f) or with a dot (my.f); "" for any other path."""
     if match := _FILE.fullmatch(path):
         file, name = PurePath(match["file"]), match["name"] or "function"
         if all(part.isidentifier() for part in file.parts):

@@ -48,7 +48,7 @@ class DataReport:
         return total
 
     def counted(self, sources: Iterable[str], tokens: int, target_tokens: int) -> "DataReport":
-        """The report with other documents, tokens and targets. sources: of the documents, maybe pieces of records."""
+        """The report with new counts of documents, tokens and targets. sources: of the documents or their pieces."""
         sources = list(sources)
         records = len({_PIECE.sub("", source) for source in sources})
         return replace(self, documents=len(sources), records=records, tokens=tokens, target_tokens=int(target_tokens))

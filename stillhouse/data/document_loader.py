@@ -2,8 +2,8 @@
 
 A text longer than the limit is cut into pieces, which are separate documents; each begins with the last token of the
 one before it, so that no prediction is lost. A prompt with completion or a conversation is cut at its end. The report
-counts both, and every record that was skipped or has no target token. What a teacher reads, a document and its
-prefix, has the same limit.
+counts both, and every record that was skipped or has no target token. A document and a teacher's prefix together have
+the same limit.
 """
 
 import functools
@@ -306,7 +306,7 @@ class _Loader:
                 self.records.append(waiting.record)
 
     def _problem(self, encoded: Encoded, prefixes: list[EncodedPrefix], room: int) -> str:
-        """Why a document cannot be used that has room for so many tokens behind its longest prefix; "" if it can."""
+        """Why a document cannot be used, if `room` tokens fit behind its longest prefix; "" if it can."""
         most = self.options.max_tokens
         if room < 2:
             lengths = dict(zip(self.prefix_templates, (len(prefix.ids) for prefix in prefixes), strict=True))

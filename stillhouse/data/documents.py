@@ -60,7 +60,7 @@ class Documents:
 
     @classmethod
     def concatenated(cls, parts: Sequence["Documents"], report: DataReport) -> "Documents":
-        """The documents of several parts that have the same columns, teachers with prefixes and numbers per token."""
+        """Concatenate documents with the same columns, the same teachers' prefixes and the same arrays per token."""
         first, weights = parts[0], [part.weights_N for part in parts if part.weights_N is not None]
         assert len(weights) in (0, len(parts))
         return cls(

@@ -62,7 +62,7 @@ def make_micro_batch(
 def teacher_inputs(
     documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str], teacher: str
 ) -> dict[str, Tensor]:
-    """What a teacher of `gaps` that has prefixes reads at the rows of `make_micro_batch(documents, rows, gaps)`."""
+    """The inputs of a teacher with prefixes, row by row as in `make_micro_batch(documents, rows, gaps)`."""
     placed, prefixes = _placed(documents, rows, gaps), documents.prefixes[teacher]
     return _packed_inputs(placed, [prefixes.before(at, documents.tokens(at)) for _, at, _ in placed])
 
@@ -80,7 +80,7 @@ def _placed(
 
 
 def _packed_inputs(placed: Sequence[tuple[int, int, int]], ids: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """The tokens `ids` of each placed document, which end where it ends, and between them padding of its own."""
+    """Token ids and positions: `ids` of each document end at the document's end; other columns are padding."""
     shape_BS = placed[-1][0] + 1, max(stop for _, _, stop in placed)
     # padding is a token of the data: the gradient of a family with a zero embedding (Gemma 3n, id 0) is not finite
     input_ids_BS = np.full(shape_BS, ids[0][0], dtype=np.int64)

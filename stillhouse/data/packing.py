@@ -88,7 +88,7 @@ class PackedSequences:
         return self._members[self._borders[sequence] : self._borders[sequence + 1]]
 
     def micro_batch(self, sequences: Sequence[int] | np.ndarray, teacher: str | None = None) -> MicroBatch:
-        """These sequences as the rows of one micro-batch. teacher: one of `gaps` with prefixes, which reads it."""
+        """These sequences as rows of one micro-batch. teacher: the one of `gaps` with prefixes that reads it."""
         rows = [self.members(sequence) for sequence in sequences]
         micro_batch = make_micro_batch(self.documents, rows, self.gaps)
         if teacher is None:

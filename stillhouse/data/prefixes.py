@@ -65,7 +65,7 @@ class Prefixes:
         return self.tokens_N[self.offsets[document] : self.offsets[document + 1]]
 
     def before(self, document: int, ids: np.ndarray) -> np.ndarray:
-        """All ids that the teacher reads of a document with these ids of its own.
+        """All ids that the teacher reads: the prefix and these ids of the document, behind its BOS if it has one.
 
         With a BOS or without it, row i of the document is row `lengths_D[document] + i` of the teacher: both predict
         the document's token i + 1.
@@ -85,7 +85,7 @@ def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def chosen_tokens(offsets: np.ndarray, chosen: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The offsets of the chosen ones of consecutive parts in their new order, and the numbers of their tokens."""
+    """The offsets of the chosen parts in their new order, and the index of each of their tokens in the old order."""
     lengths = np.diff(offsets)[chosen]
     new_offsets = offsets_of(lengths)
     shift_N = np.repeat(offsets[:-1][chosen] - new_offsets[:-1], lengths)

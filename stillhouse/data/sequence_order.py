@@ -36,7 +36,7 @@ def weighted_order(
 
 
 def _repeated(members: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """The first `count` of the members in the orders of their epochs."""
+    """The first `count` members: all of them in the order of epoch 0, then in that of epoch 1, and so on."""
     epochs = range(-(-count // len(members)))
     return np.concatenate([members[permutation(len(members), seed, epoch + 1)] for epoch in epochs])[:count]
 

@@ -67,7 +67,7 @@ class StepMicroBatches(Sequence[MicroBatch]):
         return self
 
     def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, int]:
-        """All ids that this teacher reads of a document, and by how many its rows are shifted among them.
+        """All ids that this teacher reads for a document, and the number of rows by which its own rows are shifted.
 
         With a shift of s, row s + i of the teacher is row i of the document. It does not depend on gaps.
         """

@@ -112,8 +112,9 @@ class Engine(Protocol):
         """Sums over all target tokens, the same on every process: cross-entropy and, with signals, the forward KL.
 
         Both are at temperature 1, but the forward KL of a sparse signal is at the signal's own temperature. They do
-        not depend on the engine's own objective. Of sorted probabilities, the result is their distance, `uld`, at the
-        objective's temperature. Of MTP layers, the sums have what `ACCEPTANCE` measures.
+        not depend on the engine's own objective. For signals with sorted probabilities, the result has their
+        distance, `uld`, at the objective's temperature. For a student with MTP layers, the sums also have the metrics
+        of `ACCEPTANCE`.
 
         of_teacher: also the teacher's own cross-entropy; the signals have to be exact.
         """

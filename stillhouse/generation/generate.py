@@ -35,7 +35,7 @@ class Generator:
     batch_tokens: a batch has at most so many tokens of prompts, padding and completions, or a single completion.
     vocabulary: ids from this one on are never sampled, because the tokenizer does not have them; None: all rows of
         the head.
-    counted_rows: the rows that log-probabilities are over; None: all rows of the head.
+    counted_rows: the rows over which log-probabilities are normalised; None: all rows of the head.
     tokenizer: needed for `sampling.stop` alone.
 
     Raises ValueError for a model that cannot generate, and for stop texts without a tokenizer.
@@ -82,7 +82,7 @@ class Generator:
     def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
         """Divide requests, by their positions in the sequence, into batches of similar lengths.
 
-        least: the least number of batches, if there are so many requests, for as many processes that share them.
+        least: the least number of batches (if there are as many requests), so that every process gets one.
         """
         prompts = [len(request.prompt_ids) for request in requests]
         limits = [self._limit(request) for request in requests]
@@ -215,7 +215,7 @@ def check_generation(decoder: Decoder, device: torch.device) -> None:
 
 @contextmanager
 def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Take the model's own generation settings away meanwhile.
+    """Within the block, the model has no generation settings of its own.
 
     transformers fills every setting that a caller of `generate` leaves out from the model's own `generation_config`,
     and models come with penalties, suppressed tokens and limits there.

@@ -21,7 +21,7 @@ from stillhouse.generation.rollout_plan import RolloutPlan
 from stillhouse.generation.sample import Sample
 from stillhouse.generation.sample_writer import SampleWriter
 
-#: seconds between two looks at other things while samples are waited for
+#: seconds between two calls of `alive` while the queue waits for samples
 _TICK = 1.0
 
 
@@ -57,12 +57,13 @@ class RolloutQueue:
         self._samples: dict[int, dict[int, Sample]] = {}
         self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
         self._trained: set[int] = set()
-        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups that it has not trained yet
+        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups it has taken, not trained
         #: when the samples that were taken last were asked for, and when the last one of them was finished
         self.taken_times = (0.0, 0.0)
 
     def ask(self, step: int) -> None:
-        """Ask for all groups that a step asks for, and for what a checkpoint lacks of earlier ones.
+        """Ask for all groups that are due at a step, and for samples of earlier groups that a checkpoint did not
+        keep.
 
         The engine has the weights of this step.
         """
@@ -219,7 +220,7 @@ def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -
 
 
 def staleness(samples: Sequence[Sample], step: int) -> Mapping[int, int]:
-    """How many tokens of the samples are how many versions old."""
+    """The number of tokens of the samples, by their age in versions."""
     counts: dict[int, int] = {}
     for sample in samples:
         for version in sample.completion.versions_N[sample.is_generated_N].tolist():

@@ -32,7 +32,7 @@ def require_groups(
 ) -> None:
     """Raise ValueError unless these can be the groups of a run that has made `step` steps.
 
-    The last step that was begun is the one before, or, if the run lost its servers, the one that comes next.
+    The last step that was begun is the one before `step`, or `step` itself if the run lost its servers during it.
     """
     asked, trained = state.asked_at, state.trained
     if both := sorted(asked.keys() & set(trained)):

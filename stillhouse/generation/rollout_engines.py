@@ -85,7 +85,7 @@ class DistributedEngine(InProcessEngine):
     def lead(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
         """The result of a function of the first rank on all ranks, as `Ranks.on_first`.
 
-        What the function asks this engine for on the first rank, all ranks generate.
+        All ranks generate the completions that the function requests from this engine on the first rank.
         """
         if self._ranks.is_first:
             self._is_leading = True

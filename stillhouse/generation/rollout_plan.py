@@ -1,4 +1,4 @@
-"""Which prompts a step has, from its number alone: no state has to be saved for a resumed run to go on the same way.
+"""Which prompts a step has. They depend on the step's number alone, so a resumed run needs no saved state.
 
 The prompts of a run are a stream of groups, numbered from 0. A group is one prompt with several samples. Each epoch
 of the stream is a permutation of all prompts. A step has the next groups of the stream and, if a share of its
@@ -53,7 +53,7 @@ class RolloutPlan:
         return range(group * self.samples_per_prompt, (group + 1) * self.samples_per_prompt)
 
     def sample_seed(self, sample: int, turn: int) -> int:
-        """The seed of the draws of one turn of a sample, below 2^63."""
+        """The seed for sampling one turn of a sample, below 2^63."""
         state = np.random.SeedSequence([self.seed, sample, turn]).generate_state(1, np.uint64)
         return int(state[0] >> np.uint64(1))
 

@@ -22,8 +22,8 @@ from stillhouse.preemption import OverdueError
 
 #: the version of a token that no model generated
 NOT_WRITTEN = -1
-#: so many characters of a reply are read at first for each token that there is room for; and so many tokens more than
-#: twice this room are enough
+#: how many characters of a reply are tokenized at first, for each token that fits; it is read no further once it has
+#: twice the tokens that fit and so many more
 _CHARACTERS, _MARGIN = 16, 64
 
 
@@ -32,7 +32,7 @@ class _Open:
     """A sample that is being generated.
 
     parts: what the model generated and what the environment answered so far, in turn.
-    turns: of the model.
+    turns: the number of the model's turns.
     is_cut: no room is left for another turn, although the environment has answered.
     asked: when the sample was asked for, in seconds of `time.monotonic`.
     """

@@ -107,7 +107,7 @@ def _of_dataset(documents: Documents, rules: TargetRules) -> Documents:
 def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
     """The weights of the targets of a completion, [count] float32.
 
-    None is 0, however far it decays: a target counts in the loss's normaliser, which does not depend on the decay.
+    No weight decays to 0: the loss's normaliser counts the targets with a weight, and must not depend on the decay.
     """
     weights_N = np.power(rules.position_decay, np.arange(count, dtype=np.float64))
     return np.maximum(weights_N, np.finfo(np.float32).tiny).astype(np.float32)

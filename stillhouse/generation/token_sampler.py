@@ -41,7 +41,7 @@ class TokenSampler(LogitsProcessor):
     seeds: of each completion.
     tokens: the most that a completion has.
     vocabulary: rows of the head from this one on are never sampled.
-    counted: the rows that log-probabilities are over, those of the objective; None: all rows of the head.
+    counted: the rows over which log-probabilities are normalised, as in the objective; None: all rows of the head.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TokenSampler(LogitsProcessor):
         return ids_BC.gather(1, (inside_BC + noise_BC).argmax(-1, keepdim=True))[:, 0]
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ids, int32, and their log-probabilities, float32, [B, steps]; after its end, a row holds anything."""
+        """The ids, int32, and their log-probabilities, float32, [B, steps]; undefined after the end of a row."""
         ids_BN, log_probs_BN = torch.stack(self._ids_B, 1), torch.stack(self._log_probs_B, 1)
         return ids_BN.int().cpu().numpy(), log_probs_BN.float().cpu().numpy()
 

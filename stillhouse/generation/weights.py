@@ -115,7 +115,7 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
                 tensor = _gather(held[name], runner)
                 if _collects(runner):
                     tensors |= _as_saved(full_decoder.pretrained, {name: tensor})
-            # a rank that cannot write goes on with the collectives in which the others wait for it
+            # a rank that cannot write still takes part in the collectives, because the other ranks wait in them
             if _collects(runner) and failure is None:
                 try:
                     save_file(tensors, partial / file, metadata={"format": "pt"})

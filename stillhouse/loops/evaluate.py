@@ -20,8 +20,8 @@ def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
     depend on the run's own objective. Without a teacher, the metrics that need one are absent. Without
     held-out data, the result is empty.
 
-    of_teacher: also the teacher's own cross-entropy, which the student's approaches, if there is one teacher whose
-        signals are exact: the label may be missing among the ids of another one.
+    of_teacher: also report the teacher's own cross-entropy, which the student's approaches. It needs a single teacher
+    with exact signals, because sparse signals may lack the label.
     """
     sequences = session.evaluation
     if sequences is None:

@@ -58,8 +58,8 @@ def held_out_tokens(session: Session, step: int) -> HeldOutTokens | None:
 
     All of them describe the distributions that predicted the token, so the first token of a document has none. Terms
     that need the student's own completions have no gradient here.
-    Returns None without held-out data, and unless there is one teacher, of the full vocabulary. A collective of all
-    processes, with the same result on each.
+    Returns None without held-out data, and if there is not exactly one teacher with the full vocabulary. A collective
+    of all processes, with the same result on each.
     """
     sequences = session.evaluation
     if sequences is None or not session.has_exact_teacher:

@@ -27,7 +27,10 @@ _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "
 
 
 class RolloutMetrics:
-    """Of the steps since the run was started or resumed. by_student: whether the student generates the samples."""
+    """The metrics of the steps since the run was started or resumed.
+
+    by_student: whether the student generates the samples.
+    """
 
     def __init__(self, plan: RolloutPlan, ranks: Ranks, *, by_student: bool):
         self._plan, self._ranks, self._by_student = plan, ranks, by_student
@@ -117,7 +120,7 @@ class RolloutMetrics:
             )
         elif ratio > MOST_STALE_LOG_RATIO or math.isnan(ratio):
             self._warn(
-                "stale ratio",  # it must not hide the warning above, which is surer, in a later step
+                "stale ratio",  # its own name, so that the more certain warning above can still follow
                 f"the engine's log-probabilities, by weights that are at most {metrics['rollout/staleness_max']:.0f} "
                 f"steps older, differ by {ratio:.3g} nats on average from those in training: train.learning_rate is "
                 "too high, or the engine computes another model, another temperature or in another precision",

@@ -91,7 +91,7 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperat
     averages, of_one, weights = dict[str, float](), dict[str, float](), dict[str, float]()
     for name, value in sums.items():
         kind, _, teacher = name.partition("/")
-        # a part of the loss is per token, as the loss is; what only describes the tokens is their mean, by weight
+        # terms of the loss are divided by the number of targets, descriptions of the tokens by the sum of the weights
         count = WEIGHTS if kind.partition("#")[0] in _DESCRIPTIONS and WEIGHTS in sums else "tokens"
         tokens = sums[count] or 1.0
         if kind in ("loss", "tokens", WEIGHTS, CHUNK_TOKENS) or (name == "student_entropy" and mixes_temperatures):

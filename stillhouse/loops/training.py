@@ -173,7 +173,7 @@ def training(
 ) -> Iterator[Training]:
     """A run that is ready for its remaining steps; the checkpoint, if there is one, has been loaded.
 
-    If signals of teachers or completions cannot be had, the steps that are done are saved, and SignalsLostError is
+    If teachers' signals or completions are not available, the finished steps are saved, and SignalsLostError is
     raised. Afterwards the student holds the final weights.
     """
     progress = _progress(session, folder, checkpoint, queue)
@@ -234,7 +234,7 @@ def _restore_queue(session: Session, checkpoint: IntactCheckpoint, step: int, qu
 
 @contextmanager
 def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
-    """If the teacher's signals or completions cannot be had, save the steps that are done. All processes raise that
+    """If the teacher's signals or completions are not available, save the finished steps. All processes raise that
     error.
     """
     try:

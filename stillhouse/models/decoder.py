@@ -316,7 +316,7 @@ def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Decoder) -> tuple[int, 
 
 
 def _with_parameters(lists: Iterable[nn.ModuleList]) -> list[nn.Module]:
-    """The members of some lists, without those that a stage of a pipeline has in place of absent layers."""
+    """The members of some lists, without the placeholders that a pipeline stage has for absent layers."""
     return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
 
 

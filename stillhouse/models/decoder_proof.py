@@ -154,7 +154,7 @@ def run_probe(forward: Forward, probe: ProbeDocuments, device: torch.device) -> 
 
 
 def by_rows(forward: Forward) -> Forward:
-    """Return a function that calls `forward` for one row at a time, for an attention that packs only such a batch."""
+    """Return `forward` applied row by row, for an attention that separates documents only in a batch of one row."""
 
     def forward_rows(ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
         rows = [forward(ids_BS[row : row + 1], position_ids_BS[row : row + 1]) for row in range(len(ids_BS))]

@@ -65,7 +65,7 @@ def require_decoder(model: Any) -> nn.Linear:
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The list of a language model's layers, also where it is a part of a larger model; None if it cannot be told.
+    """The list of a language model's layers, also where it is a part of a larger model; None if it is not found.
 
     On a stage of a pipeline the list has empty modules in place of absent layers.
     """

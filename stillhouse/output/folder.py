@@ -29,8 +29,8 @@ from stillhouse.output.disk import UNFINISHED, hashes, remove_unfinished, replac
 LOCK = ".lock"
 #: the file that tells a run from all others
 IDENTITY = "identity"
-#: The file that names the process that holds the lock, or was killed while it did. It is not the lock itself, because
-#: older versions of filelock empty the lock's file at every attempt to lock it.
+#: The file that names the process that holds the lock, or that was killed while it held the lock. It is not the lock
+#: itself, because older versions of filelock empty the lock's file at every attempt to lock it.
 WRITER = ".writer"
 #: the file that contains a hash of every file of the final model
 HASHES = "hashes.json"

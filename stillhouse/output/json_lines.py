@@ -103,7 +103,8 @@ def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -
     """Yield (file and line number, offset, what `parse` makes of the line) of every line.
 
     parse: gets a line without its newline, and the file and line number for its error. Only a last line without a
-    newline may be unreadable: it is left out, and `notes` gets a note for the page. Raises the error of another line.
+    newline may be unreadable: it is left out, and `notes` gets a note for the page. Any other line that cannot be
+    parsed raises its error.
     """
     offset = 0
     with path.open("rb") as file:

@@ -192,5 +192,5 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _short_name(name: str) -> str:
-    """A hub id, or the last part of a path: the rest of a path is nobody's business but the trainer's."""
+    """A hub id, or the last part of a path, because the other parts may be private."""
     return name if _is_hub_id(name) else Path(name).name

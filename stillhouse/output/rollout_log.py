@@ -96,8 +96,9 @@ class Timeline:
                 self._trainer.setdefault(step, []).append((what, start, stop))
 
     def waiting(self, step: int) -> float:
-        """The share of a step in which the trainer waited: of the time from its first span's start to its last one's
-        stop, the part in spans whose `what` begins with "wait". 0 without spans. Forgets the earlier steps."""
+        """The share of a step's time in which the trainer waited: in spans whose `what` begins with "wait". The step
+        lasts from the start of the trainer's first span to the stop of its last one. 0 without spans. Forgets the
+        earlier steps."""
         with self._lock:
             spans = self._trainer.get(step, [])
             self._trainer = {later: kept for later, kept in self._trainer.items() if later >= step}

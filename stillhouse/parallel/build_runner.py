@@ -205,7 +205,7 @@ def require_mtp_layout(layout: Layout) -> None:
 def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
     if degrees.expert == 1:
         return
-    require_feature("expert parallelism")  # the plans of earlier versions name no experts to which tokens are sent
+    require_feature("expert parallelism")  # the plans of earlier versions cannot send tokens to experts
     if not any(dispatched_experts(decoder) for decoder in decoders if decoder is not None):
         raise ValueError(
             f"expert={degrees.expert} for models without experts that transformers' plans distribute: expected 1"

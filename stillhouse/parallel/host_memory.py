@@ -62,7 +62,7 @@ class BufferedHead:
 
 @dataclass(eq=False)
 class _Buffer:
-    """name: of the weight that the tensor has; None: of none. is_used: while a context of `holding` lasts."""
+    """name: of the weight in the tensor; None: of none. is_used: while a context of `holding` lasts."""
 
     tensor: Tensor
     name: str | None = None
@@ -80,7 +80,7 @@ class HeadBuffers:
 
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
-        """Yield a buffer with this weight. name: the same for the same weight, which is then not copied again."""
+        """Yield a buffer with this weight. name: identifies the weight, which is copied only once."""
         buffer = self._free(name, weight_VE)
         buffer.is_used = True
         try:

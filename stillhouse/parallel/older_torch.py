@@ -90,6 +90,6 @@ class StageWithConstants(PipelineStage):
         return [message for message in super()._get_init_p2p_neighbors_ops() if message.group_peer != self.group_rank]
 
     def _differentiable(self, of_outputs: Any, *, inverse: bool = False) -> tuple[Any, ...]:
-        """Return those of the outputs, or of their gradients, that require a gradient; or the other ones."""
+        """Return the outputs, or their gradients, that require a gradient. inverse: those that require none."""
         pairs = zip(of_outputs, self.output_requires, strict=True)
         return tuple(value for value, requires in pairs if requires != inverse)

@@ -4,9 +4,9 @@ A tensor rank has a whole copy of every parameter that its family's plan does no
 hidden states has the same gradient on all ranks. A copy that is used between the sharded matrices, such as a norm of
 each head or the parameter of an activation, has only what this rank's heads or columns contribute.
 
-A matrix without a plan between hidden states and sharded matrices also gives the hidden states a part of their
-gradient, and so mixes parts and wholes in all parameters before it. No sum repairs that. Such a model is refused,
-because the gradients of its hidden states differ between ranks.
+A matrix without a plan that lies between hidden states and sharded matrices gives the hidden states only a part of
+their gradient. All parameters before it then have mixtures of partial and full gradients. No sum repairs that. Such a
+model is refused, because the gradients of its hidden states differ between ranks.
 """
 
 import math
@@ -54,7 +54,7 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
             stack.enter_context(evaluating(student))
             stack.enter_context(_counted(student, runs))
             stack.enter_context(_hidden_gradients(student, hidden))
-        count = 2 * runner.layout.degrees.pipeline  # which every schedule can run
+        count = 2 * runner.layout.degrees.pipeline  # every schedule can run this number
         for number in range(_ROUNDS):
             runner.zero_grad()
             runner.forward_backward([inputs_of(_cross_entropies(number))] * count)
@@ -167,7 +167,7 @@ def _problem(
 
 
 def _mixed_problem(differing: Mapping[str, float]) -> str:
-    """Why the gradients of this model's parameters are mixtures of parts and wholes; empty if they are not."""
+    """Why the gradients of this model's parameters mix partial and full gradients; empty if they do not."""
     for name, difference in differing.items():
         if name.startswith(_HIDDEN) and difference > _EQUAL:
             return (

@@ -228,7 +228,7 @@ class Pipeline:
 
 
 class _Step:
-    """The micro-batches of one call, which every stage of this rank gets with the number of the one to run.
+    """The micro-batches of one call. Every stage of this rank gets all of them, and the number of the one to run.
 
     inputs: by the micro-batch's number. results: by the numbers of the stage and of the micro-batch.
     prefetched: of a teacher that runs ahead, its last hidden states by micro-batch, on the last stage; None if the

@@ -58,7 +58,7 @@ class Runner:
             else:
                 results = [self.pairs[0](batch) for batch in inputs]
         for pair in self.pairs.values():
-            reshard(pair)  # no backward follows that would do it
+            reshard(pair)  # no backward follows, which would otherwise reshard
         return [result.output for result in results]
 
     def forward_backward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:

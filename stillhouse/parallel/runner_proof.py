@@ -80,7 +80,7 @@ def prove_runner(
 
 
 def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
-    """Prove decoders of which only the heads are left, by name. A collective of all processes of the runner.
+    """Prove the heads of decoders that have no layers here. A collective of all processes of the runner.
 
     decoders: empty on processes without the student's last stage. Raises ProofError on all processes.
     """

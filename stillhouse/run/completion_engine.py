@@ -22,7 +22,7 @@ from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.engines.vllm import VllmApi
 
-#: tokens of a batch of completions, in micro-batches: without a backward pass, far fewer activations are kept
+#: tokens of a batch of completions, as a multiple of a micro-batch's: generation keeps far fewer activations
 _BATCHES = 8
 #: so many prompts show whether a teacher's server has the student's tokenizer
 _PROBES = 16
@@ -176,7 +176,7 @@ def make_generator(
 
 
 def known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The number of ids up to the tokenizer's last one. Ids from there on have no text, and are never drawn."""
+    """The number of ids up to the tokenizer's last one. Ids from there on have no text, and are never sampled."""
     return max(tokenizer.get_vocab().values()) + 1
 
 

@@ -178,8 +178,8 @@ def _require_same_conversation(
 ) -> None:
     """Raise ConfigError if the teacher was made for another chat template or another end of sequence.
 
-    Such a teacher answers, but as to a text that it has never seen. accepted: the differences that are wanted, under
-    this key of the configuration.
+    Such a teacher gives signals, but for texts unlike those that it was trained on. accepted: the differences that
+    are wanted, under this key of the configuration.
     """
     if "eos" not in accepted and student.eos_token != teacher.eos_token:
         raise ConfigError(

@@ -61,7 +61,7 @@ class RunObjective:
     def in_words(self, stores: Mapping[str, SignalStore]) -> str:
         """The resolved objective as a sentence: the first line that a run prints.
 
-        stores: of the teachers whose signals are in one, by the keys of the teachers' sections
+        stores: the stores of teachers' signals, by the keys of those teachers' sections
         """
         teachers, over = "", ""
         if self.teacher is not None and (self.spec.needs_teacher or self.objective.hidden):
@@ -110,7 +110,7 @@ class RunObjective:
             )
 
     def _on_rollouts(self, spec: ObjectiveSpec) -> ObjectiveSpec:
-        """The objective with what the section rollout says of it. Raises ConfigError if the two do not fit."""
+        """The objective with what the section rollout adds to it. Raises ConfigError if the two do not fit."""
         rollout, loss = self.rollout, self.objective.loss
         by_student = rollout is not None and rollout.writer == "student"
         if spec.needs_rollouts and not by_student:

@@ -191,7 +191,7 @@ class RunSetup:
 def with_precision(config: RunConfig) -> RunConfig:
     """The configuration with the precision that `train.precision: auto` means on this process's device.
 
-    It is resolved before ranks are compared and checkpoints are written: a mixture of precisions is no run.
+    It is resolved before ranks are compared and checkpoints are written, so that no run mixes two precisions.
     """
     if config.train.precision != "auto":
         return config

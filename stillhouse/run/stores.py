@@ -148,7 +148,7 @@ def require_signals(
 
 
 def _with_completion(documents: Documents, tokens: int) -> Documents:
-    """The longest document, with so many more tokens."""
+    """The longest document, extended by `tokens` tokens."""
     longest = documents.select([int(documents.lengths_D.argmax())])
     tokens_N = np.concatenate([longest.tokens_N, np.repeat(longest.tokens_N[-1:], tokens)])
     targets_N = np.zeros(len(tokens_N), dtype=bool)

@@ -73,7 +73,7 @@ class TeacherSources:
     student: its runner
     autocast: the dtype of the student's matrix products; None: that of its weights
     average: of the student's weights, if a teacher has them
-    stores: of teachers whose signals are in one, by the keys of the teachers' sections
+    stores: the stores of teachers' signals, by the keys of those teachers' sections
     teacher, teachers: the sections, of which a run has at most one
     own_layouts: of the teachers with a layout of their own, by the keys of their sections
     """

@@ -82,7 +82,7 @@ class Call(Generic[T]):
 
 @dataclass
 class Server:
-    """held: it is sent no requests. error: why it is given up, which ends requests if all servers are."""
+    """held: it is sent no requests. error: why it is given up; requests end with it if all servers are given up."""
 
     url: str
     calls: int = 0
@@ -159,8 +159,8 @@ class ServerPool:
         return self._start(lambda: self._answered(call, self.servers, self.timeout))
 
     def asker(self, url: str, patience: float | None = None) -> Ask:
-        """Asks one server for one answer. Not repeated, except until a server that is just starting accepts
-        connections.
+        """Asks one server for one answer. A request that fails is not repeated, but a server that is just starting
+        has time to accept connections.
 
         patience: the seconds for that, in place of the timeout. Raises UnreachableError after that time.
         """

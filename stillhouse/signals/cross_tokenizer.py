@@ -16,8 +16,9 @@ teacher's next token is one of these disjoint events, and each counts for one ou
 
 The token for some bytes is the one with these bytes, or else the first of those into which the student's tokenizer
 cuts them within a text: a text that begins with these bytes most likely begins with that token. Where the student's
-tokenizer puts a space before a text, it is the first token with that space (▁the). Bytes that are no whole characters
-and no token count for the tail. The probabilities of events for one token add up, and those of all outcomes are 1.
+tokenizer puts a space before a text, it is the first token with that space (▁the). Bytes that form neither whole
+characters nor a token count for the tail. The probabilities of events for one token add up, and those of all outcomes
+are 1.
 
 N rows of a document, R rows of the teacher, K ids of the teacher per row, B = K + 2 outcomes (K ids, y_0, x_0).
 """
@@ -267,7 +268,7 @@ def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[Span], teacher: 
 
 
 def _needed_spans(rows: range, spans: Sequence[Span]) -> list[Span]:
-    """The spans that have a token which one of these rows predicts, if both sides have a row that predicts the first.
+    """The spans with a token that one of these rows predicts, if rows of both sides predict the span's first token.
 
     Row t predicts token t + 1, so the first token of a document has no row.
     """

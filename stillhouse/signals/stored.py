@@ -27,7 +27,7 @@ from stillhouse.preemption import requested
 from stillhouse.signals.signal_source import PendingSignals
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: while signals are waited for: seconds between two looks whether the process is to stop, and how long it waits on
+#: seconds between two checks for a signal while the teacher's signals are awaited, and seconds to wait after one
 SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
 #: the tensors of a step's micro-batches
 StepTensors = list[dict[str, Tensor]]

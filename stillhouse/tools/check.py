@@ -188,7 +188,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
 
 
 def _size(session: Session) -> str:
-    """How long a step is, for whom it takes minutes; "" where completions are still to be written."""
+    """The size of a step, for a user whose step takes minutes; "" if its completions are not generated yet."""
     if session.plan is not None:
         return ""
     schedule = session.step_schedule

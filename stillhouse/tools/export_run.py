@@ -108,7 +108,7 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
 
 @contextmanager
 def _still_there(checkpoint: IntactCheckpoint) -> Iterator[None]:
-    """Its run removes a checkpoint by `checkpoint.keep`, also while it is exported: raise ValueError then."""
+    """Raise ValueError if the run removes the checkpoint (`checkpoint.keep`) while it is exported."""
     try:
         yield
     except FileNotFoundError as error:

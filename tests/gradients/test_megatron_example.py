@@ -36,7 +36,8 @@ objective: {{loss: 0.3*cross_entropy + 0.7*jsd(0.5)}}
 parallel: {{tensor: {TENSOR}, pipeline: 2}}
 train: {{steps: {STEPS}, micro_batches: {MICRO_BATCHES}, rows: {ROWS}, learning_rate: {LEARNING_RATE}}}
 """
-TOP_K = {"{model: {layers: 2, width: 48, heads: 4}}": "{top_k: top_k.safetensors}", ", pipeline: 2": ""}
+TEACHER = "{model: {layers: 2, width: 48, heads: 4}}"
+TOP_K = {TEACHER: "{top_k: top_k.safetensors}", ", pipeline: 2": ""}
 
 
 @pytest.fixture
@@ -46,9 +47,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file({"input_ids": torch.randint(VOCABULARY, (N, S + 1), generator=random)}, "tokens.safetensors")
     save_file({"input_ids": torch.zeros(N)}, "flat.safetensors")
     log_probs = torch.randn(N, S, VOCABULARY, generator=random).mul(3).log_softmax(-1)
-    likeliest = log_probs.topk(K)
-    tail = log_probs.scatter(-1, likeliest.indices, -torch.inf).logsumexp(-1)
-    save_file({"ids": likeliest.indices, "log_probs": likeliest.values, "tail_log_prob": tail}, "top_k.safetensors")
+    top_k = log_probs.topk(K)
+    tail = log_probs.scatter(-1, top_k.indices, -torch.inf).logsumexp(-1)
+    save_file({"ids": top_k.indices, "log_probs": top_k.values, "tail_log_prob": tail}, "top_k.safetensors")
     return tmp_path
 
 
@@ -81,14 +82,14 @@ def test_every_step_is_that_of_plain_training_in_one_process(
     folder: Path, data_ranks: int, changes: dict[str, str]
 ) -> None:
     """Two tensor ranks, with two stages or two data ranks, equal plain logits, the formula and torch's AdamW."""
-    found, start = run_example(write(changes))
+    training, start = run_example(write(changes))
     expected = train_plainly(start, data_ranks)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-    assert found.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-5)
-    assert found.weights.keys() == expected.weights.keys()
+    assert training.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert training.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-5)
+    assert training.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
         change = (weight - start["student"][name]).norm()
-        assert (found.weights[name] - weight).norm() < 1e-3 * change, name
+        assert (training.weights[name] - weight).norm() < 1e-3 * change, name
 
 
 def run_example(config: str) -> tuple[Training, dict[str, dict[str, Tensor]]]:
@@ -106,11 +107,11 @@ def run_example(config: str) -> tuple[Training, dict[str, dict[str, Tensor]]]:
     line = r"step \d+: loss ([\d.]+) over \d+ tokens, gradient norm ([\d.]+)"
     losses, gradient_norms = zip(*re.findall(line, run.stdout), strict=True)
     ranks = [torch.load(f"{rank}.pt") for rank in range(4)]
-    models = {name: whole_weights([rank[name] for rank in ranks]) for name in ranks[0]}
+    models = {name: gathered_weights([rank[name] for rank in ranks]) for name in ranks[0]}
     return Training([*map(float, losses)], [*map(float, gradient_norms)], models.pop("trained")), models
 
 
-def whole_weights(ranks: list[dict[str, tuple[Tensor, int | None]]]) -> dict[str, Tensor]:
+def gathered_weights(ranks: list[dict[str, tuple[Tensor, int | None]]]) -> dict[str, Tensor]:
     """Put the parts of the tensor ranks together. Assert that replicated weights are equal on all ranks."""
     parts: dict[str, dict[int, Tensor]] = {}
     dims: dict[str, int | None] = {}
@@ -119,10 +120,11 @@ def whole_weights(ranks: list[dict[str, tuple[Tensor, int | None]]]) -> dict[str
             dims[name] = dim
             place = 0 if dim is None else rank % TENSOR
             assert torch.equal(parts.setdefault(name, {}).setdefault(place, weight), weight), name
-    whole = {name: torch.cat([*each.values()], dims[name] or 0) for name, each in parts.items()}
+    gathered = {name: torch.cat([*shards.values()], dims[name] or 0) for name, shards in parts.items()}
     # the vocabulary was padded to a multiple of the tensor ranks
     return {
-        name: each[:VOCABULARY] if "word_embed" in name or "output" in name else each for name, each in whole.items()
+        name: weight[:VOCABULARY] if "word_embed" in name or "output" in name else weight
+        for name, weight in gathered.items()
     }
 
 
@@ -146,7 +148,7 @@ def train_plainly(start: dict[str, dict[str, Tensor]], data_ranks: int) -> Train
         count = data_ranks * MICRO_BATCHES * ROWS
         for step in range(STEPS):
             index_B = torch.arange(step * count, (step + 1) * count) % N
-            batch = {name: each[index_B] for name, each in rows.items()}
+            batch = {name: column[index_B] for name, column in rows.items()}
             inputs, labels = (batch["input_ids"][:, :-1], positions_BS, None), batch["input_ids"][:, 1:]
             log_q = student(*inputs).log_softmax(-1)
             if teacher is None:
@@ -160,7 +162,7 @@ def train_plainly(start: dict[str, dict[str, Tensor]], data_ranks: int) -> Train
             training.losses.append(loss.item())
             training.gradient_norms.append(nn.utils.clip_grad_norm_(student.parameters(), 1.0).item())
             optimizer.step()
-        training.weights = {name: each.detach() for name, each in student.named_parameters()}
+        training.weights = {name: weight.detach() for name, weight in student.named_parameters()}
     return training
 
 
@@ -188,35 +190,31 @@ def one_process() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("old", "new", "message"),
     [
-        ({"jsd(0.5)": "jds(0.5)"}, "objective.loss: unknown name 'jds'"),
-        ({"jsd(0.5)": "jsd(0)"}, "objective.loss: .*forward_kl"),
-        ({"steps: 7": "steps: seven"}, "train.steps: .*seven"),
-        ({"steps: 7": "stepz: 7"}, "train.stepz"),
-        ({"loss: 0.3": "tokens: all, loss: 0.3"}, "objective.tokens: has no effect here"),
+        ("jsd(0.5)", "jds(0.5)", "objective.loss: unknown name 'jds'"),
+        ("jsd(0.5)", "jsd(0)", "objective.loss: .*forward_kl"),
+        ("steps: 7", "steps: seven", "train.steps: .*seven"),
+        ("steps: 7", "stepz: 7", "train.stepz"),
+        ("loss: 0.3", "tokens: all, loss: 0.3", "objective.tokens: has no effect here"),
+        ("{model: {", "{top_k: top_k.safetensors, model: {", "teacher: expected exactly one of model and top_k"),
         (
-            {"{model: {layers": "{top_k: top_k.safetensors, model: {layers"},
-            "teacher: expected exactly one of model and top_k",
+            "tensor: 2",
+            "tensor: 3",
+            "student: 2 layers over 2 pipeline ranks, 4 heads over 3 tensor ranks: expected",
         ),
+        ("tokens.safetensors", "flat.safetensors", "data: input_ids of shape .* expected .N, S . 1. of int32"),
+        ("tokens.safetensors", "gone.safetensors", "data: cannot read gone.safetensors"),
+        ("tokens.safetensors", "run.yaml", "data: cannot read run.yaml"),
+        ("tokens.safetensors", "top_k.safetensors", "data: top_k.safetensors has .*, but not input_ids"),
         (
-            {"tensor: 2": "tensor: 3"},
-            "student: 2 layers over 2 pipeline ranks, 4 heads over 3 tensor ranks: expected the same",
+            "vocabulary: 251",
+            "vocabulary: 200",
+            "data: tokens.safetensors has token 2.*less than vocabulary, 200",
         ),
-        ({"tokens.safetensors": "flat.safetensors"}, "data: input_ids of shape .* expected .N, S . 1. of int32"),
-        ({"tokens.safetensors": "gone.safetensors"}, "data: cannot read gone.safetensors"),
-        ({"tokens.safetensors": "run.yaml"}, "data: cannot read run.yaml"),
-        ({"tokens.safetensors": "top_k.safetensors"}, "data: top_k.safetensors has .*, but not input_ids"),
-        (
-            {"vocabulary: 251": "vocabulary: 200"},
-            r"data: tokens.safetensors has token 2.*expected less than vocabulary, 200",
-        ),
-        (
-            {"{model: {layers: 2, width: 48, heads: 4}}": "{top_k: tokens.safetensors}"},
-            "teacher.top_k: .* has input_ids, but not ids, log_probs, tail_log_prob",
-        ),
+        (TEACHER, "{top_k: tokens.safetensors}", "teacher.top_k: .* has input_ids, but not ids, log_probs, tail"),
     ],
 )
-def test_a_wrong_configuration_is_refused(folder: Path, changes: dict[str, str], message: str) -> None:
+def test_a_wrong_configuration_is_refused(folder: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_example().main(write(changes))
+        load_example().main(write({old: new}))

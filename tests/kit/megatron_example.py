@@ -47,21 +47,21 @@ def run(config: str, folder: str) -> None:
 
 
 def weights(model: GPTModel) -> dict[str, tuple[Tensor, int | None]]:
-    """Return this rank's weights, each with the dim along which tensor parallelism splits it (None: it is whole).
+    """Return this rank's weights, each with the dim along which tensor parallelism splits it (None: it is not split).
 
     The names are those of a model without a pipeline: layers are numbered over all stages.
     """
     first = model.decoder.layers[0].layer_number - 1
 
-    def name_in_whole(name: str) -> str:
+    def global_name(name: str) -> str:
         return re.sub(r"(?<=layers\.)\d+", lambda number: str(int(number[0]) + first), name)
 
     return {
-        name_in_whole(name): (
-            each.detach().clone(),
-            each.partition_dim if getattr(each, "tensor_model_parallel", False) else None,
+        global_name(name): (
+            weight.detach().clone(),
+            weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None,
         )
-        for name, each in model.named_parameters()
+        for name, weight in model.named_parameters()
     }
 
 

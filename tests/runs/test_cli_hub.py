@@ -1,4 +1,4 @@
-"""Whether the hub can be reached is found out before models are read, also behind a proxy."""
+"""Before models are read, the command line tests whether the hub can be reached, also behind a proxy."""
 
 import os
 import socket
@@ -14,9 +14,9 @@ HUB = "HF_HUB_OFFLINE"
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (HUB, "TRANSFORMERS_OFFLINE", "HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
-        for written in (name, name.lower()):
-            monkeypatch.setenv(written, "")  # so that what `settle_offline` sets is undone
-            monkeypatch.delenv(written)
+        for variable in (name, name.lower()):
+            monkeypatch.setenv(variable, "")  # so that what `settle_offline` sets is undone
+            monkeypatch.delenv(variable)
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def in_process(
 ) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command. is_fresh: in a process that has imported nothing yet."""
     if is_fresh:
-        found = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "stillhouse", *arguments],
             cwd=place,
             env=os.environ | environment,
@@ -73,7 +73,7 @@ def in_process(
             text=True,
             timeout=120,
         )
-        return found.returncode, found.stdout, found.stderr
+        return done.returncode, done.stdout, done.stderr
     command = Command(*arguments, hook=os.chdir, hook_arguments=(place,), environment=environment)
     return command.wait(120), command.out, command.err
 

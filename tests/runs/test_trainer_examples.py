@@ -9,6 +9,7 @@ S tokens of a document.
 import runpy
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from stillhouse.objective.reference import dense_objective
 
 pytestmark = pytest.mark.slow
 
+SCRIPTS = ["hf_trainer", "trl_sft"]
 DOCUMENTS = 7
 #: the norms of these models compute in float32, also in a model of float64
 EXACT = 1e-6
@@ -38,6 +40,8 @@ ONE_STEP = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4,
     "max_grad_norm": 0.0,
+    "num_train_epochs": 1,
+    "bf16": False,
     "use_cpu": True,
     "report_to": "none",
     "disable_tqdm": True,
@@ -48,6 +52,7 @@ TWO_STEPS = {
     "max_steps": "2",
     "optim": "sgd",
     "max_grad_norm": "0",
+    "bf16": "false",
     "learning_rate": "0.1",
     "per_device_train_batch_size": "1",
     "use_cpu": "true",
@@ -80,15 +85,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def hf_trainer() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "examples" / "hf_trainer.py"))
+@cache
+def script(name: str) -> dict[str, Any]:
+    """The names of a script of examples/. The test is skipped if the script's library is not installed."""
+    pytest.importorskip("trl" if name == "trl_sft" else "transformers")
+    return runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
 
 
-@pytest.fixture(scope="module")
-def trl_sft() -> dict[str, Any]:
-    pytest.importorskip("trl")
-    return runpy.run_path(str(ROOT / "examples" / "trl_sft.py"))
+def make_trainer(name: str, folder: Path, out: Path, data: str = "train.jsonl", **options: Any) -> Any:
+    """The trainer that a script makes for one step. options: others of the trainer's arguments."""
+    paths = {model: str(folder / model) for model in ("teacher", "student")}
+    arguments = TrainingArguments if name == "hf_trainer" else script(name)["SFTConfig"]
+    return script(name)["make_trainer"](
+        script(name)["Options"](**paths, data=str(folder / data)),
+        arguments(output_dir=str(out), **(ONE_STEP | options)),
+    )
 
 
 def reference(folder: Path, data: str = "train.jsonl", *, dtype: torch.dtype = torch.float64) -> Gradients:
@@ -121,9 +132,10 @@ def tokenized(folder: Path, data: str) -> Any:
         yield ids_S, [*labels_S[1:], -100]
 
 
-def gradients_of(trainer: Any, teacher: Decoder, *, dtype: torch.dtype = torch.float64) -> Gradients:
+def gradients_of(trainer: Any, *, dtype: torch.dtype = torch.float64) -> Gradients:
     """Train for a step, in which the weights are of this type, and return its gradients."""
     kept = KeepGradients()
+    teacher = trainer.teacher if hasattr(trainer, "teacher") else trainer.model.teacher
     trainer.add_callback(kept)
     trainer.model.to(dtype)
     teacher.to(dtype)
@@ -143,72 +155,59 @@ def distance(gradients: Gradients, expected: Gradients) -> float:
     return float((error / size).sqrt())
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_step_of_trainer_is_that_of_the_reference(
-    folder: Path, tmp_path: Path, hf_trainer: dict[str, Any], padded: bool
-) -> None:
-    trainer = hf(hf_trainer, folder, tmp_path)
-    if padded:
-        trainer.data_collator = DataCollatorForLanguageModeling(
-            AutoTokenizer.from_pretrained(folder / "student"), mlm=False
-        )
-    assert distance(gradients_of(trainer, trainer.model.teacher), reference(folder)) < EXACT
-
-
-def test_trainers_autocast_is_as_near_to_float64_as_the_reference_under_autocast(
-    folder: Path, tmp_path: Path, hf_trainer: dict[str, Any]
-) -> None:
-    exact = reference(folder)
-    trainer = hf(hf_trainer, folder, tmp_path, bf16=True)
-    ours = distance(gradients_of(trainer, trainer.model.teacher, dtype=torch.float32), exact)
-    assert 1e-4 < ours < 1.1 * distance(reference(folder, dtype=torch.bfloat16), exact)
+PACKED = {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "max_steps": -1}
 
 
 @pytest.mark.parametrize(
-    ("data", "options"),
+    ("name", "data", "options"),
     [
-        ("train.jsonl", {}),
-        ("train.jsonl", {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "max_steps": -1}),
-        ("pairs.jsonl", {"gradient_checkpointing": False}),
+        pytest.param("hf_trainer", "train.jsonl", {}, id="trainer"),
+        pytest.param("trl_sft", "train.jsonl", {}, id="padded"),
+        pytest.param("trl_sft", "train.jsonl", PACKED, id="packed"),
+        pytest.param("trl_sft", "pairs.jsonl", {"gradient_checkpointing": False}, id="completions"),
     ],
-    ids=["padded", "packed", "completions"],
 )
-def test_a_step_of_trl_is_that_of_the_reference(
-    folder: Path, tmp_path: Path, trl_sft: dict[str, Any], data: str, options: dict[str, Any]
+def test_a_step_is_that_of_the_reference(
+    folder: Path, tmp_path: Path, name: str, data: str, options: dict[str, Any]
 ) -> None:
-    trainer = trl(trl_sft, folder, tmp_path, data, **({"bf16": False, "num_train_epochs": 1} | options))
-    assert distance(gradients_of(trainer, trainer.teacher), reference(folder, data)) < EXACT
+    trainer = make_trainer(name, folder, tmp_path, data, **options)
+    assert distance(gradients_of(trainer), reference(folder, data)) < EXACT
 
 
-def test_trls_autocast_is_as_near_to_float64_as_the_reference_under_autocast(
-    folder: Path, tmp_path: Path, trl_sft: dict[str, Any]
+def test_a_step_with_the_padding_of_transformers_is_that_of_the_reference(folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer("hf_trainer", folder, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "student")
+    trainer.data_collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    assert distance(gradients_of(trainer), reference(folder)) < EXACT
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_autocast_is_as_near_to_float64_as_the_reference_under_autocast(
+    folder: Path, tmp_path: Path, name: str
 ) -> None:
     exact = reference(folder)
-    trainer = trl(trl_sft, folder, tmp_path, bf16=True)
-    ours = distance(gradients_of(trainer, trainer.teacher, dtype=torch.float32), exact)
+    trainer = make_trainer(name, folder, tmp_path, bf16=True)
+    ours = distance(gradients_of(trainer, dtype=torch.float32), exact)
     assert 1e-4 < ours < 1.1 * distance(reference(folder, dtype=torch.bfloat16), exact)
 
 
-@pytest.mark.parametrize("example", ["hf_trainer", "trl_sft"])
-def test_two_processes_save_what_one_process_saves(folder: Path, tmp_path: Path, example: str) -> None:
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_two_processes_save_what_one_process_saves(folder: Path, tmp_path: Path, name: str) -> None:
     """The scripts as a user runs them; the saved folder is one of transformers."""
-    if example == "trl_sft":
-        pytest.importorskip("trl")
-    one = weights_of(run_script(folder, example, tmp_path / "one", gradient_accumulation_steps="2"))
-    two = weights_of(run_script(folder, example, tmp_path / "two", "--nproc-per-node=2"))
+    script(name)  # skips the test without its library
+    one = weights_of(run_script(folder, name, tmp_path / "one", gradient_accumulation_steps="2"))
+    two = weights_of(run_script(folder, name, tmp_path / "two", "--nproc-per-node=2"))
     start = weights_of(folder / "student")
     moved = {name: tensor - start[name] for name, tensor in one.items()}
     assert distance({name: tensor - start[name] for name, tensor in two.items()}, moved) < 1e-4
 
 
-def run_script(folder: Path, example: str, out: Path, *torchrun: str, **options: str) -> Path:
-    given = TWO_STEPS | options | {name: str(folder / name) for name in ("teacher", "student")}
-    given |= {"data": str(folder / "train.jsonl"), "output_dir": str(out)}
-    if example == "trl_sft":
-        given["bf16"] = "false"
+def run_script(folder: Path, name: str, out: Path, *torchrun: str, **options: str) -> Path:
+    paths = {model: str(folder / model) for model in ("teacher", "student")}
+    files = {"data": str(folder / "train.jsonl"), "output_dir": str(out)}
     launcher = ["-m", "torch.distributed.run", "--standalone", *torchrun] if torchrun else []
-    command = [sys.executable, *launcher, f"{ROOT}/examples/{example}.py"]
-    command += [f"--{name}={value}" for name, value in given.items()]
+    command = [sys.executable, *launcher, f"{ROOT}/examples/{name}.py"]
+    command += [f"--{option}={value}" for option, value in (TWO_STEPS | options | paths | files).items()]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return out
@@ -219,11 +218,10 @@ def weights_of(folder: Path) -> Gradients:
     return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
-def test_a_checkpoint_of_trainer_goes_on_to_the_bit(folder: Path, tmp_path: Path, hf_trainer: dict[str, Any]) -> None:
+def test_a_checkpoint_of_trainer_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
     options = {"max_steps": 4, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 2}
-    straight = hf(hf_trainer, folder, tmp_path, **options)
+    straight, resumed = (make_trainer("hf_trainer", folder, tmp_path, **options) for _ in range(2))
     straight.train()
-    resumed = hf(hf_trainer, folder, tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     expected = dict(straight.model.named_parameters())
     assert all(torch.equal(parameter, expected[name]) for name, parameter in resumed.model.named_parameters())
@@ -231,47 +229,31 @@ def test_a_checkpoint_of_trainer_goes_on_to_the_bit(folder: Path, tmp_path: Path
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("example", ["hf_trainer", "trl_sft"])
-def test_without_arguments_an_example_explains_itself(
-    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], example: str
-) -> None:
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_without_arguments_an_example_explains_itself(capsys: pytest.CaptureFixture[str], name: str) -> None:
     with pytest.raises(SystemExit):
-        request.getfixturevalue(example)["main"]([])
+        script(name)["main"]([])
     usage, problem = capsys.readouterr().err.splitlines()[-2:]
-    assert usage.startswith(f"usage: python examples/{example}.py --teacher MODEL")
+    assert usage.startswith(f"usage: python examples/{name}.py --teacher MODEL")
     assert "--teacher, --student, --data" in problem
 
 
-@pytest.mark.parametrize("example", ["hf_trainer", "trl_sft"])
-def test_a_teacher_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path, example: str) -> None:
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_teacher_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
     other = save_model(tmp_path / "other", text=["other words, so that the ids mean something else"])
-    main = runpy.run_path(str(ROOT / "examples" / f"{example}.py"))["main"]
     options = ["--teacher", str(other), "--student", str(folder / "student"), "--data", str(folder / "train.jsonl")]
+    options += ["--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false"]
     with pytest.raises(ValueError, match="student and teacher have different tokenizers"):
-        main([*options, "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false"])
+        script(name)["main"](options)
 
 
-def test_conversations_need_a_chat_template(folder: Path, tmp_path: Path, trl_sft: dict[str, Any]) -> None:
+def test_conversations_need_a_chat_template(folder: Path, tmp_path: Path) -> None:
     """The error names the data, the student and the option; with the option, the run begins."""
     turns = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four"}]
     chats = write_records(tmp_path / "chats.jsonl", [{"messages": turns}])
     expected = rf"{chats} has conversations, and the tokenizer of {folder / 'student'} has no chat template"
     with pytest.raises(ValueError, match=expected):
-        trl(trl_sft, folder, tmp_path, str(chats))
+        make_trainer("trl_sft", folder, tmp_path, str(chats))
     template = tmp_path / "own.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    trl(trl_sft, folder, tmp_path, str(chats), chat_template_path=str(template)).train()
-
-
-def hf(example: dict[str, Any], folder: Path, out: Path, **options: Any) -> Any:
-    names = {name: str(folder / name) for name in ("teacher", "student")}
-    given = example["Options"](**names, data=str(folder / "train.jsonl"))
-    return example["make_trainer"](given, TrainingArguments(output_dir=str(out), **(ONE_STEP | options)))
-
-
-def trl(example: dict[str, Any], folder: Path, out: Path, data: str = "train.jsonl", **options: Any) -> Any:
-    from trl import SFTConfig
-
-    names = {name: str(folder / name) for name in ("teacher", "student")}
-    given = example["Options"](**names, data=str(folder / data))
-    return example["make_trainer"](given, SFTConfig(output_dir=str(out), **(ONE_STEP | options)))
+    make_trainer("trl_sft", folder, tmp_path, str(chats), chat_template_path=str(template)).train()

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from kit.config_cases import failure
+from kit.config_cases import failure, load, yaml_file
+from kit.pages import code_blocks
 from ruamel.yaml import YAML
 
 from stillhouse.cli import cli
@@ -30,11 +31,10 @@ def test_every_command_of_the_table_exists() -> None:
     assert {"distill", "evaluate", "export"} <= set(named) <= set(cli.commands)
 
 
-def test_every_value_of_another_tool_leads_to_one_that_is_accepted(tmp_path: Path) -> None:
+def test_every_value_of_another_tool_leads_to_one_that_is_accepted() -> None:
     for key, values in peer_table().values.items():
         for ours, theirs in values.items():
-            settings = {"student": {"model": "a"}, "data": {"train": "b"}, "out": str(tmp_path)}
-            load_config(None, [f"{key}={ours}"], settings=settings)
+            load(f"{key}={ours}")
             for value in theirs:
                 assert f"did you mean {ours}?" in str(failure(f"{key}={value}"))
 
@@ -72,31 +72,30 @@ def test_an_option_that_is_a_key(option: str, words: str) -> None:
     assert bool(hint) == bool(words)
 
 
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ("train.learing_rate", "train.learning_rate"),
-        ("train.leaning_rate", "train.learning_rate"),
-        ("train.micro_batch_token", "train.micro_batch_tokens"),
-        ("train.weigth_decay", "train.weight_decay"),
-        ("data.max_token", "data.max_tokens"),
-        ("data.on_errors", "data.on_error"),
-        ("objective.temprature", "objective.temperature"),
-        ("objective.temp", "objective.temperature"),
-        ("objective.los", "objective.loss"),
-        ("student.modle", "student.model"),
-        ("student.adapter.target", "student.adapter.targets"),
-        ("teacher.dtyp", "teacher.dtype"),
-        ("checkpoint.resum", "checkpoint.resume"),
-        ("parallel.pipline", "parallel.pipeline"),
-        ("rollout.max_new_token", "rollout.max_new_tokens"),
-        ("sed", "seed"),
-        ("devise", "device"),
-        ("trian.epochs", "train.epochs"),
-    ],
-)
-def test_a_misspelled_key_gets_the_right_one(written: str, expected: str) -> None:
-    assert nearest(written, KNOWN)[0] == expected
+#: our keys, and misspelled ones of which each is the nearest
+MISSPELLED = {
+    "train.learning_rate": ["train.learing_rate", "train.leaning_rate"],
+    "train.micro_batch_tokens": ["train.micro_batch_token"],
+    "train.weight_decay": ["train.weigth_decay"],
+    "train.epochs": ["trian.epochs"],
+    "data.max_tokens": ["data.max_token"],
+    "data.on_error": ["data.on_errors"],
+    "objective.temperature": ["objective.temprature", "objective.temp"],
+    "objective.loss": ["objective.los"],
+    "student.model": ["student.modle"],
+    "student.adapter.targets": ["student.adapter.target"],
+    "teacher.dtype": ["teacher.dtyp"],
+    "checkpoint.resume": ["checkpoint.resum"],
+    "parallel.pipeline": ["parallel.pipline"],
+    "rollout.max_new_tokens": ["rollout.max_new_token"],
+    "seed": ["sed"],
+    "device": ["devise"],
+}
+
+
+@pytest.mark.parametrize("key", MISSPELLED)
+def test_a_misspelled_key_gets_the_right_one(key: str) -> None:
+    assert {nearest(misspelled, KNOWN)[0] for misspelled in MISSPELLED[key]} == {key}
 
 
 @pytest.mark.parametrize(
@@ -114,10 +113,8 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
 
 
 def test_our_configurations_of_the_page_load(tmp_path: Path) -> None:
-    blocks = re.findall(r"(?s)```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"))
-    own = [block for block in blocks if "student" in (YAML(typ="safe").load(block) or {})]
-    assert len(own) == len(PEERS)
-    for number, text in enumerate(own):
-        path = tmp_path / f"{number}.yaml"
-        path.write_text(text, encoding="utf-8")
-        assert load_config(path).out == "runs/qwen3"
+    blocks = code_blocks(PAGE.read_text(encoding="utf-8"), "yaml")
+    ours = [block for block in blocks if "student" in (YAML(typ="safe").load(block) or {})]
+    assert len(ours) == len(PEERS)
+    for text in ours:
+        assert load_config(yaml_file(tmp_path, text)).out == "runs/qwen3"

@@ -20,7 +20,7 @@ NAMES = {
         f"{outer}.{node.name}".lstrip(".")
         for outer, body in [
             ("", module.body),
-            *((c.name, c.body) for c in module.body if isinstance(c, ast.ClassDef)),
+            *((node.name, node.body) for node in module.body if isinstance(node, ast.ClassDef)),
         ]
         for node in body
         if isinstance(node, ast.ClassDef | ast.FunctionDef)
@@ -49,12 +49,12 @@ def named(dotted: str) -> Any:
 @pytest.mark.parametrize("name", [*DOCUMENTS, *OTHERS])
 def test_every_path_exists(name: str) -> None:
     place = ROOT / name
-    for path in [each for each in place.glob("*.*") if each.is_file()] if place.is_dir() else [place]:
+    for path in filter(Path.is_file, place.glob("*.*")) if place.is_dir() else [place]:
         text = text_of(str(path.relative_to(ROOT)))
-        found = set(re.findall(r"(?<![\w./$-])(?:[\w-]+/)+[\w-]+\.(?:py|sh|md)\b", text)) - FOREIGN
-        found |= set(re.findall(r"`((?:stillhouse|tests|benchmarks|docs|examples)/[\w./-]+)`", text))
+        paths = set(re.findall(r"(?<![\w./$-])(?:[\w-]+/)+[\w-]+\.(?:py|sh|md)\b", text)) - FOREIGN
+        paths |= set(re.findall(r"`((?:stillhouse|tests|benchmarks|docs|examples)/[\w./-]+)`", text))
         places = (path.parent, *FOLDERS)
-        assert [each for each in found if not any((folder / each).exists() for folder in places)] == [], path
+        assert [name for name in paths if not any((folder / name).exists() for folder in places)] == [], path
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.pages import code_blocks
 from kit.runs import write_run
 from kit.toy_tokenizer import toy_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,8 +20,8 @@ SECTIONS = {heading: text for heading, _, text in (part.partition("\n") for part
 
 
 def block(section: str, language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", section, flags=re.DOTALL)
-    return found
+    (text,) = code_blocks(section, language)
+    return text
 
 
 def apply(diff: str, root: Path) -> None:

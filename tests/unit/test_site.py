@@ -12,13 +12,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kit.config_cases import load
+from kit.pages import code_blocks
 from kit.runs import ROOT, run, save_model, write_texts
+from kit.toy_tokenizer import toy_tokenizer
 from transformers import AutoModelForCausalLM
+
+from stillhouse.run.session import prepare
 
 pytestmark = pytest.mark.slow
 
 QUICK_START = (ROOT / "docs" / "quick_start.md").read_text()
-#: what the page's run is given on the command line, so that it fits small models
+#: overrides with which the page's run fits small models
 SMALL = ["data.max_tokens=32", "train.tokens_per_step=256", "train.micro_batch_tokens=64", "device=cpu"]
 
 
@@ -75,7 +80,7 @@ def test_the_commands_of_the_quick_start_run(tmp_path: Path, monkeypatch: pytest
         save_model(tmp_path / "Qwen" / name, "qwen3", seed=seed)
     (tmp_path / "data").mkdir()
     write_texts(tmp_path / "data" / "train.jsonl", records=300)
-    (settings,) = re.findall(r"```yaml\n(.*?)```", QUICK_START, flags=re.DOTALL)
+    (settings,) = code_blocks(QUICK_START, "yaml")
     (tmp_path / "run.yaml").write_text(settings)
 
     commands = re.findall(r"^ {4}stillhouse (.*?)(?: +#.*)?$", QUICK_START, flags=re.MULTILINE)
@@ -90,7 +95,7 @@ def test_the_commands_of_the_quick_start_run(tmp_path: Path, monkeypatch: pytest
     assert "held-out cross entropy" in printed["distill"]
     assert (tmp_path / "runs" / "a" / "report.html").exists()
 
-    (shown,) = re.findall(r"```python\n(.*?)```", QUICK_START, flags=re.DOTALL)
+    (shown,) = code_blocks(QUICK_START, "python")
     names: dict[str, object] = {}
     exec(shown, names)
     assert isinstance(names["model"], type(AutoModelForCausalLM.from_pretrained(tmp_path / "Qwen" / "Qwen3-0.6B")))
@@ -98,25 +103,15 @@ def test_the_commands_of_the_quick_start_run(tmp_path: Path, monkeypatch: pytest
 
 def test_the_records_of_the_quick_start_are_read(tmp_path: Path) -> None:
     """Each kind in a file of its own: the sample that `check` shows has the page's words to predict."""
-    from kit.toy_tokenizer import toy_tokenizer
-
-    from stillhouse.config import load_config
-    from stillhouse.run.session import prepare
-
-    (shown,) = re.findall(r"```json\n(.*?)```", QUICK_START, flags=re.DOTALL)
+    (shown,) = code_blocks(QUICK_START, "json")
     expected = ["A whole text: every token of it is to be predicted.", " Paris.", "Four."]
     save_model(tmp_path / "model", "qwen3")
     toy_tokenizer(chat="generation").save_pretrained(tmp_path / "model")
     for record, words in zip(shown.splitlines(), expected, strict=True):
         (tmp_path / "data.jsonl").write_text(record + "\n")
-        settings = {
-            "student": {"model": str(tmp_path / "model")},
-            "data": {"train": str(tmp_path / "data.jsonl"), "eval": 0, "max_tokens": 128},
-            "objective": {"loss": "cross_entropy"},
-            "device": "cpu",
-            "out": str(tmp_path / "out"),
-        }
-        session = prepare(load_config(None, settings=settings), announce=False)
+        paths = [f"student.model={tmp_path}/model", f"data.train={tmp_path}/data.jsonl", f"out={tmp_path}/out"]
+        settings = ["data.eval=0", "data.max_tokens=128", "objective.loss=cross_entropy", "device=cpu"]
+        session = prepare(load(*paths, *settings), announce=False)
         (batch,) = session.step_schedule.micro_batches(session.train, 0)
         target = batch.labels_T[batch.labels_T >= 0]
         assert words in toy_tokenizer().decode(target)

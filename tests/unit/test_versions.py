@@ -25,11 +25,11 @@ def bounds() -> dict[str, str]:
     extras = PROJECT["optional-dependencies"]
     lines = PROJECT["dependencies"] + [line for name, extra in extras.items() if name not in TOOLS for line in extra]
     requirements = [requirement for requirement in map(Requirement, lines) if requirement.name != PROJECT["name"]]
-    found = {}
+    oldest = {}
     for requirement in requirements:
         (bound,) = [part.version for part in requirement.specifier if part.operator == ">="]
-        found[canonicalize_name(requirement.name)] = bound
-    return found
+        oldest[canonicalize_name(requirement.name)] = bound
+    return oldest
 
 
 def pinned(file: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from stillhouse.config.section import PathText, Section
 
 #: a metric of one of several evaluation sets, or of eval.callbacks
 OF_A_SET = r"^eval/[A-Za-z0-9_-]+/(cross_entropy|forward_kl|agreement)$"
-OF_A_CALLBACK = r"^eval/[\w.\-/]+$"
+MetricOfCallback = Annotated[str, Field(pattern=r"^eval/[\w.\-/]+$", examples=["eval/math/cross_entropy"])]
 
 Known = Literal[
     "eval/cross_entropy",
@@ -28,7 +28,7 @@ def set_of(metric: str | None) -> str | None:
 
 
 def is_of_callback(metric: str | None) -> bool:
-    """Whether a metric is none of ours, but one of eval.callbacks."""
+    """Whether a metric is one of eval.callbacks: neither a metric of every run nor one of an evaluation set."""
     return metric is not None and metric not in KNOWN and set_of(metric) is None
 
 
@@ -40,42 +40,23 @@ def compares_with_teacher(metric: str | None) -> bool:
 class CheckpointConfig(Section):
     """Which checkpoints a run writes and keeps, and from which checkpoint it resumes."""
 
-    every: int = Field(
-        default=500, ge=0, description="Steps between two checkpoints. 0: only one checkpoint, at the end."
-    )
-    keep: int = Field(
-        default=2, ge=1, description="How many of the latest checkpoints are kept, in addition to the best one."
-    )
-    best: (
-        Known
-        | Annotated[
-            str,
-            Field(pattern=OF_A_CALLBACK, examples=["eval/math/cross_entropy"]),
-        ]
-        | None
-    ) = Field(
-        default="eval/cross_entropy",
-        description="The checkpoint with the best value of this metric is kept: the lowest, or the highest for"
-        " agreement and for the exact match of a task in eval.tasks. eval/name/…: of one of several"
-        " sets in data.eval. eval/name: of eval.callbacks. null: none, and a checkpoint causes no evaluation. No"
-        " effect without evaluation.",
-    )
-    greater_is_better: bool | None = Field(
-        default=None,
-        description="Of a metric of eval.callbacks in checkpoint.best: whether its highest value is the best one."
-        " null: for all other metrics, of which it is known.",
-    )
-    resume: PathText = Field(
-        default="auto",
-        examples=["auto", "never", "runs/a/checkpoints/step-500"],
-        description="auto: resume from the latest checkpoint in out, or start anew if there is none; never: start"
-        " anew; a path: start from that checkpoint.",
-    )
-    fallback: bool = Field(
-        default=False,
-        description="true: if the latest checkpoint in out is damaged, rename it and resume from the one before it."
-        " false: stop with an error that describes the damage.",
-    )
+    every: int = Field(default=500, ge=0)
+    """Steps between two checkpoints. 0: only one checkpoint, at the end."""
+    keep: int = Field(default=2, ge=1)
+    """How many of the latest checkpoints are kept, in addition to the best one."""
+    best: Known | MetricOfCallback | None = "eval/cross_entropy"
+    """The checkpoint with the best value of this metric is kept: the lowest, or the highest for agreement and for the
+    exact match of a task in eval.tasks. eval/name/…: of one of several sets in data.eval. eval/name: of
+    eval.callbacks. null: none, and a checkpoint causes no evaluation. No effect without evaluation."""
+    greater_is_better: bool | None = None
+    """Of a metric of eval.callbacks in checkpoint.best: whether its highest value is the best one. null: for all
+    other metrics, of which it is known."""
+    resume: PathText = Field(default="auto", examples=["auto", "never", "runs/a/checkpoints/step-500"])
+    """auto: resume from the latest checkpoint in out, or start anew if there is none; never: start anew; a path:
+    start from that checkpoint."""
+    fallback: bool = False
+    """true: if the latest checkpoint in out is damaged, rename it and resume from the one before it. false: stop with
+    an error that describes the damage."""
 
     @property
     def best_of_callback(self) -> bool:

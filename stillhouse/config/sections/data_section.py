@@ -17,10 +17,10 @@ _METRICS |= {"teacher_cross_entropy", "tokens", "tasks_truncated"}
 class SourceConfig(Section):
     """One source of a mixture, and its share of the tokens that are trained on."""
 
-    source: PathText = Field(description="A source as data.train takes it alone.")
-    weight: float = Field(
-        default=1.0, gt=0, description="The share of the tokens, after all weights are divided by their sum."
-    )
+    source: PathText
+    """A source, in the same form as a single source of data.train."""
+    weight: float = Field(default=1.0, gt=0)
+    """The share of the tokens, after all weights are divided by their sum."""
 
 
 def _checked_sources(train: str | list[SourceConfig]) -> str | list[SourceConfig]:
@@ -48,38 +48,26 @@ class DataConfig(Section):
     """Documents with the columns `text`, `prompt` and `completion`, or `messages`."""
 
     train: Annotated[PathText | list[SourceConfig], AfterValidator(_checked_sources)] = Field(
-        description="JSONL, JSON, CSV or Parquet file, folder or glob of such files, saved dataset, or hub id"
-        " (name:config@split). A mixture is a list of {source, weight}; weight is the share of the tokens.",
-        examples=["data/train.jsonl"],
+        examples=["data/train.jsonl"]
     )
-    eval: Annotated[PathText | Share | dict[str, PathText], AfterValidator(_checked_sets)] = Field(
-        default=0.02,
-        description="Held-out documents: a source of the same kinds as train, or the share of train's documents to"
-        " hold out, chosen by a hash of their content. 0: no evaluation. {name: source, …}: several sets, each also"
-        " with metrics of its own, such as eval/name/cross_entropy.",
-    )
-    max_tokens: int = Field(
-        default=2048,
-        ge=2,
-        description="Tokens per packed sequence. A longer text is split into several documents; a longer conversation"
-        " or completion is cut at its end, and the cuts are counted.",
-    )
-    chat_template: PathText | None = Field(
-        default=None,
-        description="Chat template for conversations: a Jinja file, or a folder or hub id whose tokenizer has it,"
-        " such as the teacher's. The student is saved with it. null: that of the student's tokenizer.",
-        examples=["template.jinja"],
-    )
-    cache: PathText | None = Field(
-        default=None,
-        description="Folder for tokenized data: the next start on the same files, tokenizer and options maps them"
-        " from there, and they need not fit into memory. auto: stillhouse/data in the user's cache folder. null:"
-        " none. No effect on hub ids and on the prompts of rollout.",
-        examples=["auto"],
-    )
-    on_error: Literal["raise", "skip"] = Field(
-        default="raise", description="raise: a malformed record stops the run. skip: it is left out and counted."
-    )
+    """JSONL, JSON, CSV or Parquet file, folder or glob of such files, saved dataset, or hub id (name:config@split). A
+    mixture is a list of {source, weight}; weight is the share of the tokens."""
+    eval: Annotated[PathText | Share | dict[str, PathText], AfterValidator(_checked_sets)] = 0.02
+    """Held-out documents: a source of the same kinds as train, or the share of train's documents to hold out, chosen
+    by a hash of their content. 0: no evaluation. {name: source, …}: several sets, each also with metrics of its own,
+    such as eval/name/cross_entropy."""
+    max_tokens: int = Field(default=2048, ge=2)
+    """Tokens per packed sequence. A longer text is split into several documents; a longer conversation or completion
+    is cut at its end, and the cuts are counted."""
+    chat_template: PathText | None = Field(default=None, examples=["template.jinja"])
+    """Chat template for conversations: a Jinja file, or a folder or hub id whose tokenizer has it, such as the
+    teacher's. The student is saved with it. null: that of the student's tokenizer."""
+    cache: PathText | None = Field(default=None, examples=["auto"])
+    """Folder for tokenized data: the next start on the same files, tokenizer and options maps them from there, and
+    they need not fit into memory. auto: stillhouse/data in the user's cache folder. null: none. No effect on hub ids
+    and on the prompts of rollout."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """raise: a malformed record stops the run. skip: it is left out and counted."""
 
     @property
     def weighted_sources(self) -> list[SourceConfig]:

@@ -18,41 +18,22 @@ def _checked_tasks(tasks: list[str]) -> list[str]:
 class EvalConfig(Section):
     """When to measure cross-entropy, forward KL, agreement and entropies on data.eval (if it is not 0), and tasks."""
 
-    every: int = Field(
-        default=100,
-        ge=0,
-        description="Steps between two evaluations. Checkpoints are evaluated, too, unless checkpoint.best is null."
-        " 0: only at the start and at the end.",
-    )
-    micro_batch_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens of one micro-batch of an evaluation. null: the value of train.micro_batch_tokens.",
-    )
-    tasks: Annotated[list[Text], AfterValidator(_checked_tasks)] = Field(
-        default=[],
-        description="Tasks whose held-out problems the student completes at each evaluation, greedily: sums, reversal"
-        " or brackets, with a range of lengths if another than the usual one is meant. eval/exact_match is the share"
-        " of completions that are right.",
-        examples=["sums", "sums(2:4)"],
-    )
-    task_count: int = Field(default=200, ge=1, description="Problems of each task; their lengths take turns.")
-    task_tokens: int = Field(
-        default=64,
-        ge=1,
-        description="Most tokens of a completion for eval.tasks, eval.samples and eval.callbacks, its end of sequence"
-        " included.",
-    )
-    samples: int = Field(
-        default=0,
-        ge=0,
-        le=64,
-        description="Prompts of data.eval that the student completes at each evaluation, greedily. They are in"
-        " eval_samples.jsonl, and the report shows how the completions change during the run.",
-    )
-    callbacks: list[FunctionPath] = Field(
-        default=[],
-        description="Python functions of one's own that rank 0 calls at each evaluation, as package.module:function."
-        " Each gets a context and gives a dict of names and numbers, which are logged as eval/<name>.",
-        examples=["my_evaluations:accuracy"],
-    )
+    every: int = Field(default=100, ge=0)
+    """Steps between two evaluations. Checkpoints are evaluated, too, unless checkpoint.best is null. 0: only at the
+    start and at the end."""
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one micro-batch of an evaluation. null: the value of train.micro_batch_tokens."""
+    tasks: Annotated[list[Text], AfterValidator(_checked_tasks)] = Field(default=[], examples=["sums", "sums(2:4)"])
+    """Tasks whose held-out problems the student completes at each evaluation, greedily: sums, reversal or brackets,
+    with a range of lengths if another than the usual one is meant. eval/exact_match is the share of completions that
+    are right."""
+    task_count: int = Field(default=200, ge=1)
+    """Problems of each task; their lengths take turns."""
+    task_tokens: int = Field(default=64, ge=1)
+    """Most tokens of a completion for eval.tasks, eval.samples and eval.callbacks, its end of sequence included."""
+    samples: int = Field(default=0, ge=0, le=64)
+    """Prompts of data.eval that the student completes at each evaluation, greedily. They are in eval_samples.jsonl,
+    and the report shows how the completions change during the run."""
+    callbacks: list[FunctionPath] = Field(default=[], examples=["my_evaluations:accuracy"])
+    """Python functions of one's own that rank 0 calls at each evaluation, as package.module:function. Each gets a
+    context and gives a dict of names and numbers, which are logged as eval/<name>."""

@@ -1,7 +1,5 @@
 """The keys that the sections student and teacher have in common: which weights to load, and how."""
 
-from pydantic import Field
-
 from stillhouse.config.section import PathText, Section, Text
 
 
@@ -9,18 +7,12 @@ class ModelConfig(Section):
     """A causal language model in Hugging Face's format."""
 
     model: PathText | None
-    revision: Text | None = Field(
-        default=None,
-        description="Branch, tag or commit of the model on the hub; null: the default branch. No effect on a folder.",
-    )
-    trust_remote_code: bool = Field(
-        default=False,
-        description="Run model code that comes with the weights. Use it only for sources that you trust. false: such"
-        " code is refused without a question. true is not possible under torchrun. Weights are read"
-        " only from safetensors files in any case.",
-    )
-    attention: Text | None = Field(
-        default=None,
-        description="Attention implementation, as transformers names it (sdpa, eager, flash_attention_2);"
-        " null: transformers' choice.",
-    )
+    revision: Text | None = None
+    """Branch, tag or commit of the model on the hub; null: the default branch. No effect on a folder."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the weights. Use it only for sources that you trust. false: such code is refused
+    without a question. true is not possible under torchrun. Weights are read only from safetensors files in any
+    case."""
+    attention: Text | None = None
+    """Attention implementation, as transformers names it (sdpa, eager, flash_attention_2); null: transformers'
+    choice."""

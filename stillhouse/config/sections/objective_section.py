@@ -10,53 +10,38 @@ from stillhouse.config.section import Section, Text
 class HiddenPairConfig(Section):
     """A layer of the student that is trained on the output of a layer of the teacher, at every target token."""
 
-    student: int = Field(description="The student's layer: 0 is the first one, -1 the last one.")
-    teacher: int = Field(description="The teacher's layer, numbered in the same way.")
-    loss: Literal["mse", "cosine"] = Field(
-        default="mse",
-        description="mse: the mean squared difference over the width. cosine: 1 minus the cosine.",
-    )
-    scale: float = Field(default=1.0, gt=0, description="Factor of this loss in the minimised loss.")
+    student: int
+    """The student's layer: 0 is the first one, -1 the last one."""
+    teacher: int
+    """The teacher's layer, numbered in the same way."""
+    loss: Literal["mse", "cosine"] = "mse"
+    """mse: the mean squared difference over the width. cosine: 1 minus the cosine."""
+    scale: float = Field(default=1.0, gt=0)
+    """Factor of this loss in the minimised loss."""
 
 
 class ObjectiveConfig(Section):
     """The objective: the mean loss per target token, which training minimises."""
 
-    loss: Text = Field(
-        default="forward_kl",
-        description="A sum of cross_entropy and divergences with coefficients, such as 0.3*cross_entropy +"
-        " 0.7*jsd(0.5); the divergences are listed in docs/objective.md. uld takes the place of a divergence with"
-        " teacher.cross_tokenizer=uld.",
-    )
-    temperature: float = Field(
-        default=1.0,
-        gt=0,
-        description="Divides the logits of student and teacher in divergences, and the student's in entropy; no"
-        " effect on cross_entropy.",
-    )
-    scale_by_temperature_squared: bool = Field(
-        default=False, description="Multiply divergences by the temperature squared. No effect at temperature 1."
-    )
-    tokens: Literal["completion", "all"] = Field(
-        default="completion",
-        description="The target tokens. completion: those of completions and assistant turns; all: those of prompts,"
-        " too. No effect on records with the column text.",
-    )
-    router_aux_loss: float = Field(
-        default=0.0,
-        ge=0,
-        description="Coefficient of the load-balancing loss of a student with experts, which is computed per packed"
-        " sequence and averaged over layers. 0: off. The model's own router_aux_loss_coef is not read.",
-    )
-    hidden: list[HiddenPairConfig] = Field(
-        default=[],
-        description="Further losses between hidden states: a list such as [{student: 5, teacher: 11, loss: cosine,"
-        " scale: 0.1}]. A trained matrix maps the student's width to the teacher's. Needs a teacher in the student's"
-        " stages. docs/objective.md explains the keys.",
-    )
-    chunk_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Rows of a logits tile, the part of the logits that is in memory at a time. Affects memory and"
-        " speed, never the loss. null: chosen by a memory budget.",
-    )
+    loss: Text = "forward_kl"
+    """A sum of cross_entropy and divergences with coefficients, such as 0.3*cross_entropy + 0.7*jsd(0.5); the
+    divergences are listed in docs/objective.md. uld takes the place of a divergence with
+    teacher.cross_tokenizer=uld."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits of student and teacher in divergences, and the student's in entropy; no effect on
+    cross_entropy."""
+    scale_by_temperature_squared: bool = False
+    """Multiply divergences by the temperature squared. No effect at temperature 1."""
+    tokens: Literal["completion", "all"] = "completion"
+    """The target tokens. completion: those of completions and assistant turns; all: those of prompts, too. No effect
+    on records with the column text."""
+    router_aux_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the load-balancing loss of a student with experts, which is computed per packed sequence and
+    averaged over layers. 0: off. The model's own router_aux_loss_coef is not read."""
+    hidden: list[HiddenPairConfig] = Field(default=[])
+    """Further losses between hidden states: a list such as [{student: 5, teacher: 11, loss: cosine, scale: 0.1}]. A
+    trained matrix maps the student's width to the teacher's. Needs a teacher in the student's stages.
+    docs/objective.md explains the keys."""
+    chunk_tokens: int | None = Field(default=None, ge=1)
+    """Rows of a logits tile, the part of the logits that is in memory at a time. Affects memory and speed, never the
+    loss. null: chosen by a memory budget."""

@@ -10,47 +10,28 @@ from stillhouse.config.section import Section
 class ParallelConfig(Section):
     """The layout of the processes that torchrun starts. Their number is the product of all degrees except expert."""
 
-    fsdp: int | None = Field(
-        default=None,
-        ge=1,
-        description="FSDP degree: weights, gradients and optimizer state are sharded over this many processes, and"
-        " each of them gets other data. null: the number of processes divided by the other degrees.",
-    )
-    tensor: int = Field(
-        default=1,
-        ge=1,
-        description="Tensor-parallel degree: each matrix is sharded over this many processes; the embedding and the"
-        " head are sharded by vocabulary rows.",
-    )
-    pipeline: int = Field(
-        default=1,
-        ge=1,
-        description="Pipeline degree: the layers of student and teacher are divided over this many ranks.",
-    )
-    context: int = Field(
-        default=1, ge=1, description="Context-parallel degree: each sequence is divided over this many processes."
-    )
-    replicate: int = Field(default=1, ge=1, description="Replicas of the layout above; each of them gets other data.")
-    expert: int = Field(
-        default=1,
-        ge=1,
-        description="Expert-parallel degree: the experts of each layer are distributed over this many processes,"
-        " which are processes of fsdp, context and tensor, not additional ones. A multiple of tensor; 1: the same as"
-        " tensor.",
-    )
-    schedule: Literal["gpipe", "1f1b", "1f1b_ahead", "interleaved", "zero_bubble", "zbv"] = Field(
-        default="1f1b",
-        description="Pipeline schedule. The last three have two stages on each rank and less idle time. 1f1b_ahead"
-        " runs the next step's teacher in idle time; it needs a teacher in the student's stages: not the student's"
-        " base, not in a layout of its own, not in a cache.",
-    )
-    gather_dtype: Literal["bfloat16"] | None = Field(
-        default=None,
-        description="The dtype in which FSDP gathers the student's layers and untied head. bfloat16 halves the"
-        " traffic and memory of gathering; gradients are summed in float32. null: the weights' own dtype.",
-    )
-    offload: bool = Field(
-        default=False,
-        description="Keep FSDP's shards of both models (weights, gradients, optimizer state) in host memory between"
-        " uses; the optimizer runs on the CPU.",
-    )
+    fsdp: int | None = Field(default=None, ge=1)
+    """FSDP degree: weights, gradients and optimizer state are sharded over this many processes, and each of them gets
+    other data. null: the number of processes divided by the other degrees."""
+    tensor: int = Field(default=1, ge=1)
+    """Tensor-parallel degree: each matrix is sharded over this many processes; the embedding and the head are sharded
+    by vocabulary rows."""
+    pipeline: int = Field(default=1, ge=1)
+    """Pipeline degree: the layers of student and teacher are divided over this many ranks."""
+    context: int = Field(default=1, ge=1)
+    """Context-parallel degree: each sequence is divided over this many processes."""
+    replicate: int = Field(default=1, ge=1)
+    """Replicas of the layout above; each of them gets other data."""
+    expert: int = Field(default=1, ge=1)
+    """Expert-parallel degree: the experts of each layer are distributed over this many processes, which are processes
+    of fsdp, context and tensor, not additional ones. A multiple of tensor; 1: the same as tensor."""
+    schedule: Literal["gpipe", "1f1b", "1f1b_ahead", "interleaved", "zero_bubble", "zbv"] = "1f1b"
+    """Pipeline schedule. The last three have two stages on each rank and less idle time. 1f1b_ahead runs the next
+    step's teacher in idle time; it needs a teacher in the student's stages: not the student's base, not in a layout
+    of its own, not in a cache."""
+    gather_dtype: Literal["bfloat16"] | None = None
+    """The dtype in which FSDP gathers the student's layers and untied head. bfloat16 halves the traffic and memory of
+    gathering; gradients are summed in float32. null: the weights' own dtype."""
+    offload: bool = False
+    """Keep FSDP's shards of both models (weights, gradients, optimizer state) in host memory between uses; the
+    optimizer runs on the CPU."""

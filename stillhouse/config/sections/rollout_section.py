@@ -10,130 +10,74 @@ from stillhouse.config.section import FunctionPath, PathText, Section, Text, Url
 class RolloutConfig(Section):
     """On-policy training: in each step, the student generates completions of prompts and is trained on them."""
 
-    share: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Share of each step's completions that are the student's own (λ of GKD). The others are the"
-        " dataset's completions; cross_entropy in objective.loss counts on them alone.",
-    )
-    prompts_per_step: int | None = Field(
-        default=None,
-        ge=1,
-        description="Prompts of one optimizer step, each with samples_per_prompt completions. null: as many as"
-        " train.tokens_per_step holds if every completion is data.max_tokens long with its prompt.",
-    )
-    samples_per_prompt: int = Field(default=4, ge=1, description="Completions of each prompt.")
-    max_new_tokens: int = Field(
-        default=512,
-        ge=1,
-        description="Tokens of a completion, its end of sequence included; less than data.max_tokens.",
-    )
-    temperature: float = Field(default=1.0, gt=0, description="Divides the student's logits when tokens are sampled.")
-    top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Tokens are sampled from the most probable ones with this mass. 1: all tokens.",
-    )
-    top_k: int = Field(
-        default=0, ge=0, description="Tokens are sampled from the k most probable ones. 0: all tokens."
-    )
-    min_p: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Tokens below this share of the largest probability are not sampled. 0: all tokens.",
-    )
-    stop: list[Text] = Field(
-        default=[], description="Texts that end a completion, in addition to the end-of-sequence tokens."
-    )
-    engine: Literal["transformers", "stillhouse", "vllm", "sglang"] = Field(
-        default="transformers",
-        description="What generates completions. transformers: the student in the job. The others: servers at url.",
-    )
-    url: Urls = Field(
-        default=None,
-        description="The address of a server that generates completions, or a list of addresses. The environment"
-        " variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token.",
-        examples=["http://127.0.0.1:8001"],
-    )
-    weights: PathText | None = Field(
-        default=None,
-        description="A folder that this job and the servers at url share, for the student's weights. Each run has a"
-        " folder of its own in it. null: the folder weights in out.",
-    )
-    timeout: float = Field(
-        default=600.0,
-        gt=0,
-        description="Seconds without an answer of any server, after which the run saves a checkpoint and stops.",
-    )
-    schedule: Literal["sync", "one_step_off", "two_step_off", "async"] = Field(
-        default="sync",
-        description="When completions are generated. sync: in their own step. one_step_off, two_step_off: one or two"
-        " steps ahead, while earlier steps are trained. async: ahead, too, and with new weights in the middle of"
-        " completions; a step trains on those that are finished first, as far as max_staleness allows.",
-    )
-    max_staleness: int = Field(
-        default=2,
-        ge=0,
-        description="How many optimizer steps the weights that generated a token may be behind those that it trains."
-        " It limits all schedules: 0 makes each of them the same as sync.",
-    )
-    correction: Literal["none", "truncated", "masked"] = Field(
-        default="truncated",
-        description="The weight of policy_gradient and sampled_kl at a token, by the ratio of its probabilities in"
-        " training and at its sampling. truncated: the ratio, at most limit (TIS). masked: the ratio, and 0 outside"
-        " of 1/limit to limit (IcePop). none: 1. Divergences need none: they are exact whichever token was sampled.",
-    )
-    limit: float = Field(default=2.0, gt=1, description="The limit of correction.")
-    reward: FunctionPath | None = Field(
-        default=None,
-        description="package.module:function, called as function(prompt, completion, record) for every completion. It"
-        " gives a number, the reward of policy_gradient. null: no reward.",
-        examples=["mypkg.rewards:exact"],
-    )
-    advantage: Literal["normalized", "centered"] = Field(
-        default="normalized",
-        description="The advantage of a completion among those of its prompt. normalized: reward minus mean, divided"
-        " by the standard deviation (GRPO). centered: reward minus mean.",
-    )
-    deviation: Literal["population", "sample"] = Field(
-        default="population",
-        description="The standard deviation of advantage=normalized, of n completions: population divides the sum of"
-        " squares by n, sample by n - 1, as TRL and verl do.",
-    )
-    environment: FunctionPath | None = Field(
-        default=None,
-        description="package.module:function, called as function(prompt, completion, record) when a turn of the"
-        " student has ended. It gives the text that follows, which is not a target, or None at the end. null: one"
-        " turn.",
-        examples=["mypkg.tools:calculator"],
-    )
-    max_turns: int = Field(default=8, ge=1, description="Turns of the student with an environment.")
-    writer: Literal["student", "teacher"] = Field(
-        default="student",
-        description="What generates the completions. teacher: the teacher, as for sequence-level distillation"
-        " (SeqKD): teacher.model in this process, or the model that the servers at url have. cross_entropy in"
-        " objective.loss then counts on them.",
-    )
-    truncated: Literal["keep", "mask"] = Field(
-        default="keep",
-        description="Completions without an end within max_new_tokens. mask: none of their tokens is a target.",
-    )
-    discount: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="With policy_gradient(teacher_kl=…): a token's advantage is the sum of the teacher's log-ratios"
-        " from this token on, each multiplied by this number for every token in between (MiniLLM). 0: its own alone.",
-    )
-    position_decay: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="The weight of the n-th token of a completion is this number to the power n. 1: all equal.",
-    )
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of each step's completions that are the student's own (λ of GKD). The others are the dataset's
+    completions; cross_entropy in objective.loss counts on them alone."""
+    prompts_per_step: int | None = Field(default=None, ge=1)
+    """Prompts of one optimizer step, each with samples_per_prompt completions. null: as many as train.tokens_per_step
+    holds if every completion is data.max_tokens long with its prompt."""
+    samples_per_prompt: int = Field(default=4, ge=1)
+    """Completions of each prompt."""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """Tokens of a completion, its end of sequence included; less than data.max_tokens."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the student's logits when tokens are sampled."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Tokens are sampled from the most probable ones with this mass. 1: all tokens."""
+    top_k: int = Field(default=0, ge=0)
+    """Tokens are sampled from the k most probable ones. 0: all tokens."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Tokens below this share of the largest probability are not sampled. 0: all tokens."""
+    stop: list[Text] = Field(default=[])
+    """Texts that end a completion, in addition to the end-of-sequence tokens."""
+    engine: Literal["transformers", "stillhouse", "vllm", "sglang"] = "transformers"
+    """What generates completions. transformers: the student in the job. The others: servers at url."""
+    url: Urls = Field(default=None, examples=["http://127.0.0.1:8001"])
+    """The address of a server that generates completions, or a list of addresses. The environment variable
+    STILLHOUSE_TOKEN, if it is set, is sent as the bearer token."""
+    weights: PathText | None = None
+    """A folder that this job and the servers at url share, for the student's weights. Each run has a folder of its
+    own in it. null: the folder weights in out."""
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds without an answer of any server, after which the run saves a checkpoint and stops."""
+    schedule: Literal["sync", "one_step_off", "two_step_off", "async"] = "sync"
+    """When completions are generated. sync: in their own step. one_step_off, two_step_off: one or two steps ahead,
+    while earlier steps are trained. async: ahead, too, and with new weights in the middle of completions; a step
+    trains on those that are finished first, as far as max_staleness allows."""
+    max_staleness: int = Field(default=2, ge=0)
+    """How many optimizer steps the weights that generated a token may be behind those that it trains. It limits all
+    schedules: 0 makes each of them the same as sync."""
+    correction: Literal["none", "truncated", "masked"] = "truncated"
+    """The weight of policy_gradient and sampled_kl at a token, by the ratio of its probabilities in training and at
+    its sampling. truncated: the ratio, at most limit (TIS). masked: the ratio, and 0 outside of 1/limit to limit
+    (IcePop). none: 1. Divergences need none: they are exact whichever token was sampled."""
+    limit: float = Field(default=2.0, gt=1)
+    """The limit of correction."""
+    reward: FunctionPath | None = Field(default=None, examples=["mypkg.rewards:exact"])
+    """package.module:function, called as function(prompt, completion, record) for every completion. It gives a
+    number, the reward of policy_gradient. null: no reward."""
+    advantage: Literal["normalized", "centered"] = "normalized"
+    """The advantage of a completion among those of its prompt. normalized: reward minus mean, divided by the standard
+    deviation (GRPO). centered: reward minus mean."""
+    deviation: Literal["population", "sample"] = "population"
+    """The standard deviation of advantage=normalized, of n completions: population divides the sum of squares by n,
+    sample by n - 1, as TRL and verl do."""
+    environment: FunctionPath | None = Field(default=None, examples=["mypkg.tools:calculator"])
+    """package.module:function, called as function(prompt, completion, record) when a turn of the student has ended.
+    It gives the text that follows, which is not a target, or None at the end. null: one turn."""
+    max_turns: int = Field(default=8, ge=1)
+    """Turns of the student with an environment."""
+    writer: Literal["student", "teacher"] = "student"
+    """What generates the completions. teacher: the teacher, as for sequence-level distillation (SeqKD): teacher.model
+    in this process, or the model that the servers at url have. cross_entropy in objective.loss then counts on
+    them."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Completions without an end within max_new_tokens. mask: none of their tokens is a target."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """With policy_gradient(teacher_kl=…): a token's advantage is the sum of the teacher's log-ratios from this token
+    on, each multiplied by this number for every token in between (MiniLLM). 0: its own alone."""
+    position_decay: float = Field(default=1.0, gt=0, le=1)
+    """The weight of the n-th token of a completion is this number to the power n. 1: all equal."""
 
     @property
     def urls(self) -> list[str]:

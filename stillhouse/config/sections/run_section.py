@@ -30,29 +30,18 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
-    track: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
-        default=[],
-        description="Trackers that get the metrics in addition to metrics.jsonl and the report. Their own environment"
-        " variables choose server and project.",
-    )
-    out: PathText = Field(
-        description="Folder of the run: configuration, metrics, checkpoints, the final model, the report.",
-        examples=["runs/qwen3"],
-    )
-    seed: int = Field(
-        default=0,
-        ge=0,
-        lt=2**32,
-        description="Seed of the order of the data, dropout and the adapter. It does not affect which documents are"
-        " held out.",
-    )
+    track: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default=[])
+    """Trackers that get the metrics in addition to metrics.jsonl and the report. Their own environment variables
+    choose server and project."""
+    out: PathText = Field(examples=["runs/qwen3"])
+    """Folder of the run: configuration, metrics, checkpoints, the final model, the report."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the order of the data, dropout and the adapter. It does not affect which documents are held out."""
     device: str = Field(
-        default="auto",
-        pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$",
-        examples=["auto", "cpu", "mps", "cuda", "cuda:1"],
-        description="The device to compute on. auto: a CUDA device if there is one, else Apple's GPU (mps, for one"
-        " process), else the CPU.",
+        "auto", pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$", examples=["auto", "cpu", "mps", "cuda", "cuda:1"]
     )
+    """The device to compute on. auto: a CUDA device if there is one, else Apple's GPU (mps, for one process), else
+    the CPU."""
 
     @property
     def several(self) -> dict[str, NamedTeacherConfig]:

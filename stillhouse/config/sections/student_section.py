@@ -12,20 +12,17 @@ from stillhouse.config.sections.model_section import ModelConfig
 class AdapterConfig(Section):
     """An adapter, which is trained while the student's own weights stay frozen. Needs `stillhouse[lora]`."""
 
-    type: Literal["lora"] = Field(
-        default="lora",
-        description="lora: (alpha / r) B A x is added to a layer's output W x; only A and B are trained.",
-    )
-    r: int = Field(default=16, ge=1, description="Rank: A has r rows, and B has r columns.")
-    alpha: float = Field(
-        default=32.0, gt=0, description="LoRA scale: the adapter's output is multiplied by alpha / r."
-    )
-    targets: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = Field(
-        default="all-linear",
-        description="The layers that get an adapter. all-linear: every linear layer except the head; or a list of"
-        " name endings, such as [q_proj, v_proj]. Head and embedding cannot have an adapter.",
-    )
-    dropout: Share = Field(default=0.0, description="Dropout probability of the adapter's input during training.")
+    type: Literal["lora"] = "lora"
+    """lora: (alpha / r) B A x is added to a layer's output W x; only A and B are trained."""
+    r: int = Field(default=16, ge=1)
+    """Rank: A has r rows, and B has r columns."""
+    alpha: float = Field(default=32.0, gt=0)
+    """LoRA scale: the adapter's output is multiplied by alpha / r."""
+    targets: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    """The layers that get an adapter. all-linear: every linear layer except the head; or a list of name endings, such
+    as [q_proj, v_proj]. Head and embedding cannot have an adapter."""
+    dropout: Share = 0.0
+    """Dropout probability of the adapter's input during training."""
 
 
 class MtpConfig(Section):
@@ -33,36 +30,24 @@ class MtpConfig(Section):
     with the student. docs/mtp.md explains them.
     """
 
-    depths: int = Field(
-        default=1, ge=1, description="Number of the layers: layer k predicts the k-th token after the next one."
-    )
-    objective: Text | None = Field(
-        default=None,
-        description="The loss of every depth, in the grammar of objective.loss and at objective.temperature. null:"
-        " objective.loss.",
-    )
-    signal: Literal["teacher", "student"] = Field(
-        default="teacher",
-        description="The target distribution of the depths. teacher: the teacher's distribution of the same token;"
-        " student: the student's own, without gradients, which is what decides on the drafts in speculative decoding."
-        " No effect on cross_entropy.",
-    )
-    scale: float = Field(
-        default=0.3,
-        gt=0,
-        description="Factor of the depths' loss: the step's loss is that of the student plus scale times the sum over"
-        " the depths. With train=heads, AdamW cancels it, but train.clip does not.",
-    )
-    train: Literal["all", "heads"] = Field(
-        default="all",
-        description="all: the student and the layers are trained together; heads: the student is frozen, and only the"
-        " layers are trained.",
-    )
-    init: Literal["auto", "new"] = Field(
-        default="auto",
-        description="auto: the layers of the student's checkpoint if its configuration has a number of them"
-        " (num_mtp_layers), else new ones; new: newly initialised layers.",
-    )
+    depths: int = Field(default=1, ge=1)
+    """Number of the layers: layer k predicts the k-th token after the next one."""
+    objective: Text | None = None
+    """The loss of every depth, in the grammar of objective.loss and at objective.temperature. null:
+    objective.loss."""
+    signal: Literal["teacher", "student"] = "teacher"
+    """The target distribution of the depths. teacher: the teacher's distribution of the same token; student: the
+    student's own, without gradients, which is what decides on the drafts in speculative decoding. No effect on
+    cross_entropy."""
+    scale: float = Field(default=0.3, gt=0)
+    """Factor of the depths' loss: the step's loss is that of the student plus scale times the sum over the depths.
+    With train=heads, AdamW cancels it, but train.clip does not."""
+    train: Literal["all", "heads"] = "all"
+    """all: the student and the layers are trained together; heads: the student is frozen, and only the layers are
+    trained."""
+    init: Literal["auto", "new"] = "auto"
+    """auto: the layers of the student's checkpoint if its configuration has a number of them (num_mtp_layers), else
+    new ones; new: newly initialised layers."""
 
 
 _GRAMMAR = r"^(every|first|last) [1-9][0-9]*$"
@@ -97,12 +82,9 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         | Annotated[list[int], Field(min_length=1)]
         | None,
         AfterValidator(_checked_layers),
-    ] = Field(
-        default=None,
-        description="The teacher's layers that the student gets, in this order: every k (0, k, 2k, …), first k, last"
-        " k, or a list of different numbers from 0 on; as many as the student has. null: all. No effect with from"
-        " random.",
-    )
+    ] = None
+    """The teacher's layers that the student gets, in this order: every k (0, k, 2k, …), first k, last k, or a list of
+    different numbers from 0 on; as many as the student has. null: all. No effect with from random."""
 
     @property
     def source(self) -> str:
@@ -110,7 +92,7 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         return str(getattr(self, "from"))
 
     def chosen(self, count: int) -> list[int]:
-        """The numbers of the chosen ones of `count` layers; some may be missing there."""
+        """The numbers of the chosen layers of a teacher with `count` layers; a number may be too large for it."""
         if self.layers is None:
             return list(range(count))
         if isinstance(self.layers, list):
@@ -128,22 +110,15 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
 class StudentConfig(ModelConfig):
     """The model that is trained."""
 
-    model: PathText = Field(
-        description="Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer.",
-        examples=["Qwen/Qwen3-0.6B"],
-    )
-    dtype: Literal["float32", "bfloat16", "float64"] = Field(
-        default="float32",
-        description="The dtype of the trained weights and of the optimizer's state; train.precision sets the dtype in"
-        " which layers compute. bfloat16 halves the memory and loses small updates. With an adapter: the dtype of the"
-        " frozen weights; the adapter is at least float32.",
-    )
-    adapter: AdapterConfig | None = Field(
-        default=None, description="An adapter to train instead of the model's own weights. null: train the weights."
-    )
-    mtp: MtpConfig | None = Field(
-        default=None, description="Multi-token prediction: layers that draft tokens. null: the student has none."
-    )
-    init: StudentInitConfig | None = Field(
-        default=None, description="The weights to begin with. null: those of the files of student.model."
-    )
+    model: PathText = Field(examples=["Qwen/Qwen3-0.6B"])
+    """Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """The dtype of the trained weights and of the optimizer's state; train.precision sets the dtype in which layers
+    compute. bfloat16 halves the memory and loses small updates. With an adapter: the dtype of the frozen weights; the
+    adapter is at least float32."""
+    adapter: AdapterConfig | None = None
+    """An adapter to train instead of the model's own weights. null: train the weights."""
+    mtp: MtpConfig | None = None
+    """Multi-token prediction: layers that draft tokens. null: the student has none."""
+    init: StudentInitConfig | None = None
+    """The weights to begin with. null: those of the files of student.model."""

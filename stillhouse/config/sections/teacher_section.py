@@ -23,95 +23,59 @@ class TeacherConfig(ModelConfig):
     #: the keys of which one says where the signals come from
     sources: ClassVar[tuple[str, ...]] = ("model", "cache", "url")
 
-    model: PathText | None = Field(
-        default=None,
-        description="Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer. With url,"
-        " it is needed for hidden states from vLLM or SGLang: the tokenizer and the output head are read from it.",
-        examples=["Qwen/Qwen3-8B"],
-    )
-    cache: PathText | None = Field(
-        default=None,
-        description="A folder that `stillhouse cache` has written. The teacher's signals are read from it, and no"
-        " teacher runs; teacher.model is then left out.",
-    )
-    url: Urls = Field(
-        default=None,
-        description="The address of a server of the teacher (`stillhouse serve`, vLLM or SGLang), or a list of"
-        " addresses. The environment variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token.",
-        examples=["http://10.0.0.7:8000"],
-    )
-    api: Literal["auto", "stillhouse", "vllm", "sglang"] = Field(
-        default="auto", description="The interface of the server at url. auto: detected."
-    )
-    signal: Literal["hidden", "top_k", "chosen", "sampled"] = Field(
-        default="hidden",
-        description="The signal that is requested from the server. hidden: hidden states, which give the exact"
-        " distribution at every temperature. top_k: its top ids. chosen: the student's top ids, with its scores."
-        " sampled: samples from the teacher.",
-    )
-    cross_tokenizer: Literal["gold", "uld"] | None = Field(
-        default=None,
-        description="For a teacher with another tokenizer: an approximation of its distribution over the student's"
-        " tokens. gold: merged probabilities of the spans of text on which both tokenizers agree. uld: the distance"
-        " of the sorted probabilities; objective.loss then has uld and no divergence. null: the teacher must have the"
-        " student's tokenizer, and nothing is approximated.",
-    )
-    top_k: int = Field(
-        default=64,
-        ge=1,
-        description="Ids per token of top_k and chosen, and samples per token of sampled; with cross_tokenizer,"
-        " the teacher's top ids per token.",
-    )
-    tail: Literal["bucket", "renormalize", "drop"] = Field(
-        default="bucket",
-        description="How the mass outside of the ids of top_k and chosen counts. bucket: as one more outcome."
-        " renormalize: not at all, both sides are conditioned on the ids. drop: the sum over the ids only.",
-    )
-    timeout: float = Field(
-        default=600.0,
-        gt=0,
-        description="Seconds without an answer of any server, after which the run saves a checkpoint and stops. A"
-        " single request is given up after a quarter of them, and sent again.",
-    )
-    prove: Literal["auto", "always", "never"] = Field(
-        default="auto",
-        description="Whether the server's teacher is compared with the same model in this process before the first"
-        " step. auto: if teacher.model is a folder with at most 1 GiB of weights. always: teacher.model is loaded"
-        " whatever its size. The other checks of a server are always made.",
-    )
-    prove_every: int = Field(
-        default=0,
-        ge=0,
-        description="Steps, and parts of evaluations, between two checks that the servers still give the signals that"
-        " they gave at the start. 0: only at the start, and when a server of vLLM or SGLang comes back.",
-    )
-    accept: list[Literal["chat_template", "eos"]] = Field(
-        default=[],
-        description="Differences between the server's tokenizer and the student's that are accepted: another chat"
-        " template, another end-of-sequence token.",
-    )
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field(
-        default="auto",
-        description="The dtype of the weights; the layers compute in it, too. auto: the dtype of the saved weights."
-        " With url: the dtype of the output head and of hidden states on the wire.",
-    )
-    quantize: Literal["int8", "nf4"] | None = Field(
-        default=None,
-        description="Weights of the teacher's linear layers in 8 bits (int8) or 4 bits (nf4), made while the model is"
-        " loaded; embedding and head keep dtype. Needs `stillhouse[low-bit]` and a run of one process; for several,"
-        " serve the teacher with `stillhouse serve --quantize`. null: not quantized.",
-    )
-    offload: bool = Field(
-        default=False,
-        description="Keep the teacher's layers in host memory, except while they run: in one process all of them are"
-        " moved to the device once per step, for all of its micro-batches; under torchrun, FSDP gathers them layer"
-        " by layer, and needs fsdp > 1.",
-    )
-    parallel: ParallelConfig | None = Field(
-        default=None,
-        description="A layout of the teacher's own, over the same processes, with the keys of parallel. The teacher's"
-        " hidden states are then sent to the student's processes. null: the student's layout.",
-    )
+    model: PathText | None = Field(default=None, examples=["Qwen/Qwen3-8B"])
+    """Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer. With url, it is needed
+    for hidden states from vLLM or SGLang: the tokenizer and the output head are read from it."""
+    cache: PathText | None = None
+    """A folder that `stillhouse cache` has written. The teacher's signals are read from it, and no teacher runs;
+    teacher.model is then left out."""
+    url: Urls = Field(default=None, examples=["http://10.0.0.7:8000"])
+    """The address of a server of the teacher (`stillhouse serve`, vLLM or SGLang), or a list of addresses. The
+    environment variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token."""
+    api: Literal["auto", "stillhouse", "vllm", "sglang"] = "auto"
+    """The interface of the server at url. auto: detected."""
+    signal: Literal["hidden", "top_k", "chosen", "sampled"] = "hidden"
+    """The signal that is requested from the server. hidden: hidden states, which give the exact distribution at every
+    temperature. top_k: its top ids. chosen: the student's top ids, with its scores. sampled: samples from the
+    teacher."""
+    cross_tokenizer: Literal["gold", "uld"] | None = None
+    """For a teacher with another tokenizer: an approximation of its distribution over the student's tokens. gold:
+    merged probabilities of the spans of text on which both tokenizers agree. uld: the distance of the sorted
+    probabilities; objective.loss then has uld and no divergence. null: the teacher must have the student's tokenizer,
+    and nothing is approximated."""
+    top_k: int = Field(default=64, ge=1)
+    """Ids per token of top_k and chosen, and samples per token of sampled; with cross_tokenizer, the teacher's top
+    ids per token."""
+    tail: Literal["bucket", "renormalize", "drop"] = "bucket"
+    """How the mass outside of the ids of top_k and chosen counts. bucket: as one more outcome. renormalize: not at
+    all, both sides are conditioned on the ids. drop: the sum over the ids only."""
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds without an answer of any server, after which the run saves a checkpoint and stops. A single request is
+    given up after a quarter of them, and sent again."""
+    prove: Literal["auto", "always", "never"] = "auto"
+    """Whether the server's teacher is compared with the same model in this process before the first step. auto: if
+    teacher.model is a folder with at most 1 GiB of weights. always: teacher.model is loaded whatever its size. The
+    other checks of a server are always made."""
+    prove_every: int = Field(default=0, ge=0)
+    """Steps, and parts of evaluations, between two checks that the servers still give the signals that they gave at
+    the start. 0: only at the start, and when a server of vLLM or SGLang comes back."""
+    accept: list[Literal["chat_template", "eos"]] = Field(default=[])
+    """Differences between the server's tokenizer and the student's that are accepted: another chat template, another
+    end-of-sequence token."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
+    """The dtype of the weights; the layers compute in it, too. auto: the dtype of the saved weights. With url: the
+    dtype of the output head and of hidden states on the wire."""
+    quantize: Literal["int8", "nf4"] | None = None
+    """Weights of the teacher's linear layers in 8 bits (int8) or 4 bits (nf4), made while the model is loaded;
+    embedding and head keep dtype. Needs `stillhouse[low-bit]` and a run of one process; for several, serve the
+    teacher with `stillhouse serve --quantize`. null: not quantized."""
+    offload: bool = False
+    """Keep the teacher's layers in host memory, except while they run: in one process all of them are moved to the
+    device once per step, for all of its micro-batches; under torchrun, FSDP gathers them layer by layer, and needs
+    fsdp > 1."""
+    parallel: ParallelConfig | None = None
+    """A layout of the teacher's own, over the same processes, with the keys of parallel. The teacher's hidden states
+    are then sent to the student's processes. null: the student's layout."""
 
     @property
     def urls(self) -> list[str]:
@@ -142,33 +106,20 @@ class NamedTeacherConfig(TeacherConfig):
 
     sources = (*TeacherConfig.sources, "student")
 
-    student: Literal["live", "ema"] | None = Field(
-        default=None,
-        description="The student as its own teacher, in eval mode and without gradients. live: with its present"
-        " weights; it then needs a prefix. ema: with an exponential moving average of its weights.",
-    )
-    ema_decay: float = Field(
-        default=0.999,
-        ge=0,
-        lt=1,
-        description="With student: ema, the average becomes ema_decay × the average + (1 − ema_decay) × the student's"
-        " weights after each step.",
-    )
-    prefix: Text | None = Field(
-        default=None,
-        description="Text that only this teacher reads, before the document; `{column}` is filled from the record. In"
-        " conversations it becomes a system message of its own.",
-        examples=["You know the answer: {answer}. "],
-    )
-    weight: float = Field(
-        default=1.0,
-        gt=0,
-        description="The teacher's share: the weights of all teachers are divided by their sum. With teachers.route,"
-        " a factor of the divergence of its documents.",
-    )
-    temperature: float | None = Field(
-        default=None, gt=0, description="The temperature of this teacher's divergence; null: objective.temperature."
-    )
+    student: Literal["live", "ema"] | None = None
+    """The student as its own teacher, in eval mode and without gradients. live: with its present weights; it then
+    needs a prefix. ema: with an exponential moving average of its weights."""
+    ema_decay: float = Field(default=0.999, ge=0, lt=1)
+    """With student: ema, the average becomes ema_decay × the average + (1 − ema_decay) × the student's weights after
+    each step."""
+    prefix: Text | None = Field(default=None, examples=["You know the answer: {answer}. "])
+    """Text that only this teacher reads, before the document; `{column}` is filled from the record. In conversations
+    it becomes a system message of its own."""
+    weight: float = Field(default=1.0, gt=0)
+    """The teacher's share: the weights of all teachers are divided by their sum. With teachers.route, a factor of the
+    divergence of its documents."""
+    temperature: float | None = Field(default=None, gt=0)
+    """The temperature of this teacher's divergence; null: objective.temperature."""
 
 
 class TeachersConfig(Section):
@@ -177,17 +128,11 @@ class TeachersConfig(Section):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, NamedTeacherConfig] = Field(init=False)
 
-    route: Text | None = Field(
-        default=None,
-        description="The column of the data that names each document's teacher. null: every teacher scores every"
-        " document.",
-        examples=["subject"],
-    )
-    sum: Literal["divergences", "distributions"] = Field(
-        default="divergences",
-        description="Without route: what is summed with the teachers' weights. divergences: each teacher's"
-        " divergence. distributions: the teachers' probabilities, from which the student then has one divergence.",
-    )
+    route: Text | None = Field(default=None, examples=["subject"])
+    """The column of the data that names each document's teacher. null: every teacher scores every document."""
+    sum: Literal["divergences", "distributions"] = "divergences"
+    """Without route: what is summed with the teachers' weights. divergences: each teacher's divergence.
+    distributions: the teachers' probabilities, from which the student then has one divergence."""
 
     @property
     def named(self) -> dict[str, NamedTeacherConfig]:

@@ -17,78 +17,47 @@ def _checked_warmup(warmup: float) -> float:
 class TrainConfig(Section):
     """Steps, batches and the optimizer."""
 
-    tokens_per_step: int = Field(
-        default=131072,
-        ge=1,
-        description="Tokens of one optimizer step over all processes, rounded down to whole packed sequences; the"
-        " same under every layout.",
-    )
-    micro_batch_tokens: int = Field(
-        default=8192,
-        ge=1,
-        description="Tokens of one micro-batch, at least data.max_tokens. Affects memory and speed, never the loss.",
-    )
-    epochs: float | None = Field(
-        default=1.0, gt=0, description="Passes over the data; may be fractional. null if steps is given."
-    )
-    steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps, instead of epochs. null: as many as epochs needs."
-    )
-    optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit"] = Field(
-        default="adamw",
-        description="muon: Muon for the matrices inside the layers (MTP layers and projectors too), AdamW for all"
-        " other weights. adafactor: half of AdamW's memory or less. adamw_8bit: AdamW with moments of 8 bits (needs"
-        " stillhouse[low-bit]). The last two work in one process and under pipeline stages.",
-    )
-    learning_rate: float = Field(default=2e-5, gt=0, description="Peak learning rate.")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        default="cosine",
-        description="How the learning rate falls from its peak to min_learning_rate after the warm-up. constant: it"
-        " stays at the peak; wsd: it stays at the peak and falls linearly at the end.",
-    )
-    warmup: Annotated[float, AfterValidator(_checked_warmup)] = Field(
-        default=0.03,
-        ge=0,
-        description="Duration of the learning rate's linear rise at the start: below 1, a share of all steps; from 1"
-        " on, a number of steps.",
-    )
-    min_learning_rate: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Learning rate at the end, as a share of the peak. No effect with schedule constant.",
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices. 0: off.")
-    betas: Annotated[tuple[Share, Share], Field(strict=False)] = Field(
-        default=(0.9, 0.95),
-        description="AdamW's decay rates of the first and the second moment. No effect with optimizer adafactor.",
-    )
-    eps: float = Field(
-        default=1e-8,
-        gt=0,
-        description="AdamW's epsilon, added to the square root of the second moment. No effect with optimizer"
-        " adafactor.",
-    )
-    momentum: Share = Field(default=0.95, description="Muon's momentum. No effect with another optimizer.")
-    clip: float | None = Field(
-        default=1.0,
-        ge=0,
-        description="Maximum norm of the whole gradient; a larger gradient is scaled down. 0 or null: off.",
-    )
-    precision: Literal["auto", "bf16", "fp32"] = Field(
-        default="auto",
-        description="bf16: the student's layers compute under bfloat16 autocast. fp32: in the weights' own dtype."
-        " auto: bf16 on GPUs that have units for it, else fp32.",
-    )
-    activation_checkpointing: bool = Field(
-        default=False, description="Recompute the layers in backward: needs less memory and about a third more time."
-    )
-    timeout: float = Field(
-        default=600.0,
-        gt=0,
-        description="Seconds after which the job ends if a rank sends no heartbeat, or if a step starts no further"
-        " micro-batch. No effect without torchrun.",
-    )
+    tokens_per_step: int = Field(default=131072, ge=1)
+    """Tokens of one optimizer step over all processes, rounded down to whole packed sequences; the same under every
+    layout."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one micro-batch, at least data.max_tokens. Affects memory and speed, never the loss."""
+    epochs: float | None = Field(default=1.0, gt=0)
+    """Passes over the data; may be fractional. null if steps is given."""
+    steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps, instead of epochs. null: as many as epochs needs."""
+    optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit"] = "adamw"
+    """muon: Muon for the matrices inside the layers (MTP layers and projectors too), AdamW for all other weights.
+    adafactor: half of AdamW's memory or less. adamw_8bit: AdamW with moments of 8 bits (needs stillhouse[low-bit]).
+    The last two work in one process and under pipeline stages."""
+    learning_rate: float = Field(default=2e-5, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """How the learning rate falls from its peak to min_learning_rate after the warm-up. constant: it stays at the
+    peak; wsd: it stays at the peak and falls linearly at the end."""
+    warmup: Annotated[float, AfterValidator(_checked_warmup)] = Field(default=0.03, ge=0)
+    """Duration of the learning rate's linear rise at the start: below 1, a share of all steps; from 1 on, a number of
+    steps."""
+    min_learning_rate: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak. No effect with schedule constant."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices. 0: off."""
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
+    """AdamW's decay rates of the first and the second moment. No effect with optimizer adafactor."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon, added to the square root of the second moment. No effect with optimizer adafactor."""
+    momentum: Share = 0.95
+    """Muon's momentum. No effect with another optimizer."""
+    clip: float | None = Field(default=1.0, ge=0)
+    """Maximum norm of the whole gradient; a larger gradient is scaled down. 0 or null: off."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """bf16: the student's layers compute under bfloat16 autocast. fp32: in the weights' own dtype. auto: bf16 on GPUs
+    that have units for it, else fp32."""
+    activation_checkpointing: bool = False
+    """Recompute the layers in backward: needs less memory and about a third more time."""
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds after which the job ends if a rank sends no heartbeat, or if a step starts no further micro-batch. No
+    effect without torchrun."""
 
     @model_validator(mode="before")
     @classmethod

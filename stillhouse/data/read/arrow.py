@@ -68,7 +68,7 @@ def read_saved(folder: Path) -> Iterator[Record]:
 
 
 def read_hub(source: str, name: str, configuration: str | None, split: str) -> Iterator[Record]:
-    """The records of a split of a dataset on the hub. source: all that was given, for locations and errors."""
+    """The records of a split of a dataset on the hub. source: its full name, for locations and errors."""
     import datasets
 
     try:

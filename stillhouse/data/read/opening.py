@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def require_regular(paths: list[Path]) -> list[Path]:
-    """The same paths. Raises ValueError for one that is no regular file and no link to one. Nothing is opened."""
+    """The same paths. Raises ValueError unless all are regular files or links to some. Nothing is opened."""
     for path in paths:
         if (kind := kind_of(path)) is not None:
             raise ValueError(f"{path} is {kind}: expected a regular file")

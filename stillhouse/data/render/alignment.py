@@ -1,13 +1,13 @@
 """Aligns the tokens of two tokenizers on the same text: spans between positions where both have a token border.
 
 A document is kept as the student's ids alone, so its text is recovered from their bytes. The teacher's tokenizer then
-reads the same text. Special tokens are no text. They are translated one by one:
+reads the same text. Special tokens are not part of the text. They are translated one by one:
 
     what begins a text of the student   what begins a text of the teacher
     the end (or begin) of a sequence    the teacher's token of the same role; without one, as the next line says
     another special token               the teacher's special token of the same name; without one, the name as text
 
-If the student's tokenizer puts nothing before a text, every document is taken for one that begins there.
+If the student's tokenizer puts nothing before a text, every document counts as the beginning of a text.
 
 A document may begin or end within a character, where a long text was cut. The bytes of such a character have no
 counterpart, and the teacher does not see them.
@@ -98,7 +98,7 @@ class Aligner:
         self.student, self.teacher = TokenBytes(student), TokenBytes(teacher)
         self.teacher_of = np.full(1 + max(student.get_vocab().values()), ABSENT, dtype=np.int32)
         self.student_of = np.full(1 + max(teacher.get_vocab().values()), ABSENT, dtype=np.int32)
-        # whether it is within a text: the translation of each special token
+        # the translation of each special token, by whether it is within a text
         self._special = {
             inner: {index: self._translated(index, inner=inner) for index in self.student.special}
             for inner in (False, True)
@@ -129,7 +129,7 @@ class Aligner:
         return self._with_first(self.first_of.copy(), texts, inner=False)
 
     def _with_first(self, first_of: np.ndarray, texts: dict[int, str], *, inner: bool) -> np.ndarray:
-        """Fill in the first of the student's tokens for the texts of some teacher's ids."""
+        """Set, for each teacher's id in `texts`, the first token into which the student's tokenizer cuts its text."""
         encoded = self.student.encode(list(texts.values()), inner=inner)
         for (index, text), ids in zip(texts.items(), encoded, strict=True):
             if ids and not self.student.special.keys() & set(ids):
@@ -207,14 +207,14 @@ class Aligner:
         return draft
 
     def _teacher_adds_space(self, before: int | None) -> bool:
-        """Whether it puts one before a text behind this special token of the student, or at the beginning."""
+        """Whether the teacher puts a space before a text behind this special token, or (None) at the beginning."""
         if before is None:
             return self.teacher.adds_space(None)
         ids = self._special[True][before]
         return len(ids) == 1 and ids[0] in self.teacher.special and self.teacher.adds_space(ids[0])
 
     def _begin(self, ids: list[int]) -> int:
-        """How many tokens before the document's text only say that a text begins."""
+        """How many tokens at the beginning of a document the tokenizer put there, before the text."""
         prefix = self.student.prefix
         if prefix and ids[: len(prefix)] == prefix:
             return len(prefix)

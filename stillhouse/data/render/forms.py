@@ -1,11 +1,11 @@
-"""The forms of record, of which a dataset's first record decides which one the dataset has.
+"""The forms of records. The first record of a dataset decides the form of all its records.
 
     text                    plain documents; every token is a target
     prompt + completion     two strings, or two lists of messages; the completion is the target
     messages                a conversation; the assistant's turns are the target
 
-Where a model writes the completions, a record is only read up to what it writes after: `prompt` (a string, or a list
-of messages), or `messages` without the assistant's turns at their end.
+Where a model generates the completions, only the part of a record before the completion is read: `prompt` (a string,
+or a list of messages), or `messages` without the assistant's turns at their end.
 """
 
 from typing import Any

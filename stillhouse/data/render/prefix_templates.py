@@ -72,7 +72,7 @@ class PrefixTemplate:
 
 
 def _behind_bos(ids: np.ndarray, document: np.ndarray, bos: int | None, bos_from: BosFrom) -> EncodedPrefix:
-    """The prefix in front of a document. The BOS that both begin with is left to the document."""
+    """The prefix in front of a document. If both would begin with a BOS, only the document has it."""
     if bos is None or bos_from is None or document[:1].tolist() != [bos]:
         return EncodedPrefix(ids, after_bos=False)
     if bos_from == "tokenizer":  # the prefix was tokenized without it

@@ -80,7 +80,7 @@ class _StringTemplate(Template):
                 "could not learn to stop; set eos_token in its tokenizer_config.json"
             )
         self.tokenizer, self.eos = tokenizer, tokenizer.eos_token_id
-        #: a text as the tokenizer begins and ends it
+        #: the ids of a text with the special tokens that the tokenizer puts around it
         self.framed = tokenize(tokenizer, ["a"], special=True)[0]
         bos = tokenizer.bos_token_id
         self.bos_from = "tokenizer" if bos is not None and self.framed[:1] == [bos] else None

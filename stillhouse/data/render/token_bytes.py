@@ -37,9 +37,10 @@ BYTE_OF = dict(_alphabet())
 class TokenBytes:
     """A tokenizer as a translation between ids and bytes.
 
-    special: the content of each special token. bytes_of: the bytes of each other one. id_of: the inverse; of several
-    tokens with equal bytes the first one, and one that is written as the number of a byte last. bos, eos, unknown:
-    the ids of these roles, if there are any. prefix: the ids that the tokenizer puts before any text.
+    special: the content of each special token. bytes_of: the bytes of each other one. id_of: the inverse. Of several
+    tokens with equal bytes, it has the first one, but prefers those that are not written as the number of a byte.
+    bos, eos, unknown: the ids of these roles, if there are any. prefix: the ids that the tokenizer puts before any
+    text.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -113,8 +114,8 @@ class TokenBytes:
     def has_added_space(self, content: bytes) -> bool:
         """Whether the first byte of a text is a space that the tokenizer has added, where it adds one.
 
-        Some tokenizers add none to a text that begins with one. So they have the same ids for a text that begins with
-        one space and for the same text without it, which is then meant.
+        Some tokenizers add none to a text that begins with one. So a text has the same ids with one space at its
+        beginning and without it; then the text without the space is meant.
         """
         return content.startswith(b" ") and (self._adds_second_space or not content.startswith(b"  "))
 

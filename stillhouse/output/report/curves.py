@@ -218,7 +218,7 @@ def _series(lines: Sequence[MetricsLine], key: str, run: int, side: str) -> Seri
 
 
 def _section_means(points: Points, shown: Points) -> list[float | None]:
-    """For each point that is shown, the mean of its section: extremes alone, smoothed, would mislead."""
+    """For each point that is shown, the mean of its section, because smoothing only the extremes would mislead."""
     means: dict[float, float] = {}
     for section in _sections(points):
         values = [value for _, value in section if value is not None]

@@ -26,7 +26,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _is_section(key: str, keys: Iterable[str]) -> bool:
-    """Whether a key that is null in one run is a section in another, whose values have rows of their own."""
+    """Whether a key is null in one run and a section in another; then the section's values have rows of their own."""
     return any(nested.startswith(f"{key}.") for nested in keys)
 
 

@@ -71,7 +71,7 @@ def _later(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
 
 
 def _steps(folder: RunFolder, log_bytes: int) -> dict[str, int]:
-    """The last step of each metric in metrics.jsonl after its first `log_bytes` bytes, which are about to be removed.
+    """The last step of each metric in the lines of metrics.jsonl behind `log_bytes`, which are about to be removed.
 
     A line is sent after it has been written, so a last line without an end has not been sent.
     """

@@ -106,8 +106,8 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
 
 
 def _require_whole_heads(decoder: Decoder, plan: dict[str, str]) -> None:
-    """Raise ValueError for a norm with weights [heads, width of a head] outside the plan, as of Cohere: a rank has
-    other heads than the norm.
+    """Raise ValueError for a norm with weights [heads, width of a head] that the plan does not name, as in Cohere: a
+    rank has only some of the heads, but the weights of all.
     """
     for name, module in decoder.backbone.named_modules():
         if ".self_attn." not in name or isinstance(module, nn.Linear) or generic(name) in plan:

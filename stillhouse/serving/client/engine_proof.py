@@ -52,7 +52,7 @@ _UNPROVABLE = (
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """What a server writes after each of some prompts with the version of this label.
+    """What a server generates after some prompts with one version of the weights, which has this label.
 
     completions: sampled, for the trainer to score. top_tokens: the top token and its log-probability, which these
     weights give at any time and on any server.
@@ -65,7 +65,8 @@ class Probe:
 
 def probe_sampling(sampling: Sampling) -> Sampling:
     """How the completions of a probe are sampled. At a temperature of 1 and over all tokens, a server's
-    log-probabilities are the model's own, however it was started; a top token is often certain and says less.
+    log-probabilities are the model's own, however it was started. A top token alone is often certain, and tells less
+    about the weights.
     """
     return Sampling(min(PROBE_TOKENS, sampling.max_new_tokens), eos_ids=sampling.eos_ids)
 
@@ -84,8 +85,8 @@ def same_weights(
 def prove_log_probs(url: str, top: TopLogProbs, sampling: Sampling, vocabulary: int) -> None:
     """Raise ValueError if the server's log-probabilities are not those of `Completion`.
 
-    The gap between the top tokens is divided by the temperature. Among two tokens that top_k leaves, the first one's
-    log-probability is larger than among all.
+    The gap between the top tokens is divided by the temperature. If the server normalises over the two tokens that
+    top_k=2 leaves, the first one's log-probability is too large.
     """
     temperature = sampling.temperature
     if temperature == 0 or (temperature == 1 and sampling.samples_all_tokens):

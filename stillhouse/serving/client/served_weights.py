@@ -32,7 +32,7 @@ PATIENCE = 10.0
 MOST_RESTORED = 10
 #: the status of an answer to a request for an unknown adapter: the server was started anew
 UNKNOWN_ADAPTER = 404
-#: what a server has that was chosen before its weights became unknown
+#: stands for the weights of a server whose weights became unknown after it was chosen
 UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
 _AGAIN = (
     "{url} has other weights again and again: expected a server that is not started anew all the time, and no other "
@@ -102,8 +102,8 @@ class ServedWeights:
         return {url: probe.completions for url, probe in probes.items() if probe.label == self.newest.label}
 
     def set_proved(self, url: str, most: float) -> None:
-        """What this server has written for the probes is by the newest version. Servers that are given it later must
-        find the same tokens most probable. most: nats that rounding causes.
+        """Record that this server wrote the probes with the newest version. Servers that are given it later must find
+        the same tokens most probable. most: nats that rounding causes.
         """
         self._proved = self.servers[url].probe, most
 
@@ -272,8 +272,8 @@ class ServedWeights:
                 server.is_absent = False
                 if wanted is self.newest:
                     return
-                server.is_absent = True  # `give_all` may have passed it over
-            elif wanted is self.newest:  # otherwise, what failed may have been removed for a newer version
+                server.is_absent = True  # `give_all` may have left it out
+            elif wanted is self.newest:  # otherwise a newer version may have replaced the folder
                 break
         server.is_absent = False  # the next version is tried again
         self._warn(f"the student's server {server.url} is given up: {failure}")

@@ -35,7 +35,7 @@ PROBES, PROBE_TOKENS = 4, 128
 REPEAT_SECONDS = 5.0
 #: the shortest document with a row before and one after a token that is changed
 LEAST_TOKENS = 4
-#: between two answers to the same request: of a batch of other requests, on another kernel, in half precision
+#: the allowed difference between two answers to one request, from other batches, by other kernels, in half precision
 SAME = 0.05
 
 

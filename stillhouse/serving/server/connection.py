@@ -1,4 +1,4 @@
-"""One connection of a server: uvicorn's HTTP/1.1, in which a client that says nothing costs nobody a place.
+"""One connection of a server: uvicorn's HTTP/1.1, in which silent clients take no place from others.
 
 A connection waits while it has no whole header of a request. It may wait for some seconds; and where there are too
 many connections, the one that has waited longest is closed. `Room` keeps requests from taking all of them, so that a
@@ -21,8 +21,8 @@ from stillhouse.serving.server.request_errors import error_response
 OPEN_PATHS = ("/healthz",)
 #: how long a connection may wait for the header of a request, or send what nobody reads after it was answered
 HEADER_SECONDS = 10.0
-#: the most bytes that a client may send after its answer, and for how long: one that sends first and reads then gets
-#: to see the answer
+#: the most bytes that a client may send after its answer, and for how long, so that a client which sends everything
+#: before it reads still gets the answer
 LATE_BYTES, LATE_SECONDS = 128 * 2**20, 120.0
 #: connections at a time, and how many of them requests leave free
 CONNECTIONS, SPARE = 2048, 64
@@ -54,7 +54,7 @@ class Connection(H11Protocol):
             waiting = [other for other in others if other.waits and not other.transport.is_closing()]
             if waiting:
                 min(waiting, key=lambda other: other.waits_since).transport.abort()
-            elif excess > SPARE:  # fewer have requests that `Room` has not refused yet
+            elif excess > SPARE:  # requests that `Room` has not refused yet may take the spare ones
                 self.transport.abort()
 
     def data_received(self, data: bytes) -> None:

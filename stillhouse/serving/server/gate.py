@@ -47,8 +47,8 @@ class _UnreadError(Exception):
 
 
 class AnsweredByProtocol:
-    """The outermost layer. uvicorn itself answers what is no HTTP, even if a route has begun, which then cannot. A
-    client that does not read its answer is given up.
+    """The outermost layer. uvicorn itself answers requests that are no valid HTTP, even after a route has begun; the
+    route's answer then fails. A client that does not read its answer is given up.
     """
 
     def __init__(self, app: ASGIApp):

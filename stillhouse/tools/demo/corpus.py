@@ -61,7 +61,7 @@ def name_hash(name: str) -> float:
 def collect_documents(library: Path | None = None, end: float = 1.0) -> list[Document]:
     """Return the documents of this Python's standard library, in the order of their names' hashes.
 
-    end: only those whose hash is smaller. Documents behind it change nothing in them.
+    end: only those whose hash is smaller. The documents that it leaves out do not affect the returned ones.
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
     texts = {name: prose(source) for name, source in module_sources(library, end)}
@@ -94,7 +94,7 @@ def write_jsonl(documents: Iterable[Document], path: Path) -> None:
 def module_sources(library: Path, end: float = 1.0) -> Iterator[tuple[str, str]]:
     """Yield the dotted name and the source of each module under a library folder, sorted by path.
 
-    end: only modules the hash of whose name is smaller.
+    end: only modules whose name has a smaller hash.
     """
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts

@@ -40,7 +40,7 @@ class SamplingBody(StrictBody):
     )
     stop_token_ids: FirstWrong[TokenId] | None = Field(default=None, max_length=256)
     ignore_eos: bool = Field(default=False, description="end at stop_token_ids alone, not at the model's own ends")
-    logprobs: Literal[0, 1] | None = Field(default=None, description="0 or 1: of each token itself")
+    logprobs: Literal[0, 1] | None = Field(default=None, description="0 or 1: that of the token itself")
     prompt_logprobs: None = None
     presence_penalty: float = Field(default=0.0, ge=0, le=0)
     frequency_penalty: float = Field(default=0.0, ge=0, le=0)

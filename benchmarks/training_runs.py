@@ -1,0 +1,50 @@
+"""Training runs of benchmarks: configurations by dotted keys, settings of small students, and logged metrics."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stillhouse.config import RunConfig, load_config
+
+LOSS, CROSS_ENTROPY = "loss/total_nats_per_token", "eval/cross_entropy"
+
+
+def run_config(settings: Mapping[str, Any]) -> RunConfig:
+    """The configuration with these values, each by its dotted key, such as `train.steps`."""
+    sections: dict[str, Any] = {}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        (sections.setdefault(section, {}) if section else sections)[name] = value
+    return load_config(None, settings=sections)
+
+
+def student_settings(folder: Path, seed: int, steps: int, *, max_tokens: int, tokens_per_step: int) -> dict[str, Any]:
+    """The settings of a run on the CPU that trains the student in a folder on its train.jsonl and held_out.jsonl."""
+    return {
+        "student.model": str(folder / "student"),
+        "data.train": str(folder / "train.jsonl"),
+        "data.eval": str(folder / "held_out.jsonl"),
+        "data.max_tokens": max_tokens,
+        "train.tokens_per_step": tokens_per_step,
+        "train.micro_batch_tokens": tokens_per_step,
+        "train.steps": steps,
+        "train.learning_rate": 3e-3,
+        "train.warmup": 0.1,
+        "train.weight_decay": 0.1,
+        "train.precision": "fp32",
+        "eval.micro_batch_tokens": 4096,
+        "checkpoint.every": 0,
+        "device": "cpu",
+        "seed": seed,
+    }
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def values_of(out: Path, key: str) -> list[float]:
+    """The values of a metric, of every line that has it."""
+    return [line[key] for line in metrics(out) if key in line]
