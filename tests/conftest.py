@@ -39,8 +39,9 @@ TOGETHER = {
 
 #: the modules that take longest, in this order. They begin first, so that two workers end at about the same time
 LONGEST = (
-    *("test_demo_run", "test_train_layouts", "test_parity", "test_chaos", "test_objective_compiled"),
-    *("test_objective_shards", "test_hung_rank", "test_signals", "test_rollout_faults", "test_checkpoints"),
+    *("test_demo_run", "test_train_layouts", "test_parity", "test_chaos", "test_objective_shards"),
+    *("test_checkpoints", "test_objective_compiled", "test_hung_rank", "test_signals", "test_rollout_faults"),
+    *("test_teacher_served", "test_serve_connections"),
 )
 
 #: modules that cannot be imported with an older transformers

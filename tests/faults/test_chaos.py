@@ -1,31 +1,36 @@
 """A few trials of the campaign. `make chaos` runs it in full; docs/reliability.md has its results."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import chaos
 import chaos_rollouts
 import pytest
+from campaign import Campaign, Trial, attempt
 from kit.trained_record import TrainedStep, wrong_in
 
 
-@pytest.mark.parametrize(
-    ("layout", "faults"),
-    [
-        pytest.param("fsdp 2", [chaos.kill_one, chaos.terminate_one, chaos.stale_file], marks=pytest.mark.slow),
-        *(
-            pytest.param(layout, [*chaos.DURING[:-1], *chaos.AFTER], marks=pytest.mark.slow)
-            for layout in ("tensor 2", "pipeline 2", "context 2", "LoRA, fsdp 2")
-        ),
-    ],
-)
-def test_no_fault_is_silent(tmp_path: Path, layout: str, faults: list[chaos.Fault]) -> None:
-    case = chaos.prepare(layout, tmp_path)
-    trials = [
-        chaos.attempt(case, fault, tmp_path / f"out-{number}", random.Random(number))
-        for number, fault in enumerate(faults)
-    ]
-    assert [trial for trial in trials if trial.outcome not in chaos.GOOD] == []
+def wrong_outcomes(campaign: Campaign, name: str, faults: Sequence[str], folder: Path) -> list[Trial]:
+    """Cause each fault once, and return the trials whose outcome is not right."""
+    case = campaign.prepare(name, folder)
+    try:
+        trials = [
+            attempt(case, campaign.faults, fault, folder / f"out-{number}", random.Random(number))
+            for number, fault in enumerate(faults)
+        ]
+    finally:
+        case.close()
+    return [trial for trial in trials if trial.outcome not in campaign.good]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp 2", "tensor 2", "pipeline 2", "context 2", "LoRA, fsdp 2"])
+def test_no_fault_is_silent(tmp_path: Path, layout: str) -> None:
+    faults = [fault for fault in chaos.FAULTS if fault != "full disk"]
+    if layout == "fsdp 2":
+        faults = ["kill one", "terminate one", "stale file"]
+    assert wrong_outcomes(chaos.CAMPAIGN, layout, faults, tmp_path) == []
 
 
 @pytest.mark.slow
@@ -34,17 +39,8 @@ def test_no_fault_is_silent(tmp_path: Path, layout: str, faults: list[chaos.Faul
     ["one_step_off, reward", "sync, served", "one_step_off, fsdp 2", "async, served, teacher served, fsdp 2"],
 )
 def test_no_sample_is_lost_or_trained_twice(tmp_path: Path, setting: str) -> None:
-    case = chaos_rollouts.prepare(setting, tmp_path)
-    faults = [chaos_rollouts.kill, chaos_rollouts.terminate, chaos_rollouts.stop_and_continue]
-    faults += [fault for fault in chaos_rollouts.faults_of(case.setting) if fault not in chaos_rollouts.FAULTS]
-    try:
-        trials = [
-            chaos_rollouts.attempt(case, fault, tmp_path / f"out-{number}", random.Random(number))
-            for number, fault in enumerate(faults)
-        ]
-    finally:
-        case.close()
-    assert [trial for trial in trials if trial.outcome not in chaos_rollouts.GOOD] == []
+    faults = [fault for fault in dict.fromkeys(chaos_rollouts.SETTINGS[setting].faults) if fault != "full disk"]
+    assert wrong_outcomes(chaos_rollouts.CAMPAIGN, setting, faults, tmp_path) == []
 
 
 @pytest.mark.parametrize(

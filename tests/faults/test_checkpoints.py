@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.damaged_checkpoints import BEFORE, NEWEST, interrupted, zeroed
-from kit.ranks import Ranks, at_once, run_ranks
+from kit.ranks import Ranks, run_ranks
 from kit.runs import contents, run, save_model, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -29,7 +29,7 @@ from stillhouse.tools.verify import verify
 
 
 def distill_on_two(folder: Path, out: Path, *overrides: str) -> Ranks:
-    ranks = Ranks(2, "distill", folder / "run.yaml", f"out={out}", *overrides, hook=at_once)
+    ranks = Ranks(2, "distill", folder / "run.yaml", f"out={out}", *overrides)
     ranks.wait()
     return ranks
 
@@ -50,7 +50,7 @@ def second(resume: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize("damage", [lost, stale])
+@pytest.mark.parametrize("damage", [pytest.param(lost, marks=pytest.mark.slow), stale])
 def test_a_damaged_file_of_one_rank_is_named(
     run_on_two: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], str]
 ) -> None:
@@ -211,7 +211,9 @@ def test_chunks_cover_a_tensor_once(run_on_two: tuple[Path, str], tmp_path: Path
             require_covered(path, stored | {name: type(tensor)(tensor.properties, tensor.size, chunks)})
 
 
-@pytest.mark.parametrize("which", ["student", "teacher", "base of an adapter"])
+@pytest.mark.parametrize(
+    "which", ["student", *(pytest.param(name, marks=pytest.mark.slow) for name in ("teacher", "base of an adapter"))]
+)
 def test_a_model_that_was_replaced(tmp_path: Path, which: str) -> None:
     """Another model under the same path and with the same shapes."""
     adapter = {"student.adapter": {"r": 4}} if which == "base of an adapter" else {}
@@ -238,7 +240,7 @@ def test_weights_are_checked_before_they_are_saved(tmp_path: Path, processes: in
     if processes == 1:
         err = run("distill", *huge_update(tmp_path), code=1).err
     else:
-        ranks = Ranks(2, "distill", *huge_update(tmp_path), hook=at_once)
+        ranks = Ranks(2, "distill", *huge_update(tmp_path))
         assert ranks.wait() == [1, 1]
         err = ranks[0].err
     assert err.startswith("error: step 1: 'student.backbone.")
@@ -319,7 +321,6 @@ def test_verify_counts_steps(complete_run: Path, tmp_path: Path) -> None:
 
 def other_state(rank: int) -> None:
     """One rank cannot read the newest checkpoint, but the others can."""
-    at_once()
     if int(os.environ["RANK"]) != rank:
         return
     original = integrity.read_state
@@ -332,7 +333,7 @@ def other_state(rank: int) -> None:
     integrity.read_state = read
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_damage_that_one_rank_finds_is_refused_by_all(
     run_on_two: tuple[Path, str], tmp_path: Path, rank: int
 ) -> None:

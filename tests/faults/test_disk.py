@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from kit.on_policy_runs import write_on_policy_run
-from kit.ranks import Ranks, at_once, run_ranks
+from kit.ranks import Ranks, run_ranks
 from kit.runs import Command, contents, run, save_model, write_run
 from kit.serving import Server
 from kit.signal_hooks import at_step
@@ -52,11 +52,10 @@ def fill(disk: Path) -> Path:
 
 def skip_space_check() -> None:
     """Skip the check of free space, as if another process filled the disk while the checkpoint is written."""
-    at_once()
     checkpoint.require_space = lambda *_: None
 
 
-def ended(folder: Path, out: Path, processes: int, hook: Callable[[], None]) -> tuple[list[int], str]:
+def ended(folder: Path, out: Path, processes: int, hook: Callable[[], None] | None = None) -> tuple[list[int], str]:
     """Return the exit codes of a run, and rank 0's errors."""
     arguments = ["distill", folder / "run.yaml", f"out={out}"]
     if processes == 1:
@@ -69,14 +68,14 @@ def ended(folder: Path, out: Path, processes: int, hook: Callable[[], None]) -> 
 @pytest.mark.parametrize(
     ("processes", "hook"),
     [
-        (1, at_once),
+        (1, None),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, skip_space_check), (2, skip_space_check), (2, at_once))
+            for case in ((1, skip_space_check), (2, skip_space_check), (2, None))
         ),
     ],
 )
-def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[[], None]) -> None:
+def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[[], None] | None) -> None:
     write_run(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     out = disk / "out"
     folder = out / "checkpoints"
@@ -96,21 +95,21 @@ def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[
     run("verify", out)
 
     # the incomplete checkpoint is removed before a new one is written; then the disk is too small again
-    codes, err = ended(tmp_path, out, processes, at_once)
+    codes, err = ended(tmp_path, out, processes)
     assert set(codes) == {1}
     assert err.startswith(f"error: {folder} cannot be written: ")
     assert not unfinished.exists()
 
     # without any space, not even the file that names the writing process can be written
     filler = fill(disk)
-    codes, err = ended(tmp_path, out, processes, at_once)
+    codes, err = ended(tmp_path, out, processes)
     assert set(codes) == {1}
     assert err.startswith(f"error: {out / '.writer'} cannot be written: ")
     filler.unlink()
     subprocess.run(["mount", "-o", f"remount,size={8 * BYTES}", str(disk)], check=True)
-    codes, err = ended(tmp_path, out, processes, at_once)
+    codes, err = ended(tmp_path, out, processes)
     assert set(codes) == {0}, err
-    assert ended(tmp_path, tmp_path / "undisturbed", processes, at_once)[0] == codes
+    assert ended(tmp_path, tmp_path / "undisturbed", processes)[0] == codes
     assert contents(out / "model") == contents(tmp_path / "undisturbed" / "model")
 
 
@@ -203,9 +202,8 @@ def test_a_disk_that_is_full_at_any_file_of_published_weights(tmp_path: Path, di
     assert read_manifest(final).version == 1
 
 
-@pytest.mark.parametrize(
-    "layout", ["fsdp=1", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("fsdp=2", "pipeline=2"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp=1", "fsdp=2", "pipeline=2"])
 def test_a_full_disk_under_published_weights(tmp_path: Path, disk: Path, layout: str) -> None:
     """Under pipeline parallelism each rank writes a file, and one of them fails first: both must end."""
     processes = int(layout[-1])
@@ -215,11 +213,11 @@ def test_a_full_disk_under_published_weights(tmp_path: Path, disk: Path, layout:
     subprocess.run(["mount", "-o", f"remount,size={PUBLISHED}", str(disk)], check=True)
     with Server(tmp_path / "student", "--generate") as server:
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}", f"parallel.{layout}")
-        failed = Ranks(processes, *arguments, hook=at_once)
+        failed = Ranks(processes, *arguments)
         assert failed.wait() == [1] * processes, failed.texts
         assert re.fullmatch(
             rf"error: {disk}/\w+ cannot be written: [\d,]+ bytes are free on its disk; .*\n", failed[0].err
         ), failed[0].err
         assert all(command.err.count("\n") == 1 for command in failed)
         subprocess.run(["mount", "-o", f"remount,size={8 * BYTES}", str(disk)], check=True)
-        run_ranks(processes, *arguments, hook=at_once)
+        run_ranks(processes, *arguments)

@@ -25,7 +25,7 @@ from stillhouse.run import inputs
 from stillhouse.run import run as run_module
 
 LAYOUTS = ["fsdp=2", "tensor=2", "pipeline=2", "context=2"]
-SECONDS, LIMIT = 5, 180
+SECONDS, LIMIT = 3, 180
 LOST = "lost contact with another rank, which has ended or hangs"
 
 
@@ -56,7 +56,7 @@ def stop_one_rank(folder: Path, out: Path, layout: str, rank: int, **options: An
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_rank_is_named(folder: Path, rank: int) -> None:
-    """The same command then resumes and ends like an undisturbed run."""
+    """The same command then resumes and ends like an undisturbed run: after rank 0 was stopped, this is compared."""
     undisturbed, out = folder / "undisturbed", folder / f"stopped {rank}"
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2"]
     ranks = stop_one_rank(folder, out, "fsdp=2", rank)
@@ -64,7 +64,7 @@ def test_a_stopped_rank_is_named(folder: Path, rank: int) -> None:
     assert ranks[1 - rank].err.startswith(f"{which}rank {rank} (")
     assert f", process {ranks[rank].process.pid}) has sent no heartbeat for {SECONDS} s" in ranks[1 - rank].err
     assert ranks[1 - rank].err.count("\n") == 1
-    if rank == 0:
+    if rank == 1:
         return
     for folder_of_run in (undisturbed, out):
         ranks = run_ranks(2, *arguments, f"out={folder_of_run}")
@@ -72,6 +72,7 @@ def test_a_stopped_rank_is_named(folder: Path, rank: int) -> None:
     assert_same_run(out, undisturbed)
 
 
+@pytest.mark.slow
 def test_rank_0_may_hold_the_store(folder: Path) -> None:
     """If rank 0 is stopped, the store does not answer, or the last heartbeat in it becomes too old."""
     ranks = stop_one_rank(folder, folder / "store", "fsdp=2", 0, store_in_rank_0=True)
@@ -83,9 +84,10 @@ def test_rank_0_may_hold_the_store(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("store_in_rank_0", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "rank", "store_in_rank_0"),
+    [(layout, rank, (number + rank) % 2 == 0) for number, layout in enumerate(LAYOUTS[1:]) for rank in (0, 1)],
+)
 def test_a_stopped_rank_is_named_under_every_layout(
     folder: Path, layout: str, rank: int, store_in_rank_0: bool
 ) -> None:
@@ -141,6 +143,7 @@ def hang_before_meeting() -> None:
     run_module.candidates = lambda *_: time.sleep(LIMIT)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_join(folder: Path) -> None:
     """One rank hangs before it joins the others."""
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'absent'}"]
@@ -151,6 +154,7 @@ def test_a_rank_that_does_not_join(folder: Path) -> None:
     assert ranks[0].err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_end_reading_its_data(folder: Path) -> None:
     """The rank sends heartbeats, but the others have waited for it longer than the limit."""
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'reading'}"]

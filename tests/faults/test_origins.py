@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from kit.damaged_checkpoints import BEFORE, NEWEST, interrupted, zeroed
-from kit.ranks import Ranks, at_once
+from kit.ranks import Ranks
 from kit.runs import Command, contents, metrics, run, save_model, write_run
 from kit.signal_hooks import at_step
 
@@ -15,7 +15,6 @@ from stillhouse.output.log import NoLog
 
 def lose_folder(folder: str, step: int, to: str) -> None:
     """After `step`, rank 1 no longer sees the run's folder, as if its file system were unmounted."""
-    at_once()
     os.chdir(folder)
     at_step(step, lambda: os.chdir(to), logs=(NoLog,))
 
@@ -48,7 +47,6 @@ def test_a_checkpoint_that_is_another_one_on_each_machine(run_on_two: tuple[Path
 
 
 def in_own_folder(parent: str) -> None:
-    at_once()
     os.chdir(Path(parent) / os.environ["RANK"])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 from kit.damaged_checkpoints import interrupted
-from kit.ranks import Ranks, at_once
+from kit.ranks import Ranks
 from kit.runs import Command, contents, run, save_model, wait_for, write_run, write_texts
 
 from stillhouse.run import agreement
@@ -22,8 +22,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_folders(ranks_in: list[str]) -> None:
-    """Give each rank another working directory, as on machines with separate disks, and print errors at once."""
-    at_once()
+    """Give each rank another working directory, as on machines with separate disks."""
     agreement._SECONDS_TO_SEE = 0.5
     os.chdir(ranks_in[int(os.environ["RANK"])])
 
@@ -57,7 +56,7 @@ def test_a_run_that_is_complete_on_one_machine_only(here: Path, tmp_path: Path) 
 @pytest.mark.parametrize("override", ["train.learning_rate=0.002", "teacher.model=other"])
 def test_a_rank_with_another_configuration(here: Path, tmp_path: Path, override: str) -> None:
     command = ["distill", here / "run.yaml", f"out={tmp_path}/out"]
-    ranks = Ranks(2, *command, hook=at_once, by_rank=[[], [override]])
+    ranks = Ranks(2, *command, by_rank=[[], [override]])
     key = override.partition("=")[0]
     assert ranks.wait() == [2, 2]
     assert ranks[0].err.startswith(f"error: {key}: rank 0 has ")

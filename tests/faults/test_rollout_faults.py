@@ -28,8 +28,9 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Student:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that failed are sent again soon."""
+    """Requests that failed are sent again soon; a server that restarts is asked again after a tenth of `PATIENCE`."""
     monkeypatch.setattr(pool, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(served_weights, "PATIENCE", 2.0)
 
 
 @pytest.fixture

@@ -127,7 +127,13 @@ BEFORE_TRAINING = {
 }
 
 
-@pytest.mark.parametrize(("where", "name"), [*zip(BEFORE_TRAINING, ("SIGINT", "SIGTERM", "SIGINT"), strict=True)])
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("loading", "SIGTERM"),
+        *(pytest.param(where, "SIGINT", marks=pytest.mark.slow) for where in ("preparing", "first evaluation")),
+    ],
+)
 def test_a_signal_before_the_first_step_ends_the_run_at_once(whole: Path, where: str, name: str) -> None:
     out = whole / f"{where} {name}"
     arguments = ["distill", str(whole / "run.yaml"), f"out={out}"]

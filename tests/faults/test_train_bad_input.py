@@ -56,7 +56,13 @@ def put(value: float, name: str) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize("which", ["student", "teacher"])
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.up_proj.weight",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lm_head.weight", "model.embed_tokens.weight")),
+    ],
+)
 def test_weights_that_are_not_finite(here: Path, which: str, name: str) -> None:
     damaged = save_model(here / "damaged", tied=False, change=put(math.nan if which == "student" else math.inf, name))
     part = name.rpartition("weight")[0].removeprefix("model.").removeprefix("lm_head.")

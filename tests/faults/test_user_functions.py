@@ -28,11 +28,9 @@ from kit.user_functions import (
     sleeps,
 )
 
-from stillhouse.preemption import SECONDS_TO_RETURN
-
 REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0}
 #: seconds after which a run with a function that does not return must have ended
-SOON = 2 * SECONDS_TO_RETURN + 10
+SOON = 12.0
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -61,6 +59,7 @@ def test_a_run_ends_with_one_line_and_the_users_frames(
     assert not (tmp_path / "out" / "model").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", ["one_step_off", pytest.param("async", marks=pytest.mark.slow)])
 def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
@@ -110,8 +109,7 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after:
     ranks.send(signal.SIGTERM)
     started = time.monotonic()
     codes = ranks.wait(SOON, grace=SOON)
-    # without rank 0, the other ranks wait some seconds for its message before they print theirs
-    assert time.monotonic() - started < SOON + 15 * (processes - 1)
+    assert time.monotonic() - started < SOON + 5 * (processes - 1)
     assert codes[0] == 128 + signal.SIGTERM, ranks.texts
     assert "Traceback" not in ranks.err
     if function is refuses_to_end:

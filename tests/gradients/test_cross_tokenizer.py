@@ -69,7 +69,7 @@ def teacher_log_probs(folder: Path, teacher: str, ids: np.ndarray) -> Tensor:
         return torch.log_softmax(model(torch.from_numpy(ids.astype(np.int64))[None])[0] / TAU, 1)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, K])
+@pytest.mark.parametrize("top_k", [3, *(pytest.param(top_k, marks=pytest.mark.slow) for top_k in (1, K))])
 @pytest.mark.parametrize(
     ("student", "teacher"),
     [("small", "large"), ("large", "small"), ("small", "pieces"), ("pieces", "large"), ("mistral", "deepseek")],
@@ -257,7 +257,7 @@ def test_one_of_several_teachers(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(gradient, 0.25 * same[name] + 0.75 * only[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("settings", [GOLD, ULD], ids=["gold", "uld"])
+@pytest.mark.parametrize("settings", [GOLD, pytest.param(ULD, marks=pytest.mark.slow)], ids=["gold", "uld"])
 def test_a_whole_run(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     write_run(folder, **settings, out=str(tmp_path / "out"))
     checked = run("check", folder / "run.yaml").out

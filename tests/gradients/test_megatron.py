@@ -44,6 +44,8 @@ CASES = [
     Case(Layout(packed=True), "reverse_kl", "full"),
     Case(Layout(packed=True, tensor=2, sequence=True), "jsd(0.5)", "full"),
 ]
+#: a tied head, sequence parallelism, pipeline, context and packing, each once
+QUICK = [*CASES[4:6], *CASES[7:10]]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,11 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    ids=lambda case: case.name,
+)
 def test_gradients_are_those_of_logits_on_one_rank(ranks: RankPool, case: Case) -> None:
     differences = ranks.call(compare, case, limit=120)
     assert any(each.loss is not None for each in differences)
@@ -144,7 +150,7 @@ def test_a_models_own_objective_beside_the_processor_is_refused(ranks: RankPool)
         ranks.call(plain_with_depths, limit=120)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_gradient_of_tapped_hidden_states_is_that_of_one_rank(ranks: RankPool, sequence: bool) -> None:
     found = ranks.call(compare_tap, Layout(tensor=2, sequence=sequence), limit=120)
     assert worst(enumerate(found))[1] < 1e-5

@@ -1,7 +1,7 @@
 """The compiled pointwise functions on a CPU, compared with float64, and what a pass costs.
 
 Tiles of `COMPILED_FROM` columns or more are compiled; the other tests of the objective are smaller. Compiling costs
-seconds per plan, so `make test` compiles two plans, and the other divergences are marked slow. The cost is the
+seconds per plan, so `make test` compiles the plan of one divergence, and the others are marked slow. The cost is the
 number of compilations, matrix products and memory.
 """
 
@@ -50,6 +50,7 @@ from stillhouse.objective.head import Projection
 from stillhouse.objective.tile import compiled, tile
 
 pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
+EVERY_PLAN = [plan if plan == "plain" else pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS]
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def judge_compiled(leaves: Leaves, terms: list[Term], **options: Any) -> None:
     judge(leaves, terms, chunk_tokens=None, tiny=1e-6, **options)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_plans_against_float64(plan: str, ran_compiled: list[str]) -> None:
     judge_compiled(leaves_of(), PLANS[plan](), normalizer=29.0)
     sweeps = {"raw_sums", "gradient"} if plan == "plain" else {"raw_sums", "log_mean", "normalized_sums", "gradient"}
@@ -112,7 +113,7 @@ def test_compiled_results_equal_uncompiled_ones(
     assert not ran_compiled
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_few_rows(tokens: int, plan: str, ran_compiled: list[str]) -> None:
     """torch treats a size of 1 as a constant, so one row is not compiled."""
@@ -147,6 +148,7 @@ def from_rounded_logits(leaves: Leaves, teacher: FullVocab, dtype: torch.dtype) 
     return {"hidden": logits_TV.grad @ weight, "weight": logits_TV.grad.T @ hidden}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds_operands", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_student_close_to_its_teacher(
@@ -188,7 +190,7 @@ def test_normalizer_changes_nothing_but_the_scale(dtype: torch.dtype) -> None:
 # the number of compilations
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_compiles_once_for_a_plan(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other row counts, blocks, chunks, weights, or equal objects do not compile again."""
     terms = PLANS[plan]
@@ -224,6 +226,7 @@ def test_the_first_row_count_is_no_constant() -> None:
     assert counters["stats"]["unique_graphs"] == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("captured_only")
 def test_more_plans_than_torch_compiles_of_one_function() -> None:
     """Numbers that differ between plans stay constants, although torch turns a number into a variable if it differs

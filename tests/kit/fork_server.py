@@ -7,7 +7,10 @@ import os
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 
-PRELOAD = ["__main__", "stillhouse.run.run", "stillhouse.tools.check", "stillhouse.engine.engine"]
+PRELOAD = [
+    *("__main__", "stillhouse.run.run", "stillhouse.tools.check", "stillhouse.engine.engine"),
+    *("stillhouse.serving.server", "peft", "kit.warm"),
+]
 
 
 def fork_server() -> ForkServerContext:

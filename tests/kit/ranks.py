@@ -22,8 +22,6 @@ from typing import Any
 from kit.runs import Command
 from torch.distributed import TCPStore
 
-from stillhouse import cli
-
 HOST = "127.0.0.1"
 #: starts two ranks of what follows
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -129,8 +127,3 @@ def under_torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [*TORCHRUN, "-m", "stillhouse", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
-
-
-def at_once() -> None:
-    """Let every rank print its error at once, without waiting for rank 0."""
-    cli.SECONDS_FOR_FIRST = 0.0

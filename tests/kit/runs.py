@@ -24,6 +24,7 @@ from kit.families import build
 from kit.fork_server import fork_server
 from kit.toy_tokenizer import TEXT, toy_backend, toy_tokenizer
 
+from stillhouse import cli
 from stillhouse.config import RunConfig, dump_config, load_config
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import StepOutput
@@ -221,9 +222,8 @@ def _child(
         os.dup2(os.open(log + suffix, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     torch.set_num_threads(1)
+    cli.SECONDS_FOR_FIRST = 0.0  # every rank prints its error at once, without waiting for rank 0
     if hook is not None:
         hook(*hook_arguments)
-    from stillhouse.cli import main
-
     sys.argv = ["stillhouse", *arguments]
-    main()
+    cli.main()

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 GATHER, SUM, EXCHANGE = "_allgather_base_", "allreduce_", "alltoall_base_"
 #: seconds in which the other ranks may report their errors, after the first error
 GRACE = 1.0
-#: a shared pool starts new processes after this many jobs
+#: a shared pool of jobs that create meshes starts new processes after this many jobs
 LIFETIME = 12
 #: after this many failed jobs, the rest of a batch is not tried
 MAX_FAILURES = 4
@@ -159,10 +159,19 @@ class RankPool:
 
 
 @cache
-def shared_pool(size: int = 4) -> RankPool:
+def shared_pool(size: int = 4, lifetime: int | None = None) -> RankPool:
     """Return the ranks that all tests of a module share."""
-    _shared.append(RankPool(size, LIFETIME))
+    _shared.append(RankPool(size, lifetime))
     return _shared[-1]
+
+
+def pool_of_meshes(processes: int) -> RankPool:
+    """Return ranks for jobs that create a mesh of so many processes; those of other sizes end."""
+    pool = shared_pool(processes + processes % 2, LIFETIME)
+    for other in _shared:
+        if other is not pool:
+            other.rest()
+    return pool
 
 
 def rest() -> None:

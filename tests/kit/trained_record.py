@@ -24,11 +24,9 @@ class TrainedStep:
 
 
 def record_trained(path: str) -> None:
-    """A hook of a run's processes. They also print their errors at once, without waiting for rank 0."""
-    from stillhouse import cli
+    """A hook of a run's processes."""
     from stillhouse.loops.rollouts import Rollouts
 
-    cli.SECONDS_FOR_FIRST = 0.0
     take, trained = Rollouts.take, Rollouts.trained
     taken: dict[str, Any] = {}
 

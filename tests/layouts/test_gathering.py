@@ -4,7 +4,7 @@ import pytest
 import torch
 from kit.gathering import LOSS_FACTORS, Errors, compare_gathered, sum_over_ranks
 from kit.parity_cases import Case
-from kit.shard_ranks import Failure, RankPool, shared_pool
+from kit.shard_ranks import Failure, pool_of_meshes
 
 from stillhouse.parallel import Degrees, Layout
 
@@ -18,11 +18,11 @@ def layout(**degrees: int) -> Layout:
 CASES = [
     Case(layout(fsdp=2)),
     Case(layout(fsdp=2), "llama"),
-    Case(layout(fsdp=2, tensor=2)),
     Case(layout(fsdp=2, pipeline=2)),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (
+            Case(layout(fsdp=2, tensor=2)),
             Case(layout(fsdp=2, pipeline=2), "llama"),
             Case(layout(replicate=2, fsdp=2)),
             Case(layout(context=2)),
@@ -36,14 +36,9 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool(8)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_gradients_are_as_near_to_float32s_as_autocasts(pool: RankPool, case: Case) -> None:
-    (answer,) = pool.run(compare_gathered, [case], limit=LIMIT)
+def test_gradients_are_as_near_to_float32s_as_autocasts(case: Case) -> None:
+    (answer,) = pool_of_meshes(case.layout.degrees.processes).run(compare_gathered, [case], limit=LIMIT)
     assert not isinstance(answer, Failure), answer.text
     errors: list[tuple[Errors, Errors]] = [of_rank for of_rank in answer if of_rank is not None]
     assert len(errors) == case.layout.degrees.processes
@@ -57,8 +52,8 @@ def test_gradients_are_as_near_to_float32s_as_autocasts(pool: RankPool, case: Ca
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_gradients_are_summed_in_float32(pool: RankPool, family: str, micro_batches: int) -> None:
-    (answer,) = pool.run(sum_over_ranks, [Case(layout(fsdp=2), family, micro_batches)], limit=LIMIT)
+def test_gradients_are_summed_in_float32(family: str, micro_batches: int) -> None:
+    (answer,) = pool_of_meshes(2).run(sum_over_ranks, [Case(layout(fsdp=2), family, micro_batches)], limit=LIMIT)
     assert not isinstance(answer, Failure), answer.text
     for dtypes, gradient_VD in (of_rank for of_rank in answer if of_rank is not None):
         # a tied weight is gathered together with the embedding, in float32

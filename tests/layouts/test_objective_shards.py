@@ -149,7 +149,9 @@ def test_padded_rows_and_other_row_counts(pool: RankPool) -> None:
 ALL_KINDS = "forward_kl + 0.5*reverse_kl + 0.5*jsd(0.3)"
 
 
-@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(
+    "tail", [tail if tail == "bucket" else pytest.param(tail, marks=pytest.mark.slow) for tail in TAILS]
+)
 def test_top_k_ids_anywhere(pool: RankPool, tail: str) -> None:
     """The ids are at every border, repeated, absent, all in one shard, or a whole shard."""
     named = {
@@ -288,7 +290,8 @@ def test_random_layouts(pool: RankPool, seed: int) -> None:
     check(pool, cases)
 
 
-@pytest.mark.parametrize("expression", ["jsd(0.3)", pytest.param("forward_kl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", ["jsd(0.3)", "forward_kl"])
 def test_shards_of_which_some_are_compiled(pool: RankPool, expression: str) -> None:
     """Pointwise work is compiled from 2048 columns on, so one rank here compiles and the others do not."""
     named = {expression: partial(problems.distillation, expression, "full", vocabulary=3000)}

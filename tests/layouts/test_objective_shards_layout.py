@@ -102,16 +102,19 @@ def test_frozen_leaves_and_an_incoming_gradient(pool: RankPool) -> None:
 # collectives
 
 
-def counted_passes(pool: RankPool, named: dict[str, Any], job: Any = jobs.two_passes) -> dict[str, list[Outcome]]:
-    """Return the second pass of the first rank, in one chunk and in four."""
-    options = [{"counts_collectives": True, "chunk_tokens": each} for each in (TOKENS, TOKENS // 4)]
-    cases = [case for each in options for case in over(Layout(FOUR), named, **each)]
+CHUNKS = 4
+
+
+def counted_passes(
+    pool: RankPool, named: dict[str, Any], job: Any = jobs.two_passes, chunks: int = CHUNKS
+) -> dict[str, Outcome]:
+    """Return the second pass of the first rank."""
+    cases = over(Layout(FOUR), named, counts_collectives=True, chunk_tokens=TOKENS // chunks)
     answers = pool.run(job, cases, limit=30.0)
     assert not (failed := [answer.text for answer in answers if isinstance(answer, Failure)]), failed
     for answer in answers:
         assert len({tuple(second.forward.items()) for _, second in answer}) == 1
-    seconds = [answer[0][1] for answer in answers]
-    return {name: [seconds[at], seconds[at + len(named)]] for at, name in enumerate(named)}
+    return {name: answer[0][1] for name, answer in zip(named, answers, strict=True)}
 
 
 def test_one_collective_per_chunk(pool: RankPool) -> None:

@@ -8,7 +8,7 @@ loss is not enough, because it can be right while the gradient is wrong. `make t
 import pytest
 import torch
 from kit.parity_cases import Case, Difference, compare
-from kit.shard_ranks import Failure, RankPool, shared_pool
+from kit.shard_ranks import Failure, pool_of_meshes
 
 from stillhouse.libraries import is_supported
 from stillhouse.models import HiddenPair
@@ -31,15 +31,10 @@ HIDDEN = (HiddenPair(0, 1, "mse", 0.3), HiddenPair(-1, -1, "cosine", 0.5))
 QUICK = [
     Case(layout(fsdp=2)),
     Case(layout(fsdp=2), "llama"),
-    Case(layout(fsdp=4), "llama"),
     Case(layout(replicate=2)),
     Case(layout(tensor=2)),
-    Case(layout(tensor=2), "llama"),
-    Case(layout(tensor=4)),
     Case(layout(tensor=2), "glm4_moe"),
-    Case(layout(tensor=2), "apertus"),
     Case(layout(context=2)),
-    Case(layout(context=2), "llama"),
     Case(layout(pipeline=2)),
     Case(layout(pipeline=2), "llama"),
     Case(layout("gpipe", pipeline=4), "llama", micro_batches=4),
@@ -47,42 +42,39 @@ QUICK = [
     Case(layout("interleaved", pipeline=2), micro_batches=4),
     Case(layout("zero_bubble", pipeline=2), micro_batches=4),
     Case(layout("zbv", pipeline=2), "qwen3", micro_batches=4),
-    Case(layout(fsdp=2, tensor=2)),
     Case(layout(fsdp=2, pipeline=2), "llama"),
-    Case(layout(tensor=2, pipeline=2), "llama"),
-    Case(layout(context=2, fsdp=2)),
     Case(layout(fsdp=2, expert=2), "qwen3_moe"),
     Case(layout(pipeline=2), "qwen3_moe"),
     Case(layout(pipeline=2), "llama", teacher=layout(context=2), other_tokens=True),
     Case(layout("zbv", pipeline=2), micro_batches=4, teacher=layout("interleaved", pipeline=2)),
-    Case(layout(fsdp=2), checkpointing=True),
     Case(layout(pipeline=2), hidden=HIDDEN),
     Case(layout(fsdp=2), hidden=HIDDEN, checkpointing=True),
     Case(layout(pipeline=2), top_k=8),
-    Case(layout(tensor=2), top_k=8),
     Case(layout(fsdp=2), lora="base", other_tokens=True),
-    Case(layout(tensor=2), lora="teacher"),
     Case(Layout(Degrees(fsdp=2), offload=True)),
-    Case(layout(fsdp=2), mtp="teacher"),
-    Case(layout(context=2), mtp="student"),
     Case(layout(pipeline=2), mtp="teacher"),
     Case(layout(fsdp=2), optimizer="muon"),
-    Case(layout(tensor=2), "llama", optimizer="muon"),
     Case(layout(pipeline=2), "llama", optimizer="adafactor"),
 ]
 SLOW = [
+    # the twins of quick cases
+    Case(layout(tensor=2), "llama"),
+    Case(layout(tensor=2), "apertus"),
+    Case(layout(context=2), "llama"),
+    Case(layout(fsdp=2), checkpointing=True),
+    Case(layout(tensor=2), top_k=8),
+    Case(layout(fsdp=2), mtp="teacher"),
+    Case(layout(context=2), mtp="student"),
+    Case(layout(fsdp=2, tensor=2)),
     # one axis, and mixes of axes, for a tied and an untied head
-    Case(layout(fsdp=4)),
+    Case(layout(fsdp=4), "llama"),
     Case(layout(replicate=2), "llama"),
     Case(layout(replicate=2, fsdp=2)),
-    Case(layout(tensor=4), "llama"),
-    Case(layout(fsdp=2, tensor=2), "llama"),
+    Case(layout(tensor=4)),
     Case(layout(fsdp=2, pipeline=2)),
-    Case(layout(tensor=2, pipeline=2)),
-    Case(layout(fsdp=2, tensor=2, pipeline=2)),
+    Case(layout(tensor=2, pipeline=2), "llama"),
     Case(layout(fsdp=2, tensor=2, pipeline=2), "llama"),
-    Case(layout(context=2, fsdp=2), "llama"),
-    Case(layout(context=2, pipeline=2), "llama"),
+    Case(layout(context=2, fsdp=2)),
     Case(layout(context=2, tensor=2, pipeline=2)),
     *(Case(layout(tensor=2), family) for family in ("mistral", "phi3", "cohere", "gemma2", "gemma3", "granite")),
     # each schedule with as many micro-batches as it needs at least, and with a steady state between its ends
@@ -164,7 +156,7 @@ SLOW = [
         Case(layout(**degrees), family, lora=lora)
         for family, lora, degrees in (
             ("qwen3", "teacher", {"pipeline": 2}),
-            ("llama", "base", {"tensor": 2}),
+            ("qwen3", "teacher", {"tensor": 2}),
             ("llama", "base", {"pipeline": 2}),
             ("qwen3", "base", {"context": 2}),
             ("qwen3", "base", {"replicate": 2}),
@@ -220,26 +212,23 @@ SLOW = [
         for family, degrees in (
             ("llama", {"fsdp": 3}),
             ("qwen3", {"replicate": 2}),
-            ("qwen3", {"fsdp": 2, "tensor": 2}),
+            ("llama", {"tensor": 2}),
             ("llama", {"tensor": 2, "pipeline": 2}),
             ("qwen3_moe", {"fsdp": 4, "expert": 2}),
         )
     ),
     Case(layout(fsdp=2), lora="teacher", optimizer="muon"),
 ]
+# in the order of the numbers of processes, so that cases share them
+QUICK, SLOW = (sorted(cases, key=lambda case: case.layout.degrees.processes) for cases in (QUICK, SLOW))
 CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 if not is_supported("multi-token prediction"):
     CASES = [case for case in CASES if not (case if isinstance(case, Case) else case.values[0]).mtp]
 
 
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool(8)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_training_equals_one_process(pool: RankPool, case: Case) -> None:
-    (answer,) = pool.run(compare, [case], limit=LIMIT)
+def test_training_equals_one_process(case: Case) -> None:
+    (answer,) = pool_of_meshes(case.layout.degrees.processes).run(compare, [case], limit=LIMIT)
     assert not isinstance(answer, Failure), answer.text
     differences: list[Difference] = [difference for difference in answer if difference is not None]
     assert len(differences) == case.layout.degrees.processes

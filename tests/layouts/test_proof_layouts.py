@@ -38,17 +38,12 @@ def slow(*case: Any) -> Any:
 
 
 def without_masks() -> None:
-    """A hook: an attention to which transformers gives causal masks that know nothing of documents. And every rank
-    prints its error at once, without waiting for rank 0.
-    """
+    """A hook: an attention to which transformers gives causal masks that know nothing of documents."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    import stillhouse.cli
-
     AttentionInterface.register("without_masks", sdpa_attention_forward)
     AttentionMaskInterface.register("without_masks", lambda *_, **__: None)
-    stillhouse.cli.SECONDS_FOR_FIRST = 0.0
 
 
 @pytest.fixture(scope="module")

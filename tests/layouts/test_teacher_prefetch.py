@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 from kit.parity_cases import LEARNING_RATE, ONE, Case, Side, alias, batches, configurations, decoder, mesh_of
-from kit.shard_ranks import Rank, shared_pool
+from kit.shard_ranks import Rank, pool_of_meshes
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.models.dtensors import gathered_tensor
@@ -80,7 +80,8 @@ def micro_batches_of(step: int) -> list[MicroBatch]:
     ["right", pytest.param("wrong", marks=pytest.mark.slow), pytest.param("nothing", marks=pytest.mark.slow)],
 )
 def test_announcements_do_not_change_the_weights(announced: str) -> None:
-    ranks = [result for result in shared_pool(8).call(train, announced, limit=LIMIT) if result is not None]
+    pool = pool_of_meshes(CASE.layout.degrees.processes)
+    ranks = [result for result in pool.call(train, announced, limit=LIMIT) if result is not None]
     assert len(ranks) == CASE.layout.degrees.processes
     counts = [4, 4, 2, 4]
     for rank, result in enumerate(ranks):

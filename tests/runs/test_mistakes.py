@@ -23,10 +23,16 @@ MISTAKES = [
     for path in LISTS
     for mistake in YAML(typ="safe").load(path.read_text(encoding="utf-8"))
 ]
-#: every so many-th mistake is tried in `make test`, and those that are marked `quick`
+#: every so many-th mistake is tried in `make test`, if it needs no fresh process, and those that are marked `quick`
 QUICK = 12
+
+
+def is_quick(number: int, mistake: dict[str, Any]) -> bool:
+    return "quick" in mistake or (number % QUICK == 0 and "fresh" not in mistake)
+
+
 CASES = [
-    pytest.param(mistake, id=name, marks=pytest.mark.slow if number % QUICK and "quick" not in mistake else ())
+    pytest.param(mistake, id=name, marks=() if is_quick(number, mistake) else pytest.mark.slow)
     for number, (name, mistake) in enumerate(MISTAKES)
 ]
 RUN = """

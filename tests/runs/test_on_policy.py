@@ -83,7 +83,10 @@ def test_without_staleness_every_schedule_is_sync_to_the_bit(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 4))])
-@pytest.mark.parametrize("schedule", ["sync", "one_step_off", "two_step_off", "async"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["one_step_off", "async", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "two_step_off"))],
+)
 def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int) -> None:
     """The run is killed after step `at` is logged; its last checkpoint is of an earlier step, or there is none."""
     settings = {"rollout.schedule": schedule, "rollout.max_staleness": 4, "checkpoint.every": 2}
@@ -136,7 +139,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "layout",
-    ["fsdp=2", "pipeline=2", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tensor=2", "context=2"))],
+    ["fsdp=2", *(pytest.param(f"{axis}=2", marks=pytest.mark.slow) for axis in ("pipeline", "tensor", "context"))],
 )
 def test_two_processes_train_on_the_completions_of_one(one_process: Path, layout: str) -> None:
     out = one_process / layout

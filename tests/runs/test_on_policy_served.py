@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def server(in_process: Path) -> Iterator[Server]:
+    with Server(in_process / "student", "--generate") as running:
+        yield running
+
+
 SETTINGS: dict[str, Any] = {"checkpoint.every": 2, "train.steps": 8, "rollout.max_new_tokens": 9}
 
 
@@ -51,9 +58,8 @@ def assert_same_run(out: Path, expected_out: Path) -> None:
     assert all(line["rollout/log_ratio_max"] < 1e-4 for line in rollout_figures(out))
 
 
-def test_a_served_run_is_that_of_one_process(in_process: Path) -> None:
-    with Server(in_process / "student", "--generate") as server:
-        run(*served(in_process, "served", server.url))
+def test_a_served_run_is_that_of_one_process(in_process: Path, server: Server) -> None:
+    run(*served(in_process, "served", server.url))
     assert_same_run(in_process / "served", in_process / "in_process")
     assert [path.name for path in sorted((in_process / "served" / "weights").iterdir())] == [
         "version-00000006",
@@ -61,10 +67,10 @@ def test_a_served_run_is_that_of_one_process(in_process: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("layout", ["fsdp=2", pytest.param("pipeline=2", marks=pytest.mark.slow)])
-def test_two_processes_share_the_completions_of_a_server(in_process: Path, layout: str) -> None:
-    with Server(in_process / "student", "--generate") as server:
-        run_ranks(2, *served(in_process, layout, server.url), f"parallel.{layout}")
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2"])
+def test_two_processes_share_the_completions_of_a_server(in_process: Path, server: Server, layout: str) -> None:
+    run_ranks(2, *served(in_process, layout, server.url), f"parallel.{layout}")
     assert_same_run(in_process / layout, in_process / "in_process")
 
 
@@ -72,9 +78,8 @@ def test_two_processes_share_the_completions_of_a_server(in_process: Path, layou
     "schedule",
     ["async", *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in ("one_step_off", "two_step_off"))],
 )
-def test_the_schedules_with_a_server(in_process: Path, schedule: str) -> None:
-    with Server(in_process / "student", "--generate") as server:
-        run(*served(in_process, schedule, server.url, **{"rollout.schedule": schedule}))
+def test_the_schedules_with_a_server(in_process: Path, server: Server, schedule: str) -> None:
+    run(*served(in_process, schedule, server.url, **{"rollout.schedule": schedule}))
     lines = rollout_figures(in_process / schedule)
     assert len(lines) == 8
     assert all(line["rollout/staleness_max"] <= 2 for line in lines)
@@ -110,40 +115,39 @@ def test_of_two_servers_one_is_killed_for_good(in_process: Path) -> None:
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_trainer_that_is_killed_goes_on_with_the_same_server(in_process: Path, at: int) -> None:
     out = in_process / f"resumed_{at}"
-    with Server(in_process / "student", "--generate") as server:
-        arguments = served(in_process, out.name, server.url)
-        command = Command(*arguments, hook=signal_at, hook_arguments=(at, signal.SIGKILL))
-        assert command.wait(120) == -signal.SIGKILL, command.err
-        run(*arguments)
+    arguments = served(in_process, out.name, server.url)
+    command = Command(*arguments, hook=signal_at, hook_arguments=(at, signal.SIGKILL))
+    assert command.wait(120) == -signal.SIGKILL, command.err
+    run(*arguments)
     assert_same_run(out, in_process / "in_process")
 
 
-@pytest.mark.parametrize("schedule", ["one_step_off", pytest.param("async", marks=pytest.mark.slow)])
-def test_a_trainer_that_is_killed_asks_again_for_what_was_under_way(in_process: Path, schedule: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+def test_a_trainer_that_is_killed_asks_again_for_what_was_under_way(
+    in_process: Path, server: Server, schedule: str
+) -> None:
     out = in_process / f"resumed_{schedule}"
-    with Server(in_process / "student", "--generate") as server:
-        arguments = served(in_process, out.name, server.url, **{"rollout.schedule": schedule})
-        command = Command(*arguments, hook=signal_at, hook_arguments=(5, signal.SIGKILL))
-        assert command.wait(120) == -signal.SIGKILL, command.err
-        run(*arguments)
+    arguments = served(in_process, out.name, server.url, **{"rollout.schedule": schedule})
+    command = Command(*arguments, hook=signal_at, hook_arguments=(5, signal.SIGKILL))
+    assert command.wait(120) == -signal.SIGKILL, command.err
+    run(*arguments)
     lines = rollout_figures(out)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert all(line["rollout/staleness_max"] <= 2 for line in lines)
 
 
-def test_without_any_server_the_run_saves_and_stops_and_goes_on_later(in_process: Path) -> None:
-    arguments = (in_process / "student", "--generate")
+def test_without_any_server_the_run_saves_and_stops_and_goes_on_later(in_process: Path, server: Server) -> None:
     out = in_process / "stopped"
-    with Server(*arguments) as server:
-        command = Command(*served(in_process, "stopped", server.url, **{"rollout.timeout": "3"}))
+    with Server(in_process / "student", "--generate") as killed:
+        command = Command(*served(in_process, "stopped", killed.url, **{"rollout.timeout": "1.5"}))
         wait_for(lambda: last_step(out) >= 2)
-        server.first.process.kill()
-        server.first.process.join()
+        killed.first.process.kill()
+        killed.first.process.join()
         assert command.wait(120) == 1
         assert "the run has stopped after a checkpoint" in command.err
-        server.first.wait = lambda _: 0  # type: ignore[method-assign, assignment] # it was killed
-    with Server(*arguments) as server:
-        run(*served(in_process, "stopped", server.url))
+        killed.first.wait = lambda _: 0  # type: ignore[method-assign, assignment]
+    run(*served(in_process, "stopped", server.url))
     assert_same_run(out, in_process / "in_process")
 
 

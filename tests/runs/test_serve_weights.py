@@ -27,6 +27,7 @@ from stillhouse.generation.published import MANIFEST
 from stillhouse.generation.weights import version_folder
 from stillhouse.output.folder import RunFolder
 from stillhouse.run.run import distill
+from stillhouse.serving import pool
 from stillhouse.serving.client import ServerError
 
 WEIGHTS, TENSOR = "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
@@ -340,8 +341,9 @@ def test_a_vllm_that_loads_nothing_is_found(tmp_path: Path) -> None:
             distill(config)
 
 
-def test_a_server_that_comes_back_is_proved_again(tmp_path: Path) -> None:
+def test_a_server_that_comes_back_is_proved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what was proved when the version was new: the trainer's weights are newer now."""
+    monkeypatch.setattr(pool, "FIRST_PAUSE", 0.01)
     student = Student(tmp_path)
     probes = [request.prompt_ids.tolist() for request in requests_of(3)]
     with (
@@ -386,6 +388,7 @@ def test_runs_at_the_same_path_and_copies_of_a_run_have_folders_of_their_own(tmp
     assert len({identity, other.identity(), RunFolder(tmp_path / "copy").identity()}) == 3
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_weights_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
     """Both have the same path, as on two machines."""
     shared = tmp_path / "shared"

@@ -126,6 +126,7 @@ def test_quantized_weights_take_less_memory(folder: Path) -> None:
     assert four < 0.24 * whole
 
 
+@pytest.mark.slow
 def test_a_served_quantized_teacher_is_proven_and_is_another_teacher(folder: Path, plain: tuple[str, Path]) -> None:
     kind, other = plain
     with Server(folder / "teacher", "--quantize", kind) as server, Server(folder / "teacher") as exact:

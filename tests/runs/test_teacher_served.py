@@ -228,11 +228,11 @@ def test_without_any_server_a_run_saves_its_steps_and_stops(
 ) -> None:
     out = tmp_path / "out"
     with proxy_to(server) as (proxy, url):
-        settings = {"teacher.timeout": 3.0, "out": str(out)}
+        settings = {"teacher.timeout": 1.5, "out": str(out)}
         write_run(folder, cached=True, **settings, **{"teacher.url": url})
         proxy.after(PROOF + answered, [reset] * 10_000)
         shown = run("distill", folder / "run.yaml", code=1)
-    assert "no server of the teacher has answered for 3 seconds" in shown.err
+    assert "no server of the teacher has answered for 1.5 seconds" in shown.err
     [saved] = (out / "checkpoints").iterdir()
     assert f"the run has stopped after a checkpoint: {saved}" in shown.err
     assert 0 < int(saved.name.removeprefix("step-")) <= 6

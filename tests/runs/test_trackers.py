@@ -319,7 +319,7 @@ def test_a_silent_server_of_wandb_does_not_hold_up_the_end_of_a_run(tmp_path: Pa
     pytest.importorskip("wandb")
     with ThreadingHTTPServer(("127.0.0.1", 0), _Wandb) as server:
         server.daemon_threads, server.block_on_close = True, False
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         process = fork_server().Process(target=_log_online, args=(str(tmp_path), server.server_port), daemon=True)
         process.start()
         process.join(40)

@@ -38,7 +38,7 @@ def ids_of(completions: list[Completion]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.6, 0.0])
 def test_log_probs_are_those_of_a_forward_pass_in_float64(family: str, temperature: float) -> None:
     decoder, exact = Decoder(build(family)), Decoder(build(family, dtype=torch.float64))
     check_generation(decoder, CPU)

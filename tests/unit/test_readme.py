@@ -110,6 +110,7 @@ def test_the_processors_of_the_page_run() -> None:
     decoder(ids, processor=names["process"], context=context).loss.backward()
 
 
+@pytest.mark.slow
 def test_the_own_loop_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_new_student(tmp_path / "student", seed=0)
     main = runpy.run_path(str(ROOT / "examples" / "own_loop.py"))["main"]

@@ -25,7 +25,7 @@ def run_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(run_dir: Path) -> Iterator[ReportServer]:
     with ReportServer(WatchedReport(run_dir)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         server.shutdown()
 

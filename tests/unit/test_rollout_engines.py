@@ -59,7 +59,9 @@ def engine(student: Student, server: StubServer) -> Iterator[ServedEngine]:
         yield engine
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "vllm" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_log_probabilities_are_those_of_the_version(student: Student, kind: str) -> None:
     handler, api, options = KINDS[kind]
     eos = tuple(range(0, VOCABULARY, 9))

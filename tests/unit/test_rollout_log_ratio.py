@@ -24,7 +24,7 @@ def shifted(handler: StubHandler, content: dict[str, Any]) -> None:
     ("schedule", "options", "learning_rate", "warning"),
     [
         ("sync", {}, 0.01, "with the same weights"),
-        ("one_step_off", {}, 0.005, ""),
+        pytest.param("one_step_off", {}, 0.005, "", marks=pytest.mark.slow),
         pytest.param("async", {"mixes_weights": True}, 0.01, "with the same weights", marks=pytest.mark.slow),
         pytest.param("async", {"mixes_weights": True}, 0.005, "", marks=pytest.mark.slow),
         pytest.param("one_step_off", {}, 0.02, "at most 1 steps older, differ by", marks=pytest.mark.slow),

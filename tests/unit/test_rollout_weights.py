@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,13 @@ def test_files_are_at_most_a_bucket_and_transformers_reads_them(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("layout", "tied"),
     [
-        *((layout, False) for layout in LAYOUTS if "expert" not in layout),
-        *(("fsdp 2", True), ("pipeline 2", True)),
+        *(("fsdp 2", False), ("tensor 2", False), ("pipeline 2", False), ("pipeline 2", True)),
         *(
-            pytest.param(layout, True, marks=pytest.mark.slow)
-            for layout in ("tensor 2", "pipeline 2, fsdp 2", "replicate 2, tensor 2")
+            pytest.param(layout, tied, marks=pytest.mark.slow)
+            for layout, tied in (
+                *(("fsdp 2", True), ("tensor 2", True)),
+                *product(("pipeline 2, fsdp 2", "replicate 2, tensor 2"), (False, True)),
+            )
         ),
     ],
 )
