@@ -32,7 +32,7 @@ _FREE = {
     "train.activation_checkpointing",
 }
 
-#: keys that versions before them lacked, with the values that mean what those versions did, so that their runs go on
+#: keys that earlier versions lacked, with the values that stand for what those versions did, so that their runs go on
 _ADDED: dict[str, Any] = {
     "data.chat_template": None,
     "train.optimizer": "adamw",
@@ -78,7 +78,7 @@ def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_single(key: str) -> str:
-    """A key of one of several teachers as that of the section teacher."""
+    """The key `teachers.<name>.key` of one of several teachers as `teacher.key`; any other key unchanged."""
     section, _, rest = key.partition(".")
     return f"teacher.{rest.partition('.')[2]}" if section == "teachers" and "." in rest else key
 

@@ -16,7 +16,7 @@ SIGNALS = ("hidden", "top_k", "sampled")
 
 
 class _Group(click.Group):
-    """A group whose first command is meant where none is named: `stillhouse cache run.yaml` is `… write run.yaml`."""
+    """A group that runs its first command if none is named: `stillhouse cache run.yaml` is `… write run.yaml`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or args[0] not in {*self.commands, "-h", "--help"}:

@@ -175,7 +175,7 @@ def _read(path: Path, name: str) -> Documents:
 
 def _array(folder: Path, name: str) -> np.ndarray:
     file, dtype = _array_file(folder, name), _DTYPES[name.partition("-")[0]]
-    if not file.stat().st_size:  # no bytes cannot be mapped
+    if not file.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, dtype=dtype)
     return np.memmap(file, dtype=dtype, mode="r")
 
@@ -193,7 +193,7 @@ def _write_strings(path: Path, strings: Sequence[str]) -> None:
 
 
 def _states(files: Sequence[Path]) -> dict[str, tuple[int, int, int]]:
-    """By the names of the files, what a change of a file changes: its number, size and time."""
+    """The inode, size and time of change of each file, by its name: a changed file has others."""
     states = ((path, path.stat()) for path in files)
     return {str(path): (state.st_ino, state.st_size, state.st_mtime_ns) for path, state in states}
 

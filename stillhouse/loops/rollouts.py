@@ -138,7 +138,7 @@ class Rollouts:
             self.engine.close()
 
     def can_take(self, step: int) -> bool:
-        """Whether a later step's samples can be taken already, which only a schedule of two steps off has early."""
+        """Whether the samples of a later step are finished; only the schedule two_step_off can have them early."""
         if self.config.schedule != "two_step_off" or step >= self.session.step_schedule.steps:
             return False
         return self._of_queue(lambda queue: queue.has_asked(step) and queue.is_ready(step))
@@ -151,7 +151,7 @@ class Rollouts:
     def _update_servers(self, step: int, folder: Path) -> None:
         """On rank 0: give servers new weights, which may take minutes, and look meanwhile whether the run is to end.
 
-        If it is, the thread goes on until what it waits for is closed.
+        The thread that gives the weights is then not waited for: it ends when the engine's connections are closed.
         """
         assert self.engine is not None
         threads, require_no_signal = ThreadPoolExecutor(1), _ServerWatch()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stillhouse import preemption
+
 
 def named(function: Any) -> str:
     return f"{__name__}:{function.__name__}"
@@ -52,8 +54,12 @@ _marked: list[Path] = []
 
 
 def mark(path: str) -> None:
-    """A hook of a run's processes: a function that hangs marks this file. It hangs once `path`.warm exists."""
+    """A hook of a run's processes: a function that hangs marks this file. It hangs once `path`.warm exists.
+
+    After a signal, it has one second to return.
+    """
     _marked.append(Path(path))
+    preemption.SECONDS_TO_RETURN = 1.0
 
 
 def _hangs() -> bool:

@@ -102,19 +102,16 @@ def test_frozen_leaves_and_an_incoming_gradient(pool: RankPool) -> None:
 # collectives
 
 
-CHUNKS = 4
-
-
-def counted_passes(
-    pool: RankPool, named: dict[str, Any], job: Any = jobs.two_passes, chunks: int = CHUNKS
-) -> dict[str, Outcome]:
-    """Return the second pass of the first rank."""
-    cases = over(Layout(FOUR), named, counts_collectives=True, chunk_tokens=TOKENS // chunks)
+def counted_passes(pool: RankPool, named: dict[str, Any], job: Any = jobs.two_passes) -> dict[str, list[Outcome]]:
+    """Return the second pass of the first rank, in one chunk and in four."""
+    options = [{"counts_collectives": True, "chunk_tokens": tokens} for tokens in (TOKENS, TOKENS // 4)]
+    cases = [case for option in options for case in over(Layout(FOUR), named, **option)]
     answers = pool.run(job, cases, limit=30.0)
     assert not (failed := [answer.text for answer in answers if isinstance(answer, Failure)]), failed
     for answer in answers:
         assert len({tuple(second.forward.items()) for _, second in answer}) == 1
-    return {name: answer[0][1] for name, answer in zip(named, answers, strict=True)}
+    seconds = [answer[0][1] for answer in answers]
+    return {name: [seconds[index], seconds[index + len(named)]] for index, name in enumerate(named)}
 
 
 def test_one_collective_per_chunk(pool: RankPool) -> None:

@@ -157,6 +157,7 @@ SLOW = [
         for family, lora, degrees in (
             ("qwen3", "teacher", {"pipeline": 2}),
             ("qwen3", "teacher", {"tensor": 2}),
+            ("llama", "base", {"tensor": 2}),
             ("llama", "base", {"pipeline": 2}),
             ("qwen3", "base", {"context": 2}),
             ("qwen3", "base", {"replicate": 2}),
@@ -213,6 +214,7 @@ SLOW = [
             ("llama", {"fsdp": 3}),
             ("qwen3", {"replicate": 2}),
             ("llama", {"tensor": 2}),
+            ("qwen3", {"fsdp": 2, "tensor": 2}),
             ("llama", {"tensor": 2, "pipeline": 2}),
             ("qwen3_moe", {"fsdp": 4, "expert": 2}),
         )

@@ -113,7 +113,7 @@ def test_of_two_servers_one_is_killed_for_good(in_process: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_a_trainer_that_is_killed_goes_on_with_the_same_server(in_process: Path, at: int) -> None:
+def test_a_trainer_that_is_killed_goes_on_with_the_same_server(in_process: Path, server: Server, at: int) -> None:
     out = in_process / f"resumed_{at}"
     arguments = served(in_process, out.name, server.url)
     command = Command(*arguments, hook=signal_at, hook_arguments=(at, signal.SIGKILL))

@@ -54,7 +54,7 @@ class Conversations:
             )
 
     def _source(self, tools: Tools) -> str:
-        """The template, without a date: some tokenizers have a separate template for tools."""
+        """The template with a fixed date. Some tokenizers have a separate template for conversations with tools."""
         with reading(_REFUSED):
             source = self.tokenizer.get_chat_template(tools=tools)
         return undated(source)
@@ -101,7 +101,7 @@ class Conversations:
 def undated(template: str) -> str:
     """The template with `DATE` instead of the present date.
 
-    With that, a run's documents would be others on the next day, and it could not be resumed; nor would they be in a
-    teacher's cache.
+    With the present date, the documents would change every day: a run could not be resumed, and a teacher's cache
+    would not have them.
     """
     return _ASKS_FOR_THE_DATE.sub(lambda match: repr(DATE.strftime(match["form"])), template)

@@ -209,7 +209,7 @@ def _connected(pool: ServerPool, request: SignalRequest, api: str, model_folder:
 
 
 def _identity(first: ServerInfo, teacher_folder: Path | None) -> str:
-    """The teacher's own hash; that of its files here, if the server tells none; else its name."""
+    """The hash that the server reports, else that of the teacher's files here, else its name."""
     if first.identity is not None:
         return first.identity
     if teacher_folder is not None:
