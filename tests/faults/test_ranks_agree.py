@@ -10,7 +10,7 @@ from kit.damaged_checkpoints import interrupted
 from kit.ranks import Ranks
 from kit.runs import Command, contents, run, save_model, wait_for, write_run, write_texts
 
-from stillhouse.output import folder
+from stillhouse.output import folder as run_folder
 from stillhouse.run import agreement
 
 
@@ -97,7 +97,7 @@ def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path,
 def report_older_version(rank: int) -> None:
     """Let one rank report another version of transformers."""
     if int(os.environ["RANK"]) == rank:
-        folder.transformers.__version__ = "5.0.0"
+        run_folder.transformers.__version__ = "5.0.0"
 
 
 def test_unlike_versions_are_a_warning(here: Path, tmp_path: Path) -> None:
