@@ -69,7 +69,8 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
 def is_override(argument: str) -> bool:
     """Whether an argument is an override: `train.steps=3` is one, `runs/lr=3/config.yaml` is a path.
 
-    Hydra's `~rollout.reward` is one, too, which is then refused as such, unless there is a file of this name.
+    Hydra's `~rollout.reward` counts as an override, too, unless a file has this name. It is refused later, with an
+    error about overrides.
     """
     key, sign, _ = argument.partition("=")
     is_meant = bool(sign) or (key.startswith("~") and not os.path.exists(key))

@@ -1,6 +1,6 @@
 """A micro-batch: all data of some packed sequences, and nothing about losses.
 
-It is made of documents in `packed_rows.py`. B rows, S columns per row (the longest of the micro-batch), T = B·S.
+`packed_rows.py` makes it from documents. B rows, S columns per row (the longest of the micro-batch), T = B·S.
 """
 
 from collections.abc import Mapping

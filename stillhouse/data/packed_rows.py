@@ -26,7 +26,8 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Pack documents into a micro-batch. rows: for each row, the numbers of its documents, in their order.
 
-    gaps: the teachers for whose prefixes there is a gap before each document.
+    gaps: names of teachers; before each document there is a gap as long as the longest prefix that one of these
+        teachers has for it.
 
     Raises ValueError if there is no row, or a row without a document.
     """

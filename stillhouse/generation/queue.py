@@ -191,8 +191,10 @@ class RolloutQueue:
         return [*chosen, *others[: len(self.plan.groups(step)) - len(chosen)]]
 
     def _least(self, step: int) -> dict[int, int]:
-        """For each step from this one on, how many groups whose last chance is that step or earlier must be trained
-        now, because the steps after this one have room for the others only.
+        """For this step and each later step `until`: the least number of groups that this step must train, among
+        those whose last chance is `until` or earlier.
+
+        It is the number of these groups minus the room in the steps after this one, up to `until`.
         """
         least, room = {}, 0
         for until in range(step, step + self.max_staleness + 1):

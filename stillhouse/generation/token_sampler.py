@@ -78,8 +78,9 @@ class TokenSampler(LogitsProcessor):
         return scores_BV.fill_(-torch.inf).scatter_(1, ids_B[:, None], 0.0)
 
     def _sample(self, input_ids_BS: Tensor, scores_BV: Tensor, weights_BV: Tensor) -> Tensor:
-        """Sample a block of `_BLOCK` tokens by the largest sum of its log-probability and Gumbel noise, then one of
-        its tokens in the same way. weights_BV: exp(scores_BV).
+        """Choose the block of `_BLOCK` ids whose log-probability plus Gumbel noise is largest, then an id of it likewise.
+
+        weights_BV: exp(scores_BV).
 
         Every block and token has noise of its own, so a difference in the last digits of the scores, as of another
         batch or layout, hardly ever samples another token.

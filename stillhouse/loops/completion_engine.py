@@ -129,8 +129,10 @@ def _asking_key(rollout: RolloutConfig | None, evaluation: EvalConfig) -> str:
 
 
 def counted_rows(session: Session) -> int:
-    """The number of the student's rows that have a probability in training: with a divergence, at most as many as
-    every exact teacher has (`common_vocabulary`).
+    """The number of rows of the student's head that have a probability in training.
+
+    With a divergence, it is the smallest number of rows of the student's head and of the heads of all teachers with
+    an exact signal (`common_vocabulary`).
     """
     rows = [session.student.vocabulary_rows]
     if session.spec.divergence is not None:

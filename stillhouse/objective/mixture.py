@@ -6,7 +6,7 @@ A pass keeps p as one more tile of logits, τ·log p: its softmax at the tempera
 gradients treat a mixture like any other dense teacher. p is exact: every member is normalized over the whole
 vocabulary before it is added.
 
-C rows of a chunk, V vocabulary of this rank, R ranks, X named numbers of a row. z_i are the logits of member i.
+C rows of a chunk, V vocabulary of this rank, R ranks, X statistics of a row. z_i are the logits of member i.
 """
 
 import math

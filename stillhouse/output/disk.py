@@ -33,9 +33,9 @@ def replace_text(path: Path, content: str) -> None:
 def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bool = False) -> Iterator[Path]:
     """Yield a temporary folder to write to; if the block ends without an error, flush it and rename it to `final`.
 
-    needed_bytes: how much will be written, if known, for the error message about a full disk. exclusive: `final` is
-    not in a folder of ours: nothing that is there is removed, and nothing is left if the block fails. Raises
-    ValueError if the temporary folder exists then.
+    needed_bytes: how much will be written, if known, for the error message about a full disk.
+    exclusive: for a `final` that is not in a folder of ours. A temporary folder that exists is not removed, but raises
+        ValueError; the new one is removed if the block fails.
     """
     partial = _partial(final)
     with ExitStack() as stack, explained_write_errors(final, needed_bytes):

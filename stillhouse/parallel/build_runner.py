@@ -125,7 +125,8 @@ def _plan_stages(
     """Plan the layout's stages. Raises ValueError for a model that cannot be cut into them.
 
     teacher: it may have nothing but its head.
-    teacher_in_stages: the model whose layers are the teacher's; the student, if the teacher is its base.
+    teacher_in_stages: the model whose layers the stages run as the teacher; the student itself, if the teacher is the
+        student without its adapter.
     """
     for decoder in (student, teacher):
         if decoder is not None:

@@ -94,7 +94,10 @@ def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
 
 
 def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, teacher_in_stages: bool) -> None:
-    """Prove what the student's and the teacher's hidden states depend on. names: of the two in errors."""
+    """Prove that hidden states of student and teacher depend on the tokens that they should, and on no others.
+
+    names: of the two models, for errors.
+    """
     pair = runner.pairs[max(runner.pairs)]
     student, teacher = pair.student, None
     if teacher_in_stages:
@@ -138,8 +141,10 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
 
 
 class ProbeForward:
-    """A forward pass of the runner that returns whole hidden states [B, S, D] of the student's depths and [B, S, E]
-    of the teacher; nothing on processes without the last stage.
+    """A forward pass of the runner. It returns hidden states of whole sequences, gathered over the context ranks.
+
+    They are [B, S, D] of the student, and of each depth of its multi-token prediction, and [B, S, E] of the teacher.
+    On processes without the last stage it returns nothing.
     """
 
     def __init__(self, runner: Runner, signals: Signals):

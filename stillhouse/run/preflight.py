@@ -22,7 +22,8 @@ from stillhouse.run.setup import RunSetup
 
 #: runs of fewer steps are warned of, unless train.steps asks for them
 FEW_STEPS = 10
-#: shares of the peak learning rate up to this are warned of, since other tools have the learning rate itself there
+#: values of train.min_learning_rate up to this are warned of: it is a share of the peak here, and a learning rate in
+#: other tools
 SMALL_FLOOR = 1e-4
 
 

@@ -18,7 +18,7 @@ log(Σe^l of the student / Σe^l of the teacher), which is itself computed from 
 These are plain functions of tensors. `compiled.py` compiles each into one kernel, which keeps log-probabilities in
 registers.
 
-B rows of a block, V vocabulary on this rank, X named numbers of a row, in the plan's order.
+B rows of a block, V vocabulary on this rank, X statistics of a row, in the plan's order.
 """
 
 import math

@@ -8,7 +8,7 @@
 
 Terms work with rows, temperatures and ids of the whole vocabulary. They access neither shards nor elements of [C, V].
 
-C rows of the chunk, V vocabulary on this rank, N or K ids per row, R ranks, X named numbers of a row. q is the
+C rows of the chunk, V vocabulary on this rank, N or K ids per row, R ranks, X statistics of a row. q is the
 student's probability, τ a temperature, l = (logit − reference) / τ.
 """
 

@@ -2,7 +2,7 @@
 
 `remote_signals.py`: the store of signals. `download.py`: the teacher's tokenizer and head. `signal_proof.py`: what is
 proven before the first step. `served_engine.py`: the engine that writes completions. `served_weights.py`: the weights
-that its servers have. `engine_proof.py`: what is proven of them.
+that its servers have. `engine_proof.py`: what is proven of servers that write completions.
 """
 
 from stillhouse.serving.client.remote_signals import RemoteSignals, SignalRequest, connect

@@ -77,7 +77,7 @@ class ServedEngine:
     def update_weights(self, version: int, folder: Path | None) -> None:
         """Give all servers a published version, side by side, and prove that they write with it.
 
-        A server that does not answer meanwhile is given it when it answers again. Raises ServerError if a server
+        A server that does not answer meanwhile gets the version when it answers again. Raises ServerError if a server
         answers that it cannot load it (it then stays paused), or if no server answers.
         """
         if folder is None:
