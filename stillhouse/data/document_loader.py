@@ -69,8 +69,8 @@ def load_documents(
     columns: further columns to keep, which every record must have.
     allowed: the only values that some of these columns may have.
     prefixes: by teacher, the template of what it reads in front of a document (see `PrefixTemplate`).
-    reader: the column, one of `columns`, that names the teacher of each document. No other teacher reads the document,
-        and only this teacher's prefix is made for it.
+    reader: the column, one of `columns`, that names the teacher of each document. No other teacher reads it, and
+        only this teacher's prefix is made for it.
     prompts: read only what a model writes after (see `forms.py`); such a document has no targets, and is
         refused instead of cut.
     keep_records: keep the records themselves, too.

@@ -78,7 +78,7 @@ class TokenSampler(LogitsProcessor):
         return scores_BV.fill_(-torch.inf).scatter_(1, ids_B[:, None], 0.0)
 
     def _sample(self, input_ids_BS: Tensor, scores_BV: Tensor, weights_BV: Tensor) -> Tensor:
-        """Choose the block of `_BLOCK` ids whose log-probability plus Gumbel noise is largest, then an id of it likewise.
+        """Choose the block of `_BLOCK` ids with the largest log-probability plus Gumbel noise, then one of its ids.
 
         weights_BV: exp(scores_BV).
 

@@ -34,8 +34,8 @@ def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bo
     """Yield a temporary folder to write to; if the block ends without an error, flush it and rename it to `final`.
 
     needed_bytes: how much will be written, if known, for the error message about a full disk.
-    exclusive: for a `final` that is not in a folder of ours. A temporary folder that exists is not removed, but raises
-        ValueError; the new one is removed if the block fails.
+    exclusive: for a `final` that is not in a folder of ours. A temporary folder that exists is not removed: it raises
+        ValueError. The new one is removed if the block fails.
     """
     partial = _partial(final)
     with ExitStack() as stack, explained_write_errors(final, needed_bytes):
