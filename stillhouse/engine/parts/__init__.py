@@ -1,4 +1,6 @@
-"""The losses that arise inside the student, beside the objective at its head. A new one is one file here.
+"""The losses that arise inside the student, beside the objective at its head.
+
+A new one is a file here with the interface of `LossPart`; `run/setup.py` makes it from its configuration section.
 
 student.mtp                 mtp.py       the objective of the depths of multi-token prediction, at the head
 objective.hidden            hidden.py    between hidden states of layers of student and teacher
