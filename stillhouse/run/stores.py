@@ -104,13 +104,15 @@ def _open(section: str, teacher: TeacherConfig, temperature: float) -> SignalSto
 
 
 @contextmanager
-def _store_errors(section: str, teacher: TeacherConfig) -> Iterator[None]:
-    """Raise an error of a store as a ConfigError with the key that names the store."""
+def _store_errors(
+    section: str, teacher: TeacherConfig, kinds: tuple[type[Exception], ...] = (ValueError,)
+) -> Iterator[None]:
+    """Raise an error of a store as a ConfigError with the store's key."""
     try:
         yield
     except NeedsModelError as error:
         raise ConfigError(f"{section}.model", f"is missing: {error}") from error
-    except (ValueError, OSError) as error:
+    except kinds as error:
         raise ConfigError(_key(section, teacher), str(error)) from error
 
 
@@ -131,7 +133,7 @@ def require_signals(
     for section, store in stores.items():
         teacher = teachers[section]
         _require_objective(section, store, teacher, objective)
-        with ranks.all_raise(ConfigError), _store_errors(section, teacher):
+        with ranks.all_raise(ConfigError), _store_errors(section, teacher, (ValueError, OSError)):
             train = _documents_of(section, route, data.train.documents)
             store.require(train, "data.train")
             if objective.rollout is not None:
