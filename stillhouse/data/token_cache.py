@@ -158,7 +158,11 @@ def _read(path: Path, name: str) -> Documents:
     changed += [file for file, digest in sha256.items() if digest != manifest["sha256"][file]]
     if changed:
         raise ValueError(f"{damaged}: {changed[0]} has other bytes than when it was written")
-    return Documents(
+    arrays = [TOKENS, TARGETS, "offsets", "keys"]
+    arrays += [f"{part}-{number}" for number in range(len(manifest["prefixes"])) for part in _PREFIX_PARTS]
+    if lost := {SOURCES, *(_array_file(path, name).name for name in arrays)} - sha256.keys():
+        raise ValueError(f"{damaged}: {', '.join(sorted(lost))} has no hash in {MANIFEST}")
+    documents = Documents(
         _array(path, TOKENS),
         _array(path, TARGETS),
         _array(path, "offsets"),
@@ -171,6 +175,10 @@ def _read(path: Path, name: str) -> Documents:
             for number, teacher in enumerate(manifest["prefixes"])
         },
     )
+    counts = {len(documents), len(documents.keys_D), len(documents.offsets) - 1}
+    if len(counts) != 1 or not (documents.offsets[-1] == len(documents.tokens_N) == len(documents.targets_N)):
+        raise ValueError(f"{damaged}: the numbers of documents and tokens differ between its files")
+    return documents
 
 
 def _array(folder: Path, name: str) -> np.ndarray:

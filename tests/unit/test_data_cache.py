@@ -24,6 +24,7 @@ from stillhouse.config.read_config import dotted_values
 from stillhouse.data import Documents, load_documents, make_micro_batch, token_cache
 from stillhouse.data.read.data_source import local_files, read_records
 from stillhouse.data.token_cache import cached_documents, entry_key, user_folder
+from stillhouse.hashing import json_hash
 
 
 def load(folder: Path, cache: Path | None, **options: Any) -> Documents:
@@ -139,6 +140,19 @@ def test_a_tokenizers_own_code_is_in_the_key(tmp_path: Path, monkeypatch: pytest
         documents = load_documents(tmp_path / "a.jsonl", tokenizer, max_tokens=64, cache=tmp_path / "cache")
         assert same(documents, load_documents(tmp_path / "a.jsonl", tokenizer, max_tokens=64))
         assert len(entries(tmp_path / "cache")) == number
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "sources.arrow"])
+def test_a_file_without_a_hash_is_refused(tmp_path: Path, name: str) -> None:
+    """The manifest is complete in itself, as another writer could have made it."""
+    write(tmp_path)
+    load(tmp_path, tmp_path / "cache")
+    path = entries(tmp_path / "cache")[0] / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"][name], manifest["sha256_of_the_above"]
+    path.write_text(json.dumps(manifest | {"sha256_of_the_above": json_hash(manifest)}))
+    with pytest.raises(ValueError, match=rf"are damaged; .*: {name} has no hash in manifest\.json"):
+        load(tmp_path, tmp_path / "cache")
 
 
 def test_an_entry_of_other_content_is_refused(tmp_path: Path) -> None:
