@@ -108,15 +108,15 @@ def test_unlike_versions_are_a_warning(here: Path, tmp_path: Path) -> None:
     assert "warning: rank 1 runs transformers 5.0.0 and rank 0 runs transformers 5." in ranks[0].out
 
 
-def hold_before_lock(path: str) -> None:
-    """Let the process wait for a file just before it locks the folder."""
+def hold_before_lock(go: str, reached: str) -> None:
+    """Let the process create the file `reached` just before it locks the folder, and wait for the file `go`."""
     from stillhouse.run import run as module
 
     original = module.folder_lock
 
     def waiting(folder: Any) -> Any:
-        Path(path + ".waiting").touch()
-        wait_for(Path(path).exists)
+        Path(reached).touch()
+        wait_for(Path(go).exists)
         return original(folder)
 
     module.folder_lock = waiting
@@ -125,12 +125,13 @@ def hold_before_lock(path: str) -> None:
 @pytest.mark.parametrize("ends", ["complete", "killed"])
 def test_a_second_run_that_loaded_while_the_first_one_worked(complete_run: Path, tmp_path: Path, ends: str) -> None:
     """The second run starts while the folder is free, and gets the lock after the first one has ended or died."""
-    out, go = tmp_path / "out", tmp_path / "go"
+    out, go, reached = tmp_path / "out", tmp_path / "go", tmp_path / "reached"
     arguments = [complete_run / "run.yaml", f"out={out}"]
+    hook_arguments = (str(go), str(reached))
     other = Command(
-        "distill", *arguments, "train.learning_rate=0.5", hook=hold_before_lock, hook_arguments=(str(go),)
+        "distill", *arguments, "train.learning_rate=0.5", hook=hold_before_lock, hook_arguments=hook_arguments
     )
-    wait_for(Path(f"{go}.waiting").exists)
+    wait_for(reached.exists)
     if ends == "complete":
         run("distill", *arguments)
     else:
@@ -146,8 +147,12 @@ def test_the_same_run_started_twice(complete_run: Path, tmp_path: Path) -> None:
     """The second run resumes from the first run's last checkpoint, or does nothing if the first is complete."""
     out, go = tmp_path / "out", tmp_path / "go"
     arguments = [complete_run / "run.yaml", f"out={out}"]
-    waiting = [Command("distill", *arguments, hook=hold_before_lock, hook_arguments=(str(go),)) for _ in range(2)]
-    wait_for(Path(f"{go}.waiting").exists)
+    reached = [tmp_path / "reached 0", tmp_path / "reached 1"]
+    waiting = [
+        Command("distill", *arguments, hook=hold_before_lock, hook_arguments=(str(go), str(path))) for path in reached
+    ]
+    # the folder is written only after both have seen it empty: they never read a half copied one
+    wait_for(lambda: all(path.exists() for path in reached))
     interrupted(complete_run, tmp_path)
     go.touch()
     codes = sorted(command.wait() for command in waiting)
