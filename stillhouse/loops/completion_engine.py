@@ -16,10 +16,10 @@ from stillhouse.models import Decoder, eos_ids
 from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.serving.client import TOKEN_VARIABLE, ServedEngine, ServerError
-from stillhouse.serving.engines.api import EngineApi
-from stillhouse.serving.engines.sglang import SglangApi
-from stillhouse.serving.engines.stillhouse import StillhouseApi
-from stillhouse.serving.engines.vllm import VllmApi
+from stillhouse.serving.client.apis.server_api import ServerApi
+from stillhouse.serving.client.apis.sglang import SglangApi
+from stillhouse.serving.client.apis.stillhouse import StillhouseApi
+from stillhouse.serving.client.apis.vllm import VllmApi
 
 #: tokens of a batch of completions, as a multiple of a micro-batch's: generation keeps far fewer activations
 _BATCHES = 8
@@ -89,7 +89,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
     return engine
 
 
-def _api(rollout: RolloutConfig, student: Decoder) -> EngineApi:
+def _api(rollout: RolloutConfig, student: Decoder) -> ServerApi:
     if rollout.engine == "vllm":  # of an adapter, the server's own base stays as it is
         takes_models = rollout.writer == "student" and student.lora is None
         return VllmApi(is_tied=student.tied and takes_models)

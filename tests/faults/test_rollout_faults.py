@@ -12,13 +12,12 @@ from kit.stub_servers import Fault, StubHandler, StubServer, Vllm, broken, busy,
 from kit.writer_cases import TEMPERATURE, VOCABULARY, Student, engine_of, requests_of, wait_for_tokens
 
 from stillhouse.generation.sample import Sampling
-from stillhouse.serving import pool
-from stillhouse.serving.client import served_weights
+from stillhouse.serving.client import pool, served_weights
+from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.engine_proof import PROBE_TOKENS
+from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.client.served_weights import MOST_RESTORED
-from stillhouse.serving.engines.vllm import VllmApi
-from stillhouse.serving.pool import ServerError
 
 
 @pytest.fixture(scope="module")

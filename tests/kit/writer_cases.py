@@ -16,10 +16,10 @@ from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
+from stillhouse.serving.client.apis.server_api import ServerApi
+from stillhouse.serving.client.apis.sglang import SglangApi
+from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.served_engine import ServedEngine
-from stillhouse.serving.engines.api import EngineApi
-from stillhouse.serving.engines.sglang import SglangApi
-from stillhouse.serving.engines.vllm import VllmApi
 
 VOCABULARY, TEMPERATURE = 251, 0.7
 RECORDED = Path(__file__).parents[1] / "kit" / "engines"
@@ -86,7 +86,7 @@ class Student:
 
 
 def engine_of(
-    *servers: StubServer, sampling: Sampling | None = None, api: EngineApi | None = None, **options: Any
+    *servers: StubServer, sampling: Sampling | None = None, api: ServerApi | None = None, **options: Any
 ) -> ServedEngine:
     sampling = sampling or Sampling(12, temperature=TEMPERATURE)
     options = {"vocabulary": VOCABULARY, "timeout": 20.0} | options

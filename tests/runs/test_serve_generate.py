@@ -22,8 +22,8 @@ from stillhouse.data import load_tokenizer
 from stillhouse.generation import Completion, GenerationRequest, Sampling
 from stillhouse.generation.generate import Generator
 from stillhouse.models import Decoder, eos_ids
+from stillhouse.serving.client.apis.stillhouse import StillhouseApi
 from stillhouse.serving.client.served_engine import ServedEngine
-from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.server.role import model_info
 
 CPU = torch.device("cpu")

@@ -27,8 +27,7 @@ from stillhouse.generation.published import MANIFEST
 from stillhouse.generation.weights import version_folder
 from stillhouse.output.folder import RunFolder
 from stillhouse.run.run import distill
-from stillhouse.serving import pool
-from stillhouse.serving.client import ServerError
+from stillhouse.serving.client import ServerError, pool
 
 WEIGHTS, TENSOR = "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
 SETTINGS: dict[str, Any] = {"train.steps": 6, "rollout.max_new_tokens": 9, "rollout.engine": "stillhouse"}

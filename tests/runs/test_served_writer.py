@@ -19,10 +19,10 @@ from stillhouse.generation.sample import Sampling
 from stillhouse.output.folder import RunFolder
 from stillhouse.run.run import distill
 from stillhouse.serving.client import ServerError
+from stillhouse.serving.client.apis.sglang import SglangApi
+from stillhouse.serving.client.apis.stillhouse import StillhouseApi
+from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.served_engine import ServedEngine
-from stillhouse.serving.engines.sglang import SglangApi
-from stillhouse.serving.engines.stillhouse import StillhouseApi
-from stillhouse.serving.engines.vllm import VllmApi
 
 SETTINGS: dict[str, Any] = {"objective.loss": "cross_entropy", "rollout.writer": "teacher", "checkpoint.every": 2}
 #: the figures that are equal, and the loss

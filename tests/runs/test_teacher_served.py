@@ -26,8 +26,8 @@ from stillhouse.data import MicroBatch
 from stillhouse.objective import TEACHER, Sampled
 from stillhouse.run.run import distill
 from stillhouse.run.session import Session
-from stillhouse.serving.engines.stillhouse import StillhouseApi
-from stillhouse.serving.pool import ServerError, ServerPool
+from stillhouse.serving.client.apis.stillhouse import StillhouseApi
+from stillhouse.serving.client.pool import ServerError, ServerPool
 from stillhouse.serving.wire import KEY, header_of
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.cache.files import document_id

@@ -34,10 +34,10 @@ from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import single_process_runner
 from stillhouse.run.session import prepare
+from stillhouse.serving.client.apis.sglang import SglangApi
+from stillhouse.serving.client.apis.vllm import VllmApi
+from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.served_engine import ServedEngine
-from stillhouse.serving.engines.sglang import SglangApi
-from stillhouse.serving.engines.vllm import VllmApi
-from stillhouse.serving.pool import ServerError
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ proven before the first step. `served_engine.py`: the engine that writes complet
 that its servers have. `engine_proof.py`: what is proven of servers that write completions.
 """
 
+from stillhouse.serving.client.apis.server_api import NeedsModelError
+from stillhouse.serving.client.pool import TOKEN_VARIABLE, ServerError
 from stillhouse.serving.client.remote_signals import RemoteSignals, SignalRequest, connect
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.client.signal_proof import Proof, prove
-from stillhouse.serving.engines.api import NeedsModelError
-from stillhouse.serving.pool import TOKEN_VARIABLE, ServerError
 
 __all__ = [
     "TOKEN_VARIABLE",

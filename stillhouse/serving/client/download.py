@@ -15,8 +15,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from stillhouse.hashing import folder_hashes
-from stillhouse.serving.engines.api import ServerInfo
-from stillhouse.serving.pool import ServerPool
+from stillhouse.serving.client.apis.server_api import ServerInfo
+from stillhouse.serving.client.pool import ServerPool
 from stillhouse.serving.wire import HEAD_FILE
 
 #: no path, no code, and nothing that a loader would unpickle

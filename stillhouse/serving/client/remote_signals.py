@@ -18,12 +18,12 @@ from stillhouse.data import DataError, Documents
 from stillhouse.data.render.tokenizers import MOST_IDS
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint
+from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo
+from stillhouse.serving.client.apis.sglang import SglangApi
+from stillhouse.serving.client.apis.stillhouse import StillhouseApi
+from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.download import download_teacher
-from stillhouse.serving.engines.api import EngineApi, NeedsModelError, Scores, ServerInfo
-from stillhouse.serving.engines.sglang import SglangApi
-from stillhouse.serving.engines.stillhouse import StillhouseApi
-from stillhouse.serving.engines.vllm import VllmApi
-from stillhouse.serving.pool import Call, ServerPool
+from stillhouse.serving.client.pool import Call, ServerPool
 from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalKind, SignalSpec
 from stillhouse.signals.stored import SignalStore
@@ -36,7 +36,7 @@ _NEEDS_MODEL = {
     "hidden": "hidden states from {name} need the teacher's output head",
     "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
 }
-APIS: tuple[EngineApi, ...] = (StillhouseApi(), VllmApi(), SglangApi())
+APIS: tuple[ServerApi, ...] = (StillhouseApi(), VllmApi(), SglangApi())
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RemoteSignals(SignalStore):
     def __init__(
         self,
         pool: ServerPool,
-        api: EngineApi,
+        api: ServerApi,
         servers: Sequence[ServerInfo],
         signal: SignalSpec,
         width: int,
@@ -229,7 +229,7 @@ def _require_same(first: ServerInfo, other: ServerInfo) -> None:
             )
 
 
-def _require_signal(api: EngineApi, servers: Sequence[ServerInfo], request: SignalRequest) -> None:
+def _require_signal(api: ServerApi, servers: Sequence[ServerInfo], request: SignalRequest) -> None:
     for server in servers:
         known = api.signals if server.signals is None else server.signals
         if request.signal not in known:
@@ -254,7 +254,7 @@ def _spec(request: SignalRequest, saved_dtype: str) -> SignalSpec:
     return SignalSpec("hidden", dtype if dtype in DTYPES else "float32")
 
 
-def _api_of(pool: ServerPool, url: str, name: str) -> EngineApi:
+def _api_of(pool: ServerPool, url: str, name: str) -> ServerApi:
     for api in APIS:
         if api.name == name or (name == "auto" and api.recognises(pool.asker(url))):
             return api

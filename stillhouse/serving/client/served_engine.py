@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.display import escaped
 from stillhouse.generation.published import published_folder
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.serving.client.apis.server_api import Answer, Kind, Published, ServerApi, Span, require_tokenizer
+from stillhouse.serving.client.pool import AskAgainError, Call, ServerPool
 from stillhouse.serving.client.served_weights import UNKNOWN_ADAPTER, UNKNOWN_WEIGHTS, ServedWeights, ServerState
-from stillhouse.serving.engines.api import Answer, EngineApi, Kind, Published, Span, require_tokenizer
-from stillhouse.serving.pool import AskAgainError, Call, ServerPool
 from stillhouse.serving.wire import JSON
 
 #: completions that a server writes at a time; engines batch them, and queue what is too many
@@ -45,7 +45,7 @@ class ServedEngine:
         self,
         urls: Sequence[str],
         sampling: Sampling,
-        api: EngineApi,
+        api: ServerApi,
         *,
         vocabulary: int,
         timeout: float,

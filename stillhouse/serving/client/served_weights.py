@@ -15,6 +15,7 @@ import httpx2
 import numpy as np
 
 from stillhouse.generation.sample import Completion, Sampling
+from stillhouse.serving.client.apis.server_api import Answer, Published, ServerApi, require
 from stillhouse.serving.client.engine_proof import (
     PROMPTS,
     TOP,
@@ -23,8 +24,7 @@ from stillhouse.serving.client.engine_proof import (
     prove_log_probs,
     same_weights,
 )
-from stillhouse.serving.engines.api import Answer, EngineApi, Published, require
-from stillhouse.serving.pool import Ask, Server, ServerError, ServerPool, UnreachableError
+from stillhouse.serving.client.pool import Ask, Server, ServerError, ServerPool, UnreachableError
 
 #: seconds in which one of several servers must accept a new version, before the others go on without it
 PATIENCE = 10.0
@@ -81,7 +81,7 @@ class ServedWeights:
     """
 
     pool: ServerPool
-    api: EngineApi
+    api: ServerApi
     sampling: Sampling
     vocabulary: int
     probes: Sequence[Sequence[int]]

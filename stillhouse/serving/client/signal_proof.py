@@ -23,9 +23,9 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.objective import OutputHead, linear_log_probs
 from stillhouse.parallel import single_process_runner
+from stillhouse.serving.client.apis.server_api import NeedsModelError, UnknownTokenizerError, require_tokenizer
+from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.remote_signals import RemoteSignals
-from stillhouse.serving.engines.api import NeedsModelError, UnknownTokenizerError, require_tokenizer
-from stillhouse.serving.pool import ServerError
 from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_checks import largest_difference, row_differences
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec

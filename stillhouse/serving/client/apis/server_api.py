@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.generation.sample import Completion, Sampling
-from stillhouse.serving.pool import Ask, Call, ServerError
+from stillhouse.serving.client.pool import Ask, Call, ServerError
 from stillhouse.serving.wire import JSON
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
@@ -98,7 +98,7 @@ class Answer:
         return Completion(np.array(self.ids, np.int32), log_probs_N, versions_N, self.finish)
 
 
-class EngineApi(Protocol):
+class ServerApi(Protocol):
     """A kind of server that gives a teacher's signals and writes completions.
 
     signals: which it can give; only those in `any_temperature` also at a temperature other than 1.
@@ -165,7 +165,7 @@ class EngineApi(Protocol):
 
 
 def require_tokenizer(
-    api: EngineApi, ask: Ask, url: str, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
+    api: ServerApi, ask: Ask, url: str, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
 ) -> None:
     """Raise ValueError if the server's tokenizer is another one, and UnknownTokenizerError if it is not told."""
     difference = api.tokenizer_difference(ask, model, tokenizer, text)

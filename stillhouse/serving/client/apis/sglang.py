@@ -19,7 +19,8 @@ from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.generation.sample import Sampling
-from stillhouse.serving.engines.api import (
+from stillhouse.serving.client.apis.score_tensors import top_k_tensors
+from stillhouse.serving.client.apis.server_api import (
     Answer,
     Kind,
     Published,
@@ -33,8 +34,7 @@ from stillhouse.serving.engines.api import (
     refuse,
     require,
 )
-from stillhouse.serving.engines.score_tensors import top_k_tensors
-from stillhouse.serving.pool import Ask, Call
+from stillhouse.serving.client.pool import Ask, Call
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 #: log-probability, id, text

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import tokenizer_fingerprint
-from stillhouse.serving.engines.api import (
+from stillhouse.serving.client.apis.server_api import (
     Kind,
     Published,
     Scores,
@@ -19,8 +19,8 @@ from stillhouse.serving.engines.api import (
     described,
     require,
 )
-from stillhouse.serving.engines.vllm import VllmApi
-from stillhouse.serving.pool import Ask, Call, RefusedError
+from stillhouse.serving.client.apis.vllm import VllmApi
+from stillhouse.serving.client.pool import Ask, Call, RefusedError
 from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 

@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.generation.sample import Sampling
 from stillhouse.libraries import reading
-from stillhouse.serving.engines.api import (
+from stillhouse.serving.client.apis.score_tensors import id_tensors, next_tokens, top_k_tensors
+from stillhouse.serving.client.apis.server_api import (
     Answer,
     Kind,
     Published,
@@ -42,8 +43,7 @@ from stillhouse.serving.engines.api import (
     refuse,
     require,
 )
-from stillhouse.serving.engines.score_tensors import id_tensors, next_tokens, top_k_tensors
-from stillhouse.serving.pool import Ask, Call
+from stillhouse.serving.client.pool import Ask, Call
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 _GENERATE = "/inference/v1/generate"
