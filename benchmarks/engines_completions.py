@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.engines_server import PROCESSED, WRITING
+from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
-from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import single_process_runner

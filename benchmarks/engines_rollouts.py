@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from benchmarks.engines_server import DEVELOPMENT, HIDDEN_STATES, PROCESSED, WRITING, VllmProcess, start
 from benchmarks.training_runs import LOSS, run_config, values_of
 from stillhouse.generation import Sample
-from stillhouse.generation.weights import version_folder
+from stillhouse.generation.publish_weights import version_folder
 from stillhouse.loops import on_policy
 from stillhouse.loops.rollouts import Rollouts
 from stillhouse.output.folder import RunFolder

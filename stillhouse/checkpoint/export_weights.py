@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import StudentConfig
 from stillhouse.data import save_tokenizer
-from stillhouse.engine.state import WEIGHT, stored_tensors
+from stillhouse.engine.torch_state import WEIGHT, stored_tensors
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, merged, save_lora
 from stillhouse.models.checkpoint_names import checkpoint_names

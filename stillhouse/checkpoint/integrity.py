@@ -12,14 +12,14 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from stillhouse.engine.state import stored_tensors
+from stillhouse.engine.torch_state import stored_tensors
 from stillhouse.output.disk import file_names, hashes
 from stillhouse.output.progress import STATE, DamagedCheckpointError, State, read_state
 from stillhouse.parallel import ONE_PROCESS, Ranks, local_processes, local_rank
 
 #: the subfolder of a checkpoint that contains the weights and the optimizer's state
 RESUME = "resume"
-#: the samples of an on-policy run that are not trained (`queue_file.py`)
+#: the samples of an on-policy run that are not trained (`rollouts_file.py`)
 ROLLOUTS = "rollouts.safetensors"
 _READ_TO_RESUME = (f"{RESUME}/", ROLLOUTS)
 _NAMED = 3

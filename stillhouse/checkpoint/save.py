@@ -1,11 +1,11 @@
 """Writes and reads checkpoints: everything that a run needs to continue as if it had never stopped.
 
     checkpoints/step-00000500/
-        resume/        weights, moments and random states (`engine/state.py`), in PyTorch's distributed
+        resume/        weights, moments and random states (`engine/torch_state.py`), in PyTorch's distributed
                        checkpoint format (DCP), as safetensors
         student/       the student and its tokenizer for transformers; of a student with an adapter, only the adapter,
                        for peft
-        rollouts.safetensors    of an on-policy run, the samples that are not trained (`queue_file.py`)
+        rollouts.safetensors    of an on-policy run, the samples that are not trained (`rollouts_file.py`)
         state.json     the run's progress, and a hash of every other file (`progress.py`)
 
 A folder is written under another name and renamed when it is complete. So a process that is killed at any moment
@@ -18,9 +18,9 @@ from typing import Any
 
 from stillhouse.checkpoint.export_weights import save_student
 from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint
-from stillhouse.checkpoint.queue_file import write_queue
+from stillhouse.checkpoint.rollouts_file import write_queue
 from stillhouse.engine.engine import Engine
-from stillhouse.engine.state import RANDOM, stored_tensors
+from stillhouse.engine.torch_state import RANDOM, stored_tensors
 from stillhouse.generation import QueueState
 from stillhouse.output.disk import file_names, hashes, require_space, written_together
 from stillhouse.output.progress import Progress, State, folder_name, write_state

@@ -190,7 +190,7 @@ class Engine(Protocol):
         ...
 
     def publish(self, folder: Path, version: int, *, run: str, tokenizer: Any) -> Path:
-        """Write the student's present weights for servers (see `generation/weights.py`); returns their folder."""
+        """Write the student's present weights for servers (see `publish_weights.py`); returns their folder."""
         ...
 
     def student_copy(self, build: Callable[[], Decoder]) -> StudentCopy:

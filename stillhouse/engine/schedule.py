@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from stillhouse.config import RolloutConfig, TrainConfig
 from stillhouse.data import PackedMicroBatches, PackedSequences
-from stillhouse.generation import RolloutPlan
+from stillhouse.generation import PromptPlan
 
 #: the share of the steps after the warm-up in which the schedule wsd (warm-up, stable, decay) decays
 WSD_DECAY = 0.2
@@ -55,7 +55,7 @@ def make_rollout_schedule(
     dataset: int,
     max_tokens: int,
     seed: int,
-) -> tuple[StepSchedule, RolloutPlan]:
+) -> tuple[StepSchedule, PromptPlan]:
     """The step schedule and the plan of an on-policy run. Its sequences are counted as if each had one sample.
 
     Its micro-batches depend on the lengths of completions (`pack_step`). prompts, dataset: numbers of documents.
@@ -67,7 +67,7 @@ def make_rollout_schedule(
     else:
         assert train.epochs is not None
         steps = math.ceil(round(max(1.0, train.epochs * prompts) / (per_step * rollout.share), 6))
-    plan = RolloutPlan(prompts, dataset, per_step, samples, seed, rollout.share)
+    plan = PromptPlan(prompts, dataset, per_step, samples, seed, rollout.share)
     return StepSchedule(steps, steps * per_step * samples, per_step * samples, 1), plan
 
 

@@ -20,9 +20,9 @@ from stillhouse.engine.engine import SavedTensors, StepOutput, add_up
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.optimizer import embedding_weights, make_optimizer, make_step
 from stillhouse.engine.parts import LossPart, MtpLoss
-from stillhouse.engine.state import TrainingState
+from stillhouse.engine.torch_state import TorchState
+from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.student_copy import StudentCopy
-from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder, NotFiniteError, OutputProcessor, evaluating
 from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.models.processors import cross_entropy
@@ -246,8 +246,8 @@ class TorchEngine:
     # ---- state
 
     @property
-    def _state(self) -> TrainingState:
-        return TrainingState(self._runner, self.optimizer, self.average)
+    def _state(self) -> TorchState:
+        return TorchState(self._runner, self.optimizer, self.average)
 
     def bytes_to_save(self) -> int:
         return self._state.bytes_to_write()

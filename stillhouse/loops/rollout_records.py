@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from stillhouse.engine.engine import StepOutput
-from stillhouse.generation import POLICY_VERSION, RolloutPlan, Sample, staleness
+from stillhouse.generation import POLICY_VERSION, PromptPlan, Sample, staleness
 from stillhouse.generation.advantages import mean_and_deviation
 from stillhouse.loops.session_objects import Session
 from stillhouse.output import records
@@ -32,7 +32,7 @@ class RolloutMetrics:
     by_student: whether the student generates the samples.
     """
 
-    def __init__(self, plan: RolloutPlan, ranks: Ranks, *, by_student: bool):
+    def __init__(self, plan: PromptPlan, ranks: Ranks, *, by_student: bool):
         self._plan, self._ranks, self._by_student = plan, ranks, by_student
         self._first: list[tuple[float, float]] = []  # mean length, and share of cut completions
         self._warned: set[str] = set()

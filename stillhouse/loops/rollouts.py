@@ -16,11 +16,11 @@ from stillhouse.checkpoint.served_models import require_same_writer
 from stillhouse.config import RolloutConfig
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
 from stillhouse.generation import (
+    PromptPlan,
     RolloutEngine,
-    RolloutPlan,
     RolloutQueue,
     Sample,
-    SampleWriter,
+    SampleGenerator,
     TargetRules,
     require_versions,
     step_documents,
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 WAIT_FOR_COMPLETIONS = "wait for completions"
 
-#: how many steps ahead of its own a schedule asks for completions; async: see `queue.py`
+#: how many steps ahead of its own a schedule asks for completions; async: see `rollout_queue.py`
 _AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 
 
@@ -227,12 +227,12 @@ def make_queue(
     rollout: RolloutConfig,
     engine: RolloutEngine,
     prompts: Documents,
-    plan: RolloutPlan,
+    plan: PromptPlan,
     tokenizer: PreTrainedTokenizerBase,
     steps: int,
 ) -> RolloutQueue:
     """Raises ConfigError for a reward or an environment that cannot be loaded."""
-    writer = SampleWriter(
+    generator = SampleGenerator(
         engine,
         prompts,
         plan,
@@ -243,7 +243,7 @@ def make_queue(
         max_turns=rollout.max_turns if rollout.environment is not None else 1,
     )
     return RolloutQueue(
-        writer,
+        generator,
         plan,
         ahead=min(_AHEAD.get(rollout.schedule, (rollout.max_staleness + 1) // 2), rollout.max_staleness),
         max_staleness=rollout.max_staleness,

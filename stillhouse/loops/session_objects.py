@@ -18,7 +18,7 @@ from stillhouse.config import (
 from stillhouse.data import Documents, PackedSequences, StepMicroBatches
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
-from stillhouse.generation import RolloutPlan
+from stillhouse.generation import PromptPlan
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import ModelSource, Ranks, ShardedMicroBatches
@@ -70,7 +70,7 @@ class Session:
     track: list[str] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    plan: RolloutPlan | None = None
+    plan: PromptPlan | None = None
     dataset: Documents | None = None
 
     @property

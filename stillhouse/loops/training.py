@@ -21,7 +21,7 @@ from pathlib import Path
 
 from stillhouse.checkpoint.checkpoint_folder import prune
 from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
-from stillhouse.checkpoint.queue_file import read_queue
+from stillhouse.checkpoint.rollouts_file import read_queue
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError
 from stillhouse.engine.engine import StepOutput

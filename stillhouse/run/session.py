@@ -9,7 +9,7 @@ from stillhouse.config import RolloutConfig, RunConfig, TrainConfig
 from stillhouse.data import DataReport, tokenizer_fingerprint
 from stillhouse.display import escaped
 from stillhouse.engine.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
-from stillhouse.generation import RolloutPlan
+from stillhouse.generation import PromptPlan
 from stillhouse.loops.session_objects import Session
 from stillhouse.parallel import Layout, join, watchdog
 from stillhouse.run.inputs import RunData
@@ -88,7 +88,7 @@ def _enter(phase: str, announce: bool) -> None:
 
 def _schedule(
     train: TrainConfig, rollout: RolloutConfig | None, data: RunData, layout: Layout, seed: int
-) -> tuple[StepSchedule, RolloutPlan | None]:
+) -> tuple[StepSchedule, PromptPlan | None]:
     max_tokens = data.train.max_tokens
     if rollout is None:
         return make_step_schedule(train, len(data.train), max_tokens, layout.degrees.data, layout.stages), None

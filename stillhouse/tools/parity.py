@@ -18,7 +18,7 @@ from torch import Tensor
 from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.generation import RolloutPlan, step_documents
+from stillhouse.generation import PromptPlan, step_documents
 from stillhouse.generation.rollout_engines import InProcessEngine
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
@@ -140,7 +140,7 @@ def _generated(
         generation_tokens(packer.micro_batch_tokens, data.train.max_tokens),
         key="rollout.engine",
     )
-    plan = RolloutPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, seed)
+    plan = PromptPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, seed)
     queue = make_queue(rollout, InProcessEngine(generator), prompts, plan, data.tokenizer, steps=1)
     queue.ask(0)
     documents = step_documents(prompts, queue.take(0), target_rules(rollout))

@@ -35,8 +35,8 @@ from kit.runs import ROOT, Command, wait_for
 from kit.trained_record import record_trained, trained, wrong_in
 
 from stillhouse.engine import torch_engine
-from stillhouse.generation.published import MANIFEST
-from stillhouse.generation.weights import version_folder
+from stillhouse.generation.publish_weights import version_folder
+from stillhouse.generation.published_folder import MANIFEST
 
 STEPS, EVERY, PROMPTS, SAMPLES = 8, 2, 4, 2
 #: seconds in which a server must answer, and a rank; what is stopped is continued after at most STOPPED seconds, and

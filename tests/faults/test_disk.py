@@ -21,7 +21,7 @@ from kit.weights_jobs import read_manifest
 
 from stillhouse.checkpoint import save as checkpoint
 from stillhouse.data import load_tokenizer
-from stillhouse.generation.weights import publish, version_folder
+from stillhouse.generation.publish_weights import publish, version_folder
 from stillhouse.models import Decoder
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.parallel import single_process_runner

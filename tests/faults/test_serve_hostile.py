@@ -15,7 +15,7 @@ from kit.runs import save_model
 from kit.serving import Server
 from safetensors.torch import save
 
-from stillhouse.generation.weights import publish
+from stillhouse.generation.publish_weights import publish
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
 from stillhouse.serving.wire import JSON, SAFETENSORS, encode_request

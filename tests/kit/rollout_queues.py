@@ -14,9 +14,9 @@ from stillhouse.data.prefixes import offsets_of
 from stillhouse.generation import (
     Completion,
     GenerationRequest,
-    RolloutPlan,
+    PromptPlan,
     RolloutQueue,
-    SampleWriter,
+    SampleGenerator,
 )
 
 STEPS, PROMPTS, SAMPLES = 12, 7, 3
@@ -63,10 +63,10 @@ def prompts() -> Documents:
 
 
 def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1.0, slack: int = 0) -> RolloutQueue:
-    plan = RolloutPlan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
-    writer = SampleWriter(engine, prompts(), plan, toy_tokenizer(), 8)
+    plan = PromptPlan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
+    generator = SampleGenerator(engine, prompts(), plan, toy_tokenizer(), 8)
     return RolloutQueue(
-        writer,
+        generator,
         plan,
         ahead=ahead,
         in_order=in_order,

@@ -14,7 +14,7 @@ from kit.ranks import Ranks
 from kit.runs import Command
 
 from stillhouse.data import load_tokenizer
-from stillhouse.generation.weights import publish
+from stillhouse.generation.publish_weights import publish
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
 from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request

@@ -31,8 +31,8 @@ from stillhouse.data import (
     tokenizer_fingerprint,
 )
 from stillhouse.data.render import chat_template
-from stillhouse.generation.published import MANIFEST
-from stillhouse.generation.weights import BUCKET_BYTES, publish, version_folder
+from stillhouse.generation.publish_weights import BUCKET_BYTES, publish, version_folder
+from stillhouse.generation.published_folder import MANIFEST
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
 from stillhouse.models.model_checks import check_saving
 from stillhouse.parallel import single_process_runner

@@ -8,8 +8,8 @@ import torch
 from kit.loading_memory import growth
 from kit.shard_ranks import Rank
 
-from stillhouse.generation.published import Manifest, published_folder
-from stillhouse.generation.weights import publish
+from stillhouse.generation.publish_weights import publish
+from stillhouse.generation.published_folder import Manifest, published_folder
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, empty_decoder, load_weights

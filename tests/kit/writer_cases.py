@@ -12,8 +12,8 @@ from kit.families import build
 from kit.generation_requests import requests
 from kit.stub_servers import Sglang, StubHandler, StubServer, Vllm
 
+from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
-from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
 from stillhouse.serving.client.apis.server_api import ServerApi

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from stillhouse.checkpoint.integrity import ROLLOUTS
-from stillhouse.checkpoint.queue_file import read_queue, write_queue
+from stillhouse.checkpoint.rollouts_file import read_queue, write_queue
 from stillhouse.generation import QueueState, RolloutQueue, Sample
 from stillhouse.output.disk import hashes
 from stillhouse.output.progress import read_state, write_state
@@ -38,7 +38,7 @@ def queue(ahead: int = 2, in_order: bool = True, slack: int = 0, seed: int = 0, 
 def after(steps: int, *schedule: Any, lost: bool = False, most: int = 4, **options: Any) -> QueueState:
     """The state after so many steps. lost: the next one was begun, and its teacher was lost. most: see LateEngine."""
     made = queue(*schedule, **options)
-    engine = made.writer.engine
+    engine = made.generator.engine
     assert isinstance(engine, LateEngine)
     engine.most = most
     for step in range(steps):

@@ -23,8 +23,8 @@ from kit.writer_cases import Student, engine_of, requests_of
 from safetensors.torch import load_file, save_file
 
 from stillhouse.engine import torch_engine
-from stillhouse.generation.published import MANIFEST
-from stillhouse.generation.weights import version_folder
+from stillhouse.generation.publish_weights import version_folder
+from stillhouse.generation.published_folder import MANIFEST
 from stillhouse.output.folder import RunFolder
 from stillhouse.run.run import distill
 from stillhouse.serving.client import ServerError, pool

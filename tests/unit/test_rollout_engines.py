@@ -27,8 +27,8 @@ from kit.writer_cases import (
 )
 
 from stillhouse.config import ConfigError
+from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.sample import GenerationRequest, Sampling
-from stillhouse.generation.weights import publish
 from stillhouse.loops.completion_engine import open_engine
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora

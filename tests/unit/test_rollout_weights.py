@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stillhouse.generation import weights
-from stillhouse.generation.published import MANIFEST
-from stillhouse.generation.weights import BUCKET_BYTES, publish
+from stillhouse.generation import publish_weights
+from stillhouse.generation.publish_weights import BUCKET_BYTES, publish
+from stillhouse.generation.published_folder import MANIFEST
 from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora, is_lora
@@ -167,7 +167,7 @@ def test_an_interrupted_version_is_not_there(tmp_path: Path, monkeypatch: pytest
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(weights, "save_file", full)
+    monkeypatch.setattr(publish_weights, "save_file", full)
     with pytest.raises(OSError, match="no space"):
         publish(runner, tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".partial")] == [published.name]

@@ -16,9 +16,9 @@ from kit.toy_tokenizer import toy_tokenizer
 from kit.user_functions import control_c, counts, half, remembers
 
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.generation import Completion, RolloutPlan, SampleWriter
+from stillhouse.generation import Completion, PromptPlan, SampleGenerator
 from stillhouse.generation.hooks import UserFunction, checked_reply, checked_reward, load_function
-from stillhouse.generation.sample_writer import _Open
+from stillhouse.generation.sample_generator import _Open
 
 
 class OwnFloat(float):
@@ -204,10 +204,10 @@ def test_a_module_that_cannot_be_used(
 def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(text: str) -> None:
     tokenizer = toy_tokenizer()
     environment = loaded(lambda *_: text)
-    writer = SampleWriter(
+    generator = SampleGenerator(
         None,  # type: ignore[arg-type]
         prompts(),
-        RolloutPlan(7, 0, 1, 1, 0),
+        PromptPlan(7, 0, 1, 1, 0),
         tokenizer,
         512,
         environment=environment,
@@ -216,9 +216,9 @@ def test_only_the_beginning_of_a_long_reply_is_tokenized_and_it_ends_its_sample(
     turn = Completion(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     sample = _Open(0, 0, [turn], turns=1)
     started = time.monotonic()
-    assert not writer._goes_on(sample)
+    assert not generator._goes_on(sample)
     assert time.monotonic() - started < 10
     assert sample.is_cut
     assert sample.parts[1].ids_N.tolist() == tokenize(tokenizer, [text[:20_000]], special=False)[0][:511]
     short = text[:40]
-    assert writer._reply_ids(short, 512) == tokenize(tokenizer, [short], special=False)[0]
+    assert generator._reply_ids(short, 512) == tokenize(tokenizer, [short], special=False)[0]

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.display import escaped
-from stillhouse.generation.published import published_folder
+from stillhouse.generation.published_folder import published_folder
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.serving.client.apis.server_api import Answer, Kind, Published, ServerApi, Span, require_tokenizer
 from stillhouse.serving.client.pool import AskAgainError, Call, ServerPool

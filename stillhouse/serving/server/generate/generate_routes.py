@@ -25,7 +25,7 @@ _WEIGHTS_BYTES = 16 * 1024
 
 
 class WeightsBody(StrictBody):
-    """folder: of published weights, on this machine (see `generation/weights.py`). version: the name that completions
+    """folder: of published weights, on this machine (see `publish_weights.py`). version: the name that completions
     have from then on. manifest: the sha256 of the folder's manifest.json, as the run has written it; null: any.
     """
 

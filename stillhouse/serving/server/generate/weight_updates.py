@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from stillhouse.display import escaped
-from stillhouse.generation.published import OTHER_BYTES, PublishedFolder, published_folder
+from stillhouse.generation.published_folder import OTHER_BYTES, PublishedFolder, published_folder
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.checkpoint_names import checkpoint_names, parts_of_stack

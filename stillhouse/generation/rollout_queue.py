@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from stillhouse.generation.advantages import Deviation, with_advantages
-from stillhouse.generation.queue_state import QueueState, require_groups, require_samples
-from stillhouse.generation.rollout_plan import RolloutPlan
+from stillhouse.generation.prompt_plan import PromptPlan
+from stillhouse.generation.rollout_queue_state import QueueState, require_groups, require_samples
 from stillhouse.generation.sample import Sample
-from stillhouse.generation.sample_writer import SampleWriter
+from stillhouse.generation.sample_generator import SampleGenerator
 
 #: seconds between two calls of `alive` while the queue waits for samples
 _TICK = 1.0
@@ -38,8 +38,8 @@ class RolloutQueue:
 
     def __init__(
         self,
-        writer: SampleWriter,
-        plan: RolloutPlan,
+        generator: SampleGenerator,
+        plan: PromptPlan,
         *,
         ahead: int,
         in_order: bool,
@@ -50,7 +50,7 @@ class RolloutQueue:
         alive: Callable[[], None] = lambda: None,
         by_student: bool = True,
     ):
-        self.writer, self.plan, self.ahead, self.in_order = writer, plan, ahead, in_order
+        self.generator, self.plan, self.ahead, self.in_order = generator, plan, ahead, in_order
         self.last_step, self.max_staleness = last_step, max_staleness
         self.advantage, self.deviation, self._alive, self._by_student = advantage, deviation, alive, by_student
         self._asked_at: dict[int, int] = {}
@@ -72,8 +72,8 @@ class RolloutQueue:
             for group in self.plan.groups(later):
                 if group not in self._trained and group not in self._asked_at:
                     self._add(group, step)
-        under_way = set(self.writer.under_way)
-        self.writer.write(
+        under_way = set(self.generator.under_way)
+        self.generator.start(
             [
                 (number, self.plan.prompt_of(group))
                 for group, samples in self._samples.items()
@@ -82,12 +82,12 @@ class RolloutQueue:
             ]
         )
         # an engine in this process has generated all of them by now
-        while finished := self.writer.finished(0.0):
+        while finished := self.generator.finished(0.0):
             self._keep(finished)
 
     def has_asked(self, step: int) -> bool:
         """Whether all samples of this step are finished or under way."""
-        under_way = set(self.writer.under_way)
+        under_way = set(self.generator.under_way)
         return all(
             group in self._samples and under_way.union(self._samples[group]).issuperset(self.plan.samples(group))
             for group in self.plan.groups(step)
@@ -97,11 +97,11 @@ class RolloutQueue:
         """Wait until there are the groups that this step trains on."""
         while not self._is_ready(step):
             self._alive()
-            self._keep(self.writer.finished(_TICK))
+            self._keep(self.generator.finished(_TICK))
 
     def is_ready(self, step: int) -> bool:
         """Whether there are the groups that this step trains on, without waiting for them."""
-        self._keep(self.writer.finished(0.0))
+        self._keep(self.generator.finished(0.0))
         return self._is_ready(step)
 
     def take(self, step: int) -> list[Sample]:
@@ -111,7 +111,7 @@ class RolloutQueue:
         """
         self.wait_for(step)
         groups = sorted(self._chosen(step))
-        times = [self.writer.times.pop(number, None) for group in groups for number in self._samples[group]]
+        times = [self.generator.times.pop(number, None) for group in groups for number in self._samples[group]]
         known = [seconds for seconds in times if seconds is not None]  # an earlier process's times are unknown
         self.taken_times = (
             min((start for start, _ in known), default=0.0),
@@ -135,7 +135,7 @@ class RolloutQueue:
 
     def state(self) -> QueueState:
         """What a checkpoint keeps. Samples that are under way are asked for again after a resume."""
-        self._keep(self.writer.salvage())
+        self._keep(self.generator.salvage())
         groups = dict(self._samples)
         for taken in self._taken.values():
             groups |= taken
@@ -156,7 +156,7 @@ class RolloutQueue:
             last_step=self.last_step,
             max_staleness=max(self.ahead, self.max_staleness),
         )
-        require_samples(state.samples, state.asked_at, step, self.writer, by_student=self._by_student)
+        require_samples(state.samples, state.asked_at, step, self.generator, by_student=self._by_student)
         self._trained = set(state.trained)
         for group, step_asked_at in state.asked_at.items():
             self._add(group, step_asked_at)

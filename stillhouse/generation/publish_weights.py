@@ -28,7 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.data import save_tokenizer
-from stillhouse.generation.published import MANIFEST, VERSION_PREFIX, Manifest
+from stillhouse.generation.published_folder import MANIFEST, VERSION_PREFIX, Manifest
 from stillhouse.hashing import file_hash
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, save_lora

@@ -36,7 +36,7 @@ _AVERAGE = "average."
 
 
 @dataclass(frozen=True)
-class TrainingState:
+class TorchState:
     """The state of a runner, its optimizer and, if the run has one, the average of the student's weights."""
 
     runner: Runner

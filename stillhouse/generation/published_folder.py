@@ -1,4 +1,4 @@
-"""Reads a published version of the student's weights (see `weights.py`), as if somebody else had written it.
+"""Reads a published version of the student's weights (see `publish_weights.py`), as if somebody else had written it.
 
 The folder is on a disk that others can write to, too. So a file is opened only if its manifest names it, it lies in
 the folder itself and is a regular file: no link is followed, and nothing waits for the other end of a pipe. No more

@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data import Documents
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.generation.hooks import UserFunction, checked_reply, checked_reward
+from stillhouse.generation.prompt_plan import PromptPlan
 from stillhouse.generation.rollout_engines import RolloutEngine
-from stillhouse.generation.rollout_plan import RolloutPlan
 from stillhouse.generation.sample import Completion, GenerationRequest, Sample
 from stillhouse.preemption import OverdueError
 
 #: the version of a token that no model generated
-NOT_WRITTEN = -1
+NOT_GENERATED = -1
 #: how many characters of a reply are tokenized at first, for each token that fits; it is read no further once it has
 #: twice the tokens that fit and so many more
 _CHARACTERS, _MARGIN = 16, 64
@@ -49,7 +49,7 @@ class _Open:
         return sum(len(part.ids_N) for part in self.parts)
 
 
-class SampleWriter:
+class SampleGenerator:
     """Asks an engine for samples, and gives those that are finished.
 
     max_new_tokens: of all turns of a sample together, the environment's included.
@@ -60,7 +60,7 @@ class SampleWriter:
         self,
         engine: RolloutEngine,
         prompts: Documents,
-        plan: RolloutPlan,
+        plan: PromptPlan,
         tokenizer: PreTrainedTokenizerBase,
         max_new_tokens: int,
         *,
@@ -81,7 +81,7 @@ class SampleWriter:
         """The numbers of the samples that are not finished."""
         return [sample.number for sample in self._futures.values()]
 
-    def write(self, samples: Sequence[tuple[int, int]]) -> None:
+    def start(self, samples: Sequence[tuple[int, int]]) -> None:
         """Ask for samples. samples: the number of each sample, and the number of its prompt."""
         now = time.monotonic()
         self._ask([_Open(number, prompt, requested_at=now) for number, prompt in samples])
@@ -158,7 +158,7 @@ class SampleWriter:
             return False
         sample.is_cut = len(ids) >= room
         if room:
-            sample.parts.append(_not_written(ids[:room]))
+            sample.parts.append(_environment_tokens(ids[:room]))
         return not sample.is_cut
 
     def _reply_ids(self, reply: str, room: int) -> list[int]:
@@ -186,15 +186,15 @@ class SampleWriter:
             "length" if sample.is_cut else sample.parts[-1].finish,
         )
         reward = None if self.reward is None else checked_reward(self.reward, *self._texts(sample))
-        return Sample(sample.number, sample.prompt, completion, versions_N != NOT_WRITTEN, reward)
+        return Sample(sample.number, sample.prompt, completion, versions_N != NOT_GENERATED, reward)
 
 
-def _not_written(ids: Sequence[int]) -> Completion:
-    """Tokens of an environment."""
+def _environment_tokens(ids: Sequence[int]) -> Completion:
+    """An environment's tokens as a completion."""
     count = len(ids)
     return Completion(
         np.asarray(ids, dtype=np.int32),
         np.zeros(count, dtype=np.float32),
-        np.full(count, NOT_WRITTEN, dtype=np.int32),
+        np.full(count, NOT_GENERATED, dtype=np.int32),
         "stop",
     )

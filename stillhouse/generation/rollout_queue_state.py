@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stillhouse.generation.rollout_plan import RolloutPlan
+from stillhouse.generation.prompt_plan import PromptPlan
 from stillhouse.generation.sample import Sample
-from stillhouse.generation.sample_writer import NOT_WRITTEN, SampleWriter
+from stillhouse.generation.sample_generator import NOT_GENERATED, SampleGenerator
 
 
 @dataclass
@@ -28,7 +28,14 @@ class QueueState:
 
 
 def require_groups(
-    state: QueueState, plan: RolloutPlan, step: int, *, ahead: int, in_order: bool, last_step: int, max_staleness: int
+    state: QueueState,
+    plan: PromptPlan,
+    step: int,
+    *,
+    ahead: int,
+    in_order: bool,
+    last_step: int,
+    max_staleness: int,
 ) -> None:
     """Raise ValueError unless these can be the groups of a run that has made `step` steps.
 
@@ -55,7 +62,7 @@ def require_groups(
     _require_all(state, plan, step, ahead, last_step)
 
 
-def _require_all(state: QueueState, plan: RolloutPlan, step: int, ahead: int, last_step: int) -> None:
+def _require_all(state: QueueState, plan: PromptPlan, step: int, ahead: int, last_step: int) -> None:
     """Raise ValueError unless every group that was asked for so far is asked for or trained."""
     due = plan.groups(step).start  # so many groups have been trained, whichever these are
     first = min(state.asked_at, default=due)
@@ -77,14 +84,14 @@ def _require_all(state: QueueState, plan: RolloutPlan, step: int, ahead: int, la
 
 
 def require_samples(
-    samples: Sequence[Sample], asked_at: Mapping[int, int], step: int, writer: SampleWriter, *, by_student: bool
+    samples: Sequence[Sample], asked_at: Mapping[int, int], step: int, generator: SampleGenerator, *, by_student: bool
 ) -> None:
     """Raise ValueError for a sample that cannot be one of a run that has made `step` steps.
 
     by_student: whether versions are those of the student; a teacher has version 0.
     """
-    plan, seen = writer.plan, set[int]()
-    vocabulary = max(writer.tokenizer.get_vocab().values()) + 1
+    plan, seen = generator.plan, set[int]()
+    vocabulary = max(generator.tokenizer.get_vocab().values()) + 1
     for sample in samples:
         group = sample.number // plan.samples_per_prompt
         if group not in asked_at:
@@ -97,19 +104,19 @@ def require_samples(
                 f"sample {sample.number} has prompt {sample.prompt}: expected {prompt}, that of its group"
             )
         oldest, newest = (asked_at[group], step) if by_student else (0, 0)
-        if problem := _problem(sample, writer, vocabulary, range(oldest, newest + 1)):
+        if problem := _problem(sample, generator, vocabulary, range(oldest, newest + 1)):
             raise ValueError(f"sample {sample.number} {problem}")
 
 
-def _problem(sample: Sample, writer: SampleWriter, vocabulary: int, versions: range) -> str:
+def _problem(sample: Sample, generator: SampleGenerator, vocabulary: int, versions: range) -> str:
     ids_N, versions_N = sample.completion.ids_N, sample.completion.versions_N
-    if len(ids_N) > writer.max_new_tokens:
-        return f"has {len(ids_N)} tokens: expected at most rollout.max_new_tokens, {writer.max_new_tokens}"
+    if len(ids_N) > generator.max_new_tokens:
+        return f"has {len(ids_N)} tokens: expected at most rollout.max_new_tokens, {generator.max_new_tokens}"
     if ids_N.min() < 0 or ids_N.max() >= vocabulary:
         return f"has the ids {ids_N.min()} to {ids_N.max()}: expected 0 to {vocabulary - 1}"
-    if (sample.is_generated_N != (versions_N != NOT_WRITTEN)).any() or not sample.is_generated_N.any():
+    if (sample.is_generated_N != (versions_N != NOT_GENERATED)).any() or not sample.is_generated_N.any():
         return "has tokens with a version that no model wrote, or tokens of a model without one"
-    if writer.environment is None and not sample.is_generated_N.all():
+    if generator.environment is None and not sample.is_generated_N.all():
         return "has tokens of an environment: this run has no rollout.environment"
     generated_N = versions_N[sample.is_generated_N]
     oldest, newest = generated_N.min(), generated_N.max()
@@ -118,8 +125,10 @@ def _problem(sample: Sample, writer: SampleWriter, vocabulary: int, versions: ra
             f"has tokens of versions {oldest} to {newest}: expected versions {versions.start} to "
             f"{versions.stop - 1}, in this order"
         )
-    if (sample.reward is None) != (writer.reward is None):
-        return f"has the reward {sample.reward}: this run has {'no' if writer.reward is None else 'a'} rollout.reward"
+    if (sample.reward is None) != (generator.reward is None):
+        return (
+            f"has the reward {sample.reward}: this run has {'no' if generator.reward is None else 'a'} rollout.reward"
+        )
     if sample.reward is not None and not math.isfinite(sample.reward):
         return f"has the reward {sample.reward}: expected a finite number"
     return ""

@@ -18,7 +18,7 @@ _PROMPTS, _DATASET = 1, 2**31
 
 
 @dataclass(frozen=True)
-class RolloutPlan:
+class PromptPlan:
     """The prompts of each step.
 
     prompts: the number of documents with prompts.
