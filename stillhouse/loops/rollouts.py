@@ -37,7 +37,7 @@ from stillhouse.parallel import ShardedMicroBatches, is_first, watchdog
 from stillhouse.preemption import OverdueError
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
-from stillhouse.signals.stored import SECONDS_BETWEEN_LOOKS, SignalWatch
+from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
 
 Result = TypeVar("Result")
 

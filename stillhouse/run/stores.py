@@ -33,7 +33,7 @@ from stillhouse.serving.client import (
 )
 from stillhouse.signals import SignalCache, SignalStore
 from stillhouse.signals.cross_tokenizer import CrossTokenizerStore
-from stillhouse.signals.in_job import TeacherInJob
+from stillhouse.signals.local_model_store import LocalModelStore
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.teacher_folder import files_of_head, head_of
 
@@ -77,7 +77,7 @@ def _open_cross_tokenizer(
         raise ConfigError(
             f"{section}.top_k", f"got {teacher.top_k}, expected at most {len(theirs)}, the tokens of the teacher"
         )
-    in_job = TeacherInJob(
+    in_job = LocalModelStore(
         teacher.model,
         teacher_fingerprint(teacher),
         SignalSpec("top_k", "float32", teacher.top_k, temperature, with_label=True),

@@ -1,11 +1,10 @@
 """Sources of the teacher's signals (see `signal_source.py`)."""
 
 from stillhouse.signals.cache import SignalCache
-from stillhouse.signals.chosen import ChosenTeacher
 from stillhouse.signals.cross_tokenizer import CrossTokenizerStore
-from stillhouse.signals.in_job import TeacherInJob
-from stillhouse.signals.in_stage import InStageTeacher, SelfTeacher
-from stillhouse.signals.separate import SeparateTeacher
+from stillhouse.signals.in_stage_teachers import InStageTeacher, SelfTeacher
+from stillhouse.signals.local_model_store import LocalModelStore
+from stillhouse.signals.separate_teacher import SeparateTeacher
 from stillhouse.signals.several_teachers import SeveralTeachers
 from stillhouse.signals.signal_source import (
     NoTeacher,
@@ -15,13 +14,15 @@ from stillhouse.signals.signal_source import (
     request_ahead,
 )
 from stillhouse.signals.signal_spec import SignalSpec
-from stillhouse.signals.stored import SignalsLostError, SignalStore, StoredTeacher
+from stillhouse.signals.signal_store import SignalsLostError, SignalStore, StoredTeacher
+from stillhouse.signals.student_top_k import ChosenTeacher
 from stillhouse.signals.weight_average import WeightAverage
 
 __all__ = [
     "ChosenTeacher",
     "CrossTokenizerStore",
     "InStageTeacher",
+    "LocalModelStore",
     "NoTeacher",
     "PendingSignals",
     "ReadySignals",
@@ -34,7 +35,6 @@ __all__ = [
     "SignalStore",
     "SignalsLostError",
     "StoredTeacher",
-    "TeacherInJob",
     "WeightAverage",
     "request_ahead",
 ]

@@ -38,9 +38,9 @@ from stillhouse.data import Documents, tokenizer_fingerprint
 from stillhouse.data.render.alignment import ABSENT, Aligner, Span
 from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
 from stillhouse.objective.signals import Tail
-from stillhouse.signals.in_job import TeacherInJob
+from stillhouse.signals.local_model_store import LocalModelStore
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
-from stillhouse.signals.stored import SignalStore
+from stillhouse.signals.signal_store import SignalStore
 
 Method = Literal["gold", "uld"]
 
@@ -96,7 +96,7 @@ class CrossTokenizerStore(SignalStore):
 
     def __init__(
         self,
-        inner: TeacherInJob,
+        inner: LocalModelStore,
         student: PreTrainedTokenizerBase,
         teacher: PreTrainedTokenizerBase,
         method: Method,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from stillhouse.objective import RoutedSignal, Signals
 from stillhouse.parallel import Runner, ShardedMicroBatches, shard_micro_batches
-from stillhouse.signals.separate import SeparateTeacher
+from stillhouse.signals.separate_teacher import SeparateTeacher
 from stillhouse.signals.signal_source import DeferredSignals, PendingSignals, SignalSource
-from stillhouse.signals.stored import StoredTeacher
+from stillhouse.signals.signal_store import StoredTeacher
 
 
 class SeveralTeachers:

@@ -18,7 +18,7 @@ from stillhouse.run.inputs import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.setup import RunSetup
 from stillhouse.serving.client import RemoteSignals
-from stillhouse.signals import SignalStore, TeacherInJob
+from stillhouse.signals import LocalModelStore, SignalStore
 from stillhouse.signals.cache.files import Manifest, document_id, target_rows
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 from stillhouse.signals.teacher_folder import head_of
@@ -66,7 +66,7 @@ def write_cache(
         else:
             spec = SignalSpec(kind, dtype or "float32", top_k, config.objective.temperature, with_label)
         tokens = config.train.micro_batch_tokens
-        store = TeacherInJob(name, identity, spec, lambda _: decoder, tokens, packs_all=True)
+        store = LocalModelStore(name, identity, spec, lambda _: decoder, tokens, packs_all=True)
         store.start(setup.ranks.device)
         teacher = CacheTeacher(name, identity, decoder, data.tokenizer)
 

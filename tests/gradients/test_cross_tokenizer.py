@@ -25,7 +25,7 @@ from torch import Tensor
 from stillhouse.data import DataError, Documents
 from stillhouse.models import Decoder
 from stillhouse.objective import TEACHER, SortedTopK, SpanSignal, TopK
-from stillhouse.signals import CrossTokenizerStore, TeacherInJob
+from stillhouse.signals import CrossTokenizerStore, LocalModelStore
 from stillhouse.signals.cross_tokenizer import Method
 from stillhouse.signals.id_log_probs import labelled_log_probs
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -46,7 +46,7 @@ def store_of(
         write_model(path, teacher, family="qwen3", seed=2)
     signal = SignalSpec("top_k", "float32", top_k, TAU, with_label=True)
     load = lambda device: Decoder.from_pretrained(path, dtype="float32", device=device)  # noqa: E731
-    inner = TeacherInJob("teacher", "hash", signal, load, tokens)
+    inner = LocalModelStore("teacher", "hash", signal, load, tokens)
     store = CrossTokenizerStore(inner, tokenizer(student), tokenizer(teacher), method)
     store.start(torch.device("cpu"))
     return store

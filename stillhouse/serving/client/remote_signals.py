@@ -26,7 +26,7 @@ from stillhouse.serving.client.download import download_teacher
 from stillhouse.serving.client.pool import Call, ServerPool
 from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalKind, SignalSpec
-from stillhouse.signals.stored import SignalStore
+from stillhouse.signals.signal_store import SignalStore
 
 if TYPE_CHECKING:
     from stillhouse.serving.client.signal_proof import Proof

@@ -16,10 +16,10 @@ from stillhouse.parallel import single_process_runner
 from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_checks import problem_in
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
-from stillhouse.signals.stored import SignalStore
+from stillhouse.signals.signal_store import SignalStore
 
 
-class TeacherInJob(SignalStore):
+class LocalModelStore(SignalStore):
     """A model in this job, whose forward is a part of the step.
 
     name: of the teacher

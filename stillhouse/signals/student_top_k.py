@@ -14,9 +14,9 @@ from stillhouse.objective import OutputHead
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import Runner, ShardedMicroBatches
 from stillhouse.signals.id_log_probs import top_k_log_probs
-from stillhouse.signals.in_stage import student_forward
+from stillhouse.signals.in_stage_teachers import student_forward
 from stillhouse.signals.signal_source import DeferredSignals
-from stillhouse.signals.stored import SignalStore, StoredTeacher
+from stillhouse.signals.signal_store import SignalStore, StoredTeacher
 
 
 class ChosenTeacher(StoredTeacher):
