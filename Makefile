@@ -88,7 +88,7 @@ format: $(VENV)/.development
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.development
-	$(BIN)/python -m stillhouse.config.document
+	$(BIN)/python -m stillhouse.config.write_docs
 
 # the documentation as a site, in site/; it loads nothing from elsewhere
 site: $(VENV)/.development

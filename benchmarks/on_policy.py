@@ -37,7 +37,7 @@ from benchmarks.on_policy_tables import draw, length_table, summary_of, table
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import metrics, run_config
 from stillhouse.config.task_spec import TaskSpec
-from stillhouse.data.problems import problem
+from stillhouse.data.task_problems import problem
 from stillhouse.generation import GenerationRequest, Sampling
 from stillhouse.generation.generate import Generator
 from stillhouse.models import Decoder

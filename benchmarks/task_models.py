@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from stillhouse.config.task_spec import TaskSpec
-from stillhouse.data.problems import Problem, problem
+from stillhouse.data.task_problems import Problem, problem
 from stillhouse.generation import Completion, GenerationRequest
 from stillhouse.loops.greedy_evaluation import evaluate_tasks
 

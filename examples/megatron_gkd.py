@@ -36,8 +36,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stillhouse.config.explain import explain
-from stillhouse.config.mistakes import ConfigError
+from stillhouse.config.errors import ConfigError
+from stillhouse.config.explain_errors import explain
 from stillhouse.config.section import PathText, Section
 from stillhouse.config.sections.objective_section import ObjectiveConfig
 from stillhouse.config.yaml_text import read_yaml

@@ -12,7 +12,7 @@ import pytest
 from proofs import without_group
 
 #: more failures than this are not flaky, so the tests do not run again
-MOST_AGAIN = 20
+MAX_RERUNS = 20
 #: results for `proofs.py`: those of all tests, and those of tests that ran again
 RESULTS = Path(".results/slow.xml"), Path(".results/slow_again.xml")
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     results = f"--junitxml={RESULTS[0]}"
     workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
     code = pytest.main(["-m", "slow", *workers, results, *arguments], plugins=[first])
-    if code != pytest.ExitCode.TESTS_FAILED or len(first.failed) > MOST_AGAIN:
+    if code != pytest.ExitCode.TESTS_FAILED or len(first.failed) > MAX_RERUNS:
         return code
     code = pytest.main(["-m", "slow", "-n", "0", f"--junitxml={RESULTS[1]}", *first.failed], plugins=[second])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

@@ -34,7 +34,7 @@ def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: boo
         raise ValueError(f"{out} exists: expected the name of a new file")
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent} is not a folder: expected one for {out.name}")
-    from stillhouse.data.problems import problem
+    from stillhouse.data.task_problems import problem
     from stillhouse.output.disk import replace_text
 
     records = (problem(spec, seed, number, held_out=held_out).record(name) for number in range(count))

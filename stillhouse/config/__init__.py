@@ -4,8 +4,8 @@
 section. The keys are a contract; `docs/config.md` lists them and is generated from these classes.
 """
 
-from stillhouse.config.explain import override_hint
-from stillhouse.config.mistakes import ConfigError, MissingKeyError, as_config_error
+from stillhouse.config.errors import ConfigError, MissingKeyError, as_config_error
+from stillhouse.config.explain_errors import override_hint
 from stillhouse.config.read_config import dump_config, load_config
 from stillhouse.config.sections.checkpoint_section import CheckpointConfig
 from stillhouse.config.sections.data_section import DataConfig

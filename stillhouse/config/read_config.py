@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from stillhouse.config.explain import explain, unknown_key
-from stillhouse.config.mistakes import ConfigError, listed
+from stillhouse.config.errors import ConfigError, listed
+from stillhouse.config.explain_errors import explain, unknown_key
 from stillhouse.config.rules import check_rules
 from stillhouse.config.schema import inner_section, named_sections, section_of, value_fields
 from stillhouse.config.section import Section

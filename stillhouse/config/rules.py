@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stillhouse.config.mistakes import ConfigError, listed
+from stillhouse.config.errors import ConfigError, listed
 from stillhouse.config.schema import ANY_NAME, value_fields, yaml_value
 from stillhouse.config.section import Section
 from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of

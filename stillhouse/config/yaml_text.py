@@ -9,14 +9,14 @@ from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, SafeCon
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 
-from stillhouse.config.mistakes import ConfigError
+from stillhouse.config.errors import ConfigError
 from stillhouse.display import message
 from stillhouse.libraries import reading
 
 #: the largest whole number of 64 bits; a larger one can only be a mistake, and Python refuses to print very long ones
 LARGEST = 2**63 - 1
 #: limits of a document: its length, and the depth of nested brackets, since reading time grows with the depth squared
-MOST_CHARACTERS, DEEPEST = 100_000, 200
+MAX_CHARACTERS, MAX_DEPTH = 100_000, 200
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -42,10 +42,10 @@ def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
 
     Raises ConfigError, which names `source` (the file or the override) and, if `numbered`, the line.
     """
-    if len(text) > MOST_CHARACTERS:
-        raise ConfigError(None, f"{source}: {len(text):,} characters; expected at most {MOST_CHARACTERS:,} of YAML")
-    if _depth(text) > DEEPEST:
-        raise ConfigError(None, f"{source}: not valid YAML: more than {DEEPEST} nested brackets")
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(None, f"{source}: {len(text):,} characters; expected at most {MAX_CHARACTERS:,} of YAML")
+    if _depth(text) > MAX_DEPTH:
+        raise ConfigError(None, f"{source}: not valid YAML: more than {MAX_DEPTH} nested brackets")
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
     try:

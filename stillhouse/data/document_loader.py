@@ -23,10 +23,10 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data.data_report import DataReport, piece_source
 from stillhouse.data.documents import Documents
 from stillhouse.data.prefixes import EncodedPrefix, Prefixes, offsets_of
-from stillhouse.data.read.columns import ForeignColumns, foreign_columns
 from stillhouse.data.read.data_source import local_files, read_records
+from stillhouse.data.read.foreign_columns import ForeignColumns, foreign_columns
 from stillhouse.data.record import (
-    MOST_CHARACTERS,
+    MAX_CHARACTERS,
     DataError,
     Record,
     RecordError,
@@ -35,8 +35,8 @@ from stillhouse.data.record import (
     describe,
     without_null,
 )
-from stillhouse.data.render.forms import template_for
 from stillhouse.data.render.prefix_templates import PrefixTemplate
+from stillhouse.data.render.record_forms import template_for
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
 from stillhouse.data.token_cache import TARGETS, TOKENS, cached_documents, entry_key
 from stillhouse.display import first_line, name_list
@@ -71,7 +71,7 @@ def load_documents(
     prefixes: by teacher, the template of what it reads in front of a document (see `PrefixTemplate`).
     reader: the column, one of `columns`, that names the teacher of each document. No other teacher reads it, and
         only this teacher's prefix is made for it.
-    prompts: read only what a model writes after (see `forms.py`); such a document has no targets, and is
+    prompts: read only what a model writes after (see `record_forms.py`); such a document has no targets, and is
         refused instead of cut.
     keep_records: keep the records themselves, too.
     cache: a folder from which the tokens are mapped if they were made before (`token_cache.py`); without effect for a
@@ -175,7 +175,7 @@ class _Loader:
         except (RecordError, RecursionError) as error:
             self._reject(DataError(record.where, first_line(error)))
             return
-        if self.waiting and self.characters + waiting.characters > MOST_CHARACTERS:
+        if self.waiting and self.characters + waiting.characters > MAX_CHARACTERS:
             self._encode(template)
         self.waiting.append(waiting)
         self.characters += waiting.characters

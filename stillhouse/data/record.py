@@ -8,7 +8,7 @@ from typing import Any
 from stillhouse.display import escaped, name_list
 
 #: most characters of one record in total: a tokenizer takes about 200 bytes of memory for each
-MOST_CHARACTERS = 4_000_000
+MAX_CHARACTERS = 4_000_000
 
 _JSON_TYPES = {
     str: "a string",
@@ -82,10 +82,10 @@ def string_value(fields: Mapping[str, Any], column: str, *, may_be_empty: bool =
 
 
 def require_length(characters: int, what: str) -> None:
-    """Raise RecordError for more than `MOST_CHARACTERS`. what: the text, for the error."""
-    if characters > MOST_CHARACTERS:
+    """Raise RecordError for more than `MAX_CHARACTERS`. what: the text, for the error."""
+    if characters > MAX_CHARACTERS:
         raise RecordError(
-            f"{what} has {characters:,} characters; expected at most {MOST_CHARACTERS:,} in one record: cut it into "
+            f"{what} has {characters:,} characters; expected at most {MAX_CHARACTERS:,} in one record: cut it into "
             "several records"
         )
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.task_spec import TaskSpec
 from stillhouse.data import Documents
-from stillhouse.data.problems import exact_match, problem
 from stillhouse.data.render.templates import CompletionTemplate, Rendered
+from stillhouse.data.task_problems import exact_match, problem
 from stillhouse.generation import Completion, GenerationRequest, Sampling
 from stillhouse.generation.rollout_engines import InProcessEngine
 from stillhouse.loops.callbacks import EvaluationContext, callback_metrics

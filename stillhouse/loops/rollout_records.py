@@ -17,7 +17,7 @@ from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
 
 #: mean difference of log-probabilities in nats, above which the engine's and the trainer's computations disagree: of
 #: tokens that the present weights generated, and of those of earlier ones, which training has changed since
-MOST_LOG_RATIO, MOST_STALE_LOG_RATIO = 0.1, 1.0
+MAX_LOG_RATIO, MAX_STALE_LOG_RATIO = 0.1, 1.0
 #: completions that are so many times longer than those of the first steps, and so often cut, have no end in sight
 LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
 #: or so many more of them are cut
@@ -112,13 +112,13 @@ class RolloutMetrics:
                 "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
             )
         fresh, ratio = metrics.get("rollout/log_ratio_fresh", 0.0), metrics.get("rollout/log_ratio", 0.0)
-        if fresh > MOST_LOG_RATIO or math.isnan(fresh):
+        if fresh > MAX_LOG_RATIO or math.isnan(fresh):
             self._warn(
                 "ratio",
                 f"the engine's log-probabilities differ by {fresh:.3g} nats on average from those in training, with "
                 "the same weights: it computes another model, another temperature or in another precision",
             )
-        elif ratio > MOST_STALE_LOG_RATIO or math.isnan(ratio):
+        elif ratio > MAX_STALE_LOG_RATIO or math.isnan(ratio):
             self._warn(
                 "stale ratio",  # its own name, so that the more certain warning above can still follow
                 f"the engine's log-probabilities, by weights that are at most {metrics['rollout/staleness_max']:.0f} "

@@ -28,7 +28,7 @@ from stillhouse.models.model_checks import prefixed
 from stillhouse.models.quantized import quantized_loading, require_quantized
 
 #: most layers of a model: with a damaged number, transformers would create layers one by one for hours
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 _ADAPTER = "adapter_config.json"
 _SAFETENSORS, _INDEX = ".safetensors", ".safetensors.index.json"
 _PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -154,8 +154,8 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
     parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
     values = {prefix + key: value for prefix, part in parts.items() for key, value in part.items()}
     for key, value in values.items():
-        if key.endswith(("layer", "layers")) and isinstance(value, int) and value > MOST_LAYERS:
-            raise ValueError(f"{folder}/{CONFIG_NAME} has {key} {value}: expected at most {MOST_LAYERS:,}")
+        if key.endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
+            raise ValueError(f"{folder}/{CONFIG_NAME} has {key} {value}: expected at most {MAX_LAYERS:,}")
     indexes = [SAFE_WEIGHTS_INDEX_NAME]
     if (weights := config.get("transformers_weights")) is not None:
         if not isinstance(weights, str) or not weights.endswith((_SAFETENSORS, _INDEX)):

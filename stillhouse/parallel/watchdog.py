@@ -28,7 +28,7 @@ from torch.distributed import Store
 from stillhouse.ending import end_process, error_line
 
 #: the number of heartbeats of a rank within `seconds`, and the longest interval between two of them
-BEATS, MOST_SECONDS_BETWEEN = 10, 15.0
+BEATS, MAX_SECONDS_BETWEEN = 10, 15.0
 #: how long the other ranks wait before they print the error that the first rank prints at once
 SECONDS_FOR_FIRST = 10.0
 FAILED = 1
@@ -111,7 +111,7 @@ class Watchdog:
         self.state = Peer(now, phase="the start", process=f"{socket.gethostname()}, process {os.getpid()}")
         self._peers = {peer: Peer(now) for peer in range(ranks) if peer != rank}
         self._store_answered = now
-        self._interval = min(seconds / BEATS, MOST_SECONDS_BETWEEN)
+        self._interval = min(seconds / BEATS, MAX_SECONDS_BETWEEN)
         self._stopped = threading.Event()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._exchange, self._watch)]
         for thread in self._threads:

@@ -26,7 +26,7 @@ from stillhouse.objective.signals import Tail
 SignalKind = Literal["hidden", "top_k", "chosen", "sampled"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: the most draws per token: a count has one byte
-MOST_DRAWS = 255
+MAX_SAMPLES = 255
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class SignalSpec:
             return
         if self.top_k is None or self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: expected 1 or more ids per token")
-        if self.kind == "sampled" and self.top_k > MOST_DRAWS:
-            raise ValueError(f"top_k={self.top_k} draws per token: expected at most {MOST_DRAWS}")
+        if self.kind == "sampled" and self.top_k > MAX_SAMPLES:
+            raise ValueError(f"top_k={self.top_k} draws per token: expected at most {MAX_SAMPLES}")
         if not (self.temperature is not None and 0 < self.temperature < math.inf):
             raise ValueError(f"temperature={self.temperature} of {self.kind}: expected a positive number")
 

@@ -17,7 +17,7 @@ from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.engine_proof import PROBE_TOKENS
 from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.served_engine import ServedEngine
-from stillhouse.serving.client.served_weights import MOST_RESTORED
+from stillhouse.serving.client.served_weights import MAX_RESTORES
 
 
 @pytest.fixture(scope="module")
@@ -225,4 +225,4 @@ def test_a_server_with_other_weights_again_and_again_is_given_up(server: StubSer
     with pytest.raises(ServerError, match="has other weights again and again: expected a server"):
         future.result(60)
     loads = [path for path, _ in server.requests if path == "/collective_rpc"]
-    assert len(loads) == 1 + MOST_RESTORED
+    assert len(loads) == 1 + MAX_RESTORES

@@ -20,7 +20,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: `ma
 from kit.megatron_example import load_example
 from kit.megatron_models import Layout, laid_out
 
-from stillhouse.config.mistakes import ConfigError
+from stillhouse.config.errors import ConfigError
 
 KIT = Path(__file__).parents[1] / "kit"
 VOCABULARY, N, S, K = 251, 12, 32, 7

@@ -10,7 +10,7 @@ from stillhouse.config import ConfigError, RunConfig, load_config
 
 #: the keys that every configuration needs
 LEAST = {"student": {"model": "s"}, "data": {"train": "d.jsonl"}, "out": "o"}
-MISTAKES = YAML(typ="safe").load(Path(__file__).with_name("config_mistakes.yaml").read_text(encoding="utf-8"))
+MISTAKES = YAML(typ="safe").load(Path(__file__).with_name("config_errors.yaml").read_text(encoding="utf-8"))
 
 
 def load(*overrides: str, file: Path | None = None) -> RunConfig:

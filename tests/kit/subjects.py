@@ -20,8 +20,8 @@ from kit.runs import save_model, write_records, write_texts
 from kit.toy_tokenizer import GENERATION_TEMPLATE, REASONING_TEMPLATE, toy_tokenizer
 
 from stillhouse.config import RunConfig, dump_config, load_config
-from stillhouse.config.document import EXAMPLE
 from stillhouse.config.schema import value_fields
+from stillhouse.config.write_docs import EXAMPLE
 from stillhouse.config.yaml_text import write_yaml
 from stillhouse.data import (
     PackedSequences,

@@ -10,10 +10,10 @@ from ruamel.yaml import YAML
 
 from stillhouse.cli import cli
 from stillhouse.config import RunConfig, load_config, override_hint
-from stillhouse.config.document import with_names
-from stillhouse.config.explain import nearest
-from stillhouse.config.peers import PEERS, peer_entries, peer_hint, peer_table
+from stillhouse.config.explain_errors import nearest
+from stillhouse.config.other_tools import PEERS, peer_entries, peer_hint, peer_table
 from stillhouse.config.schema import value_fields
+from stillhouse.config.write_docs import with_names
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 KNOWN = {**value_fields(RunConfig), **RunConfig.model_fields}
@@ -109,7 +109,7 @@ def test_a_foreign_word_gets_no_near_name(word: str) -> None:
 def test_the_tables_of_the_page_are_up_to_date() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.count("<!-- names: ") == len(PEERS) == text.count("<!-- end -->")
-    assert with_names(text) == text, "run python -m stillhouse.config.document"
+    assert with_names(text) == text, "run python -m stillhouse.config.write_docs"
 
 
 def test_our_configurations_of_the_page_load(tmp_path: Path) -> None:

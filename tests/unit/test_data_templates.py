@@ -12,9 +12,9 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.data.record import RecordError
-from stillhouse.data.render.forms import template_for
+from stillhouse.data.render.assistant_turns import ANCHOR
+from stillhouse.data.render.record_forms import template_for
 from stillhouse.data.render.templates import Encoded, Tokens
-from stillhouse.data.render.turns import ANCHOR
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -12,7 +12,7 @@ from kit.report_runs import Page, make_run
 
 from stillhouse.cli import cli
 from stillhouse.output.report import write_report
-from stillhouse.output.report.differences import differences
+from stillhouse.output.report.config_differences import differences
 from stillhouse.output.report.page import read_runs
 from stillhouse.output.report.watch import ReportServer, WatchedReport, watch
 

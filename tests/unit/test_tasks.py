@@ -16,7 +16,7 @@ from stillhouse.cli.task import NAMES
 from stillhouse.config import ConfigError
 from stillhouse.config.task_spec import LENGTHS, SHORTEST, TaskSpec
 from stillhouse.data import load_documents
-from stillhouse.data.problems import Problem, exact_match, is_held_out, problem
+from stillhouse.data.task_problems import Problem, exact_match, is_held_out, problem
 from stillhouse.generation import Completion, GenerationRequest
 from stillhouse.loops.greedy_evaluation import evaluate_tasks
 

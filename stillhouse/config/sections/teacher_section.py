@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from stillhouse.config.mistakes import ConfigError, MissingKeyError
+from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.section import PathText, Section, Text, Urls, url_list
 from stillhouse.config.sections.model_section import ModelConfig
 from stillhouse.config.sections.parallel_section import ParallelConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stillhouse.data.read.opening import require_regular
+from stillhouse.data.read.open_files import require_regular
 from stillhouse.data.record import NoSourceError, Record
 from stillhouse.display import name_list
 from stillhouse.libraries import reading

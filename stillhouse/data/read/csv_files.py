@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from stillhouse.data.read.opening import format_of, open_bytes
+from stillhouse.data.read.open_files import format_of, open_bytes
 from stillhouse.data.record import DataError, Record
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}

@@ -13,14 +13,14 @@ from pathlib import Path
 from stillhouse.data.read.arrow import is_saved, read_hub, read_parquet, read_saved, saved_files
 from stillhouse.data.read.csv_files import CSV, read_csv
 from stillhouse.data.read.json_records import read_json
-from stillhouse.data.read.opening import COMPRESSED, format_of, kind_of, require_regular
+from stillhouse.data.read.open_files import COMPRESSED, format_of, kind_of, require_regular
 from stillhouse.data.record import NoSourceError, Record
 
 PARQUET = ".parquet"
 #: endings of files that can be read; all but Parquet also with one of `COMPRESSED` behind it
 SUFFIXES = (".jsonl", ".json", *CSV, PARQUET)
 #: longest line of JSON or CSV; a longer line is not read completely
-MOST_BYTES = 32 * 2**20
+MAX_BYTES = 32 * 2**20
 _EXPECTED = f"{', '.join(SUFFIXES)}, or of a text file with {' or '.join(COMPRESSED)} behind it"
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
 
@@ -102,4 +102,4 @@ def _read_file(path: Path) -> Iterator[Record]:
         raise ValueError(f"{path}: its format is not known; expected a name that ends in {_EXPECTED}")
     if path.suffix == PARQUET:
         return read_parquet(path)
-    return (read_csv if format_of(path) in CSV else read_json)(path, MOST_BYTES)
+    return (read_csv if format_of(path) in CSV else read_json)(path, MAX_BYTES)

@@ -31,7 +31,7 @@ from stillhouse.data.record import DataError
 from stillhouse.data.render.token_bytes import TokenBytes
 
 #: a character has at most this many bytes after its first one
-MOST_FURTHER_BYTES = 3
+MAX_CONTINUATION_BYTES = 3
 ABSENT = -1
 _BATCH = 512  # documents tokenized at once
 
@@ -264,7 +264,7 @@ def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:
     """may_begin, may_end: whether the text may begin or end within a character."""
     content = b"".join(pieces)
     first = 0
-    while may_begin and first < min(MOST_FURTHER_BYTES, len(content)) and content[first] & 0xC0 == 0x80:
+    while may_begin and first < min(MAX_CONTINUATION_BYTES, len(content)) and content[first] & 0xC0 == 0x80:
         first += 1
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(content[first:], not may_end)

@@ -22,10 +22,10 @@ from stillhouse.data.record import (
     require_encodable,
     require_length,
 )
+from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.conversations import Conversations
-from stillhouse.data.render.isolation import Isolated, LimitError
+from stillhouse.data.render.isolated_process import Isolated, LimitError
 from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Targets, Template
-from stillhouse.data.render.turns import Span
 
 #: limits of a chat template for one conversation: processor time and memory
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30

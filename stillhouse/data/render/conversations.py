@@ -1,7 +1,7 @@
 """Renders conversations as text with a chat template, which is code that comes with a model and may do anything.
 
-Therefore `Conversations.answer` runs in a separate process (`isolation.py`). Its arguments and results are JSON's
-types, and it reports an error of the template as a result instead of raising it.
+Therefore `Conversations.answer` runs in a separate process (`isolated_process.py`). Its arguments and results are
+JSON types, and it reports an error of the template as a result instead of raising it.
 """
 
 import re
@@ -13,8 +13,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from stillhouse.data.read.messages import Message, Tools
 from stillhouse.data.record import require_length
+from stillhouse.data.render.assistant_turns import Span, Turns
 from stillhouse.data.render.templates import Targets
-from stillhouse.data.render.turns import Span, Turns
 from stillhouse.libraries import reading
 
 _REFUSED = "the chat template refuses the messages"

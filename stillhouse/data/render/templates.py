@@ -15,8 +15,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.record import column_value, string_value
+from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.data.render.turns import Span
 
 Tokens = Literal["completion", "all"]
 #: "none" where a model writes the completions: a record is only read up to what it writes after

@@ -25,7 +25,7 @@ _NO_SETTING = ("vocab", "merges", "dropout")
 #: the files in which tokenizers have their vocabulary
 _OF_TOKENIZER = re.compile(r"(?i)token|vocab|merges|spiece|sentencepiece|.*\.(model|tiktoken|spm)$")
 #: the largest id that a token may have; the largest vocabularies have a million tokens
-MOST_IDS = 10_000_000
+MAX_IDS = 10_000_000
 
 
 def load_tokenizer(
@@ -57,10 +57,10 @@ def load_tokenizer(
             tokenizer.backend_tokenizer.to_str()
         vocabulary = tokenizer.get_vocab()
         token, largest = max(vocabulary.items(), key=lambda item: int(item[1]), default=("", 0))
-    if largest > MOST_IDS:  # the library counts up to the largest id when it saves
+    if largest > MAX_IDS:  # the library counts up to the largest id when it saves
         raise ValueError(
             f"{unusable}: token {token!r:.80} of {len(vocabulary):,} has the id {largest:,}, expected at most "
-            f"{MOST_IDS:,}"
+            f"{MAX_IDS:,}"
         )
     with reading(unusable), TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)  # as each checkpoint will do

@@ -13,8 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from stillhouse.display import escaped
+from stillhouse.output.report.config_differences import differences
 from stillhouse.output.report.curves import LENGTH, NATS, TASK, Drawing, draw
-from stillhouse.output.report.differences import differences
 from stillhouse.output.report.run_files import Run, read_run
 from stillhouse.output.report.shown_completions import over_time, shown_step, staleness_rows
 from stillhouse.output.report.timeline import timeline

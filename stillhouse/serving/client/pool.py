@@ -29,7 +29,7 @@ IN_FLIGHT = 16
 #: seconds for which a failing server is left alone: at first, and at most
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 #: so many answers of every server that cannot be used end a request
-MOST_BAD_ANSWERS = 5
+MAX_BAD_ANSWERS = 5
 #: the longest silence before a line says what is being waited for
 QUIET_SECONDS = 2.0
 #: answers that another attempt may change: the server is overloaded, restarting, or has lost its own backend
@@ -274,10 +274,10 @@ class ServerPool:
                 self._announce(server, str(problem))
             faults[server.url, problem.fault] += 1
             fewest = {fault: min(faults[other.url, fault] for other in servers) for fault in ("damaged", "broken")}
-            if fewest["damaged"] >= MOST_BAD_ANSWERS:
+            if fewest["damaged"] >= MAX_BAD_ANSWERS:
                 count = faults[server.url, "damaged"]
                 raise ServerError(f"{server.url}: {count} answers could not be used; the last one: {problem}")
-            if fewest["broken"] >= MOST_BAD_ANSWERS and time.monotonic() - started > timeout:
+            if fewest["broken"] >= MAX_BAD_ANSWERS and time.monotonic() - started > timeout:
                 raise ServerError(f"no server can process a request; {server.url}: {problem}")
             if time.monotonic() - max(started, *(other.last_answer for other in servers)) > timeout:
                 raise ServerError(

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from stillhouse.data import DataError, Documents
-from stillhouse.data.render.tokenizers import MOST_IDS
+from stillhouse.data.render.tokenizers import MAX_IDS
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint
 from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo
@@ -148,7 +148,7 @@ class RemoteSignals(SignalStore):
         def parse(response: httpx2.Response) -> Scores:
             parts = call.parse(response)
             for part in parts:
-                if problem := problem_in(spec, self.vocabulary or MOST_IDS, part):
+                if problem := problem_in(spec, self.vocabulary or MAX_IDS, part):
                     raise ValueError(f"{problem} in the answer")
             if answered_by is not None:
                 answered_by.add(str(response.request.url).removesuffix(call.path))

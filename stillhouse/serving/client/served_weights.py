@@ -29,7 +29,7 @@ from stillhouse.serving.client.pool import Ask, Server, ServerError, ServerPool,
 #: seconds in which one of several servers must accept a new version, before the others go on without it
 PATIENCE = 10.0
 #: so many times in a row a server may come back with other weights
-MOST_RESTORED = 10
+MAX_RESTORES = 10
 #: the status of an answer to a request for an unknown adapter: the server was started anew
 UNKNOWN_ADAPTER = 404
 #: stands for the weights of a server whose weights became unknown after it was chosen
@@ -216,7 +216,7 @@ class ServedWeights:
                 server.published = None
                 if self.api.give(ask, published) and self._writes_with(ask, server, published):
                     server.published = replace(published)
-                elif (attempts := attempts + 1) == MOST_RESTORED:
+                elif (attempts := attempts + 1) == MAX_RESTORES:
                     raise ServerError(_AGAIN.format(url=server.url))
             server.address.release()
         finally:
@@ -270,7 +270,7 @@ class ServedWeights:
         while True:
             wanted, failure = self.newest, None
             try:
-                if server.restored > MOST_RESTORED:
+                if server.restored > MAX_RESTORES:
                     raise ServerError(_AGAIN.format(url=server.url))
                 self._give(server, self.pool.timeout)
             except ServerError as error:

@@ -20,7 +20,7 @@ from stillhouse.serving.server.request_queue import Item
 #: how often the main thread looks for a signal
 LOOK_SECONDS = 0.1
 #: so many batches in a row whose pass fails, for another reason than too little memory, end the server
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 #: how long a thread may keep the interpreter while another one waits. Python's 5 ms would be added to each request
 #: several times, because the model's thread hardly ever gives it up before
 SWITCH_SECONDS = 0.0005
@@ -77,7 +77,7 @@ class ModelLoop:
                 ticket.fail(_failure(problem))
             print(f"a batch of {tokens:,} tokens failed: {first_line(error)}", file=sys.stderr, flush=True)
             self._failures += not is_memory
-            if not self._role.survives_failures or self._failures >= MOST_FAILURES:
+            if not self._role.survives_failures or self._failures >= MAX_FAILURES:
                 raise
             _free_memory()
             return

@@ -7,7 +7,7 @@ from types import TracebackType
 from stillhouse.display import message
 
 #: a section of another tool gives a line for each of its keys that is known
-MOST_LINES = 17
+MAX_LINES = 17
 
 
 class ConfigError(ValueError):
@@ -58,7 +58,7 @@ def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
 
     more: the number of mistakes that are not in the list
     """
-    shown = list(mistakes[:MOST_LINES])
+    shown = list(mistakes[:MAX_LINES])
     if more := more + len(mistakes) - len(shown):
         shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))
     return shown[0] if len(shown) == 1 else ConfigError.joined(shown)

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from stillhouse.config.mistakes import ConfigError, MissingKeyError, listed
-from stillhouse.config.peers import NO_KEY, peer_hint, peer_value
+from stillhouse.config.errors import ConfigError, MissingKeyError, listed
+from stillhouse.config.other_tools import NO_KEY, peer_hint, peer_value
 from stillhouse.config.schema import ANY_NAME, Schema, describe, inner_section, item_section, section_of, value_fields
 from stillhouse.config.section import Section
 from stillhouse.display import name_list

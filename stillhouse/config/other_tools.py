@@ -1,6 +1,6 @@
 """What other tools call our keys and values, and the hints about it in errors.
 
-The names are in `peers.yaml`, which is read when the first hint is needed.
+The names are in `other_tools.yaml`, which is read when the first hint is needed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from pydantic import BeforeValidator
 from stillhouse.config.section import Section
 from stillhouse.config.yaml_text import read_yaml
 
-FILE = Path(__file__).with_name("peers.yaml")
+FILE = Path(__file__).with_name("other_tools.yaml")
 PEERS = {"trl": "TRL", "verl": "verl", "automodel": "Automodel", "swift": "ms-swift", "axolotl": "axolotl"}
 #: in a hint about a name for which there is nothing to write instead
 NO_KEY = "has no key here"
@@ -23,7 +23,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(lambda text: tuple(text.split
 
 
 class PeerKey(Section, validate_default=False):
-    """One entry of `peers.yaml`, which explains the fields."""
+    """One entry of `other_tools.yaml`, which explains the fields."""
 
     ours: Names = ()
     trl: Names = ()
@@ -42,7 +42,7 @@ class PeerKey(Section, validate_default=False):
 
 
 class PeerTable(Section):
-    """The content of `peers.yaml`."""
+    """The content of `other_tools.yaml`."""
 
     keys: list[PeerKey]
     without_key: list[PeerKey]

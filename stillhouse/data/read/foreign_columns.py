@@ -36,7 +36,7 @@ class ForeignColumns(NamedTuple):
 
 
 def own_forms(fields: Fields, *, prompts: bool = False) -> list[tuple[str, ...]]:
-    """The columns of those of our own forms (see `forms.py`) that a record has. prompts: only prompts are read."""
+    """The columns of Stillhouse's record forms that a record has. prompts: only prompts are read."""
     forms = (("messages",), ("prompt",)) if prompts else (("messages",), ("prompt", "completion"), ("text",))
     return [form for form in forms if set(form) <= set(fields)]
 

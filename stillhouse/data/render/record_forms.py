@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.read.columns import own_forms
+from stillhouse.data.read.foreign_columns import own_forms
 from stillhouse.data.render.chat_template import ChatTemplate
 from stillhouse.data.render.templates import CompletionTemplate, Targets, Template, TextTemplate
 from stillhouse.display import name_list
 
-EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"  # `columns.py` adds those of other projects
+EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 
 
 def template_for(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, targets: Targets) -> Template:
