@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.measure import MAP_BLOCKS, in_fresh_process, relative_distance, resident_extra, run_pass, take_turns
 from benchmarks.record import result_file, write_result
 from stillhouse.models import Decoder
+from stillhouse.models.processor_targets import PolicyTargets, Targets
 from stillhouse.models.processors import policy_gradient, selected_log_probs
-from stillhouse.models.targets import PolicyTargets, Targets
 from stillhouse.tools.parity import worst
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -220,7 +220,7 @@ def megatron(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Subject:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from stillhouse.models.megatron import MegatronProcessor
+    from stillhouse.models.megatron_processor import MegatronProcessor
 
     if not dist.is_initialized():
         store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)

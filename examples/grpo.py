@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from stillhouse import Decoder
+from stillhouse.models.processor_targets import PolicyTargets, Targets
 from stillhouse.models.processors import cross_entropy, policy_gradient, selected_log_probs
-from stillhouse.models.targets import PolicyTargets, Targets
 
 PAD, END = "<pad>", "<end>"
 PROMPT, ANSWER = 5, 4  # tokens: those of "17+5=", and of three digits and the end at most

@@ -25,7 +25,7 @@ from transformers import DataCollatorWithFlattening, HfArgumentParser, Trainer, 
 from stillhouse import Decoder
 from stillhouse.data import check_same_tokenizer, load_tokenizer
 from stillhouse.engine.loss import StepLoss
-from stillhouse.models.targets import DistillTargets
+from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER
 from stillhouse.objective.spec import parse_objective
 

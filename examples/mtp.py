@@ -23,7 +23,7 @@ from transformers.utils import logging
 from stillhouse import Decoder
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
-from stillhouse.models.targets import DistillTargets
+from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER
 from stillhouse.objective.spec import parse_objective
 from stillhouse.tools.demo.corpus import collect_documents, split_of

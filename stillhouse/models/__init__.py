@@ -2,11 +2,12 @@
 
 from stillhouse.models.adapter import add_lora, draw_lora, without_lora
 from stillhouse.models.decoder import Decoder, eos_ids
-from stillhouse.models.decoder_proof import prove_decoder
 from stillhouse.models.fingerprint import model_fingerprint
+from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.hidden_match import HiddenMatchLoss, HiddenPair
 from stillhouse.models.layer_numbers import match_hidden, recorded
 from stillhouse.models.lm_head import OutputProcessor
+from stillhouse.models.load_proof import prove_decoder
 from stillhouse.models.model_checks import (
     NotFiniteError,
     ProofError,
@@ -15,7 +16,6 @@ from stillhouse.models.model_checks import (
     check_saving,
     warn_of_positions,
 )
-from stillhouse.models.modes import evaluating
 from stillhouse.models.moe import balance_routers
 from stillhouse.models.quantized import quantized_identity
 from stillhouse.models.router_aux_loss import RouterAuxLoss

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from stillhouse.display import escaped
-from stillhouse.models.decoder_proof import prove_decoder, require_runnable
+from stillhouse.models.forward_modes import evaluating, packs_one_row
 from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
 from stillhouse.models.layer_hooks import Running, checkpoint_contexts
 from stillhouse.models.lm_head import Head, LogitRule, OutputProcessor, PassThrough
+from stillhouse.models.load_proof import prove_decoder, require_runnable
 from stillhouse.models.lora import Lora
 from stillhouse.models.model_checks import layer_list, outermost_lists, require_decoder
-from stillhouse.models.modes import evaluating, packs_one_row
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
 from stillhouse.models.router_aux_loss import RouterAuxLoss, RouterBalance

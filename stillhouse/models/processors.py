@@ -4,9 +4,9 @@
     model(…, output_processor=MegatronProcessor(model, cross_entropy()), output_processor_context=Targets(labels))
 
 A processor is created for an optimizer step, with everything that is the same for its micro-batches; its context
-holds the tensors of one micro-batch (`targets.py`). No processor computes the logits of all tokens at once. Every
-processor gives the same result over a vocabulary shard as over the whole head. `engine/loss.py` has the one of a
-run's objective.
+holds the tensors of one micro-batch (`processor_targets.py`). No processor computes the logits of all tokens at
+once. Every processor gives the same result over a vocabulary shard as over the whole head. `engine/loss.py` has the
+one of a run's objective.
 
 B rows of S tokens each, T = B·S tokens in the rows' order, D width.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from stillhouse.models.lm_head import OutputProcessor
-from stillhouse.models.targets import PolicyTargets, Targets
+from stillhouse.models.processor_targets import PolicyTargets, Targets
 from stillhouse.objective import (
     CrossEntropy,
     Entropy,

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder, OutputProcessor, evaluating, without_lora
-from stillhouse.models.modes import autocast
-from stillhouse.models.targets import DistillTargets
+from stillhouse.models.forward_modes import autocast
+from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import Signal, Signals, StudentHidden
 from stillhouse.objective.signals import RowIndex
 from stillhouse.parallel import watchdog
-from stillhouse.parallel.layer_loss import LayerLosses
+from stillhouse.parallel.layer_loss_interface import LayerLosses
 from stillhouse.parallel.teacher_head import DecoderHead, TeacherHidden
 
 

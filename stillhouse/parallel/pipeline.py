@@ -23,7 +23,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.models.dtensors import local
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.mesh import Mesh
-from stillhouse.parallel.older_torch import stage_class
+from stillhouse.parallel.older_torch_stage import stage_class
 from stillhouse.parallel.pair import InStage, StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.run_layout import Scheme
 from stillhouse.parallel.stages import StagePlan

@@ -1,7 +1,7 @@
 """Proves the models of a runner under its layout, after their weights are there, with the passes that training makes.
 
-What is proven of each model is in `models/decoder_proof.py`. Under tensor parallelism, each layer is also compared
-with its whole copy (`layer_proof.py`), and backward passes show which gradients have to be summed
+What is proven of each model is in `models/load_proof.py`. Under tensor parallelism, each layer is also compared
+with its whole copy (`tensor_parallel_proof.py`), and backward passes show which gradients have to be summed
 (`partial_gradients.py`).
 
 B rows, S columns of the whole sequences, D and E widths of student and teacher.
@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
-from stillhouse.models.decoder_proof import (
+from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode, packs_one_row
+from stillhouse.models.load_proof import (
     Forward,
     ProbeDocuments,
     by_rows,
@@ -30,16 +31,15 @@ from stillhouse.models.decoder_proof import (
     run_probe,
 )
 from stillhouse.models.model_checks import prefixed
-from stillhouse.models.modes import autocast, autocast_dtype, in_mode, packs_one_row
-from stillhouse.models.targets import DistillTargets
+from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
 from stillhouse.parallel.apply.context_parallel import NextTokens, whole_sequences
-from stillhouse.parallel.layer_loss import MtpLayersRun
-from stillhouse.parallel.layer_proof import layers_compared, require_equal_layers
+from stillhouse.parallel.layer_loss_interface import MtpLayersRun
 from stillhouse.parallel.pair import IN_STAGE, StageInputs
 from stillhouse.parallel.partial_gradients import partial_gradients
 from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_loading import ModelSource
+from stillhouse.parallel.tensor_parallel_proof import layers_compared, require_equal_layers
 
 
 class _Hidden(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
 from stillhouse.models import NotFiniteError
-from stillhouse.models.modes import packs_one_row
+from stillhouse.models.forward_modes import packs_one_row
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Runner, StageInputs
 from stillhouse.signals.extract import Extract, SignalRows, Wanted

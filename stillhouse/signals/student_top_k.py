@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stillhouse.models.targets import DistillTargets
+from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import OutputHead
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import Runner, ShardedMicroBatches

@@ -23,8 +23,8 @@ from transformers import (
 
 from stillhouse.models import Decoder
 from stillhouse.models.pretrained import auto_class
+from stillhouse.models.processor_targets import Targets
 from stillhouse.models.processors import cross_entropy
-from stillhouse.models.targets import Targets
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 from stillhouse.parallel.stages import require_cuttable
 

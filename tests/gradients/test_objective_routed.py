@@ -10,7 +10,7 @@ from kit.processor_cases import OpenHeads
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
-from stillhouse.models.targets import DistillTargets
+from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import (
     CrossEntropy,
     Distill,

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models import Decoder, OutputProcessor
+from stillhouse.models.processor_targets import DistillTargets, PolicyTargets, Targets
 from stillhouse.models.processors import (
     LogProbs,
     by_depth,
@@ -43,7 +44,6 @@ from stillhouse.models.processors import (
     policy_gradient,
     selected_log_probs,
 )
-from stillhouse.models.targets import DistillTargets, PolicyTargets, Targets
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.spec import parse_objective
 from stillhouse.objective.tile import chunks

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from stillhouse.models import Decoder, ProofError, prove_decoder
-from stillhouse.models.decoder_proof import ProbeDocuments
+from stillhouse.models.load_proof import ProbeDocuments
 from stillhouse.parallel import single_process_runner
 from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec

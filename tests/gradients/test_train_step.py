@@ -14,7 +14,7 @@ from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
-from stillhouse.models.targets import DistillTargets
+from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signal
 from stillhouse.objective.spec import parse_objective
 from stillhouse.output.folder import RunFolder, init_run_dir

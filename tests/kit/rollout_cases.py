@@ -13,7 +13,7 @@ from kit.objective_cases import Leaves, T, V, generator, make_full, make_labels,
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
-from stillhouse.models.targets import DistillTargets
+from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, Correction, FullVocab, ObjectiveOutput, OutputHead, Signal, Signals
 from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective

@@ -202,14 +202,14 @@ def per_row() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    from stillhouse.models import decoder, decoder_proof
+    from stillhouse.models import decoder, load_proof
     from stillhouse.parallel import runner_proof
 
     AttentionInterface.register("per_row", sdpa_attention_forward)
     AttentionMaskInterface.register("per_row", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    for module in (decoder, decoder_proof, runner_proof):
+    for module in (decoder, load_proof, runner_proof):
         module.packs_one_row = lambda model: model.config._attn_implementation == "per_row"  # type: ignore[attr-defined]
-    decoder_proof._require_placed = lambda model: None
+    load_proof._require_placed = lambda model: None
 
 
 @pytest.mark.parametrize("side", ["teacher", slow("student")])

@@ -15,7 +15,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from stillhouse.engine.loss import StepLoss
-from stillhouse.models import Decoder, mtp, processors, targets
+from stillhouse.models import Decoder, mtp, processor_targets, processors
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.objective import TEACHER
 from stillhouse.objective.spec import parse_objective

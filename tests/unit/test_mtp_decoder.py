@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder
+from stillhouse.models.processor_targets import Targets
 from stillhouse.models.processors import cross_entropy
-from stillhouse.models.targets import Targets
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

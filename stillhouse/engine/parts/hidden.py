@@ -8,7 +8,7 @@ from torch import Tensor
 from stillhouse.data import MicroBatch
 from stillhouse.engine.parts.loss_part import LossPart
 from stillhouse.models import Decoder, HiddenMatchLoss, HiddenPair, recorded
-from stillhouse.parallel.layer_loss import LayerLoss
+from stillhouse.parallel.layer_loss_interface import LayerLoss
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from stillhouse.models.targets import DistillTargets
+from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
-from stillhouse.parallel.layer_loss import LayerLosses
+from stillhouse.parallel.layer_loss_interface import LayerLosses
 
 
 class LossPart(LayerLosses, Protocol):

@@ -19,13 +19,13 @@ from torch.distributed import ProcessGroup
 from stillhouse.data import MicroBatch
 from stillhouse.engine.parts.loss_part import LossPart
 from stillhouse.models import Decoder
+from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.models.processors import full_vocab
-from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import NextTokens
-from stillhouse.parallel.layer_loss import MtpLayersRun
+from stillhouse.parallel.layer_loss_interface import MtpLayersRun
 
 #: the prefix of a depth's metrics: mtp_1/forward_kl is the forward KL of depth 1
 PREFIX = "mtp_"

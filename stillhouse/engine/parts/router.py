@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from stillhouse.data import MicroBatch
 from stillhouse.engine.parts.loss_part import LossPart
 from stillhouse.models import Decoder, RouterAuxLoss
-from stillhouse.parallel.layer_loss import LayerLoss
+from stillhouse.parallel.layer_loss_interface import LayerLoss
 
 #: the key of the routers' load-balancing loss among a step's sums
 ROUTER_LOSS = "router_aux"

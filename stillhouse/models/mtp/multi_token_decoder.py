@@ -20,8 +20,8 @@ from transformers.modeling_layers import MtpModel
 
 from stillhouse.models.checkpoint_names import declared_depths, mtp_prefixes
 from stillhouse.models.decoder import Decoder
-from stillhouse.models.decoder_proof import prove_decoder
 from stillhouse.models.lm_head import OutputProcessor
+from stillhouse.models.load_proof import prove_decoder
 from stillhouse.models.mtp.mtp_layers import MtpLayers, find_layers, new_layers
 from stillhouse.objective import OutputHead
 

@@ -32,8 +32,8 @@ from transformers import PreTrainedModel
 
 from stillhouse.libraries import reading
 from stillhouse.models.dtensors import local
+from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating, in_mode, packs_one_row
 from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
-from stillhouse.models.modes import autocast, autocast_dtype, evaluating, in_mode, packs_one_row
 from stillhouse.objective import OutputHead
 
 #: the largest allowed relative change of a hidden state that must not change, in every dtype
