@@ -1,7 +1,7 @@
 """The chunked pass against plain autograd over all logits in float64: loss, gradients and values per token.
 
-One rule judges every case (`judge`): in float64 both are equal; in another dtype, the chunked pass has at most twice
-the error of plain autograd in that dtype. T tokens, D student width, V vocabulary.
+Every case follows one rule (`assert_accurate`): in float64 both are equal; in another dtype, the chunked pass has at
+most twice the error of plain autograd in that dtype. T tokens, D student width, V vocabulary.
 """
 
 import re
@@ -24,10 +24,10 @@ from kit.objective_cases import (
     T,
     V,
     all_terms,
+    assert_accurate,
     assert_same,
     distance,
     every_term,
-    judge,
     make_full,
     make_labels,
     make_leaves,
@@ -78,7 +78,7 @@ def test_every_divergence_on_every_signal(expression: str, signal: str, dtype: s
     leaves = make_leaves(dtype=DTYPES[dtype], sharpness=sharpness)
     signal_dtype = DTYPES[dtype] if dtype == "float64" or signal in ("full", "dense", "mixture") else torch.float32
     teacher = make_signal(signal, dtype=signal_dtype, sharpness=sharpness, temperature=1.7)
-    judge(leaves, [Distill(teacher, parse_divergence(expression), 0.7, 1.7)], **OPTIONS[dtype == "float64"])
+    assert_accurate(leaves, [Distill(teacher, parse_divergence(expression), 0.7, 1.7)], **OPTIONS[dtype == "float64"])
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
@@ -88,7 +88,7 @@ def test_every_other_term(term: str, dtype: str, chunk_tokens: int | None) -> No
     """In a sum with a cross-entropy; the numbers that come with the batch are float32 at least."""
     leaves, wide = make_leaves(dtype=DTYPES[dtype]), DTYPES["float64" if dtype == "float64" else "float32"]
     terms = [CrossEntropy(make_labels(), 0.2), other_terms(dtype=wide)[term]]
-    judge(leaves, terms, chunk_tokens=chunk_tokens, tiny=TINY[dtype], **OPTIONS[dtype == "float64"])
+    assert_accurate(leaves, terms, chunk_tokens=chunk_tokens, tiny=TINY[dtype], **OPTIONS[dtype == "float64"])
 
 
 #: the gradient of the sorted distance is a sum of signs
@@ -102,7 +102,7 @@ def test_sum_of_terms_through_every_head(head: str, bias: bool) -> None:
     mixture = Distill(make_signal("mixture", vocabulary=rows), jsd(0.3))
     terms = [*every_term(vocabulary=rows), *other_terms(vocabulary=rows).values(), mixture]
     options: dict[str, Any] = {"weights_T": some_weights(), "normalizer": torch.tensor(19)}
-    result = judge(leaves, terms, head=HEADS[head], chunk_tokens=10, **options)
+    result = assert_accurate(leaves, terms, head=HEADS[head], chunk_tokens=10, **options)
     assert result.gradients["weight"][:rows].any(1).all()
     assert not result.gradients["weight"][rows:].any()
 
@@ -111,7 +111,7 @@ def test_sum_of_terms_through_every_head(head: str, bias: bool) -> None:
 @pytest.mark.parametrize("sharpness", [1.0, 50.0])
 def test_sum_of_terms(sharpness: float, dtype: str) -> None:
     leaves, terms = make_leaves(dtype=DTYPES[dtype], sharpness=sharpness), every_term(dtype=DTYPES[dtype])
-    judge(leaves, terms, head={"scale": 0.5, "softcap": 30.0}, normalizer=29.0, weights_T=torch.ones(T))
+    assert_accurate(leaves, terms, head={"scale": 0.5, "softcap": 30.0}, normalizer=29.0, weights_T=torch.ones(T))
 
 
 @pytest.mark.parametrize("signal", [*ALL_SIGNALS, "other terms", *(name for name in HEADS if name != "plain")])
@@ -168,7 +168,7 @@ def test_chunk_size_and_valid_index_change_nothing(chunk_tokens: int | None) -> 
 
 
 def test_valid_index_alone_says_which_rows_count() -> None:
-    result = judge(make_leaves(), every_term(), valid_index=torch.tensor([3, 4, 30]))
+    result = assert_accurate(make_leaves(), every_term(), valid_index=torch.tensor([3, 4, 30]))
     assert result.output.metrics["tokens"] == 3
 
 
@@ -176,7 +176,7 @@ def test_valid_index_alone_says_which_rows_count() -> None:
 def test_weights_of_any_dtype(dtype: torch.dtype) -> None:
     weights_T = (torch.arange(T) % 3).to(dtype)
     terms: list[Term] = [CrossEntropy(make_labels(), weights_T=weights_T), Entropy(0.1)]
-    judge(make_leaves(dtype=torch.float32), terms, weights_T=weights_T)
+    assert_accurate(make_leaves(dtype=torch.float32), terms, weights_T=weights_T)
 
 
 def test_micro_batches_add_up() -> None:

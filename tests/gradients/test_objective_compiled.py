@@ -21,10 +21,10 @@ from kit.objective_cases import (
     HEADS,
     Leaves,
     T,
+    assert_accurate,
     distance,
     exact,
     generator,
-    judge,
     make_full,
     make_leaves,
     run,
@@ -67,13 +67,13 @@ def ran_compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def judge_compiled(leaves: Leaves, terms: list[Term], **options: Any) -> None:
-    judge(leaves, terms, chunk_tokens=None, tiny=1e-6, **options)
+def assert_accurate_compiled(leaves: Leaves, terms: list[Term], **options: Any) -> None:
+    assert_accurate(leaves, terms, chunk_tokens=None, tiny=1e-6, **options)
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_plans_against_float64(plan: str, ran_compiled: list[str]) -> None:
-    judge_compiled(leaves_of(), PLANS[plan](), normalizer=29.0)
+    assert_accurate_compiled(leaves_of(), PLANS[plan](), normalizer=29.0)
     sweeps = {"raw_sums", "gradient"} if plan == "plain" else {"raw_sums", "log_mean", "normalized_sums", "gradient"}
     assert set(ran_compiled) == sweeps
 
@@ -84,13 +84,13 @@ def test_plans_against_float64(plan: str, ran_compiled: list[str]) -> None:
 def test_every_divergence_against_float64(expression: str, sharpness: float) -> None:
     teacher = make_full(T, V, dtype=torch.float32, sharpness=sharpness)
     terms: list[Term] = [Distill(teacher, parse_divergence(expression))]
-    judge_compiled(leaves_of(sharpness=sharpness), terms)
+    assert_accurate_compiled(leaves_of(sharpness=sharpness), terms)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["scaled", "capped", "both"])
 def test_heads_against_float64(head: str) -> None:
-    judge_compiled(leaves_of(), full_terms(), head=HEADS[head])
+    assert_accurate_compiled(leaves_of(), full_terms(), head=HEADS[head])
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -117,7 +117,7 @@ def test_compiled_results_equal_uncompiled_ones(
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_few_rows(tokens: int, plan: str, ran_compiled: list[str]) -> None:
     """torch treats a size of 1 as a constant, so one row is not compiled."""
-    judge_compiled(leaves_of(tokens), PLANS[plan](tokens))
+    assert_accurate_compiled(leaves_of(tokens), PLANS[plan](tokens))
     assert bool(ran_compiled) == (tokens > 1)
 
 

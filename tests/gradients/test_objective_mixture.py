@@ -13,10 +13,10 @@ from kit.objective_cases import (
     F_DIVERGENCES,
     T,
     V,
+    assert_accurate,
     assert_same,
     distance,
     generator,
-    judge,
     make_full,
     make_leaves,
     make_mixture,
@@ -78,7 +78,7 @@ def masked_mixture(temperature: float = 1.0) -> Mixture:
 )
 def test_tokens_without_probability(expression: str, temperature: float) -> None:
     term = Distill(masked_mixture(temperature), parse_divergence(expression), 0.7, temperature)
-    judge(make_leaves(dtype=torch.float32), [term], weights_T=some_weights(), normalizer=23.0)
+    assert_accurate(make_leaves(dtype=torch.float32), [term], weights_T=some_weights(), normalizer=23.0)
 
 
 def test_a_token_without_probability_makes_reverse_kl_infinite() -> None:
@@ -150,4 +150,4 @@ def test_mixtures_that_share_a_member() -> None:
         Distill(Mixture([make_signal("dense"), full], [1, 1]), forward_kl(), 0.5),
         Distill(full, forward_kl(), 0.4, 1.5),
     ]
-    judge(make_leaves(), terms, weights_T=some_weights(), normalizer=19.0)
+    assert_accurate(make_leaves(), terms, weights_T=some_weights(), normalizer=19.0)

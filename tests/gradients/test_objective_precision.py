@@ -18,12 +18,12 @@ from kit.objective_cases import (
     Result,
     T,
     V,
+    assert_accurate,
     converted,
     distance,
     every_term,
     exact,
     generator,
-    judge,
     make_full,
     make_labels,
     make_leaves,
@@ -59,8 +59,8 @@ from stillhouse.objective.reference import dense_objective
 
 def test_half_precision_hidden_states_with_a_float32_head() -> None:
     half, full = make_leaves(dtype=torch.bfloat16), make_leaves(dtype=torch.float32)
-    judge(Leaves(half.hidden, full.weight, full.bias), every_term(dtype=torch.float32))
-    judge(Leaves(full.hidden, half.weight, half.bias), every_term(dtype=torch.float32))
+    assert_accurate(Leaves(half.hidden, full.weight, full.bias), every_term(dtype=torch.float32))
+    assert_accurate(Leaves(full.hidden, half.weight, half.bias), every_term(dtype=torch.float32))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])

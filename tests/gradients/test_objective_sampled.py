@@ -19,9 +19,9 @@ from kit.objective_cases import (
     Leaves,
     T,
     V,
+    assert_accurate,
     distance,
     generator,
-    judge,
     make_labels,
     make_leaves,
     make_signal,
@@ -341,7 +341,7 @@ def test_zero_outside_with_absent_and_repeated_ids(dtype: str) -> None:
     ids_TK[4] = -1
     ids_TK[5, 1] = ids_TK[5, 0]
     terms: list[Term] = [Distill(TopK(ids_TK, signal.log_probs_TK, "zero"), reverse_kl(), 0.7, 1.3)]
-    result = judge(make_leaves(dtype=DTYPES[dtype]), terms)
+    result = assert_accurate(make_leaves(dtype=DTYPES[dtype]), terms)
     assert result.output.per_token["reverse_kl"][4] == 0
     assert (result.gradients["hidden"][4] == 0).all()
 

@@ -12,8 +12,8 @@ from kit.objective_cases import (
     TAILS,
     T,
     V,
+    assert_accurate,
     distance,
-    judge,
     make_labels,
     make_leaves,
     make_sorted,
@@ -48,7 +48,7 @@ def terms_of(
 @pytest.mark.parametrize("divergence", F_DIVERGENCES)
 def test_spans_against_plain_autograd(divergence: str, tail: str) -> None:
     terms = terms_of(f"0.3*cross_entropy + {divergence}", make_spans(tail))
-    judge(make_leaves(), terms, weights_T=(torch.arange(T) % 5).double(), normalizer=11.0)
+    assert_accurate(make_leaves(), terms, weights_T=(torch.arange(T) % 5).double(), normalizer=11.0)
 
 
 @pytest.mark.parametrize("squared", [False, True])
@@ -123,7 +123,7 @@ def test_fewer_ranks_against_plain_autograd(ranks: int, sharpness: float) -> Non
     log_p_TV = torch.log_softmax(sharpness * torch.randn(T, V, dtype=torch.float64), 1)
     leaves, signal = make_leaves(sharpness=sharpness), make_sorted(log_p_TV, ranks)
     terms = [SortedL1(signal, 0.7, 1.3, weights_T=signal.weights_T), CrossEntropy(make_labels(), 0.2)]
-    actual = judge(leaves, terms)
+    actual = assert_accurate(leaves, terms)
     logits_TV = leaves.hidden @ leaves.weight.T + leaves.bias  # type: ignore[operator]
     whole_T = whole_uld(log_p_TV, logits_TV, 1.3) * signal.weights_T
     assert (actual.output.per_token["uld"] <= whole_T + 1e-12).all()

@@ -355,7 +355,7 @@ def exact(leaves: Leaves, terms: Sequence[Term], **options: Any) -> Result:
     return run(dense_objective, converted(leaves, torch.float64), converted(list(terms), torch.float64), **options)
 
 
-def judge(
+def assert_accurate(
     leaves: Leaves, terms: Sequence[Term], *, chunk_tokens: int | None = 9, tiny: float | None = None, **options: Any
 ) -> Result:
     """Assert that the chunked pass is as exact as plain autograd in the same dtype, relative to float64.

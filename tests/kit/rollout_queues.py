@@ -28,12 +28,12 @@ class LateEngine:
     def __init__(self, most: int, seed: int = 0):
         self.most, self.version, self.draw = most, 0, random.Random(seed)
         self.waiting: list[tuple[GenerationRequest, Future[Completion]]] = []
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
         futures: list[Future[Completion]] = [Future() for _ in requests]
         self.waiting += zip(requests, futures, strict=True)
-        self.asked += [request.number for request in requests]
+        self.requested += [request.number for request in requests]
         return futures
 
     def answer(self) -> None:

@@ -53,7 +53,7 @@ def test_every_sample_is_trained_once_and_in_time(ahead: int, in_order: bool, sl
         trained += numbers(samples)
         queue.trained(step)
     total = queue.plan.groups(STEPS - 1).stop * SAMPLES
-    assert sorted(trained) == list(range(total)) == sorted(engine.asked)
+    assert sorted(trained) == list(range(total)) == sorted(engine.requested)
 
 
 @pytest.mark.parametrize(("ahead", "in_order", "slack"), [(1, True, 0), (2, True, 0), (1, False, 1), (2, False, 2)])
@@ -73,10 +73,10 @@ def test_a_queue_from_a_checkpoint_loses_nothing_and_repeats_nothing(ahead: int,
         engine.update_weights(step + 1, None)
         queue = queue_of(engine, ahead=ahead, in_order=in_order, slack=slack)
         queue.restore(kept, step + 1)
-        assert not engine.asked
+        assert not engine.requested
         if step + 1 < STEPS:
             queue.ask(step + 1)
-        assert not set(engine.asked) & set(numbers(kept.samples))
+        assert not set(engine.requested) & set(numbers(kept.samples))
     assert sorted(trained) == list(range(queue.plan.groups(STEPS - 1).stop * SAMPLES))
 
 
@@ -106,7 +106,7 @@ def test_a_step_can_be_taken_while_the_one_before_is_trained() -> None:
         later = queue_of(LateEngine(most=4), ahead=2, in_order=True)
         later.restore(queue.state(), step + 1)
     assert trained == list(range(queue.plan.groups(STEPS - 1).stop * SAMPLES))
-    assert len(engine.asked) == len(trained)
+    assert len(engine.requested) == len(trained)
 
 
 def test_a_checkpoint_is_written_although_no_server_answers() -> None:
