@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.generation.hooks import UserFunction, checked_reply, checked_reward
 from stillhouse.generation.prompt_plan import PromptPlan
 from stillhouse.generation.rollout_engines import RolloutEngine
 from stillhouse.generation.sample import Completion, GenerationRequest, Sample
+from stillhouse.generation.user_functions import UserFunction, checked_reply, checked_reward
 from stillhouse.preemption import OverdueError
 
 #: the version of a token that no model generated
@@ -53,7 +53,7 @@ class SampleGenerator:
     """Asks an engine for samples, and gives those that are finished.
 
     max_new_tokens: of all turns of a sample together, the environment's included.
-    reward, environment: see `hooks.py`; they need the prompts' records.
+    reward, environment: see `user_functions.py`; they need the prompts' records.
     """
 
     def __init__(

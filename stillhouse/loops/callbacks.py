@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.generation.hooks import finite_number, shown
-from stillhouse.loops.user_functions import CALLBACKS, function_of
+from stillhouse.generation.user_functions import CALLBACKS, finite_number, shown, user_function
 
 _NAME = re.compile(r"[\w.\-/]+")
 
@@ -49,7 +48,7 @@ def callback_metrics(
     """
     metrics: dict[str, float] = {}
     for path in paths:
-        function = function_of(CALLBACKS, path)
+        function = user_function(CALLBACKS, path)
         metrics |= checked_metrics(function, function(context), {*known, *metrics})
     return metrics
 

@@ -26,9 +26,9 @@ from stillhouse.generation import (
     step_documents,
 )
 from stillhouse.generation.rollout_engines import DistributedEngine
+from stillhouse.generation.user_functions import ENVIRONMENT, REWARD, user_function
 from stillhouse.loops.completion_engine import open_engine
 from stillhouse.loops.session_objects import Session
-from stillhouse.loops.user_functions import ENVIRONMENT, REWARD, function_of
 from stillhouse.loops.weights_proof import probe_samples, require_weights_in_use
 from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
@@ -238,8 +238,8 @@ def make_queue(
         plan,
         tokenizer,
         rollout.max_new_tokens,
-        reward=None if rollout.reward is None else function_of(REWARD, rollout.reward),
-        environment=None if rollout.environment is None else function_of(ENVIRONMENT, rollout.environment),
+        reward=None if rollout.reward is None else user_function(REWARD, rollout.reward),
+        environment=None if rollout.environment is None else user_function(ENVIRONMENT, rollout.environment),
         max_turns=rollout.max_turns if rollout.environment is not None else 1,
     )
     return RolloutQueue(

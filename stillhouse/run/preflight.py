@@ -12,7 +12,7 @@ import torch
 from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, TrainConfig, as_config_error
 from stillhouse.data import check_vocabulary
 from stillhouse.engine.optimizer import require_optimizer
-from stillhouse.loops.user_functions import require_functions
+from stillhouse.generation.user_functions import require_functions
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.output.trackers import require_trackers
 from stillhouse.parallel import Layout, watchdog

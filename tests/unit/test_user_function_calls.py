@@ -17,8 +17,8 @@ from kit.user_functions import control_c, counts, half, remembers
 
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.generation import Completion, PromptPlan, SampleGenerator
-from stillhouse.generation.hooks import UserFunction, checked_reply, checked_reward, load_function
 from stillhouse.generation.sample_generator import _Open
+from stillhouse.generation.user_functions import UserFunction, checked_reply, checked_reward, user_function
 
 
 class OwnFloat(float):
@@ -132,7 +132,7 @@ def test_a_decorator_may_change_the_arguments(tmp_path: Path, monkeypatch: pytes
     code = "import functools\ndef g(a): return len(a)\n@functools.wraps(g)\ndef f(*given): return g(given[1])\n"
     (tmp_path / "decorated_rewards.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    function = load_function("rollout.reward", "decorated_rewards:f", ("prompt", "completion", "record"))
+    function = user_function("rollout.reward", "decorated_rewards:f")
     assert checked_reward(function, "", "four", {}, "a:1") == 4.0
 
 
@@ -192,7 +192,7 @@ def test_a_module_that_cannot_be_used(
     (tmp_path / f"{module}.py").write_text(f"{code}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=f"got '{module}:f'") as raised:
-        load_function("rollout.reward", f"{module}:f", ("prompt", "completion", "record"))
+        user_function("rollout.reward", f"{module}:f")
     assert message.format(module=module) in str(raised.value).splitlines()[0]
     if "importing" in str(raised.value):
         assert f'\n  File "{tmp_path / module}.py", line 1, in <module>\n    {code}' in str(raised.value)

@@ -24,14 +24,17 @@ import numpy as np
 import torch
 
 from stillhouse import preemption
+from stillhouse.config import EvalConfig, RolloutConfig, as_config_error
 from stillhouse.config.section import function_hint
 from stillhouse.display import escaped
 from stillhouse.preemption import OverdueError, interruptible
 
-#: the arguments of a reward and of an environment. prompt: the text that the model continued; completion: its text,
-#: without special tokens; record: the whole record of the data. A reward returns a number, an environment the text
-#: that follows the completion, or None at the end
-OF_COMPLETIONS = ("prompt", "completion", "record")
+CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
+_OF_COMPLETIONS = ("prompt", "completion", "record")
+#: the arguments of the functions, by the keys of the configuration that name them. prompt: the text that the model
+#: continued; completion: its text, without special tokens; record: the whole record of the data. A reward returns a
+#: number, an environment the text that follows the completion, or None at the end. context: `EvaluationContext`
+_ARGUMENTS = {CALLBACKS: ("context",), REWARD: _OF_COMPLETIONS, ENVIRONMENT: _OF_COMPLETIONS}
 #: frames of a traceback that an error shows: the first ones and the last ones
 _FIRST, _LAST = 2, 6
 #: characters of a completion, and of the message of a function's error
@@ -87,12 +90,27 @@ class UserFunction:
         return value
 
 
-def load_function(key: str, path: str, parameters: tuple[str, ...]) -> UserFunction:
-    """The function that `package.module:function` names. Modules in the working directory are found, too.
+def require_functions(evaluation: EvalConfig, rollout: RolloutConfig | None) -> None:
+    """Raise ConfigError, as `user_function` does, unless every function that the sections name can be used."""
+    paths: list[tuple[str, str | None]] = [(CALLBACKS, path) for path in evaluation.callbacks]
+    if rollout is not None:
+        paths += [(REWARD, rollout.reward), (ENVIRONMENT, rollout.environment)]
+    for key, path in paths:
+        if path is not None:
+            user_function(key, path)
 
-    Raises ValueError if there is no such module or function, if the module cannot be imported, and if the function
-    cannot be called with so many arguments. parameters: their names, for the message.
+
+def user_function(key: str, path: str) -> UserFunction:
+    """The function `package.module:function` that a key names. Modules in the working directory are found, too.
+
+    Raises ConfigError if there is no such module or function, if the module cannot be imported, and if the function
+    cannot be called with the arguments.
     """
+    with as_config_error(key):
+        return UserFunction(key, path, _function(path, _ARGUMENTS[key]))
+
+
+def _function(path: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -107,7 +125,7 @@ def load_function(key: str, path: str, parameters: tuple[str, ...]) -> UserFunct
     if not callable(function):
         raise ValueError(f"got {path!r}, but {module_name} has no function {name!r}")
     _require_parameters(path, function, parameters)
-    return UserFunction(key, path, function)
+    return function
 
 
 def checked_reward(
