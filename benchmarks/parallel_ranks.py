@@ -124,7 +124,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     single_process = case.layout.degrees.processes == 1
     mesh = Mesh(case.layout.degrees, CPU, of_one_process=True) if single_process else mesh
     runner = build_runner(case.layout, mesh, *model_sources(case))
-    for student in runner.students():
+    for student in runner.decoders:
         student.train()
         if case.recomputed:
             student.gradient_checkpointing_enable()

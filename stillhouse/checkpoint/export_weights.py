@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,13 +18,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import StudentConfig
 from stillhouse.data import save_tokenizer
-from stillhouse.engine.torch_state import WEIGHT, stored_tensors
+from stillhouse.engine.state_folder import WEIGHT, read_full, stored_tensors
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, merged, save_lora
 from stillhouse.models.checkpoint_names import checkpoint_names
 from stillhouse.models.pretrained import auto_class, load_causal_lm
 from stillhouse.parallel import Ranks
-from stillhouse.parallel.sharded_loading import without_distributed_warning
 
 #: largest size of one file when a model is written from a checkpoint
 FILE_BYTES = 5 * 10**9
@@ -69,7 +67,7 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     keys = {checkpoint_names(full, name)[0]: f"{WEIGHT}{name}" for name in full.state_dict()}
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
-        tensors = _read(resume, [keys[name] for name in names])
+        tensors = read_full(resume, [keys[name] for name in names])
         return {name: tensors[keys[name]] for name in names}
 
     tensors_of = {name: stored[key] for name, key in keys.items()}
@@ -124,15 +122,4 @@ def _stored_lora(resume: Path) -> dict[str, Tensor]:
     """An adapter's matrices in a checkpoint, by their names in the decoder."""
     stored = stored_tensors(resume)
     names = [name for name in stored if name.startswith(WEIGHT) and is_lora(name)]
-    return {name.removeprefix(WEIGHT): matrix for name, matrix in _read(resume, names).items()}
-
-
-def _read(resume: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Read whole tensors of a checkpoint."""
-    stored = stored_tensors(resume)
-    tensors: dict[str, Any] = {
-        name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
-    }
-    with without_distributed_warning():
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(resume)), no_dist=True)
-    return tensors
+    return {name.removeprefix(WEIGHT): matrix for name, matrix in read_full(resume, names).items()}

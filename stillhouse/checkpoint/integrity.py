@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from stillhouse.engine.torch_state import stored_tensors
+from stillhouse.engine.state_folder import stored_tensors
 from stillhouse.output.disk import file_names, hashes
 from stillhouse.output.progress import STATE, DamagedCheckpointError, State, read_state
 from stillhouse.parallel import ONE_PROCESS, Ranks, local_processes, local_rank

@@ -1,7 +1,7 @@
 """Writes and reads checkpoints: everything that a run needs to continue as if it had never stopped.
 
     checkpoints/step-00000500/
-        resume/        weights, moments and random states (`engine/torch_state.py`), in PyTorch's distributed
+        resume/        weights, moments and random states (`engine/state_folder.py`), in PyTorch's distributed
                        checkpoint format (DCP), as safetensors
         student/       the student and its tokenizer for transformers; of a student with an adapter, only the adapter,
                        for peft
@@ -20,7 +20,7 @@ from stillhouse.checkpoint.export_weights import save_student
 from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint
 from stillhouse.checkpoint.rollouts_file import write_queue
 from stillhouse.engine.engine import Engine
-from stillhouse.engine.torch_state import RANDOM, stored_tensors
+from stillhouse.engine.state_folder import RANDOM, stored_tensors
 from stillhouse.generation import QueueState
 from stillhouse.output.disk import file_names, hashes, require_space, written_together
 from stillhouse.output.progress import Progress, State, folder_name, write_state
@@ -40,7 +40,7 @@ def save_checkpoint(
     Raises ValueError, before anything is written, if a weight or the optimizer's state is not finite, or if the disk
     has too little space.
     """
-    final, ranks = folder / folder_name(progress.step), engine.ranks
+    final, ranks = folder / folder_name(progress.step), engine.student.ranks
     try:
         needed_bytes = engine.bytes_to_save()
     except ValueError as error:
@@ -50,7 +50,7 @@ def save_checkpoint(
         saved = engine.save(partial / RESUME)
         _require_complete(final, partial / RESUME, saved.elements, ranks)
         if ranks.is_first:
-            save_student(partial / "student", engine.students[0], tokenizer, partial / RESUME, ranks)
+            save_student(partial / "student", engine.student.decoders[0], tokenizer, partial / RESUME, ranks)
             if queue is not None:
                 write_queue(partial, queue)
         names = ranks.from_first(file_names(partial) if ranks.is_first else [])

@@ -6,8 +6,8 @@
     engine.save(folder); engine.load(folder)                                 everything that a run needs to continue
 
 The loss of every micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So
-neither the loss nor the gradient depends on how the step is cut into micro-batches. `torch_engine.py` has the engine
-of this package; another one has the same methods.
+neither the loss nor the gradient depends on how the step is cut into micro-batches. `build_engine.py` names the
+engines.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,14 +19,13 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.data import MicroBatch
 from stillhouse.engine.parts import LossPart
-from stillhouse.generation.student_copy import StudentCopy
-from stillhouse.models import Decoder, OutputProcessor
+from stillhouse.models import OutputProcessor
 from stillhouse.objective import ObjectiveOutput, Signals
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import Layout, Ranks, ShardedMicroBatches
+from stillhouse.parallel import DistributedStudent
 
 
 class StepOutput:
@@ -59,7 +58,7 @@ class SavedTensors:
 
 
 class Engine(Protocol):
-    """Trains a student on micro-batches and the teachers' signals for them. Its methods are collectives of `ranks`.
+    """Trains a student on micro-batches and the teachers' signals for them. Its methods are collectives.
 
     parts: the losses beside the objective.
     autocast: the dtype of matrix products; None: that of the weights.
@@ -70,15 +69,7 @@ class Engine(Protocol):
     autocast: torch.dtype | None
 
     @property
-    def ranks(self) -> Ranks: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def layout(self) -> Layout: ...
-
-    def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
-        ...
+    def student(self) -> DistributedStudent: ...
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
@@ -147,13 +138,6 @@ class Engine(Protocol):
         """
         ...
 
-    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The student's log-probability of the label of each row of each micro-batch, at temperature 1.
-
-        Empty on processes whose results do not count.
-        """
-        ...
-
     @property
     def needs_teacher(self) -> bool:
         """Whether a step needs a teacher's signals."""
@@ -163,10 +147,6 @@ class Engine(Protocol):
         """The same student and optimizer with these losses. MTP layers still run, but without them in `parts`, their
         loss has the factor 0.
         """
-        ...
-
-    def single_parts(self) -> Iterator[tuple[str, Self]]:
-        """For each loss beside the objective, its key and the same student with this loss alone."""
         ...
 
     def zero_grad(self) -> None: ...
@@ -179,22 +159,11 @@ class Engine(Protocol):
         """The names of the parameters of all processes whose gradients have a NaN or an infinity."""
         ...
 
-    @property
-    def students(self) -> list[Decoder]:
-        """The student, or this process's parts of it."""
-        ...
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the full gradient of each parameter on this process, by its name in the full model.
 
-    @property
-    def teacher(self) -> Decoder | None:
-        """The teacher in the student's stages, or its part on this process's first stage."""
-        ...
-
-    def publish(self, folder: Path, version: int, *, run: str, tokenizer: Any) -> Path:
-        """Write the student's present weights for servers (see `publish_weights.py`); returns their folder."""
-        ...
-
-    def student_copy(self, build: Callable[[], Decoder]) -> StudentCopy:
-        """A copy of the full student on this process, beside its part of it. build: see `StudentCopy`."""
+        Gathering a sharded gradient is a collective of the processes that share it.
+        """
         ...
 
 

@@ -5,7 +5,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,22 +15,20 @@ import torch
 from torch import Tensor
 
 from stillhouse.config import TrainConfig
-from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.data import MicroBatch
 from stillhouse.engine.engine import SavedTensors, StepOutput, add_up
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.optimizer import embedding_weights, make_optimizer, make_step
 from stillhouse.engine.parts import LossPart, MtpLoss
+from stillhouse.engine.state_folder import write_state
 from stillhouse.engine.torch_state import TorchState
-from stillhouse.generation.publish_weights import publish
-from stillhouse.generation.student_copy import StudentCopy
-from stillhouse.models import Decoder, NotFiniteError, OutputProcessor, evaluating
+from stillhouse.models import NotFiniteError, OutputProcessor, evaluating
 from stillhouse.models.dtensors import gathered_tensor, local
-from stillhouse.models.processors import cross_entropy
 from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import forward_kl, total_variation
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import Runner, ShardedMicroBatches, StageInputs, shard_micro_batches
+from stillhouse.parallel import Runner, StageInputs
 from stillhouse.signals.weight_average import WeightAverage
 
 #: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
@@ -53,7 +51,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        runner: Runner,
+        student: Runner,
         objective: ObjectiveSpec,
         *,
         train: TrainConfig = DEFAULT_TRAIN,
@@ -62,8 +60,7 @@ class TorchEngine:
         parts: Sequence[LossPart] = (),
         average: WeightAverage | None = None,
     ):
-        self._runner, self.objective, self.parts = runner, objective, tuple(parts)
-        self.layout, self.ranks, self.device = runner.layout, runner.ranks, runner.device
+        self.student, self.objective, self.parts = student, objective, tuple(parts)
         self._train, self.autocast = train, autocast
         self._chunk_tokens, self.average = chunk_tokens, average
 
@@ -72,7 +69,7 @@ class TorchEngine:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
-        runner = self._runner
+        runner = self.student
         loss = StepLoss(self.objective, normalizer, self._chunk_tokens, self.parts)
         inputs = self._inputs(micro_batches, signals, loss, self.parts, normalizer)
         with runner.gradients_summed():
@@ -91,7 +88,7 @@ class TorchEngine:
         return StepOutput(outputs, partial(self._total, outputs, losses))
 
     def update(self, learning_rate: float) -> float:
-        norm = float(self._runner.clip(self._train.clip or 0.0))
+        norm = float(self.student.clip(self._train.clip or 0.0))
         if not math.isfinite(norm):
             raise NotFiniteError.of_gradient(norm)
         make_step(self.optimizer, learning_rate)
@@ -102,8 +99,8 @@ class TorchEngine:
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
-        parameters = (parameter for _, parameter in self._runner.named_parameters())
-        return make_optimizer(parameters, self._train, embedding_weights(self.students))
+        parameters = (parameter for _, parameter in self.student.named_parameters())
+        return make_optimizer(parameters, self._train, embedding_weights(self.student.decoders))
 
     def _inputs(
         self,
@@ -126,7 +123,7 @@ class TorchEngine:
 
     def _total(self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
         """Metric sums over all processes. losses: those inside this process's layers."""
-        sums = add_up(self.ranks.gather(summed_metrics(outputs) | _summed(losses)))
+        sums = add_up(self.student.ranks.gather(summed_metrics(outputs) | _summed(losses)))
         for part in self.parts if "loss" in sums else ():
             part.add_to(sums)
         return sums
@@ -146,7 +143,7 @@ class TorchEngine:
             )
             outputs += self.process(loss, micro_batches, signals, self._acceptance)
             del micro_batches, signals  # a teacher's hidden states are large, and the next ones come first
-        return add_up(self.ranks.gather(summed_metrics(outputs)))
+        return add_up(self.student.ranks.gather(summed_metrics(outputs)))
 
     @property
     def _acceptance(self) -> tuple[LossPart, ...]:
@@ -189,13 +186,9 @@ class TorchEngine:
         signals: Sequence[Signals],
         parts: Sequence[LossPart] = (),
     ) -> list[Any]:
-        with evaluating(*self.students):
-            results = self._runner.forward(self._inputs(micro_batches, signals, processor, parts))
-        return results if self._runner.has_results else []
-
-    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        outputs = self.process(cross_entropy(), micro_batches, [{}] * len(micro_batches))
-        return [-output.per_token["cross_entropy"] for output in outputs]
+        with evaluating(*self.student.decoders):
+            results = self.student.forward(self._inputs(micro_batches, signals, processor, parts))
+        return results if self.student.has_results else []
 
     # ---- single losses
 
@@ -211,74 +204,44 @@ class TorchEngine:
             other.parts += tuple(replace(part, scale=0.0) for part in self._mtp_losses)
         return other
 
-    def single_parts(self) -> Iterator[tuple[str, Self]]:
-        none = ObjectiveSpec(entropy=0.0)  # a term of scale 0 has no gradient
-        for part in self.parts:
-            if not isinstance(part, MtpLoss) or part.scale:
-                yield part.key, self.with_losses(none, [part])
-
     # ---- gradients
 
     def zero_grad(self) -> None:
-        self._runner.zero_grad()
+        self.student.zero_grad()
 
     def gradient_norm(self) -> float:
-        return float(self._runner.clip(0.0))
+        return float(self.student.clip(0.0))
 
     def gradients_not_finite(self) -> list[str]:
         names = [
-            self._runner.shared_name(name)
-            for name, parameter in self._runner.named_parameters()
+            self.student.shared_name(name)
+            for name, parameter in self.student.named_parameters()
             if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
         ]
-        return list(dict.fromkeys(name for of_rank in self.ranks.gather(names) for name in of_rank))
+        return list(dict.fromkeys(name for of_rank in self.student.ranks.gather(names) for name in of_rank))
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the full gradient of each parameter on this process, by its name in the full model.
-
-        Gathering a sharded gradient is a collective of the processes that share it.
-        """
-        for name, parameter in self._runner.named_parameters():
+        for name, parameter in self.student.named_parameters():
             gradient = parameter.grad
-            full_gradient = None if gradient is None else gathered_tensor(gradient, self.device)
-            yield self._runner.shared_name(name), full_gradient
+            full_gradient = None if gradient is None else gathered_tensor(gradient, self.student.device)
+            yield self.student.shared_name(name), full_gradient
 
     # ---- state
 
     @property
     def _state(self) -> TorchState:
-        return TorchState(self._runner, self.optimizer, self.average)
+        return TorchState(self.student, self.optimizer, self.average)
 
     def bytes_to_save(self) -> int:
         return self._state.bytes_to_write()
 
     def save(self, folder: Path) -> SavedTensors:
         state = self._state
-        state.write(folder)
+        write_state(folder, state.tensors(), self.student.ranks)
         return SavedTensors(state.element_count(), state.parameters_without_moments())
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:
         self._state.read(folder, without_moments)
-
-    # ---- the student
-
-    @property
-    def students(self) -> list[Decoder]:
-        return self._runner.students()
-
-    @property
-    def teacher(self) -> Decoder | None:
-        return self._runner.teacher
-
-    def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        uniform_shapes = training and self.layout.stages > 1
-        return shard_micro_batches(micro_batches, self._runner.mesh, uniform_shapes=uniform_shapes)
-
-    def publish(self, folder: Path, version: int, *, run: str, tokenizer: Any) -> Path:
-        return publish(self._runner, folder, version, run=run, tokenizer=tokenizer)
-
-    def student_copy(self, build: Callable[[], Decoder]) -> StudentCopy:
-        return StudentCopy(self._runner, build)
 
 
 def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:

@@ -1,12 +1,6 @@
-"""A run's state as a folder: the student's weights, the optimizer's moments and the random generators' states.
+"""The state of `TorchEngine` as tensors, and back. `state_folder.py` has their names, and reads and writes them.
 
-    student.<parameter>                   a weight or a buffer
-    optimizer.state.<parameter>.<moment>  the optimizer's state, such as a moment of AdamW
-    average.<parameter>                   the exponential moving average of a trained weight, if the run has one
-    random.<device>.<rank>                the state of a random generator (without a rank in a run of one process)
-
-The files are those of PyTorch's distributed checkpoints (DCP), as safetensors. Under FSDP, tensor or expert
-parallelism a rank has only a shard of a tensor, as a DTensor.
+Under FSDP, tensor or expert parallelism a rank has only a shard of a tensor, as a DTensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,24 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stillhouse.engine.optimizer import empty_state, state_tensors
+from stillhouse.engine.state_folder import AVERAGE, MOMENT, RANDOM, WEIGHT, require_fit, stored_tensors
 from stillhouse.models.dtensors import local
-from stillhouse.output.progress import DamagedCheckpointError
 from stillhouse.parallel import Runner
 from stillhouse.parallel.gradients import copies
-from stillhouse.parallel.sharded_loading import without_distributed_warning
+from stillhouse.parallel.sharded_loading import read_in_place
 from stillhouse.signals.weight_average import WeightAverage
-
-#: prefixes of the names of tensors
-WEIGHT = "student."
-RANDOM = "random."
-_MOMENT = "optimizer.state."
-_AVERAGE = "average."
 
 
 @dataclass(frozen=True)
@@ -42,13 +27,6 @@ class TorchState:
     runner: Runner
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None = None
-
-    def write(self, folder: Path) -> None:
-        """Write all tensors to a folder that all ranks share."""
-        writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
-        group = self.runner.ranks.group
-        with without_distributed_warning():
-            dcp.save(self.tensors(), storage_writer=writer, process_group=group, no_dist=group is None)
 
     def read(self, folder: Path, without_moments: Sequence[str]) -> None:
         """Restore weights, their average, moments and random generators from the state of any layout.
@@ -60,8 +38,7 @@ class TorchState:
         require_fit(folder.parent, stored, wanted, is_complete=self.runner.layout.stages == 1)
         # a state may be absent: the checkpoint was written on another type of device, or by fewer ranks
         tensors = wanted | {name: value for name, value in self._random_states().items() if name in stored}
-        with without_distributed_warning():
-            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+        read_in_place(folder, tensors)
         self._restore(tensors)
 
     def tensors(self) -> dict[str, Any]:
@@ -74,7 +51,7 @@ class TorchState:
         Frozen parameters of a student with an adapter are left out: they are in the files of the base model.
         """
         weights: dict[str, Any] = {}
-        for student in self.runner.students():
+        for student in self.runner.decoders:
             named = () if student.lora is None else student.named_parameters()
             frozen = {name for name, parameter in named if not parameter.requires_grad}
             for name, value in student.state_dict().items():
@@ -101,9 +78,9 @@ class TorchState:
         names = {name for name in tensors if not name.startswith(RANDOM)}
         if runner.pipeline is not None and runner.pipeline.embedding_copy is not None and 0 not in runner.pairs:
             # the last stage's copy of the embedding, which only the first stage saves
-            shared = runner.students()[0].embedding_name
-            moments = {name for name in names if name.startswith(f"{_MOMENT}{shared}.")}
-            names -= {f"{WEIGHT}{shared}", f"{_AVERAGE}{shared}"} | moments
+            shared = runner.decoders[0].embedding_name
+            moments = {name for name in names if name.startswith(f"{MOMENT}{shared}.")}
+            names -= {f"{WEIGHT}{shared}", f"{AVERAGE}{shared}"} | moments
         return round(sum(runner.ranks.gather(sum(self._share_of(tensors[name]) for name in names))))
 
     def parameters_without_moments(self) -> list[str]:
@@ -115,13 +92,13 @@ class TorchState:
         """The averages of this rank's trained weights; of two copies of a tied weight, that of the first."""
         averages: dict[str, Tensor] = {}
         for name, value in ({} if self.average is None else self.average.tensors).items():
-            averages.setdefault(f"{_AVERAGE}{self.runner.shared_name(name)}", value)
+            averages.setdefault(f"{AVERAGE}{self.runner.shared_name(name)}", value)
         return averages
 
     def _moments(self) -> dict[str, Any]:
         # the optimizer's hyper-parameters are not saved: they come from the configuration
         return {
-            f"{_MOMENT}{name}.{key}": value
+            f"{MOMENT}{name}.{key}": value
             for name, parameter in self._trained().items()
             for key, value in state_tensors(self.optimizer.state.get(parameter, {})).items()
         }
@@ -154,7 +131,7 @@ class TorchState:
         """
         runner, parameters = self.runner, self._trained()
         for name, value in ({} if self.average is None else self.average.tensors).items():
-            first = tensors[f"{_AVERAGE}{runner.shared_name(name)}"]
+            first = tensors[f"{AVERAGE}{runner.shared_name(name)}"]
             if value is not first:
                 local(value).copy_(local(first))
         for name, parameter in runner.named_parameters():
@@ -197,39 +174,3 @@ class TorchState:
         """The number of a tensor's elements on this rank, divided by the number of ranks with the same elements."""
         degrees = self.runner.layout.degrees
         return local(tensor).numel() / copies(tensor, degrees.processes // degrees.pipeline)
-
-
-def require_fit(
-    path: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Any], is_complete: bool
-) -> None:
-    """Raise ValueError if a tensor of the checkpoint does not fit the student, naming the first such tensor.
-
-    DCP itself reports less, ignores tensors that are not wanted, and raises an error that is not an Exception.
-    wanted: the tensors that this process will load. is_complete: this process has the whole student, so a stored
-    tensor that is not wanted is an error, too. But a run without an average may leave that of the checkpoint.
-    """
-    shapes = {name: tuple(entry.size) for name, entry in stored.items()}
-    expected = {name: tuple(value.shape) for name, value in wanted.items()}
-    names = shapes.keys() | expected.keys() if is_complete else expected.keys()
-    if not any(name.startswith(_AVERAGE) for name in expected):
-        names = {name for name in names if not name.startswith(_AVERAGE)}
-    for name in sorted(name for name in names if name.startswith((WEIGHT, _MOMENT, _AVERAGE))):
-        there, here = (
-            f"of shape {shapes_of_one[name]}" if name in shapes_of_one else "absent"
-            for shapes_of_one in (shapes, expected)
-        )
-        if there != here:
-            raise ValueError(
-                f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "
-                "expected the same student, and the same train.optimizer, that wrote the checkpoint; a projector of "
-                "hidden states is of its layers in objective.hidden"
-            )
-
-
-def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """The shapes, dtypes and chunks of a state's tensors. Raises DamagedCheckpointError for damaged files."""
-    try:
-        stored = dcp.HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
-    except (SafetensorError, ValueError) as error:
-        raise DamagedCheckpointError(f"{folder.parent} is damaged: {error}") from error
-    return {name: value for name, value in stored.items() if isinstance(value, TensorStorageMetadata)}

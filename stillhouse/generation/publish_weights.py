@@ -34,7 +34,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, save_lora
 from stillhouse.models.checkpoint_names import checkpoint_names
 from stillhouse.models.pretrained import auto_class
-from stillhouse.parallel import Runner, gathered_tensor
+from stillhouse.parallel import DistributedStudent, gathered_tensor
 
 #: the largest size of one file, unless a single tensor is larger; so much host memory a rank needs to publish, and
 #: what gathering one tensor needs
@@ -45,7 +45,7 @@ _PARTIAL = ".partial"
 
 
 def publish(
-    runner: Runner,
+    student: DistributedStudent,
     folder: Path,
     version: int,
     *,
@@ -68,17 +68,17 @@ def publish(
     """
     final = version_folder(folder, version)
     partial = final.with_name(final.name + _PARTIAL)
-    with _written_on_all_ranks(runner):
-        if runner.ranks.is_first:
+    with _written_on_all_ranks(student):
+        if student.ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-    (student, *_) = runner.students()
+    (part, *_) = student.decoders
     with torch.no_grad():
-        kind: Literal["model", "adapter"] = "model" if student.lora is None else "adapter"
+        kind: Literal["model", "adapter"] = "model" if part.lora is None else "adapter"
         write = _write_model if kind == "model" else _write_adapter
-        write(partial, runner, bucket_bytes)
-    with _written_on_all_ranks(runner):
-        if runner.ranks.is_first:
+        write(partial, student, bucket_bytes)
+    with _written_on_all_ranks(student):
+        if student.ranks.is_first:
             if tokenizer is not None:
                 save_tokenizer(tokenizer, partial)
             _write_manifest(partial, version, run, kind)
@@ -93,30 +93,30 @@ def version_folder(folder: Path, version: int) -> Path:
     return folder / f"{VERSION_PREFIX}{version:08d}"
 
 
-def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
-    full_decoder = _full_student(runner)
+def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) -> None:
+    full_decoder = _full_student(student)
     names = {name: checkpoint_names(full_decoder, name)[0] for name in full_decoder.state_dict()}
-    held = _held(runner, names)
+    held = _held(student, names)
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
     _require_separable(full_decoder.pretrained, shapes)
     buckets = list(
         split_torch_state_dict_into_shards(shapes, max_shard_size=bucket_bytes).filename_to_tensors.values()
     )
-    counts = runner.ranks.gather(len(buckets) if _collects(runner) else 0)
-    rank = runner.ranks.rank
+    counts = student.ranks.gather(len(buckets) if _collects(student) else 0)
+    rank = student.ranks.rank
     before, total = sum(counts[:rank]), sum(counts)
     file_of: dict[str, str] = {}
     failure: Exception | None = None
-    with _written_on_all_ranks(runner):
+    with _written_on_all_ranks(student):
         for number, bucket in enumerate(buckets, start=before + 1):
             file = SAFE_WEIGHTS_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
             tensors: dict[str, Tensor] = {}
             for name in bucket:
-                tensor = _gather(held[name], runner)
-                if _collects(runner):
+                tensor = _gather(held[name], student)
+                if _collects(student):
                     tensors |= _as_saved(full_decoder.pretrained, {name: tensor})
             # a rank that cannot write still takes part in the collectives, because the other ranks wait in them
-            if _collects(runner) and failure is None:
+            if _collects(student) and failure is None:
                 try:
                     save_file(tensors, partial / file, metadata={"format": "pt"})
                 except (OSError, SafetensorError, ValueError) as error:
@@ -124,62 +124,62 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
                 file_of |= dict.fromkeys(tensors, file)
         if failure is not None:
             raise failure
-    files = {name: file for file_of_rank in runner.ranks.gather(file_of) for name, file in file_of_rank.items()}
-    with _written_on_all_ranks(runner):
-        if runner.ranks.is_first:
-            _write_configuration(partial, runner, full_decoder)
+    files = {name: file for file_of_rank in student.ranks.gather(file_of) for name, file in file_of_rank.items()}
+    with _written_on_all_ranks(student):
+        if student.ranks.is_first:
+            _write_configuration(partial, student, full_decoder)
             _write_index(partial, files, full_decoder.pretrained)
             _require_all(partial, files, full_decoder.pretrained, names)
 
 
-def _write_adapter(partial: Path, runner: Runner, bucket_bytes: int) -> None:
+def _write_adapter(partial: Path, student: DistributedStudent, bucket_bytes: int) -> None:
     """Each stage's matrices go through the shared folder to the rank that writes them in peft's format."""
-    weights = [pair for student in runner.students() for pair in student.state_dict().items()]
-    matrices = {name: _gather(tensor, runner) for name, tensor in weights if is_lora(name)}
-    number = runner.ranks.rank if _collects(runner) else -1
-    with _written_on_all_ranks(runner):
+    weights = [pair for part in student.decoders for pair in part.state_dict().items()]
+    matrices = {name: _gather(tensor, student) for name, tensor in weights if is_lora(name)}
+    number = student.ranks.rank if _collects(student) else -1
+    with _written_on_all_ranks(student):
         if number >= 0:
             save_file(matrices, partial / f"part-{number}")
-    numbers = [of_rank for of_rank in runner.ranks.gather(number) if of_rank >= 0]
-    with _written_on_all_ranks(runner):
-        if runner.ranks.is_first:
+    numbers = [of_rank for of_rank in student.ranks.gather(number) if of_rank >= 0]
+    with _written_on_all_ranks(student):
+        if student.ranks.is_first:
             parts = [partial / f"part-{number}" for number in numbers]
-            save_lora(runner.students()[0], {k: v for part in parts for k, v in load_file(part).items()}, partial)
+            save_lora(student.decoders[0], {k: v for part in parts for k, v in load_file(part).items()}, partial)
             for part in parts:
                 part.unlink()
 
 
-def _full_student(runner: Runner) -> Decoder:
+def _full_student(student: DistributedStudent) -> Decoder:
     """The full student, for names and shapes: without memory under a layout, where no rank has it."""
-    (part, *_) = runner.students()
-    if runner.ranks.size == 1:
+    (part, *_) = student.decoders
+    if student.ranks.size == 1:
         return part
     with torch.device("meta"):
         model = auto_class(part.config).from_config(part.config, trust_remote_code=False)
         return Decoder(model, verify=False)
 
 
-def _held(runner: Runner, names: Mapping[str, str]) -> dict[str, Tensor]:
+def _held(student: DistributedStudent, names: Mapping[str, str]) -> dict[str, Tensor]:
     """This rank's tensors of the student, by their names in files. The copy of a tied embedding that a pipeline's
     last stage holds is left out: the first stage writes it.
     """
     held: dict[str, Tensor] = {}
-    for student in runner.students():
-        held |= {names[name]: tensor for name, tensor in student.state_dict().items() if name in names}
+    for part in student.decoders:
+        held |= {names[name]: tensor for name, tensor in part.state_dict().items() if name in names}
     return held
 
 
-def _gather(tensor: Tensor, runner: Runner) -> Tensor:
+def _gather(tensor: Tensor, student: DistributedStudent) -> Tensor:
     """A full tensor in host memory: a collective of the ranks that hold its shards."""
-    tensor = gathered_tensor(tensor, runner.device)
-    return tensor.detach().cpu().contiguous() if _collects(runner) else tensor
+    tensor = gathered_tensor(tensor, student.device)
+    return tensor.detach().cpu().contiguous() if _collects(student) else tensor
 
 
-def _collects(runner: Runner) -> bool:
+def _collects(student: DistributedStudent) -> bool:
     """Whether this rank writes its pipeline stage's tensors: one rank of those that hold a copy or shard of them."""
-    if runner.ranks.size == 1:
+    if student.ranks.size == 1:
         return True
-    coordinate = runner.mesh.weights.get_coordinate()
+    coordinate = student.mesh.weights.get_coordinate()
     return coordinate is not None and not any(coordinate[1:])
 
 
@@ -198,9 +198,9 @@ def _require_separable(model: PreTrainedModel, shapes: dict[str, Tensor]) -> Non
         )
 
 
-def _write_configuration(partial: Path, runner: Runner, full_decoder: Decoder) -> None:
+def _write_configuration(partial: Path, student: DistributedStudent, full_decoder: Decoder) -> None:
     model = full_decoder.pretrained
-    (part, *_) = runner.students()
+    (part, *_) = student.decoders
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures, config.dtype = [type(model).__name__], next(part.parameters()).dtype
     config.save_pretrained(partial)
@@ -242,20 +242,17 @@ def _write_manifest(partial: Path, version: int, run: str, kind: Literal["model"
 
 
 def _remove_others(folder: Path, version: int) -> None:
-    versions = {int(path.name.removeprefix(VERSION_PREFIX)): path for path in _versions(folder)}
+    numbered = {path.name.removeprefix(VERSION_PREFIX): path for path in folder.glob(f"{VERSION_PREFIX}*")}
+    versions = {int(number): path for number, path in numbered.items() if number.isdecimal()}
     kept = sorted(number for number in versions if number <= version)[-KEPT:]
     for number in versions.keys() - set(kept):
         shutil.rmtree(versions[number])
 
 
-def _versions(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.glob(f"{VERSION_PREFIX}*") if path.name.removeprefix(VERSION_PREFIX).isdecimal())
-
-
 @contextmanager
-def _written_on_all_ranks(runner: Runner) -> Iterator[None]:
+def _written_on_all_ranks(student: DistributedStudent) -> Iterator[None]:
     """If a rank cannot write in the block, all ranks raise its ValueError or OSError: otherwise they would wait."""
-    with runner.ranks.all_raise(ValueError, OSError):
+    with student.ranks.all_raise(ValueError, OSError):
         try:
             yield
         except SafetensorError as error:

@@ -1,4 +1,4 @@
-"""The engines that generate completions: their interface, and those of a job itself, in one process or on all ranks.
+"""The engines that generate completions: their interface, and the engine in the job itself.
 
 `serving/client/served_engine.py` has the same interface over HTTP.
 """
@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from stillhouse.generation.generate import Generator
 from stillhouse.generation.sample import Completion, GenerationRequest
 from stillhouse.generation.student_copy import StudentCopy
+from stillhouse.parallel import ONE_PROCESS
 
 Result = TypeVar("Result")
 
@@ -44,42 +45,23 @@ class RolloutEngine(Protocol):
         ...
 
 
-class InProcessEngine:
-    """Generates in this process; its futures are done when `generate` returns. version: of the present weights."""
+class InJobEngine:
+    """Generates in this job, in one process or on all ranks; its futures are done when `generate` returns.
 
-    def __init__(self, generator: Generator, version: int = 0):
-        self.generator, self.version = generator, version
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        """The completions. Raises ValueError as `Generator.generate` does."""
-        return [_done(completion) for completion in self.generate_on_this_rank(requests)]
-
-    def generate_on_this_rank(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """The completions, all of which this process generates. No collective: a single rank may call it."""
-        return self.generator.generate(requests, self.version)
-
-    def update_weights(self, version: int, folder: Path | None) -> None:
-        """Use the student's present weights from now on. folder: has no effect."""
-        self.version = version
-
-    def close(self) -> None:
-        """Nothing is under way between two calls."""
-
-
-class DistributedEngine(InProcessEngine):
-    """Each rank generates some of the batches, and every rank gets all completions. They are those of one process,
-    but for rounding where other requests share a batch.
+    Each rank generates some of the batches, and every rank gets all completions. They are those of one process, but
+    for rounding where other requests share a batch.
 
     The first rank has the queue of samples, the rewards and the environment, and asks for completions as it needs
     them. The other ranks get its requests while they wait for the result of what it does (`lead`).
 
-    copy: the copy of the student whose decoder the generator has.
+    copy: the copy of the student whose decoder the generator has; None: this process has the whole model.
+    version: of the present weights.
     """
 
-    def __init__(self, generator: Generator, copy: StudentCopy):
-        assert copy.decoder is generator.decoder, "the generator needs the copy's decoder"
-        super().__init__(generator)
-        self._copy, self._ranks = copy, copy.mesh.ranks
+    def __init__(self, generator: Generator, copy: StudentCopy | None = None, version: int = 0):
+        assert copy is None or copy.decoder is generator.decoder, "the generator needs the copy's decoder"
+        self.generator, self.version, self._copy = generator, version, copy
+        self._ranks = ONE_PROCESS if copy is None else copy.mesh.ranks
         self._is_leading = False
 
     def lead(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
@@ -112,10 +94,16 @@ class DistributedEngine(InProcessEngine):
 
     def update_weights(self, version: int, folder: Path | None) -> None:
         """Use the student's present weights from now on: a collective of all ranks. folder: has no effect."""
-        self._copy.refresh()
+        if self._copy is not None:
+            self._copy.refresh()
         self.version = version
 
+    def close(self) -> None:
+        """Nothing is under way between two calls."""
+
     def _generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        if self._ranks.size == 1:
+            return self.generator.generate(requests, self.version)
         self.generator.check(requests)
         batches = self._ranks.share(self.generator.batches(requests, least=self._ranks.size))
 

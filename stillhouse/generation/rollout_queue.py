@@ -1,16 +1,4 @@
-"""When samples are generated, and which of them a step trains on. Every schedule asks for them by the same rule:
-
-    at step s, with the weights of version s, all groups of the steps up to s + ahead have been asked for
-
-`ahead` is 0 for sync, 1 and 2 for one_step_off and two_step_off. Such a step trains on its own groups.
-
-With `in_order=False` (async), a step trains on as many groups, on those that are finished first. A group that others
-overtake must still be trained at most `max_staleness` steps after it was asked for. So a step takes a group out of
-turn only if the steps after it have room for all others before their time is up. Overtaking needs slack: a group may
-be asked for half of `max_staleness` ahead, and wait for the other half.
-
-No token is then older than `max_staleness` versions, every group is trained exactly once, and none is dropped.
-"""
+"""The samples of a run between the engine that generates them and the steps that train on them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -18,6 +6,7 @@ from typing import Literal
 from stillhouse.generation.advantages import Deviation, with_advantages
 from stillhouse.generation.prompt_plan import PromptPlan
 from stillhouse.generation.rollout_queue_state import QueueState, require_groups, require_samples
+from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.generation.sample import Sample
 from stillhouse.generation.sample_generator import SampleGenerator
 
@@ -26,11 +15,9 @@ _TICK = 1.0
 
 
 class RolloutQueue:
-    """The samples of a run between the engine that generates them and the steps that train on them.
+    """The groups of samples that were asked for and are not trained.
 
-    ahead: how many steps ahead of its own a step's groups are asked for.
-    in_order: whether a step trains on its own groups, and not on those that are finished first.
-    max_staleness: steps after which a group that was asked for has to be trained; with `in_order`, `ahead` or more.
+    schedule: when they are asked for, and which of them a step trains on.
     advantage, deviation: how rewards become advantages (see `with_advantages`).
     alive: called now and then while waiting.
     by_student: whether the versions of tokens are those of the student.
@@ -40,18 +27,14 @@ class RolloutQueue:
         self,
         generator: SampleGenerator,
         plan: PromptPlan,
+        schedule: RolloutSchedule,
         *,
-        ahead: int,
-        in_order: bool,
-        last_step: int,
-        max_staleness: int = 0,
         advantage: Literal["normalized", "centered"] = "normalized",
         deviation: Deviation = "population",
         alive: Callable[[], None] = lambda: None,
         by_student: bool = True,
     ):
-        self.generator, self.plan, self.ahead, self.in_order = generator, plan, ahead, in_order
-        self.last_step, self.max_staleness = last_step, max_staleness
+        self.generator, self.plan, self.schedule = generator, plan, schedule
         self.advantage, self.deviation, self._alive, self._by_student = advantage, deviation, alive, by_student
         self._asked_at: dict[int, int] = {}
         self._last_chance: dict[int, int] = {}  # the last step that may train on a group that was asked for
@@ -68,7 +51,7 @@ class RolloutQueue:
 
         The engine has the weights of this step.
         """
-        for later in range(step, min(step + self.ahead, self.last_step) + 1):
+        for later in range(step, self.schedule.last_asked(step) + 1):
             for group in self.plan.groups(later):
                 if group not in self._trained and group not in self._asked_at:
                     self._add(group, step)
@@ -147,15 +130,7 @@ class RolloutQueue:
 
         Raises ValueError for a state that this run cannot have had after so many steps.
         """
-        require_groups(
-            state,
-            self.plan,
-            step,
-            ahead=self.ahead,
-            in_order=self.in_order,
-            last_step=self.last_step,
-            max_staleness=max(self.ahead, self.max_staleness),
-        )
+        require_groups(state, self.plan, self.schedule, step)
         require_samples(state.samples, state.asked_at, step, self.generator, by_student=self._by_student)
         self._trained = set(state.trained)
         for group, step_asked_at in state.asked_at.items():
@@ -163,9 +138,10 @@ class RolloutQueue:
         self._keep(state.samples)
 
     def _add(self, group: int, asked_at: int) -> None:
-        """Note that a group was asked for. With `in_order`, the last step that may train on it is its own."""
+        """Note that a group was asked for. In order, the last step that may train on it is its own."""
         self._asked_at[group], self._samples[group] = asked_at, {}
-        self._last_chance[group] = self.plan.step_of(group) if self.in_order else asked_at + self.max_staleness
+        latest = asked_at + self.schedule.max_staleness
+        self._last_chance[group] = self.plan.step_of(group) if self.schedule.in_order else latest
 
     def _keep(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -197,7 +173,7 @@ class RolloutQueue:
         It is the number of these groups minus the room in the steps after this one, up to `until`.
         """
         least, room = {}, 0
-        for until in range(step, step + self.max_staleness + 1):
+        for until in range(step, step + self.schedule.max_staleness + 1):
             room += len(self.plan.groups(until)) if until > step else 0
             least[until] = sum(self._last_chance[group] <= until for group in self._samples) - room
         return least

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stillhouse.generation.prompt_plan import PromptPlan
+from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.generation.sample import Sample
 from stillhouse.generation.sample_generator import NOT_GENERATED, SampleGenerator
 
@@ -19,7 +20,7 @@ class QueueState:
 
     samples: finished, and not trained.
     asked_at: for each group that was asked for and is not trained, the step at which it was asked for.
-    trained: the groups that were trained although an earlier one was not; `in_order` has none.
+    trained: the groups that were trained although an earlier one was not; a schedule in order has none.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -27,30 +28,21 @@ class QueueState:
     trained: list[int] = field(default_factory=list)
 
 
-def require_groups(
-    state: QueueState,
-    plan: PromptPlan,
-    step: int,
-    *,
-    ahead: int,
-    in_order: bool,
-    last_step: int,
-    max_staleness: int,
-) -> None:
+def require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule, step: int) -> None:
     """Raise ValueError unless these can be the groups of a run that has made `step` steps.
 
     The last step that was begun is the one before `step`, or `step` itself if the run lost its servers during it.
     """
-    asked_at, trained = state.asked_at, state.trained
+    asked_at, trained, ahead = state.asked_at, state.trained, schedule.ahead
     if both := sorted(asked_at.keys() & set(trained)):
         raise ValueError(f"group {both[0]} is both asked for and trained: expected one of them")
-    if trained and (in_order or len(set(trained)) < len(trained)):
+    if trained and (schedule.in_order or len(set(trained)) < len(trained)):
         raise ValueError(
             f"the trained groups {trained[:9]}: expected none, because this schedule trains the groups in their order"
-            if in_order
+            if schedule.in_order
             else f"the trained groups {trained[:9]}: expected each of them once"
         )
-    earliest, latest = max(0, step - max_staleness), min(step + ahead, last_step)
+    earliest, latest = max(0, step - schedule.max_staleness), schedule.last_asked(step)
     for group, at in asked_at.items():
         due = plan.step_of(group)
         if not (earliest <= due <= latest and max(0, due - ahead, earliest) <= at <= min(due, step)):
@@ -59,16 +51,16 @@ def require_groups(
                 f"{earliest} to {latest}, asked for at most {ahead} steps before its own, and at step {earliest} to "
                 f"{step}"
             )
-    _require_all(state, plan, step, ahead, last_step)
+    _require_all(state, plan, schedule, step)
 
 
-def _require_all(state: QueueState, plan: PromptPlan, step: int, ahead: int, last_step: int) -> None:
+def _require_all(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule, step: int) -> None:
     """Raise ValueError unless every group that was asked for so far is asked for or trained."""
     due = plan.groups(step).start  # so many groups have been trained, whichever these are
     first = min(state.asked_at, default=due)
     kept = sorted([*state.asked_at, *state.trained])
     stops = {
-        max(due, plan.groups(min(begun + ahead, last_step)).stop) if begun >= 0 else 0 for begun in (step - 1, step)
+        max(due, plan.groups(schedule.last_asked(begun)).stop) if begun >= 0 else 0 for begun in (step - 1, step)
     }
     if kept != list(range(first, first + len(kept))) or first + len(kept) not in stops:
         missing = sorted(set(range(first, max(stops))) - set(kept))

@@ -11,28 +11,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stillhouse.models import Decoder, ProofError, prove_decoder
-from stillhouse.parallel import Runner, gathered_tensor
+from stillhouse.parallel import DistributedStudent, gathered_tensor
 from stillhouse.parallel.sharded_loading import allocate
 
 
 class StudentCopy:
-    """The copy, and the refreshing of its weights. All ranks of the runner's mesh have one.
+    """The copy, and the refreshing of its weights. All ranks of the student's mesh have one.
 
     build: returns the full student, as `ModelSource.build` does: with any weights, or on the meta device.
 
     Raises ValueError if the copy has a tensor that no rank holds, and ProofError if it computes the wrong thing.
     """
 
-    def __init__(self, runner: Runner, build: Callable[[], Decoder]):
-        self._runner, self.mesh = runner, runner.mesh
+    def __init__(self, student: DistributedStudent, build: Callable[[], Decoder]):
+        self._student, self.mesh = student, student.mesh
         self.decoder = build()
         if next(self.decoder.parameters()).is_meta:
             allocate(self.decoder, self.mesh.device)
         self.decoder.to(self.mesh.device).eval()
         trained = {
             name
-            for student in runner.students()
-            for name, parameter in student.named_parameters()
+            for part in student.decoders
+            for name, parameter in part.named_parameters()
             if parameter.requires_grad
         }
         self._owners = self._find_owners()
@@ -67,7 +67,7 @@ class StudentCopy:
             weights[name].copy_(value)
 
     def _held(self) -> dict[str, Tensor]:
-        return {name: tensor for student in self._runner.students() for name, tensor in student.state_dict().items()}
+        return {name: tensor for part in self._student.decoders for name, tensor in part.state_dict().items()}
 
     def _find_owners(self) -> dict[str, int]:
         """For each tensor of the copy, the first coordinate on the pipeline axis that holds it."""

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
 from stillhouse.generation import RolloutEngine, Sampling
 from stillhouse.generation.generate import Generator, check_generation
-from stillhouse.generation.rollout_engines import DistributedEngine, InProcessEngine
+from stillhouse.generation.rollout_engines import InJobEngine
+from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_prompts
 from stillhouse.models import Decoder, eos_ids
@@ -37,18 +38,17 @@ def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> Roll
     if rollout.urls:
         return _served(session, rollout, run)
     if rollout.writer == "student":
-        return in_process_engine(session, sampling_of(rollout, eos_ids(session.tokenizer, session.student)))
+        return in_job_engine(session, sampling_of(rollout, eos_ids(session.tokenizer, session.student)))
     teacher = _writing_teacher(session)
     sampling = sampling_of(rollout, eos_ids(session.tokenizer, teacher))
-    return InProcessEngine(_generator(session, sampling, teacher))
+    return InJobEngine(_generator(session, sampling, teacher))
 
 
-def in_process_engine(session: Session, sampling: Sampling) -> InProcessEngine:
+def in_job_engine(session: Session, sampling: Sampling) -> InJobEngine:
     """An engine with the student's own weights. Raises ConfigError for a student that cannot generate."""
-    if session.ranks.size == 1:
-        return InProcessEngine(_generator(session, sampling, session.student))
-    copy = session.engine.student_copy(session.student_source.build)
-    return DistributedEngine(_generator(session, sampling, copy.decoder), copy)
+    is_alone = session.ranks.size == 1
+    copy = None if is_alone else StudentCopy(session.engine.student, session.student_source.build)
+    return InJobEngine(_generator(session, sampling, session.student if copy is None else copy.decoder), copy)
 
 
 def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine | None:

@@ -12,9 +12,9 @@ from stillhouse.data import Documents
 from stillhouse.data.render.templates import CompletionTemplate, Rendered
 from stillhouse.data.task_problems import exact_match, problem
 from stillhouse.generation import Completion, GenerationRequest, Sampling
-from stillhouse.generation.rollout_engines import InProcessEngine
+from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
-from stillhouse.loops.completion_engine import in_process_engine
+from stillhouse.loops.completion_engine import in_job_engine
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.session_objects import Session
 from stillhouse.models import eos_ids
@@ -36,7 +36,7 @@ class GreedyEvaluation:
     file: of the shown completions; None without them, and on all ranks except rank 0.
     """
 
-    def __init__(self, session: Session, folder: RunFolder, engine: InProcessEngine, file: LineFile | None):
+    def __init__(self, session: Session, folder: RunFolder, engine: InJobEngine, file: LineFile | None):
         self._session, self._folder, self._engine, self._file = session, folder, engine, file
 
     def evaluate(self, step: int, known: dict[str, float]) -> dict[str, float]:
@@ -68,7 +68,7 @@ class GreedyEvaluation:
     def _complete_texts(self, texts: Sequence[str]) -> list[str]:
         """Complete texts on this rank alone: the other ranks wait for its metrics."""
         tokenizer = self._session.tokenizer
-        completions = self._engine.generate_on_this_rank(_text_requests(tokenizer, texts))
+        completions = self._engine.generator.generate(_text_requests(tokenizer, texts), self._engine.version)
         return [tokenizer.decode(completion.ids_N.tolist(), skip_special_tokens=True) for completion in completions]
 
     def _show_completions(self, step: int) -> None:
@@ -111,7 +111,7 @@ def greedy_evaluation(session: Session, folder: RunFolder, kept: int) -> Iterato
         yield None
         return
     eos = eos_ids(session.tokenizer, session.student)
-    engine = in_process_engine(session, Sampling(settings.task_tokens, temperature=0.0, eos_ids=eos))
+    engine = in_job_engine(session, Sampling(settings.task_tokens, temperature=0.0, eos_ids=eos))
     writes = settings.samples and is_first()
     with closing(LineFile(folder.eval_samples, kept)) if writes else nullcontext() as file:
         yield GreedyEvaluation(session, folder, engine, file)

@@ -44,7 +44,7 @@ def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
 
 def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[MicroBatch], Sequence[Signals]]]:
     """These held-out sequences as micro-batches with their signals. A part has one for each data rank and stage."""
-    sequences, layout = session.evaluation, session.engine.layout
+    sequences, layout = session.evaluation, session.engine.student.layout
     assert sequences is not None
     together = layout.degrees.data * layout.stages
     budget = session.eval_config.micro_batch_tokens or session.train_config.micro_batch_tokens

@@ -25,7 +25,9 @@ from stillhouse.generation import (
     require_versions,
     step_documents,
 )
-from stillhouse.generation.rollout_engines import DistributedEngine
+from stillhouse.generation.publish_weights import publish
+from stillhouse.generation.rollout_engines import InJobEngine
+from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.generation.user_functions import ENVIRONMENT, REWARD, user_function
 from stillhouse.loops.completion_engine import open_engine
 from stillhouse.loops.session_objects import Session
@@ -42,9 +44,6 @@ from stillhouse.signals.signal_store import SECONDS_BETWEEN_LOOKS, SignalWatch
 Result = TypeVar("Result")
 
 WAIT_FOR_COMPLETIONS = "wait for completions"
-
-#: how many steps ahead of its own a schedule asks for completions; async: see `rollout_queue.py`
-_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 
 
 class Rollouts:
@@ -92,7 +91,7 @@ class Rollouts:
             # while the servers still generate
             with timeline.span(number, "weights", f"publish version {step}"), explained_write_errors(self.weights):
                 tokenizer = self.session.tokenizer
-                folder = self.session.engine.publish(self.weights, step, run=self.run, tokenizer=tokenizer)
+                folder = publish(self.session.engine.student, self.weights, step, run=self.run, tokenizer=tokenizer)
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             if self.config.schedule != "async":
                 self._of_queue(lambda queue: queue.wait_for(step) if queue.has_asked(step) else None)
@@ -130,7 +129,7 @@ class Rollouts:
         return self._shard(step_documents(prompts, samples, rules, dataset, numbers))
 
     def _shard(self, documents: Documents) -> ShardedMicroBatches:
-        layout = self.session.engine.layout
+        layout = self.session.engine.student.layout
         return self.session.shard(self._packer.micro_batches(documents, layout.degrees.data * layout.stages))
 
     def close(self) -> None:
@@ -198,7 +197,7 @@ class Rollouts:
         """
         kinds = ServerError, OverdueError, ValueError
         try:
-            if isinstance(self.engine, DistributedEngine):
+            if isinstance(self.engine, InJobEngine):
                 return self.engine.lead(action, *kinds)
             return self.session.ranks.on_first(action, *kinds)
         except (ServerError, OverdueError) as error:
@@ -245,10 +244,7 @@ def make_queue(
     return RolloutQueue(
         generator,
         plan,
-        ahead=min(_AHEAD.get(rollout.schedule, (rollout.max_staleness + 1) // 2), rollout.max_staleness),
-        max_staleness=rollout.max_staleness,
-        in_order=rollout.schedule != "async",
-        last_step=steps - 1,
+        RolloutSchedule.of(rollout, steps),
         advantage=rollout.advantage,
         deviation=rollout.deviation,
         alive=_ServerWatch(),

@@ -75,17 +75,17 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        return self.engine.device
+        return self.engine.student.device
 
     @property
     def ranks(self) -> Ranks:
         """All processes of the run."""
-        return self.engine.ranks
+        return self.engine.student.ranks
 
     @property
     def student(self) -> Decoder:
         """The student; under a pipeline, its part on this process's first stage."""
-        return self.engine.students[0]
+        return self.engine.student.decoders[0]
 
     @property
     def teacher(self) -> Decoder | None:
@@ -93,7 +93,7 @@ class Session:
 
         None if there is none or several, if its signals come from a store, or if it is the student's base model.
         """
-        return self.source.decoder if isinstance(self.source, SeparateTeacher) else self.engine.teacher
+        return self.source.decoder if isinstance(self.source, SeparateTeacher) else self.engine.student.teacher
 
     @property
     def teachers(self) -> dict[str, Decoder]:
@@ -120,8 +120,7 @@ class Session:
         return f"{self.student.lora}{base_note if self.student_source.teacher_is_base else ''}"
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
-        return self.engine.shard(micro_batches, training=training)
+        return self.engine.student.shard(micro_batches, training=training)
 
     def forward_backward(self, micro_batches: ShardedMicroBatches, engine: Engine | None = None) -> StepOutput:
         """Run forward and backward of a step, with signals that are requested now. engine: None for the run's own."""

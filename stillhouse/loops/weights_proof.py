@@ -15,6 +15,7 @@ from stillhouse.config import RolloutConfig
 from stillhouse.data import Documents
 from stillhouse.generation import Completion, Sample
 from stillhouse.loops.session_objects import Session
+from stillhouse.models.processors import cross_entropy
 from stillhouse.objective.keys import OLD_LOG_PROBS
 from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.serving.client.engine_proof import PROBES, ROUNDED
@@ -73,9 +74,10 @@ def require_weights_in_use(
 def _gaps_by_server(session: Session, micro_batches: ShardedMicroBatches) -> dict[int, list[float]]:
     """For each server's number, how much its log-probabilities differ from the student's, in nats."""
     probes, entries = len(probe_prompts(session.train.documents)), list[list[float]]()
-    for micro_batch, log_probs_T in zip(micro_batches, session.engine.log_probs(micro_batches), strict=False):
+    outputs = session.engine.process(cross_entropy(), micro_batches, [{}] * len(micro_batches))
+    for micro_batch, output in zip(micro_batches, outputs, strict=False):
         rows = micro_batch.valid_index
-        gaps = (log_probs_T - micro_batch.per_token[OLD_LOG_PROBS])[rows].abs()
+        gaps = (-output.per_token["cross_entropy"] - micro_batch.per_token[OLD_LOG_PROBS])[rows].abs()
         entries += torch.stack([(micro_batch.document_T[rows] // probes).to(gaps.dtype), gaps], 1).tolist()
     gaps_by_server: dict[int, list[float]] = {}
     for entries_of_rank in session.ranks.gather(entries):

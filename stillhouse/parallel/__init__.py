@@ -8,10 +8,10 @@ from stillhouse.parallel.build_runner import (
     build_runner,
     only_head,
     only_layers,
-    require_own_teacher,
     single_process_runner,
 )
 from stillhouse.parallel.devices import best_precision, choose_device
+from stillhouse.parallel.distributed_student import DistributedStudent
 from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights
 from stillhouse.parallel.mesh import Degrees, Mesh, join
 from stillhouse.parallel.pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
@@ -42,6 +42,7 @@ __all__ = [
     "BufferedHead",
     "DecoderHead",
     "Degrees",
+    "DistributedStudent",
     "HeadBuffers",
     "InStage",
     "Layout",
@@ -78,7 +79,6 @@ __all__ = [
     "process_rank",
     "prove_heads",
     "prove_runner",
-    "require_own_teacher",
     "shard_micro_batches",
     "single_process_runner",
     "start",

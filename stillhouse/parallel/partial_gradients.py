@@ -49,8 +49,8 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
     """
     runs, squares = Counter[nn.Module](), defaultdict[str, float](float)
     hidden: dict[str, Tensor] = {}
-    with evaluating(*runner.students()), ExitStack() as stack:
-        for student in runner.students():
+    with evaluating(*runner.decoders), ExitStack() as stack:
+        for student in runner.decoders:
             stack.enter_context(_counted(student, runs))
             stack.enter_context(_hidden_gradients(student, hidden))
         count = 2 * runner.layout.degrees.pipeline  # every schedule can run this number
@@ -71,7 +71,7 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
     problem = _mixed_problem(differing) or next(filter(None, problems), "")
     runner.zero_grad()
     if problem:
-        raise ProofError(f"{describe(runner.students()[0].pretrained)} under tensor parallelism: {problem}")
+        raise ProofError(f"{describe(runner.decoders[0].pretrained)} under tensor parallelism: {problem}")
     return [parameter for _, parameter in parts]
 
 
@@ -155,7 +155,7 @@ def _problem(
     if any(axis == "tensor" for axis, _ in _axes(parameter)):
         return f"its ranks have different gradients of '{name}', which its plan replicates: expected tensor=1"
     owner = name.rpartition(".")[0]
-    owners = [module for part in runner.students() for path, module in part.named_modules() if path == owner]
+    owners = [module for part in runner.decoders for path, module in part.named_modules() if path == owner]
     times = sum(runs[module] for module in owners)
     if times != count:
         return (

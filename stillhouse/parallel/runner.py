@@ -11,21 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder
+from stillhouse.parallel.distributed_student import DistributedStudent
 from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.pair import StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.pipeline import Pipeline
-from stillhouse.parallel.ranks import Ranks
 from stillhouse.parallel.run_layout import Layout
 from stillhouse.parallel.teacher_head import DecoderHead
+from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
 
 
-class Runner:
+class Runner(DistributedStudent):
     """Runs micro-batches through a pair of student and teacher, or through this rank's stages of it."""
 
     def __init__(
@@ -47,10 +46,6 @@ class Runner:
         self._summed = list(parameters)
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
-        """Return the processor's results of some micro-batches, without gradients.
-
-        Under a pipeline, only the ranks of the last stage have results; the others return an empty list.
-        """
         if not inputs:
             raise ValueError("no micro-batches: expected at least one on every process")
         with torch.no_grad():
@@ -87,76 +82,40 @@ class Runner:
                 pair.student.set_requires_all_reduce(number == len(inputs))
             yield pair, batch
 
-    def announce(self, micro_batches: Sequence[MicroBatch]) -> int | None:
-        """Announce the micro-batches of a later step, on which the teacher then runs in the pipeline's bubbles.
-
-        Returns the number of the request, for `InStage`; None if the schedule does not run the teacher ahead.
-        """
-        if self.pipeline is None or self.pipeline.prefetch is None:
-            return None
-        return self.pipeline.prefetch.announce(micro_batches)
-
     @property
-    def prefetches_teacher(self) -> bool:
-        """Whether the schedule runs the teacher ahead, on micro-batches that were announced."""
-        return self.pipeline is not None and self.pipeline.prefetch is not None
+    def prefetch(self) -> TeacherPrefetch | None:
+        return None if self.pipeline is None else self.pipeline.prefetch
 
     @property
     def teacher(self) -> Decoder | None:
-        """The teacher, or its part on this rank's first stage."""
         return next(iter(self.pairs.values())).teacher
 
     @property
     def teacher_head(self) -> DecoderHead | None:
-        """The teacher's head, on processes with the student's last stage."""
         last = self.pairs.get(self.layout.stages - 1)
         return None if last is None else last.teacher_head
-
-    @property
-    def ranks(self) -> Ranks:
-        """All processes of the runner."""
-        return self.mesh.ranks
-
-    @property
-    def device(self) -> torch.device:
-        return self.mesh.device
-
-    @property
-    def context_group(self) -> ProcessGroup | None:
-        """The ranks over which this rank's sequences are distributed; None if this rank has whole sequences."""
-        return self.mesh.group("context")
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether sums over ranks include this rank: of tensor-parallel ranks, which share tokens, one counts."""
-        return self.mesh.coordinate("tensor") == 0
-
-    @property
-    def has_results(self) -> bool:
-        """Whether sums over ranks include this rank and it has the last stage."""
-        return self.is_counted and self.has_last_stage
 
     @property
     def has_last_stage(self) -> bool:
         return self.layout.stages - 1 in self.pairs
 
-    def students(self) -> list[Decoder]:
-        """The student, or this rank's parts of it."""
+    @property
+    def decoders(self) -> list[Decoder]:
         return [pair.student for pair in self.pairs.values()]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the student's parameters on this rank, by their names in the whole model.
+        """See `DistributedStudent`.
 
         A head that is a copy of the embedding on another stage has the head's name here (see `shared_name`). A copy
         of the embedding for MTP layers has the embedding's name, on the last stage as on the first one.
         """
-        for student in self.students():
+        for student in self.decoders:
             yield from student.named_parameters()
 
     def shared_name(self, name: str) -> str:
         """Return a parameter's name in the whole model: for a head that is tied to the embedding, the embedding's."""
         if self.tied and name == "head.linear.weight":
-            return self.students()[0].embedding_name
+            return self.decoders[0].embedding_name
         return name
 
     def zero_grad(self) -> None:

@@ -34,6 +34,7 @@ from stillhouse.models.model_checks import prefixed
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
 from stillhouse.parallel.apply.context_parallel import NextTokens, whole_sequences
+from stillhouse.parallel.distributed_student import DistributedStudent
 from stillhouse.parallel.layer_loss_interface import MtpLayersRun
 from stillhouse.parallel.pair import IN_STAGE, StageInputs
 from stillhouse.parallel.partial_gradients import partial_gradients
@@ -59,7 +60,7 @@ def prove_runner(
     Raises ProofError on all processes. Changes neither weights, nor modes, nor random numbers.
     """
     names = student.name, "teacher" if teacher is None else teacher.name
-    for training in (False, True) if runner.students()[0].training else (False,):
+    for training in (False, True) if runner.decoders[0].training else (False,):
         _prove_passes(runner, names, training=training, teacher_in_stages=teacher_in_stages)
     for pair in runner.pairs.values():
         for decoder, name in zip((pair.student, pair.teacher), names, strict=True):
@@ -79,7 +80,7 @@ def prove_runner(
                 )
 
 
-def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
+def prove_heads(runner: DistributedStudent, decoders: Mapping[str, Decoder]) -> None:
     """Prove the heads of decoders that have no layers here. A collective of all processes of the runner.
 
     decoders: empty on processes without the student's last stage. Raises ProofError on all processes.
@@ -104,7 +105,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, tea
         teacher = pair.student if pair.teacher_is_base else pair.teacher
     forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     probe = forward.probe
-    with in_mode(*runner.students(), training=training):
+    with in_mode(*runner.decoders, training=training):
         # a forward pass is the same for all ranks, also for those without its result
         passes = run_probe(forward.of_rows, probe, forward.device)
     count = len(passes) - (teacher is not None)
@@ -121,7 +122,7 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
     """Prove the layers of the student and of the teacher in its stages, whose matrices the tensor ranks share."""
     forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     sides: list[tuple[ModelSource | None, list[Decoder]]] = [
-        (student, runner.students()),
+        (student, runner.decoders),
         (teacher, [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]),
     ]
     compared: list[tuple[str, Decoder, Mapping[str, float]]] = []
@@ -149,9 +150,9 @@ class ProbeForward:
 
     def __init__(self, runner: Runner, signals: Signals):
         self._runner, self.signals = runner, signals
-        student, context = runner.students()[0], runner.layout.degrees.context
+        student, context = runner.decoders[0], runner.layout.degrees.context
         self.device = runner.device
-        depths = [0 if part.mtp is None else part.mtp.depths for part in runner.students()]
+        depths = [0 if part.mtp is None else part.mtp.depths for part in runner.decoders]
         # only the last stage has the layers of multi-token prediction
         self.depths = max(runner.ranks.gather(max(depths)))
         vocabulary = min(decoder.vocabulary_rows for decoder in (student, runner.teacher) if decoder is not None)
@@ -160,7 +161,7 @@ class ProbeForward:
     @property
     def packs_one_row(self) -> bool:
         """Whether an attention of the student or of the teacher packs one row: both read the same rows."""
-        decoders = (self._runner.students()[0], self._runner.teacher)
+        decoders = (self._runner.decoders[0], self._runner.teacher)
         return any(packs_one_row(decoder.pretrained) for decoder in decoders if decoder is not None)
 
     @property
@@ -168,7 +169,7 @@ class ProbeForward:
         return by_rows(self) if self.packs_one_row else self
 
     def inputs(self, micro_batch: MicroBatch, processor: OutputProcessor) -> StageInputs:
-        mtp = [MtpLayersRun(NextTokens(self.depths, self._runner.context_group))] if self.depths else []
+        mtp = [MtpLayersRun(NextTokens(self.depths, self._runner.mesh.group("context")))] if self.depths else []
         return StageInputs(micro_batch, self.signals, processor, mtp, autocast=_precision(self._runner))
 
     def micro_batch(self) -> MicroBatch:
@@ -185,7 +186,7 @@ class ProbeForward:
         parts = list(hidden.student)
         if hidden.teacher_TE is not None:
             parts.append(hidden.teacher_TE.unflatten(0, micro_batch.shape_BS))
-        return [whole_sequences(part, self._runner.context_group) for part in parts]
+        return [whole_sequences(part, self._runner.mesh.group("context")) for part in parts]
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> _Hidden:
@@ -200,7 +201,7 @@ def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, de
 
 def _precision(runner: Runner) -> torch.dtype | None:
     """The dtype of autocast: the one in which FSDP gathers weights, which a training step computes in, too."""
-    return runner.layout.gather_dtype or autocast_dtype(runner.students()[0].pretrained)
+    return runner.layout.gather_dtype or autocast_dtype(runner.decoders[0].pretrained)
 
 
 def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> MicroBatch:

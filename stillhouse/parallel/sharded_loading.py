@@ -137,8 +137,14 @@ def read_weights(
                 f"{folder} has no tensor '{candidates[0]}': expected the tensor names of the model itself, so that "
                 "each process can read its own part of each tensor"
             )
-    with without_distributed_warning(), reading(f"{folder}: its weights cannot be read"):
-        dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+    with reading(f"{folder}: its weights cannot be read"):
+        read_in_place(folder, wanted)
+
+
+def read_in_place(folder: str | os.PathLike[str], tensors: dict[str, Any]) -> None:
+    """Read tensors of a folder of safetensors files; each may be a shard."""
+    with without_distributed_warning():
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
         log_rank0(f"warning: {warning}")
     if session.ranks.size > 1:
         teachers = [f"{section}: {layout}" for section, layout in setup.own_layouts.items()]
-        log_rank0(f"layout: {'; '.join([str(session.engine.layout), *teachers])}")
+        log_rank0(f"layout: {'; '.join([str(session.engine.student.layout), *teachers])}")
     if session.adapter_in_words is not None:
         log_rank0(f"adapter: {session.adapter_in_words}")
     if checkpoint is not None:

@@ -12,20 +12,19 @@ import torch
 from stillhouse.config import ConfigError, ParallelConfig, RunConfig, as_config_error
 from stillhouse.config.read_config import dotted_values
 from stillhouse.config.rules import check_rules
+from stillhouse.engine.build_engine import ENGINES
+from stillhouse.engine.engine import Engine
 from stillhouse.engine.parts import HiddenStates, LossPart, RouterBalancing
-from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import ProofError
 from stillhouse.parallel import (
     Degrees,
+    DistributedStudent,
     Layout,
     Mesh,
     Ranks,
-    Runner,
     best_precision,
-    build_runner,
     choose_device,
     process_count,
-    require_own_teacher,
     start,
 )
 from stillhouse.run.agreement import require_same_configuration
@@ -120,36 +119,34 @@ class RunSetup:
             config.train.activation_checkpointing,
         )
 
-    def engine(self, models: ModelSources, layout: Layout) -> tuple[TorchEngine, SignalSource]:
+    def engine(self, models: ModelSources, layout: Layout) -> tuple[Engine, SignalSource]:
         """The engine and the source of the teachers' signals. Each rank reads its own part of the weights.
 
         Raises ConfigError for a model that the layout does not fit.
         """
-        config, mesh = self.config, models.mesh
+        config, mesh, kind = self.config, models.mesh, ENGINES["torch"]
         separate = self._separate_layout(mesh)
         head_only = separate is not None or bool(self.stores) or config.teachers is not None
         key_of_one_process = None if separate is None else "teacher.offload"
         with as_config_error("parallel" if mesh.ranks.size > 1 else key_of_one_process, ProofError):
-            student = models.student_source
-            if separate is not None:
-                require_own_teacher(layout, student, teacher_head_only=True)
+            source = models.student_source
             store = self.stores.get("teacher")
             teacher = teacher_of_stages(models, config.teacher, layout, store, head_only=head_only)
-            runner = build_runner(layout, mesh, student, teacher, teacher_head_only=head_only)
+            student = kind.distribute(layout, mesh, source, teacher, teacher_head_only=head_only)
         decays = [teacher.ema_decay for teacher in config.several.values() if teacher.student == "ema"]
-        average = WeightAverage(runner, decays[0]) if decays else None
-        engine = TorchEngine(
-            runner,
+        average = WeightAverage(student, decays[0]) if decays else None
+        engine = kind.engine(
+            student,
             self.objective.spec,
             train=config.train,
             autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
             chunk_tokens=config.objective.chunk_tokens,
-            parts=self._loss_parts(runner),
+            parts=self._loss_parts(student),
             average=average,
         )
         sources = TeacherSources(
             models,
-            runner,
+            student,
             engine.autocast,
             average,
             self.stores,
@@ -157,11 +154,11 @@ class RunSetup:
             config.teachers,
             self.own_layouts,
         )
-        source = sources.source(separate)
+        signals = sources.source(separate)
         if mesh.ranks.size > 1:
             # ranks with different tokens draw different dropout; tensor ranks, which share tokens, draw the same
             torch.manual_seed(config.seed + mesh.ranks.rank - mesh.coordinate("tensor"))
-        return engine, source
+        return engine, signals
 
     def _separate_layout(self, mesh: Mesh) -> Layout | None:
         """The layout of a single teacher that does not run in the student's stages; None if there is none."""
@@ -170,14 +167,14 @@ class RunSetup:
         teacher = self.config.teacher
         return Layout(offload=True) if teacher is not None and teacher.offload else None
 
-    def _loss_parts(self, runner: Runner) -> list[LossPart]:
+    def _loss_parts(self, student: DistributedStudent) -> list[LossPart]:
         """The losses inside the student that the configuration asks for."""
-        parts: list[LossPart] = []
+        parts, context_group = list[LossPart](), student.mesh.group("context")
         if (mtp := self.objective.mtp) is not None:
-            parts.append(replace(mtp, group=runner.context_group))
+            parts.append(replace(mtp, group=context_group))
         if coefficient := self.config.objective.router_aux_loss:
-            parts.append(RouterBalancing(coefficient, runner.context_group))
-        if (match := runner.students()[0].hidden_match) is not None:
+            parts.append(RouterBalancing(coefficient, context_group))
+        if (match := student.decoders[0].hidden_match) is not None:
             parts.append(HiddenStates(match.all_pairs))
         return parts
 

@@ -12,11 +12,11 @@ from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import (
     BufferedHead,
     DecoderHead,
+    DistributedStudent,
     HeadBuffers,
     Layout,
     Mesh,
     ModelSource,
-    Runner,
     TeacherHead,
     apply_parallelism,
     only_head,
@@ -77,7 +77,7 @@ class TeacherSources:
     """
 
     models: ModelSources
-    student: Runner
+    student: DistributedStudent
     autocast: torch.dtype | None
     average: WeightAverage | None
     stores: Mapping[str, SignalStore]

@@ -1,7 +1,7 @@
 """Teachers in the student's own stages: another model, or the student itself."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.models.processors import full_vocab, replicated_hidden
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, StudentHidden
-from stillhouse.parallel import InStage, Runner, ShardedMicroBatches, StageInputs
+from stillhouse.parallel import DistributedStudent, InStage, ShardedMicroBatches, StageInputs
 from stillhouse.signals.signal_source import ReadySignals
 from stillhouse.signals.weight_average import WeightAverage
 
@@ -24,15 +24,16 @@ class InStageTeacher:
     the micro-batches that were requested.
     """
 
-    def __init__(self, runner: Runner):
-        self._runner = runner
+    def __init__(self, student: DistributedStudent):
+        self._student = student
 
     @property
     def steps_ahead(self) -> int:
-        return 1 if self._runner.prefetches_teacher else 0
+        return 0 if self._student.prefetch is None else 1
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        marker = InStage(self._runner.announce(micro_batches))
+        prefetch = self._student.prefetch
+        marker = InStage(None if prefetch is None else prefetch.announce(micro_batches))
         return ReadySignals([{TEACHER: marker}] * len(micro_batches))
 
 
@@ -47,8 +48,10 @@ class SelfTeacher:
 
     steps_ahead = 0  # the weights of the step itself
 
-    def __init__(self, runner: Runner, autocast: torch.dtype | None, average: WeightAverage | None = None):
-        self._runner, self._autocast, self._average = runner, autocast, average
+    def __init__(
+        self, student: DistributedStudent, autocast: torch.dtype | None, average: WeightAverage | None = None
+    ):
+        self._student, self._autocast, self._average = student, autocast, average
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         """Compute the signals at once.
@@ -58,20 +61,21 @@ class SelfTeacher:
         processor: OutputProcessor = _hidden if self._average is None else _WithHead()
         read = [batch.as_read_by_teacher for batch in micro_batches]
         with nullcontext() if self._average is None else self._average.applied():
-            signals = student_forward(self._runner, read, processor, self._autocast)
-        if not self._runner.has_last_stage:
+            signals = student_forward(self._student, read, processor, self._autocast)
+        if not self._student.has_last_stage:
             return ReadySignals([{}] * len(read))
         return ReadySignals([{TEACHER: signal} for signal in signals])
 
 
 def student_forward(
-    runner: Runner, micro_batches: Iterable[MicroBatch], processor: OutputProcessor, autocast: torch.dtype | None
+    student: DistributedStudent,
+    micro_batches: Iterable[MicroBatch],
+    processor: OutputProcessor,
+    autocast: torch.dtype | None,
 ) -> Sequence[Any]:
-    """What the processor returns for each micro-batch from the student in eval mode; see `Runner.forward`."""
-    with ExitStack() as modes:
-        for student in runner.students():
-            modes.enter_context(evaluating(student))
-        return runner.forward([StageInputs(batch, {}, processor, autocast=autocast) for batch in micro_batches])
+    """What the processor returns for each micro-batch from the student in eval mode."""
+    with evaluating(*student.decoders):
+        return student.forward([StageInputs(batch, {}, processor, autocast=autocast) for batch in micro_batches])
 
 
 def _hidden(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> StudentHidden:

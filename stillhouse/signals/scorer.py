@@ -41,7 +41,7 @@ class Scorer:
 
     def __init__(self, runner: Runner, device: torch.device):
         self._runner, self._device = runner, device
-        self._decoder = runner.students()[0].eval()
+        self._decoder = runner.decoders[0].eval()
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         """The outcome of each request, with tensors on the CPU. One without finite signals gets an error of its own.

@@ -89,7 +89,7 @@ class SeparateTeacher:
     @property
     def decoder(self) -> Decoder:
         """The teacher's part on this process; the first part where the process has several stages."""
-        return self._runner.students()[0]
+        return self._runner.decoders[0]
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         """Compute the signals of this process's micro-batches at once.

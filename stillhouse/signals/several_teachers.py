@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective import RoutedSignal, Signals
-from stillhouse.parallel import Runner, ShardedMicroBatches, shard_micro_batches
+from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, shard_micro_batches
 from stillhouse.signals.separate_teacher import SeparateTeacher
 from stillhouse.signals.signal_source import DeferredSignals, PendingSignals, SignalSource
 from stillhouse.signals.signal_store import StoredTeacher
@@ -21,7 +21,6 @@ class SeveralTeachers:
     """The source of the signals of all teachers.
 
     teachers: the sources of their signals, by their names
-    runner: of the student
     route: the column of the data that names each document's teacher; None: each teacher scores all documents
     heads_are_sharded: whether FSDP shards output heads of teachers, on the student's last stage
     """
@@ -29,12 +28,12 @@ class SeveralTeachers:
     def __init__(
         self,
         teachers: Mapping[str, SignalSource],
-        runner: Runner,
+        student: DistributedStudent,
         route: str | None = None,
         *,
         heads_are_sharded: bool = False,
     ):
-        self.teachers, self._runner, self._route = teachers, runner, route
+        self.teachers, self._student, self._route = teachers, student, route
         self._heads_are_sharded = heads_are_sharded
 
     @property
@@ -123,7 +122,7 @@ class SeveralTeachers:
         """The micro-batches as one teacher reads them: with its inputs, and only its rows."""
         step, view = micro_batches.whole.for_teacher(name), micro_batches
         if step is not micro_batches.whole:
-            view = shard_micro_batches(step, self._runner.mesh, uniform_shapes=micro_batches.uniform_shapes)
+            view = shard_micro_batches(step, self._student.mesh, uniform_shapes=micro_batches.uniform_shapes)
         if rows is None:
             return view
         routed = [replace(batch, valid_index=rows_of[name]) for batch, rows_of in zip(view, rows, strict=True)]

@@ -22,7 +22,7 @@ from torch import Tensor
 from stillhouse.data import Documents, MicroBatch
 from stillhouse.objective import TEACHER, Signals
 from stillhouse.objective.signals import Tail
-from stillhouse.parallel import Runner, ShardedMicroBatches, TeacherHead, TeacherHidden, watchdog
+from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, TeacherHead, TeacherHidden, watchdog
 from stillhouse.preemption import requested
 from stillhouse.signals.signal_source import DeferredSignals
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -105,13 +105,13 @@ class StoredTeacher:
     def __init__(
         self,
         store: SignalStore,
-        runner: Runner,
+        student: DistributedStudent,
         tail: Tail = "bucket",
         name: str = "",
         *,
         head: TeacherHead | None = None,
     ):
-        self.store, self._runner, self._tail, self._name, self._head = store, runner, tail, name, head
+        self.store, self._student, self._tail, self._name, self._head = store, student, tail, name, head
         self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
 
     def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
@@ -119,7 +119,7 @@ class StoredTeacher:
 
     def _request(self, micro_batches: ShardedMicroBatches, ids: Sequence[Tensor] = ()) -> DeferredSignals:
         """ids: with "chosen", the ids of each micro-batch's rows with a weight, [C, K] on the CPU"""
-        reads = self._runner.has_results
+        reads = self._student.has_results
         future = self._threads.submit(self._read, micro_batches, ids) if reads else None
         return DeferredSignals(partial(self._received, future, micro_batches))
 
@@ -132,7 +132,7 @@ class StoredTeacher:
         """
         with watchdog.untimed("the teacher's signals") if self.store.may_take_long else nullcontext():
             tensors = self._waited(reading)
-        if not self._runner.has_last_stage:
+        if not self._student.has_last_stage:
             return [{}] * len(micro_batches)
         return [
             self._signals(self._shared(tensors[at] if tensors else None, batch))
@@ -151,7 +151,7 @@ class StoredTeacher:
             # torch's errors, too: the other processes wait for this one below
             except (ValueError, OSError, RuntimeError, CancelledError) as problem:
                 error = str(problem) or type(problem).__name__
-        if error := next(filter(None, self._runner.ranks.gather(error)), ""):
+        if error := next(filter(None, self._student.ranks.gather(error)), ""):
             raise SignalsLostError(error)
         return tensors
 
@@ -194,7 +194,7 @@ class StoredTeacher:
 
     def _shared(self, read_tensors: dict[str, Tensor] | None, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """One micro-batch's tensors on the device, sent to all processes that share its tokens."""
-        device, group = micro_batch.labels_T.device, self._runner.mesh.group("tensor")
+        device, group = micro_batch.labels_T.device, self._student.mesh.group("tensor")
         tensors = self._empty(micro_batch, pinned=False) if read_tensors is None else read_tensors
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         if group is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import OutputHead
 from stillhouse.objective.signals import Tail
-from stillhouse.parallel import Runner, ShardedMicroBatches
+from stillhouse.parallel import DistributedStudent, ShardedMicroBatches
 from stillhouse.signals.id_log_probs import top_k_log_probs
 from stillhouse.signals.in_stage_teachers import student_forward
 from stillhouse.signals.signal_source import DeferredSignals
@@ -31,13 +31,13 @@ class ChosenTeacher(StoredTeacher):
     def __init__(
         self,
         store: SignalStore,
-        runner: Runner,
+        student: DistributedStudent,
         vocabulary: int,
         autocast: torch.dtype | None,
         tail: Tail = "bucket",
         name: str = "",
     ):
-        super().__init__(store, runner, tail, name)
+        super().__init__(store, student, tail, name)
         self._vocabulary = vocabulary
         self._processor = _TopKOfStudent(store.signal.entries)
         self._autocast = autocast
@@ -47,8 +47,8 @@ class ChosenTeacher(StoredTeacher):
 
     def _student_top_k(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
         """The student's top-k ids of each micro-batch's rows with a weight; empty without the last stage."""
-        top_k = student_forward(self._runner, micro_batches, self._processor, self._autocast)
-        if not self._runner.has_results:
+        top_k = student_forward(self._student, micro_batches, self._processor, self._autocast)
+        if not self._student.has_results:
             return []
         return [tensors["ids"].masked_fill(tensors["ids"] >= self._vocabulary, -1) for tensors in top_k]
 

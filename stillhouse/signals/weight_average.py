@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.models.dtensors import local
-from stillhouse.parallel import Runner
+from stillhouse.parallel import DistributedStudent
 
 
 class WeightAverage:
@@ -17,19 +17,19 @@ class WeightAverage:
     mostly lost by rounding. They are sharded as the weights are.
     """
 
-    def __init__(self, runner: Runner, decay: float):
-        self._runner, self.decay = runner, decay
-        #: by the names of `Runner.named_parameters`
+    def __init__(self, student: DistributedStudent, decay: float):
+        self._student, self.decay = student, decay
+        #: by the names of `DistributedStudent.named_parameters`
         self.tensors: dict[str, Tensor] = {
             name: _wide(parameter.detach())
-            for name, parameter in runner.named_parameters()
+            for name, parameter in student.named_parameters()
             if parameter.requires_grad
         }
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the present weights: decay × average + (1 − decay) × weights."""
-        parameters = dict(self._runner.named_parameters())
+        parameters = dict(self._student.named_parameters())
         for name, average in self.tensors.items():
             local(average).lerp_(local(parameters[name].detach()).to(average.dtype), 1 - self.decay)
 
@@ -39,7 +39,7 @@ class WeightAverage:
 
         Meanwhile a copy of the student's trained weights is in memory.
         """
-        parameters = {name: parameter for name, parameter in self._runner.named_parameters() if name in self.tensors}
+        parameters = {name: parameter for name, parameter in self._student.named_parameters() if name in self.tensors}
         kept = {name: local(parameter.detach()).clone() for name, parameter in parameters.items()}
         with torch.no_grad():
             for name, parameter in parameters.items():

@@ -21,6 +21,7 @@ from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
 from stillhouse.config import RunConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped
+from stillhouse.engine.engine import Engine
 from stillhouse.engine.parts import MtpLoss
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.rollouts import first_rollouts
@@ -168,8 +169,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     times = f"{seconds:.1f} s ({first:.1f} s the first time, when functions are compiled)"
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
-    terms = [(name, engine.with_losses(spec)) for name, spec in _single_terms(session.spec)]
-    losses = [*terms, *engine.single_parts()]
+    losses = list(single_losses(engine))
     yield f"running the same step with each of {len(losses)} losses alone …"
     for name, of_one_loss in losses:
         engine.zero_grad()
@@ -193,8 +193,16 @@ def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
     return time.monotonic() - started, result
 
 
+def single_losses(engine: Engine) -> Iterator[tuple[str, Engine]]:
+    """For each loss, its name and an engine with this loss alone and its scale. z_loss comes with cross_entropy."""
+    for name, spec in _single_terms(engine.objective):
+        yield name, engine.with_losses(spec)
+    for part in engine.parts:
+        if not isinstance(part, MtpLoss) or part.scale:
+            yield part.key, engine.with_losses(ObjectiveSpec(entropy=0.0), [part])  # a term without a gradient
+
+
 def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
-    """For each term, an objective with that term alone, which keeps its scale. z_loss comes with cross_entropy."""
     none = replace(spec, cross_entropy=None, z_loss=0.0, divergence=None, uld=None, entropy=None)
     none = replace(none, sampled_kl=None, policy_gradient=None)
     if spec.cross_entropy is not None:

@@ -25,7 +25,7 @@ from stillhouse.checkpoint.export_weights import save_merged, write_weights
 from stillhouse.checkpoint.identity import configuration_hash
 from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint, stored_tensors, verified
 from stillhouse.config import RunConfig, StudentConfig, load_config
-from stillhouse.engine.torch_state import RANDOM
+from stillhouse.engine.state_folder import RANDOM
 from stillhouse.libraries import reading
 from stillhouse.models.checkpoint_names import without_mtp
 from stillhouse.models.pretrained import auto_class, parse_dtype, read_configuration

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import StepMicroBatches
-from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.engine.engine import Engine
 from stillhouse.generation import PromptPlan, step_documents
-from stillhouse.generation.rollout_engines import InProcessEngine
+from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
 from stillhouse.models import draw_lora, eos_ids
@@ -110,7 +110,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     expected = _gradient(reference, source, step, config.seed)
     gradients = {name: gradient.cpu() for name, gradient in reference.gradients() if gradient is not None}
     total = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-    models = (*reference.students, reference.teacher)
+    models = (*reference.student.decoders, reference.student.teacher)
     has_experts = any(dispatched_experts(model) for model in models if model)
     del reference, source, models
     for layout in layouts(processes, experts=has_experts):
@@ -127,39 +127,39 @@ def parity(config: RunConfig) -> Iterator[Row]:
 
 
 def _generated(
-    rollout: RolloutConfig, packer: StepPacker, data: RunData, engine: TorchEngine, sequences: int, seed: int
+    rollout: RolloutConfig, packer: StepPacker, data: RunData, engine: Engine, sequences: int, seed: int
 ) -> StepMicroBatches:
     """A step on completions that the student writes in this process, the same ones on every process."""
-    (student,), prompts = engine.students, data.train.documents
+    (student,), prompts = engine.student.decoders, data.train.documents
     generator = make_generator(
         sampling_of(rollout, eos_ids(data.tokenizer, student)),
         student,
         data.tokenizer,
-        engine.device,
+        engine.student.device,
         engine.autocast,
         generation_tokens(packer.micro_batch_tokens, data.train.max_tokens),
         key="rollout.engine",
     )
     plan = PromptPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, seed)
-    queue = make_queue(rollout, InProcessEngine(generator), prompts, plan, data.tokenizer, steps=1)
+    queue = make_queue(rollout, InJobEngine(generator), prompts, plan, data.tokenizer, steps=1)
     queue.ask(0)
     documents = step_documents(prompts, queue.take(0), target_rules(rollout))
     return packer.micro_batches(documents, parts=sequences)
 
 
-def _gradient(engine: TorchEngine, source: SignalSource, step: StepMicroBatches, seed: int) -> float:
+def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed: int) -> float:
     """Run one step and return its loss. Afterwards the student has the step's gradient. seed: of an adapter."""
-    for student in engine.students:
+    for student in engine.student.decoders:
         student.eval()  # dropout would draw different numbers under each layout
         draw_lora(student, seed, fresh=False)  # B is not zero then: a fresh adapter's A has a zero gradient
-    micro_batches = engine.shard(step)
+    micro_batches = engine.student.shard(step)
     source = source if engine.needs_teacher else NoTeacher()
     output = engine.forward_backward(micro_batches, source.request(micro_batches).result(), step.normalizer)
     engine.gradient_norm()
     return output.sums["loss"]
 
 
-def differences(engine: TorchEngine, gradients: dict[str, Tensor], least: float) -> Iterator[tuple[str, float]]:
+def differences(engine: Engine, gradients: dict[str, Tensor], least: float) -> Iterator[tuple[str, float]]:
     """For each parameter on this process, the relative difference between its gradient and the reference gradient.
 
     The difference is relative to the larger of the reference's norm and `least`. Gathering a sharded gradient is a

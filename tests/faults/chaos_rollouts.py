@@ -34,9 +34,9 @@ from kit.ranks import Ranks, free_port
 from kit.runs import ROOT, Command, wait_for
 from kit.trained_record import record_trained, trained, wrong_in
 
-from stillhouse.engine import torch_engine
 from stillhouse.generation.publish_weights import version_folder
 from stillhouse.generation.published_folder import MANIFEST
+from stillhouse.loops import rollouts
 
 STEPS, EVERY, PROMPTS, SAMPLES = 8, 2, 4, 2
 #: seconds in which a server must answer, and a rank; what is stopped is continued after at most STOPPED seconds, and
@@ -293,15 +293,15 @@ def half_open(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
 def record_and_damage(record: str, kind: str, version: int) -> None:
     """A hook of the trainer: the folder of this version is damaged before the servers are told of it."""
     record_trained(record)
-    publish = torch_engine.publish
+    publish = rollouts.publish
 
-    def publishing(runner: Any, folder: Path, number: int, **options: Any) -> Path:
-        final = publish(runner, folder, number, **options)
+    def publishing(student: Any, folder: Path, number: int, **options: Any) -> Path:
+        final = publish(student, folder, number, **options)
         if number == version and os.environ.get("RANK", "0") == "0":
             DAMAGES[kind](final, version_folder(folder, number - 1))
         return final
 
-    torch_engine.publish = publishing  # type: ignore[attr-defined]
+    rollouts.publish = publishing  # type: ignore[attr-defined]
 
 
 def _manifest_of(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:

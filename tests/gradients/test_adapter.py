@@ -182,7 +182,7 @@ def drop_under_tensor_parallel(rank: Rank, _: None) -> list[Tensor] | None:
     torch.manual_seed(0)
     origin = ModelSource(lambda: adapted(dropout=0.5), lambda decoder: draw_lora(decoder, 0, fresh=False))
     runner = build_runner(Layout(Degrees(tensor=2)), mesh, origin, None)
-    (student,) = runner.students()
+    (student,) = runner.decoders
     student.train()
     for _ in range(3):
         student(

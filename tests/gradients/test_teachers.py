@@ -118,8 +118,8 @@ def engine_of(student: Decoder, teacher: Decoder | None) -> TorchEngine:
 
 def gradients(engine: TorchEngine, batch: MicroBatch, signals: Sequence[Signals]) -> dict[str, torch.Tensor]:
     engine.zero_grad()
-    engine.forward_backward(engine.shard(StepMicroBatches([batch])), signals, batch.valid_tokens)
-    return {name: gradient.clone() for name, gradient in named_gradients(engine.students[0]).items()}
+    engine.forward_backward(engine.student.shard(StepMicroBatches([batch])), signals, batch.valid_tokens)
+    return {name: gradient.clone() for name, gradient in named_gradients(engine.student.decoders[0]).items()}
 
 
 def test_a_teachers_signal_is_the_same_however_it_comes() -> None:

@@ -94,6 +94,6 @@ def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor] | 
     side.runner.forward_backward(
         [StageInputs(*each, scaled_head_sum, autocast=torch.bfloat16) for each in zip(own, signals, strict=True)]
     )
-    grad = side.engine.students[0].output_weight.grad
+    grad = side.engine.student.decoders[0].output_weight.grad
     assert grad is not None
     return seen, gathered_tensor(grad)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stillhouse.generation import Sampling
 from stillhouse.generation.generate import Generator
-from stillhouse.generation.rollout_engines import DistributedEngine, InProcessEngine
+from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.models import Decoder, add_lora, draw_lora
 from stillhouse.models.dtensors import local
@@ -36,7 +36,7 @@ class Problem:
 def one_process(problem: Problem) -> list[Any]:
     """The completions before and after the change of the weights."""
     decoder = student(problem)
-    engine = InProcessEngine(Generator(decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens))
+    engine = InJobEngine(Generator(decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens))
     first = completions(engine)
     change(decoder)
     engine.update_weights(1, None)
@@ -51,11 +51,9 @@ def on_ranks(rank: Rank, problem: Problem) -> list[Any] | None:
     source = ModelSource(lambda: student(problem))
     runner = build_runner(Layout(problem.degrees), mesh, source, None)
     copy = StudentCopy(runner, lambda: empty(problem) if problem.on_meta else student(problem))
-    engine = DistributedEngine(
-        Generator(copy.decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens), copy
-    )
+    engine = InJobEngine(Generator(copy.decoder, problem.sampling, CPU, batch_tokens=problem.batch_tokens), copy)
     first = completions(engine)
-    for part in runner.students():
+    for part in runner.decoders:
         change(part)
     assert completions(engine) == first
     engine.update_weights(1, None)
@@ -70,7 +68,7 @@ def an_error_on_one_rank(rank: Rank, problem: Problem) -> str | None:
     copy = StudentCopy(runner, lambda: student(problem))
     if rank.number == 1:
         copy.decoder.output_weight.data[7] = torch.nan
-    engine = DistributedEngine(Generator(copy.decoder, problem.sampling, CPU), copy)
+    engine = InJobEngine(Generator(copy.decoder, problem.sampling, CPU), copy)
     try:
         engine.generate(requests(LENGTHS, seed=5))
     except ValueError as error:
@@ -109,7 +107,7 @@ def change(decoder: Decoder) -> None:
             changed.add(id(parameter))
 
 
-def completions(engine: InProcessEngine) -> list[tuple[list[int], list[float], list[int], str]]:
+def completions(engine: InJobEngine) -> list[tuple[list[int], list[float], list[int], str]]:
     results = [future.result(timeout=0) for future in engine.generate(requests(LENGTHS, seed=5))]
     return [
         (

@@ -143,7 +143,7 @@ def compare(rank: Rank, case: Case) -> Difference | None:
         return None
     sides = [Side.of(case, Layout(), ONE), Side.of(case, case.layout, mesh)]
     single, sharded = (side.engine for side in sides)
-    for student in (*single.students, *sharded.students):
+    for student in (*single.student.decoders, *sharded.student.decoders):
         student.train()
         if case.checkpointing:
             student.gradient_checkpointing_enable()
@@ -190,17 +190,17 @@ class Side:
         parts: list[LossPart] = []
         if case.mtp:
             of_student = case.mtp != "teacher"
-            parts.append(MtpLoss(case.spec, 2, 0.7, of_student=of_student, group=runner.context_group))
+            parts.append(MtpLoss(case.spec, 2, 0.7, of_student=of_student, group=runner.mesh.group("context")))
         elif case.family == "qwen3_moe":
-            parts.append(RouterBalancing(0.5, runner.context_group))
-        if (match := runner.students()[0].hidden_match) is not None:
+            parts.append(RouterBalancing(0.5, runner.mesh.group("context")))
+        if (match := runner.decoders[0].hidden_match) is not None:
             parts.append(HiddenStates(match.all_pairs))
         train = TRAIN.model_copy(update={"optimizer": case.optimizer})
         autocast = torch.bfloat16 if bf16 else None
         return cls(TorchEngine(runner, case.spec, train=train, autocast=autocast, parts=parts), source, runner)
 
     def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        return self.engine.shard(step, training=training)
+        return self.engine.student.shard(step, training=training)
 
     def requests(self, steps: list[StepMicroBatches]) -> Iterator[tuple[ShardedMicroBatches, PendingSignals]]:
         return request_ahead(self.source, (self.shard(each) for each in steps))

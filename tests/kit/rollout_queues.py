@@ -18,6 +18,7 @@ from stillhouse.generation import (
     RolloutQueue,
     SampleGenerator,
 )
+from stillhouse.generation.rollout_schedule import RolloutSchedule
 
 STEPS, PROMPTS, SAMPLES = 12, 7, 3
 
@@ -65,12 +66,5 @@ def prompts() -> Documents:
 def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1.0, slack: int = 0) -> RolloutQueue:
     plan = PromptPlan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
     generator = SampleGenerator(engine, prompts(), plan, toy_tokenizer(), 8)
-    return RolloutQueue(
-        generator,
-        plan,
-        ahead=ahead,
-        in_order=in_order,
-        last_step=STEPS - 1,
-        max_staleness=ahead + slack,
-        alive=engine.answer,
-    )
+    schedule = RolloutSchedule(ahead, in_order, ahead + slack, STEPS - 1)
+    return RolloutQueue(generator, plan, schedule, alive=engine.answer)

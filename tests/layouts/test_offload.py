@@ -60,7 +60,7 @@ def test_offloaded_training_equals_training_without_offload(tmp_path: Path, mesh
     for step in range(3):
         norms = [train(family, step, engine) for engine in engines]
         assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-    assert_same(*(engine.students[0] for engine in engines))
+    assert_same(*(engine.student.decoders[0] for engine in engines))
     assert {tensor.device for tensor in tensors(engines[1])} == {CPU}
 
     path = save_checkpoint(tmp_path / "checkpoints", Progress(step=3), engines[1], toy_tokenizer())
@@ -68,7 +68,7 @@ def test_offloaded_training_equals_training_without_offload(tmp_path: Path, mesh
     assert load_checkpoint(verified(path), again).step == 3
     norms = [train(family, 3, engine) for engine in (engines[1], again)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
-    assert_same(again.students[0], engines[1].students[0])
+    assert_same(again.student.decoders[0], engines[1].student.decoders[0])
     assert {tensor.device for tensor in tensors(again)} == {CPU}
 
 
@@ -104,17 +104,17 @@ def offloaded(folder: Path, mesh: Mesh, offload: bool) -> TorchEngine:
 
 def train(family: str, step: int, engine: TorchEngine) -> float:
     """Train one step and return the norm of its gradient."""
-    micro_batches = engine.shard(StepMicroBatches(batches(Case(Layout(), family), step)))
+    micro_batches = engine.student.shard(StepMicroBatches(batches(Case(Layout(), family), step)))
     engine.forward_backward(micro_batches, [{TEACHER: IN_STAGE}] * len(micro_batches), micro_batches.whole.normalizer)
-    if engine.layout.offload:
-        assert {local(parameter.grad).device for parameter in engine.students[0].parameters()} == {CPU}
+    if engine.student.layout.offload:
+        assert {local(parameter.grad).device for parameter in engine.student.decoders[0].parameters()} == {CPU}
     return engine.update(LEARNING_RATE)
 
 
 def tensors(engine: TorchEngine) -> list[Tensor]:
     """Return all tensors that are kept between steps: the weights of both models and the optimizer's moments."""
-    assert engine.teacher is not None
-    weights = [*engine.students[0].parameters(), *engine.teacher.parameters()]
+    assert engine.student.teacher is not None
+    weights = [*engine.student.decoders[0].parameters(), *engine.student.teacher.parameters()]
     moments = [value for state in engine.optimizer.state.values() for value in state.values()]
     return [local(tensor) for tensor in weights + moments]
 

@@ -22,9 +22,9 @@ from kit.weights_jobs import read_manifest
 from kit.writer_cases import Student, engine_of, requests_of
 from safetensors.torch import load_file, save_file
 
-from stillhouse.engine import torch_engine
 from stillhouse.generation.publish_weights import version_folder
 from stillhouse.generation.published_folder import MANIFEST
+from stillhouse.loops import rollouts
 from stillhouse.output.folder import RunFolder
 from stillhouse.run.run import distill
 from stillhouse.serving.client import ServerError, pool
@@ -288,11 +288,11 @@ def load_nothing() -> None:
 
 def older_under_newer_number() -> None:
     """Version 3 has the files of version 2, with right hashes, when the servers are told of it."""
-    publish = torch_engine.publish
+    publish = rollouts.publish
 
     @functools.wraps(publish)
-    def publishing(runner: Any, folder: Path, version: int, **options: Any) -> Path:
-        final = publish(runner, folder, version, **options)
+    def publishing(student: Any, folder: Path, version: int, **options: Any) -> Path:
+        final = publish(student, folder, version, **options)
         if version == 3:
             shutil.rmtree(final)
             shutil.copytree(version_folder(folder, 2), final)
@@ -300,7 +300,7 @@ def older_under_newer_number() -> None:
             read_manifest(final)
         return final
 
-    torch_engine.publish = publishing
+    rollouts.publish = publishing
 
 
 OTHER_LAYOUTS = [pytest.param(f"{axis}=2", marks=pytest.mark.slow) for axis in ("tensor", "pipeline", "context")]

@@ -116,7 +116,7 @@ def test_files_written_one_by_one_are_those_that_transformers_writes(
     engine = TorchEngine(single_process_runner(Decoder(model, verify=False), None), ObjectiveSpec())
     path = save_checkpoint(tmp_path, Progress(), engine, toy_tokenizer())
     (tmp_path / "written").mkdir()
-    save_from_checkpoint(tmp_path / "written", engine.students[0], path / "resume", file_bytes)
+    save_from_checkpoint(tmp_path / "written", engine.student.decoders[0], path / "resume", file_bytes)
     model.save_pretrained(tmp_path / "expected", max_shard_size=file_bytes)
     files = contents(tmp_path / "written")
     assert len([name for name in files if name.endswith(".safetensors")]) > 1 or file_bytes == 10**6

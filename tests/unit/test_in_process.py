@@ -11,7 +11,7 @@ from kit.shard_ranks import shared_pool
 
 from stillhouse.generation import RolloutEngine, Sampling
 from stillhouse.generation.generate import Generator
-from stillhouse.generation.rollout_engines import InProcessEngine
+from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.parallel import Degrees
 
 SAMPLED = Sampling(max_new_tokens=8, eos_ids=(2, 9), top_p=0.95)
@@ -60,7 +60,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 
 def test_the_engine_of_one_process() -> None:
     generator = Generator(student(PROBLEMS[0]), SAMPLED, CPU)
-    engine: RolloutEngine = InProcessEngine(generator, version=4)
+    engine: RolloutEngine = InJobEngine(generator, version=4)
     futures = engine.generate(requests())
     assert all(future.done() for future in futures)
     assert {version for future in futures for version in future.result().versions_N.tolist()} == {4}

@@ -16,7 +16,7 @@ from stillhouse.tools.parity import Row, differences, worst
 def test_a_nan_in_any_position_is_called_different() -> None:
     runner = single_process_runner(Decoder(build("llama"), verify=False), None)
     engine = TorchEngine(runner, ObjectiveSpec(cross_entropy=1.0))
-    for parameter in runner.students()[0].parameters():
+    for parameter in runner.decoders[0].parameters():
         parameter.grad = parameter.detach().clone()
     expected = {name: gradient.clone() for name, gradient in engine.gradients() if gradient is not None}
     same = worst(differences(engine, expected, 1e-3))

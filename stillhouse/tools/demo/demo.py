@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import safe_open
 
 from stillhouse.config import RunConfig, load_config
-from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.engine.build_engine import ENGINES
 from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.output.report import write_report
 from stillhouse.parallel import single_process_runner
@@ -99,7 +99,7 @@ def table(rows: list[Row]) -> str:
 def _teacher_row(session: Session) -> Row:
     assert session.teacher is not None
     runner = single_process_runner(session.teacher, session.teacher)
-    engine = TorchEngine(runner, session.spec, autocast=session.engine.autocast)
+    engine = ENGINES["torch"].engine(runner, session.spec, autocast=session.engine.autocast)
     figures = evaluate(replace(session, engine=engine, source=InStageTeacher(runner)))
     return _row("teacher", TEACHER, figures, tokens=0, seconds=0.0)
 

@@ -108,7 +108,7 @@ def load_teacher(
     else:
         model_source = _sharded_source(options, source, device)
     runner = build_runner(layout, mesh, model_source, None)
-    decoder = runner.students()[0]
+    decoder = runner.decoders[0]
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "teacher")
     identity = quantized_identity(model_fingerprint(source), options.quantize)
     limits = Limits(

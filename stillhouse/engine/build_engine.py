@@ -1,0 +1,20 @@
+"""The engines that can train a student. A further one is a file beside `torch_engine.py`, and its name here."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from stillhouse.engine.engine import Engine
+from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.parallel import DistributedStudent, build_runner
+
+
+class EngineKind(NamedTuple):
+    """distribute: builds this process's part of the student, and of a teacher in its stages, as `build_runner` does.
+    engine: makes the engine that trains this student, with the arguments of `TorchEngine`.
+    """
+
+    distribute: Callable[..., DistributedStudent]
+    engine: Callable[..., Engine]
+
+
+ENGINES = {"torch": EngineKind(build_runner, TorchEngine)}

@@ -1,0 +1,79 @@
+"""A run's state as a folder: the student's weights, the optimizer's moments and the random generators' states.
+
+    student.<parameter>                   a weight or a buffer
+    optimizer.state.<parameter>.<moment>  the optimizer's state, such as a moment of AdamW
+    average.<parameter>                   the exponential moving average of a trained weight, if the run has one
+    random.<device>.<rank>                the state of a random generator (without a rank in a run of one process)
+
+The files are those of PyTorch's distributed checkpoints (DCP), as safetensors.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from stillhouse.output.progress import DamagedCheckpointError
+from stillhouse.parallel import Ranks
+from stillhouse.parallel.sharded_loading import read_in_place, without_distributed_warning
+
+#: prefixes of the names of tensors
+WEIGHT = "student."
+RANDOM = "random."
+MOMENT = "optimizer.state."
+AVERAGE = "average."
+
+
+def write_state(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
+    """Write the tensors of all ranks, of which each may hold a shard, to a folder that they share."""
+    writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
+    with without_distributed_warning():
+        dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+
+
+def read_full(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Read full tensors in host memory."""
+    stored = stored_tensors(folder)
+    tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
+    read_in_place(folder, tensors)
+    return tensors
+
+
+def require_fit(
+    path: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Any], is_complete: bool
+) -> None:
+    """Raise ValueError if a tensor of the checkpoint does not fit the student, naming the first such tensor.
+
+    DCP itself reports less, ignores tensors that are not wanted, and raises an error that is not an Exception.
+    wanted: the tensors that this process will load. is_complete: this process has the whole student, so a stored
+    tensor that is not wanted is an error, too. But a run without an average may leave that of the checkpoint.
+    """
+    shapes = {name: tuple(entry.size) for name, entry in stored.items()}
+    expected = {name: tuple(value.shape) for name, value in wanted.items()}
+    names = shapes.keys() | expected.keys() if is_complete else expected.keys()
+    if not any(name.startswith(AVERAGE) for name in expected):
+        names = {name for name in names if not name.startswith(AVERAGE)}
+    for name in sorted(name for name in names if name.startswith((WEIGHT, MOMENT, AVERAGE))):
+        there, here = (
+            f"of shape {shapes_of_one[name]}" if name in shapes_of_one else "absent"
+            for shapes_of_one in (shapes, expected)
+        )
+        if there != here:
+            raise ValueError(
+                f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "
+                "expected the same student, and the same train.optimizer, that wrote the checkpoint; a projector of "
+                "hidden states is of its layers in objective.hidden"
+            )
+
+
+def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """The shapes, dtypes and chunks of a state's tensors. Raises DamagedCheckpointError for damaged files."""
+    try:
+        stored = dcp.HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
+    except (SafetensorError, ValueError) as error:
+        raise DamagedCheckpointError(f"{folder.parent} is damaged: {error}") from error
+    return {name: value for name, value in stored.items() if isinstance(value, TensorStorageMetadata)}
