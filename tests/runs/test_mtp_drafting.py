@@ -96,7 +96,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "mtp.md").read_text()
     training, drafting = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    imported = vars(mtp) | vars(processors) | vars(targets)
+    imported = vars(mtp) | vars(processors) | vars(processor_targets)
     imported |= {"parse_objective": parse_objective, "AutoModelForCausalLM": AutoModelForCausalLM}
     imported |= {"StepLoss": StepLoss, "TEACHER": TEACHER}
     names: dict[str, Any] = {"main": make().main, "teacher": Decoder(build("llama")), "tokens_of_the_step": 20}
