@@ -8,7 +8,9 @@
 The files are those of PyTorch's distributed checkpoints (DCP), as safetensors.
 """
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stillhouse.output.progress import DamagedCheckpointError
 from stillhouse.parallel import Ranks
-from stillhouse.parallel.sharded_loading import read_in_place, without_distributed_warning
 
 #: prefixes of the names of tensors
 WEIGHT = "student."
@@ -33,6 +34,20 @@ def write_state(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
     writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
     with without_distributed_warning():
         dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+
+
+def read_in_place(folder: Path, tensors: dict[str, Any]) -> None:
+    """Read tensors of a folder of safetensors files; each may be a shard."""
+    with without_distributed_warning():
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+
+
+@contextmanager
+def without_distributed_warning() -> Iterator[None]:
+    """Suppress DCP's warning that torch.distributed is disabled: one process is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def read_full(folder: Path, names: Iterable[str]) -> dict[str, Any]:

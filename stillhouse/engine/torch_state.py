@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from stillhouse.engine.optimizer import empty_state, state_tensors
-from stillhouse.engine.state_folder import AVERAGE, MOMENT, RANDOM, WEIGHT, require_fit, stored_tensors
+from stillhouse.engine.state_folder import AVERAGE, MOMENT, RANDOM, WEIGHT, read_in_place, require_fit, stored_tensors
 from stillhouse.models.dtensors import local
 from stillhouse.parallel import Runner
 from stillhouse.parallel.gradients import copies
-from stillhouse.parallel.sharded_loading import read_in_place
 from stillhouse.signals.weight_average import WeightAverage
 
 

@@ -13,7 +13,7 @@ from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_prompts
-from stillhouse.models import Decoder, eos_ids
+from stillhouse.models import Decoder, eos_ids, model_parts
 from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.serving.client import TOKEN_VARIABLE, ServedEngine, ServerError
@@ -139,7 +139,7 @@ def counted_rows(session: Session) -> int:
         rows += [teacher.vocabulary_rows for teacher in session.teachers.values()]
         for store in session.stores.values():
             if store.signal.is_exact and store.teacher_folder is not None:
-                rows.append(read_configuration(store.teacher_folder).get_text_config().vocab_size)
+                rows.append(model_parts.text_config(read_configuration(store.teacher_folder)).vocab_size)
     return min(rows)
 
 

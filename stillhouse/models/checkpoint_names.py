@@ -1,6 +1,5 @@
 """The names of a decoder's tensors in transformers' files."""
 
-from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
@@ -40,27 +39,6 @@ def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
 def is_mtp(name: str) -> bool:
     """Whether a tensor with this name in a decoder is one of its MTP layers."""
     return name.startswith("mtp.")
-
-
-def declared_depths(config: PreTrainedConfig) -> int:
-    """Return the number of MTP layers that belong to a model according to its configuration; 0 if it names none."""
-    return getattr(config.get_text_config(decoder=True), "num_mtp_layers", None) or 0
-
-
-def mtp_prefixes(config: PreTrainedConfig) -> list[str]:
-    """Return, for each depth, the prefix of its layer's names in a checkpoint with this configuration."""
-    text = config.get_text_config(decoder=True)
-    return [f"model.layers.{text.num_hidden_layers + depth}." for depth in range(declared_depths(config))]
-
-
-def without_mtp(config: PreTrainedConfig) -> list[str]:
-    """Take the MTP layers out of a configuration; returns the prefixes of their names in its checkpoint."""
-    prefixes, text = mtp_prefixes(config), config.get_text_config(decoder=True)
-    if prefixes:
-        text.num_mtp_layers = 0
-    for kinds in ("mtp_layer_types", "mtp_mlp_layer_types"):
-        text.__dict__.pop(kinds, None)
-    return prefixes
 
 
 def _stacks(conversion: WeightConverter) -> bool:

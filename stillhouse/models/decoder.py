@@ -29,10 +29,11 @@ from stillhouse.display import escaped
 from stillhouse.models.forward_modes import evaluating, packs_one_row
 from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
 from stillhouse.models.layer_hooks import Running, checkpoint_contexts
-from stillhouse.models.lm_head import Head, LogitRule, OutputProcessor, PassThrough
+from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough
 from stillhouse.models.load_proof import prove_decoder, require_runnable
 from stillhouse.models.lora import Lora
-from stillhouse.models.model_checks import layer_list, outermost_lists, require_decoder
+from stillhouse.models.model_checks import require_decoder
+from stillhouse.models.model_parts import LogitRule, layer_list, outermost_lists, text_config
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
 from stillhouse.models.router_aux_loss import RouterAuxLoss, RouterBalance
@@ -209,7 +210,12 @@ class Decoder(nn.Module):
     @property
     def vocabulary_rows(self) -> int:
         """Rows of the head: the tokenizer's vocabulary and any padding rows after it."""
-        return int(self.config.get_text_config().vocab_size)
+        return int(text_config(self.config).vocab_size)
+
+    @property
+    def width(self) -> int:
+        """The width of the hidden states."""
+        return int(text_config(self.config).hidden_size)
 
     @property
     def output_weight(self) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.hidden_match import HiddenMatch, HiddenPair
 from stillhouse.models.layer_hooks import hidden_of, hooked
-from stillhouse.models.model_checks import layer_list
+from stillhouse.models.model_parts import layer_list, text_config
 
 
 def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: int, teacher_width: int) -> None:
@@ -21,7 +21,7 @@ def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: 
     pairs: negative numbers count from the last layer. Raises ValueError for a layer that a model does not have, for
     a pair that is given twice, and for a student whose layers cannot be found.
     """
-    layers, width = numbered_layers(student), student.config.get_text_config().hidden_size
+    layers, width = numbered_layers(student), student.width
     numbered = tuple(
         replace(
             pair,
@@ -43,21 +43,13 @@ def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: 
         for name in (names if width != teacher_width else ())
     }
     match = HiddenMatch(numbered, nn.ModuleDict(projectors))
-    match.attach(layers)
+    match.attach(list(layers))
     student.hidden_match = match
     student.running_losses.append(match.running)
 
 
-def numbered_layers(decoder: Decoder) -> list[nn.Module]:
+def numbered_layers(decoder: Decoder) -> nn.ModuleList:
     """Return all layers of a decoder; on a stage of a pipeline, with empty modules in place of absent layers.
-
-    Raises ValueError for a model whose layers are not in one list.
-    """
-    return list(decoder.backbone.get_submodule(layers_name(decoder)))  # type: ignore[call-overload]
-
-
-def layers_name(decoder: Decoder) -> str:
-    """Return the name in the backbone of the list of a decoder's layers.
 
     Raises ValueError for a model whose layers are not in one list.
     """
@@ -65,9 +57,15 @@ def layers_name(decoder: Decoder) -> str:
     if layers is None:
         raise ValueError(
             f"model type '{decoder.config.model_type}' has not exactly one list of "
-            f"{decoder.config.get_text_config().num_hidden_layers} layers: expected one, so that layers are found by "
+            f"{text_config(decoder.config).num_hidden_layers} layers: expected one, so that layers are found by "
             "their numbers"
         )
+    return layers
+
+
+def layers_name(decoder: Decoder) -> str:
+    """Return the name in the backbone of the list of a decoder's layers. Raises ValueError as `numbered_layers`."""
+    layers = numbered_layers(decoder)
     return next(name for name, module in decoder.backbone.named_modules() if module is layers)
 
 

@@ -7,13 +7,12 @@ the processor sees the whole weight however often it projects.
 B rows, S tokens per row, D width, V vocabulary.
 """
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from stillhouse.models.dtensors import local
+from stillhouse.models.model_parts import LogitRule
 from stillhouse.objective import OutputHead, VocabShard
 
 
@@ -27,28 +26,6 @@ class OutputProcessor(Protocol):
     """
 
     def __call__(self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any: ...
-
-
-@dataclass(frozen=True)
-class LogitRule:
-    """How a model family changes its logits after the projection: softcap(scale · logits)."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def from_config(cls, config: PreTrainedConfig) -> "LogitRule":
-        """Read the rule from the names that transformers' configurations use (for a composite one, its text part).
-
-        One name can have two meanings in two families (`logits_scaling` divides in Granite and multiplies in
-        HyperCLOVA X). This function takes the usual meaning of each name; `verify` checks the resulting logits.
-        """
-        text = config.get_text_config()
-        scale = 1.0
-        for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
-            scale *= _number(text, name, 1.0)
-        softcap = _number(text, "final_logit_softcapping", 0.0)
-        return cls(scale / _number(text, "logits_scaling", 1.0), softcap or None)
 
 
 class Head(nn.Module):
@@ -87,8 +64,3 @@ class PassThrough(nn.Module):
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
-
-
-def _number(config: PreTrainedConfig, name: str, absent: float) -> float:
-    value = getattr(config, name, None)
-    return absent if value is None else float(value)

@@ -16,16 +16,8 @@ from transformers import PreTrainedModel
 from stillhouse.display import name_list
 from stillhouse.libraries import reading
 from stillhouse.models.dtensors import local
+from stillhouse.models.model_parts import has_position_table, max_positions, rope_parameters, row_windows
 from stillhouse.models.quantized import is_quantized
-
-#: transformers' names of layers whose windows begin at multiples of their length in the row. The proof at load does
-#: not reach windows that are longer than its documents
-_ROW_WINDOWS = {
-    "chunked_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-    "minimax_m3_sparse",
-}
 
 
 class NotFiniteError(ValueError):
@@ -72,31 +64,12 @@ def require_decoder(model: Any) -> nn.Linear:
             f"{what} takes no position_ids: it cannot separate documents that are packed into one row "
             "(state-space and ALiBi models)"
         )
-    if windows := _ROW_WINDOWS & set(getattr(model.config.get_text_config(), "layer_types", None) or ()):
+    if windows := row_windows(model.config):
         raise ValueError(
-            f"{what} has layers of type {name_list(sorted(windows))}, which cut a row into windows wherever its "
+            f"{what} has layers of type {name_list(windows)}, which cut a row into windows wherever its "
             "documents begin: it cannot separate documents that are packed into one row"
         )
     return linear
-
-
-def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The list of a language model's layers, also where it is a part of a larger model; None if it is not found.
-
-    On a stage of a pipeline the list has empty modules in place of absent layers.
-    """
-    count = model.config.get_text_config().num_hidden_layers
-    numbered = [layers for layers in outermost_lists(model.get_decoder()) if len(layers) == count]
-    return numbered[0] if len(numbered) == 1 else None
-
-
-def outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
-    """The lists of modules within a module that are not within another list."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield child
-        else:
-            yield from outermost_lists(child)
 
 
 def describe(model: PreTrainedModel) -> str:
@@ -145,14 +118,13 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
     A table of learned positions has a fixed length. Rotary angles that change with the longest document of a forward
     pass (longrope, dynamic) would make the result of a document depend on the documents that it is packed with.
     """
-    config = model.config.get_text_config()
-    reach = getattr(config, "max_position_embeddings", None)
-    if reach is not None and max_tokens > reach and _has_position_table(model, reach):
+    reach = max_positions(model.config)
+    if reach is not None and max_tokens > reach and has_position_table(model, reach):
         raise ValueError(
             f"{which} has learned positions for {reach} tokens: expected documents of at most {reach}, "
             f"got {max_tokens}"
         )
-    for rope in _rope_parameters(config):
+    for rope in rope_parameters(model.config):
         original = rope.get("original_max_position_embeddings") or reach
         if rope.get("rope_type") in ("longrope", "dynamic") and original and max_tokens > original:
             raise ValueError(
@@ -164,7 +136,7 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
 
 def warn_of_positions(model: PreTrainedModel, longest: int, which: str) -> list[str]:
     """A warning if a document of `longest` tokens has positions beyond those that the model's configuration names."""
-    reach = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    reach = max_positions(model.config)
     if reach is None or longest <= reach:
         return []
     return [
@@ -177,17 +149,3 @@ def _floating(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_floating_point() and not is_quantized(tensor):
             yield name, local(tensor)
-
-
-def _has_position_table(model: PreTrainedModel, reach: int) -> bool:
-    """Whether an embedding other than the token embedding has `reach` rows, or up to two more (OPT has two more)."""
-    tokens = model.get_input_embeddings()
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens]
-    return any(reach <= table.num_embeddings <= reach + 2 for table in tables)
-
-
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings, one dict for all layers or one per kind of layer."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [values for values in parameters.values() if isinstance(values, dict)]
-    return nested or [parameters]

@@ -1,9 +1,7 @@
 """The routers of a mixture of experts: which modules they are, and how they get a load-balancing loss."""
 
-from torch import nn
-from transformers.utils.output_capturing import OutputRecorder
-
 from stillhouse.models.decoder import Decoder
+from stillhouse.models.model_parts import router_classes, text_config
 from stillhouse.models.router_aux_loss import RouterBalance
 
 
@@ -12,8 +10,7 @@ def balance_routers(decoder: Decoder) -> None:
 
     Raises ValueError for a model without softmax routers or without transformers' `router_aux_loss_coef`.
     """
-    config = decoder.config.get_text_config()
-    kinds = _router_classes(decoder)
+    config, kinds = text_config(decoder.config), router_classes(decoder.pretrained)
     named = [(name, module) for name, module in decoder.named_modules() if isinstance(module, kinds)]
     if not named or not hasattr(config, "router_aux_loss_coef"):
         raise ValueError(
@@ -26,11 +23,3 @@ def balance_routers(decoder: Decoder) -> None:
             balance.attach(layer, {path: router for path, router in named if path.startswith(f"{name}.")})
     decoder.router_balance = balance
     decoder.running_losses.append(balance.running)
-
-
-def _router_classes(decoder: Decoder) -> tuple[type[nn.Module], ...]:
-    """The router classes whose logits transformers records, if the logits are the router's first output."""
-    recorded = (getattr(decoder.pretrained, "_can_record_outputs", None) or {}).get("router_logits")
-    if isinstance(recorded, OutputRecorder) and recorded.index == 0:
-        return (recorded.target_class,)
-    return ()

@@ -51,48 +51,36 @@ def build_runner(
     prove: prove the models under the layout (`prove_runner`), unless this process has proven them whole.
     Raises ValueError for a model that the layout does not fit, and ProofError for one that computes the wrong thing.
     """
-    runner = _build_runner(layout, mesh, student_source, teacher_source, teacher_head_only=teacher_head_only)
-    sources = [source for source in (student_source, teacher_source) if source is not None]
-    if prove and (mesh.ranks.size > 1 or not all(source.is_proven for source in sources)):
-        is_base = student_source.teacher_is_base
-        in_stages = is_base or (teacher_source is not None and not teacher_head_only)
-        prove_runner(runner, student_source, teacher_source, teacher_in_stages=in_stages)
-    return runner
-
-
-def _build_runner(
-    layout: Layout,
-    mesh: Mesh,
-    student_source: ModelSource,
-    teacher_source: ModelSource | None,
-    *,
-    teacher_head_only: bool,
-) -> Runner:
     require_own_teacher(layout, student_source, teacher_head_only=teacher_head_only)
     if teacher_source is not None and teacher_head_only:
         teacher_source = replace(teacher_source, build=partial(only_head, teacher_source.build))
-    sources = student_source, teacher_source
+    sources, is_base = (student_source, teacher_source), student_source.teacher_is_base
     student, teacher = _build(layout.degrees, *sources)
     if student.mtp is not None:
         require_mtp_layout(layout)
     if layout.stages == 1:
         pair = _distributed(layout, mesh, student, teacher, *sources)
-        return Runner(layout, {0: pair}, None, mesh, tied=student.tied)
-    in_stages = student if student_source.teacher_is_base else teacher
-    plan = _plan_stages(layout, student, teacher, None if teacher_head_only else in_stages)
-    scheme = SCHEMES[layout.schedule]
-    pairs: dict[int, TeacherStudentPair] = {}
-    for number in scheme.stages_of(mesh.coordinate("pipeline"), layout.degrees.pipeline):
-        if pairs:  # each stage is cut from a separate copy of the model
-            student, teacher = _build(layout.degrees, *sources)
-        stage = plan.stages[number]
-        keep_layers(student, stage.student, first=stage.is_first, last=stage.is_last)
-        if teacher_head_only and not stage.is_last:
-            teacher = None
-        if teacher is not None:
-            keep_layers(teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
-        pairs[number] = _distributed(layout, mesh, student, teacher, *sources)
-    return Runner(layout, pairs, Pipeline(pairs, scheme, plan, mesh), mesh, tied=plan.tied)
+        runner = Runner(layout, {0: pair}, None, mesh, tied=student.tied)
+    else:
+        in_stages = student if is_base else teacher
+        plan = _plan_stages(layout, student, teacher, None if teacher_head_only else in_stages)
+        scheme = SCHEMES[layout.schedule]
+        pairs: dict[int, TeacherStudentPair] = {}
+        for number in scheme.stages_of(mesh.coordinate("pipeline"), layout.degrees.pipeline):
+            if pairs:  # each stage is cut from a separate copy of the model
+                student, teacher = _build(layout.degrees, *sources)
+            stage = plan.stages[number]
+            keep_layers(student, stage.student, first=stage.is_first, last=stage.is_last)
+            if teacher_head_only and not stage.is_last:
+                teacher = None
+            if teacher is not None:
+                keep_layers(teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
+            pairs[number] = _distributed(layout, mesh, student, teacher, *sources)
+        runner = Runner(layout, pairs, Pipeline(pairs, scheme, plan, mesh), mesh, tied=plan.tied)
+    if prove and (mesh.ranks.size > 1 or not all(source.is_proven for source in sources if source is not None)):
+        has_layers = is_base or (teacher_source is not None and not teacher_head_only)
+        prove_runner(runner, student_source, teacher_source, teacher_in_stages=has_layers)
+    return runner
 
 
 def only_layers(build: Callable[[], Decoder]) -> Decoder:
@@ -212,4 +200,4 @@ def _distributed(
 def _hidden_size(decoder: Decoder) -> HiddenSize:
     """Hidden states have the dtype of the embedding, because the layers add to its output."""
     embedding = decoder.pretrained.get_input_embeddings()
-    return HiddenSize(decoder.config.get_text_config().hidden_size, embedding.weight.dtype)
+    return HiddenSize(decoder.width, embedding.weight.dtype)

@@ -92,19 +92,18 @@ class Mesh:
     @property
     def sharding(self) -> DeviceMesh | None:
         """The mesh for `apply_fsdp`: (shard), or (replicate, shard); None if both axes have size 1."""
-        return None if self._is_unsharded else self._sharding(self.weights)
+        return self._sharding("weights")
 
     @property
     def expert_sharding(self) -> DeviceMesh | None:
         """The mesh for the experts in `apply_fsdp`; None if `sharding` is None."""
-        return None if self._is_unsharded else self._sharding(self.experts)
+        return self._sharding("experts")
 
-    @property
-    def _is_unsharded(self) -> bool:
-        return self.degrees.replicate * self.degrees.shard == 1
-
-    def _sharding(self, grid: DeviceMesh) -> DeviceMesh:
-        return grid["replicate", "shard"] if self.degrees.replicate > 1 else grid["shard"]
+    def _sharding(self, grid: str) -> DeviceMesh | None:
+        if self.degrees.replicate * self.degrees.shard == 1:
+            return None
+        axes = ("replicate", "shard") if self.degrees.replicate > 1 else ("shard",)
+        return getattr(self, grid)[axes]
 
     def coordinate(self, axis: str) -> int:
         """Return this process's coordinate on an axis of `tokens`."""

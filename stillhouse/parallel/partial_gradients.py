@@ -25,8 +25,8 @@ from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.dtensors import local
 from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.model_checks import describe
+from stillhouse.models.model_parts import plan_name
 from stillhouse.objective import CrossEntropy, ObjectiveOutput, OutputHead, linear_objective
-from stillhouse.parallel.apply.tensor_parallel import generic
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.pair import StageInputs
 from stillhouse.parallel.runner import Runner
@@ -63,9 +63,9 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
     for rank_squares in runner.ranks.gather(squares):
         _add(total, rank_squares)
     differing = {name: math.sqrt(total[f"{name} difference"] / total[name]) for name in list(total) if total[name]}
-    parts = [(name, copy) for name, copy in _copies(runner) if differing.get(generic(name), 0.0) > _EQUAL]
+    parts = [(name, copy) for name, copy in _copies(runner) if differing.get(plan_name(name), 0.0) > _EQUAL]
     problems = (
-        _problem(runner, name, parameter, differing[generic(name)], runs, count * _ROUNDS)
+        _problem(runner, name, parameter, differing[plan_name(name)], runs, count * _ROUNDS)
         for name, parameter in parts
     )
     problem = _mixed_problem(differing) or next(filter(None, problems), "")
@@ -115,7 +115,7 @@ def _squares(runner: Runner, hidden: Mapping[str, Tensor]) -> dict[str, float]:
     hidden: the gradients of hidden states by name.
     """
     reduce_partial_grads(parameter for _, parameter in runner.named_parameters())
-    copies = [(generic(name), local(parameter.grad)) for name, parameter in _copies(runner)]
+    copies = [(plan_name(name), local(parameter.grad)) for name, parameter in _copies(runner)]
     copies += [(f"{_HIDDEN}{name}", gradient) for name, gradient in hidden.items()]
     if not copies:
         return {}

@@ -227,7 +227,7 @@ def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
 
 def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
     """The inputs of a decoder without an embedding: hidden states of fixed values."""
-    shape_BSD = (*position_ids_BS.shape, decoder.config.get_text_config().hidden_size)
+    shape_BSD = (*position_ids_BS.shape, decoder.width)
     place_T = torch.arange(math.prod(shape_BSD), device=position_ids_BS.device, dtype=torch.float32)
     embeds_BSD = place_T.sin().view(shape_BSD).to(decoder.output_weight.dtype)
     return {"input_ids": None, "inputs_embeds": embeds_BSD, "position_ids": position_ids_BS}

@@ -9,15 +9,12 @@ No process ever holds more than its own part of the weights.
 
 import math
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -117,7 +114,6 @@ def read_weights(
     own files.
     Raises ValueError as `load_weights` does.
     """
-    wanted: dict[str, Any] = {}
     files = _files(folder)
     for name, value in decoder.state_dict().items():
         if not name.startswith(prefix) or _is_initialised(decoder, name):
@@ -127,32 +123,18 @@ def read_weights(
             candidates = [renamed(candidate) for candidate in candidates]
         stored = next((candidate for candidate in candidates if candidate in files), None)
         if stored is not None:
-            has_other_rows = renamed is not None and _has_vocabulary(decoder, name)
-            if not (has_other_rows and _read_rows(value, files[stored], stored)):
-                wanted[stored] = value
+            is_padded = renamed is not None and _has_vocabulary(decoder, name)
+            _read_rows(local(value), [*shard_slices(value)], value.shape, [stored], files, is_padded)
         elif parts := parts_of_stack(decoder, candidates[0]):
-            _read_stack(value, parts, files)
+            experts, *slices = shard_slices(value)
+            for number, expert in enumerate(local(value), start=experts.start):
+                of_expert = [part.replace("*", str(number)) for part in parts]
+                _read_rows(expert, slices, value.shape[1:], of_expert, files, False)
         else:
             raise ValueError(
                 f"{folder} has no tensor '{candidates[0]}': expected the tensor names of the model itself, so that "
                 "each process can read its own part of each tensor"
             )
-    with reading(f"{folder}: its weights cannot be read"):
-        read_in_place(folder, wanted)
-
-
-def read_in_place(folder: str | os.PathLike[str], tensors: dict[str, Any]) -> None:
-    """Read tensors of a folder of safetensors files; each may be a shard."""
-    with without_distributed_warning():
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
-
-
-@contextmanager
-def without_distributed_warning() -> Iterator[None]:
-    """Suppress DCP's warning that torch.distributed is disabled: one process is intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _is_initialised(decoder: Decoder, name: str) -> bool:
@@ -166,44 +148,35 @@ def _has_vocabulary(decoder: Decoder, name: str) -> bool:
 
 
 @torch.no_grad()
-def _read_rows(value: Tensor, path: str, name: str) -> bool:
-    """Read this process's rows of an embedding or head whose file has another number of rows, which are padding.
+def _read_rows(
+    shard: Tensor, slices: list[slice], shape: torch.Size, parts: list[str], files: dict[str, str], is_padded: bool
+) -> None:
+    """Read this process's `shard` of a tensor, whose rows the files have in one part or in several consecutive ones.
 
-    Rows that the file lacks become zero. Returns False, and reads nothing, if the file has the same number.
+    slices: of the global tensor of this shape, where the shard is. files: by tensor name, the file that holds the
+    tensor. is_padded: the files may have another number of rows, which are padding; rows that they lack become zero.
+    Raises ValueError for a part that is in no file, and for another shape.
     """
-    with safe_open(path, framework="pt") as file:
-        stored = file.get_slice(name)
-        stored_rows = stored.get_shape()[0]
-        if stored_rows == value.shape[0]:
-            return False
-        rows, *columns = shard_slices(value)
-        shard, stop = local(value).zero_(), min(rows.stop, stored_rows)
-        if rows.start < stop:
-            shard[: stop - rows.start] = stored[(slice(rows.start, stop), *columns)]
-    return True
-
-
-@torch.no_grad()
-def _read_stack(value_XRC: Tensor, parts: Sequence[str], files: Mapping[str, str]) -> None:
-    """Read this process's part of a stack of X experts, R rows and C columns each, from files into `value_XRC`.
-
-    files: by tensor name, the file that holds the tensor. Raises ValueError for an expert that is in no file.
-    """
-    experts, shard_rows, _ = shard_slices(value_XRC)
-    first, end = shard_rows.start, shard_rows.stop
-    for number, expert_RC in enumerate(local(value_XRC), start=experts.start):
-        above = 0  # number of rows of the previous parts
-        for part in parts:
-            name = part.replace("*", str(number))
-            if name not in files:
-                raise ValueError(f"there is no tensor '{name}' among the model's files: expected all of its experts")
-            with safe_open(files[name], framework="pt") as file:
-                stored = file.get_slice(name)
-                rows = stored.get_shape()[0]
-                start, stop = max(first, above), min(end, above + rows)
-                if start < stop:
-                    expert_RC[start - first : stop - first] = stored[start - above : stop - above]
-            above += rows
+    rows, *columns = slices or [slice(0)]
+    above = 0  # number of rows of the previous parts
+    if is_padded:
+        shard.zero_()
+    for part in parts:
+        if part not in files:
+            raise ValueError(f"there is no tensor '{part}' among the model's files: expected all of its experts")
+        path = files[part]
+        with reading(f"{path}: its weights cannot be read"), safe_open(path, framework="pt") as file:
+            stored = file.get_slice(part)
+            if not shape:
+                shard.copy_(stored[...])
+                return
+            count, *widths = stored.get_shape()
+            if widths != list(shape[1:]) or (part == parts[-1] and above + count != shape[0] and not is_padded):
+                raise ValueError(f"'{part}' has {count} rows of shape {widths}: expected {list(shape)} in all")
+            start, stop = max(rows.start, above), min(rows.stop, above + count)
+            if start < stop:
+                shard[start - rows.start : stop - rows.start] = stored[start - above : stop - above, *columns]
+        above += count
 
 
 def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -> None:

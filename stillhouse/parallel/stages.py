@@ -14,11 +14,10 @@ from transformers import PreTrainedConfig
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.lm_head import PassThrough
+from stillhouse.models.model_parts import STAGE_PARTS, experts_per_token, is_of_experts, parallel_plan
 from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel.sharded_loading import make_buffers
 
-#: transformers' names for the parts of a base model that can be cut into stages
-PARTS = ("embed_tokens", "layers", "norm")
 #: the advice in the error messages for models that cannot be cut into stages
 UNCUT = "expected pipeline=1, and no separate layout for a teacher"
 
@@ -119,13 +118,12 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
     """Estimate a model's cost from its weights: each element of a weight costs one multiplication per token. An
     expert's weights count only for the share of tokens that choose this expert.
     """
-    layers, config = decoder.layers(), decoder.config.get_text_config()
+    layers, chosen = decoder.layers(), experts_per_token(decoder.config)
     depths = 0 if decoder.mtp is None else decoder.mtp.depths
-    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
     named = [parameter for layer in layers for parameter in layer.named_parameters()]
     # the experts of a layer are stacked: a weight's first dim counts them
-    products = sum(weight.numel() * (chosen / len(weight) if ".experts." in name else 1.0) for name, weight in named)
-    layer, head = products / max(1, len(layers)), decoder.vocabulary_rows * config.hidden_size
+    products = sum(weight.numel() * (chosen / len(weight) if is_of_experts(name) else 1.0) for name, weight in named)
+    layer, head = products / max(1, len(layers)), decoder.vocabulary_rows * decoder.width
     # each further depth of multi-token prediction is one more layer and one more pass of the head, on the last stage
     return Cost(len(layers), layer, head + depths * (layer + head), passes)
 
@@ -143,20 +141,19 @@ def require_cuttable(config: PreTrainedConfig) -> None:
     anything outside these parts: if it scaled its embeddings, every stage would scale the hidden states again. The
     check runs the backbone without any of its parts; it has to return its input unchanged.
     """
-    plan = getattr(config.get_text_config(), "base_model_pp_plan", None)
-    if not plan or set(PARTS) - plan.keys():
+    if set(STAGE_PARTS) - parallel_plan(config, "pp").keys():
         raise ValueError(
             f"model type '{config.model_type}' has no pipeline plan in transformers that names "
-            f"{', '.join(PARTS)}: {UNCUT}"
+            f"{', '.join(STAGE_PARTS)}: {UNCUT}"
         )
     with torch.device("meta"):
         decoder = Decoder(auto_class(config).from_config(config, trust_remote_code=False), verify=False)
-    if missing := [part for part in PARTS if not hasattr(decoder.backbone, part)]:
+    if missing := [part for part in STAGE_PARTS if not hasattr(decoder.backbone, part)]:
         raise ValueError(f"the backbone of model type '{config.model_type}' has no {', '.join(missing)}: {UNCUT}")
     keep_layers(decoder, range(0), first=False, last=False)
     decoder.to_empty(device="cpu")
     make_buffers(decoder)
-    embeds = torch.linspace(-1, 1, 4 * config.get_text_config().hidden_size, dtype=torch.float32).view(1, 4, -1)
+    embeds = torch.linspace(-1, 1, 4 * decoder.width, dtype=torch.float32).view(1, 4, -1)
     with reading(f"model type '{config.model_type}' cannot run without its embeddings: {UNCUT}"):
         output = decoder.backbone(
             input_ids=None,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stillhouse.models import Decoder, ProofError
+from stillhouse.models import Decoder, ProofError, model_parts
 from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.model_checks import describe
@@ -60,7 +60,7 @@ def layers_compared(
         expected = functional_call(unsharded.get_submodule(name), tensors, arguments, shadow_options)
         error_T = _errors(hidden_of(output), hidden_of(expected), input_BSD, precision or input_BSD.dtype)
         # two experts can be nearly tied for a token; without experts, rounding gives only few tokens large errors
-        has_experts = any("experts" in key for key in tensors)
+        has_experts = any(model_parts.is_of_experts(key) for key in tensors)
         error = error_T.quantile(0.5 if has_experts else 0.95)
         errors[name] = float(torch.maximum(error, error.new_tensor(errors.get(name, 0.0))))  # NaN stays NaN
 

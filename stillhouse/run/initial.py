@@ -18,6 +18,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.decoder import HEAD_WEIGHT, PROJECTORS
 from stillhouse.models.dtensors import set_from_global
 from stillhouse.models.layer_numbers import layers_name
+from stillhouse.models.model_parts import text_config
 from stillhouse.models.pretrained import auto_class, parse_dtype, read_configuration
 from stillhouse.parallel import local_folder
 from stillhouse.parallel.sharded_loading import read_weights
@@ -43,7 +44,7 @@ def initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed:
     assert teacher is not None
     assert teacher.model is not None
     teacher_folder = local_folder(teacher.model, teacher.revision)
-    layers = _fitting_layers(init, config.get_text_config(), read_configuration(teacher_folder).get_text_config())
+    layers = _fitting_layers(init, text_config(config), text_config(read_configuration(teacher_folder)))
     return partial(_read_layers, folder=teacher_folder, layers=layers)
 
 

@@ -29,6 +29,7 @@ from stillhouse.models import (
     draw_lora,
     match_hidden,
     model_fingerprint,
+    model_parts,
     quantized_identity,
 )
 from stillhouse.models.pretrained import read_configuration
@@ -232,9 +233,9 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
 
 def _match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher: TeacherConfig) -> None:
     """Add the projectors of the hidden-state loss, without values, and its hooks."""
-    config = read_configuration(
-        str(teacher.model), teacher.revision, trust_remote_code=teacher.trust_remote_code
-    ).get_text_config()
+    config = model_parts.text_config(
+        read_configuration(str(teacher.model), teacher.revision, trust_remote_code=teacher.trust_remote_code)
+    )
     with as_config_error("objective.hidden"):
         match_hidden(student, pairs, config.num_hidden_layers, config.hidden_size)
 

@@ -71,7 +71,7 @@ class SeparateTeacher:
         self._head = head
         layers = source if keep_head else replace(source, build=partial(only_layers, source.build))
         self._runner = build_runner(layout, mesh, layers, None, prove=False)
-        self._device, self._width = mesh.device, self.decoder.config.get_text_config().hidden_size
+        self._device, self._width = mesh.device, self.decoder.width
         self._dtype = next(self.decoder.parameters()).dtype
         self._weights: WaitingWeights | None = None
         if layout.offload and mesh.ranks.size == 1:

@@ -10,14 +10,11 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import save_tokenizer
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, model_parts
 from stillhouse.models.checkpoint_names import checkpoint_names
 from stillhouse.models.lm_head import Head
 from stillhouse.parallel import empty_decoder, load_weights
 from stillhouse.parallel.build_runner import only_head
-
-#: how the weights of output heads, and of embeddings that are tied to them, end in the files of transformers' models
-_OF_HEADS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")
 
 
 def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerBase, *, with_head: bool) -> None:
@@ -51,5 +48,5 @@ def files_of_head(index: Any) -> list[str]:
     index: the content of `model.safetensors.index.json`
     """
     files = {name: str(file) for name, file in index["weight_map"].items()}
-    head_files = {file for name, file in files.items() if name.rpartition(".")[0].endswith(_OF_HEADS)}
+    head_files = {file for name, file in files.items() if name.rpartition(".")[0].endswith(model_parts.HEAD_NAMES)}
     return sorted(head_files or set(files.values()))

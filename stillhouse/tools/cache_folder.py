@@ -142,7 +142,7 @@ class CacheTeacher:
             self.identity,
             tokenizer_fingerprint(self.tokenizer),
             self.decoder.vocabulary_rows,
-            self.decoder.config.get_text_config().hidden_size,
+            self.decoder.width,
             versions=library_versions(),
             packed=packed,
         )

@@ -96,7 +96,7 @@ def import_speculators(
     if stored_dtype is None:
         raise ValueError(f"{files.where(0)}: hidden_states of {files.dtype()}: expected {', '.join(DTYPES)}")
     model = _load_teacher(teacher, dtype, device)
-    decoder, width = model.decoder, model.decoder.config.get_text_config().hidden_size
+    decoder, width = model.decoder, model.decoder.width
     numbers, documents = _documents(files, decoder.vocabulary_rows)
     probes = _probes(files, numbers)
     norms: list[nn.Module | None] = []

@@ -30,7 +30,7 @@ from transformers import (
 WINDOW = 5  # tokens that a sliding-window layer sees
 SOFTCAP = 3.0
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 80,
     "num_hidden_layers": 2,
@@ -43,7 +43,7 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _GEMMA: dict[str, Any] = {
-    **_SHAPE,
+    **SHAPE,
     "head_dim": 16,
     "query_pre_attn_scalar": 16,
     "sliding_window": WINDOW,
@@ -52,13 +52,13 @@ _GEMMA: dict[str, Any] = {
 
 #: family → its configuration; options: vocab_size, tie_word_embeddings
 FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
-    "llama": partial(LlamaConfig, **_SHAPE),
+    "llama": partial(LlamaConfig, **SHAPE),
     "qwen3": partial(
-        Qwen3Config, **_SHAPE, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+        Qwen3Config, **SHAPE, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
     "qwen3_moe": partial(
         Qwen3MoeConfig,
-        **_SHAPE,
+        **SHAPE,
         head_dim=16,
         num_experts=4,
         num_experts_per_tok=2,
@@ -71,8 +71,8 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
         **{**_GEMMA, "num_hidden_layers": 3},
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ),
-    "mistral": partial(MistralConfig, **_SHAPE, sliding_window=WINDOW),
-    "phi3": partial(Phi3Config, **_SHAPE, sliding_window=WINDOW, resid_pdrop=0.1),
+    "mistral": partial(MistralConfig, **SHAPE, sliding_window=WINDOW),
+    "phi3": partial(Phi3Config, **SHAPE, sliding_window=WINDOW, resid_pdrop=0.1),
     "gpt2": partial(
         GPT2Config,
         n_embd=48,
@@ -85,13 +85,13 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     ),
     "granite": partial(
         GraniteConfig,
-        **_SHAPE,
+        **SHAPE,
         logits_scaling=3.0,
         embedding_multiplier=2.0,
         residual_multiplier=0.7,
         attention_multiplier=0.3,
     ),
-    "cohere": partial(CohereConfig, **_SHAPE, logit_scale=0.4, use_qk_norm=True),
+    "cohere": partial(CohereConfig, **SHAPE, logit_scale=0.4, use_qk_norm=True),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.families import SHAPE
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -23,22 +24,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder
 
 V = 251
-_SHAPE: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.25,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
+_SHAPE: dict[str, Any] = {**SHAPE, "vocab_size": V, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 
 _EXPERTS: dict[str, Any] = {**_SHAPE, "n_routed_experts": 4}
 MAKERS: dict[str, Callable[..., PreTrainedConfig]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 251,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -38,7 +38,7 @@ _MAMBA: dict[str, Any] = {
     "mamba_chunk_size": 8,
 }
 _LATENT: dict[str, Any] = {
-    **_SHAPE,
+    **SHAPE,
     **_EXPERTS,
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
@@ -55,11 +55,11 @@ _LATENT: dict[str, Any] = {
 
 #: model type → options of its configuration. Documents in one row see each other
 LEAKING: dict[str, dict[str, Any]] = {
-    "gpt_oss": {**_SHAPE, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
-    "qwen3_next": {**_SHAPE, **_DELTA_NET, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24},
-    "qwen3_5_text": {**_SHAPE, **_DELTA_NET},
+    "gpt_oss": {**SHAPE, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "qwen3_next": {**SHAPE, **_DELTA_NET, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24},
+    "qwen3_5_text": {**SHAPE, **_DELTA_NET},
     "nemotron_h": {
-        **_SHAPE,
+        **SHAPE,
         "layers_block_type": ["mamba", "attention"],
         "head_dim": 8,
         "mamba_num_heads": 8,
@@ -69,16 +69,16 @@ LEAKING: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
     },
     "granitemoehybrid": {
-        **_SHAPE,
+        **SHAPE,
         **_MAMBA,
         "layer_types": ["mamba", "attention"],
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 24,
     },
-    "bamba": {**_SHAPE, **_MAMBA, "attn_layer_indices": [1]},
+    "bamba": {**SHAPE, **_MAMBA, "attn_layer_indices": [1]},
     "zamba2": {
-        **_SHAPE,
+        **SHAPE,
         "num_hidden_layers": 3,
         "layers_block_type": ["mamba", "hybrid", "mamba"],
         "mamba_d_state": 8,
@@ -89,7 +89,7 @@ LEAKING: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
     },
     "jamba": {
-        **_SHAPE,
+        **SHAPE,
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
         "num_experts": 2,
@@ -99,15 +99,15 @@ LEAKING: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4,
         "use_mamba_kernels": False,
     },
-    "lfm2": {**_SHAPE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
-    "opt": {**_SHAPE, "ffn_dim": 48, "word_embed_proj_dim": 32},
-    "falcon_h1": {**_SHAPE, **_MAMBA, "mamba_d_ssm": 64},
+    "lfm2": {**SHAPE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
+    "opt": {**SHAPE, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "falcon_h1": {**SHAPE, **_MAMBA, "mamba_d_ssm": 64},
 }
 #: the same, of families that separate documents: earlier thresholds in half precision refused them at times
 SEPARATING: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT,
     "gemma3n_text": {
-        **_SHAPE,
+        **SHAPE,
         "intermediate_size": [48, 48],
         "head_dim": 8,
         "sliding_window": 8,
@@ -121,7 +121,7 @@ SEPARATING: dict[str, dict[str, Any]] = {
     },
     "deepseek_v32": {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64},
     "gemma4_text": {
-        **_SHAPE,
+        **SHAPE,
         "num_hidden_layers": 4,
         "head_dim": 8,
         "global_head_dim": 8,
@@ -135,7 +135,7 @@ SEPARATING: dict[str, dict[str, Any]] = {
 #: the same, of a family whose windows can be longer than the documents of the proof
 WINDOWED: dict[str, dict[str, Any]] = {
     "deepseek_v4": {
-        **_SHAPE,
+        **SHAPE,
         **_EXPERTS,
         "head_dim": 8,
         "n_routed_experts": 4,

@@ -1,7 +1,7 @@
 """Multi-token prediction (see `multi_token_decoder.py`). It needs a later version of transformers than the rest."""
 
 from stillhouse.libraries import require_feature
-from stillhouse.models.checkpoint_names import declared_depths
+from stillhouse.models.model_parts import declared_depths
 from stillhouse.models.mtp.mtp_layers import find_layers
 from stillhouse.models.mtp.multi_token_decoder import MultiTokenDecoder, add_mtp, freeze_main
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from stillhouse.models.checkpoint_names import mtp_prefixes
 from stillhouse.models.dtensors import name_seed, set_from_global
 from stillhouse.models.model_checks import describe, prefixed
+from stillhouse.models.model_parts import declares_mtp, mtp_prefixes, text_config
 
 
 class MtpLayers(nn.Module):
@@ -108,7 +108,7 @@ def new_layers(model: PreTrainedModel, depths: int, *, is_new: bool) -> MtpLayer
     Raises ValueError for a model that cannot have MTP layers, and for a number of depths that it cannot have.
     """
     config = _require_structure(model)
-    kinds = getattr(config, "mtp_layer_types", None) if _declares(type(config)) else None
+    kinds = getattr(config, "mtp_layer_types", None) if declares_mtp(config) else None
     if depths < 1 or (kinds is not None and len(kinds) != depths):
         expected = "1 or more" if kinds is None else f"{len(kinds)}, as its configuration lists their types"
         raise ValueError(f"{depths} further depths of a {describe(model)}: expected {expected}")
@@ -137,7 +137,7 @@ def find_layers(model: PreTrainedModel) -> None:
 
 def _require_structure(model: PreTrainedModel) -> Any:
     """Return the configuration for the number of depths; ValueError for a model that cannot have MTP layers."""
-    config, backbone = model.config.get_text_config(decoder=True), model.base_model
+    config, backbone = text_config(model.config), model.base_model
     missing = [
         what
         for what, is_there in (
@@ -157,15 +157,10 @@ def _require_structure(model: PreTrainedModel) -> Any:
     return config
 
 
-def _declares(kind: type) -> bool:
-    """Whether a family has MTP layers of its own in transformers."""
-    return hasattr(kind, "num_mtp_layers")
-
-
 def _declare(config: Any, depths: int) -> None:
     """Write the number of depths into a configuration; in a family without own MTP layers, also their types."""
     config.num_mtp_layers = depths
-    if _declares(type(config)):
+    if declares_mtp(config):
         return
     for kinds, preferred in (("layer_types", "full_attention"), ("mlp_layer_types", None)):
         types = getattr(config, kinds, None)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 
-from stillhouse.models.checkpoint_names import declared_depths, mtp_prefixes
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.lm_head import OutputProcessor
 from stillhouse.models.load_proof import prove_decoder
+from stillhouse.models.model_parts import declared_depths, mtp_prefixes
 from stillhouse.models.mtp.mtp_layers import MtpLayers, find_layers, new_layers
 from stillhouse.objective import OutputHead
 

@@ -11,20 +11,18 @@ B rows, S tokens of the whole sequence, H heads.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_masks_for_generate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from stillhouse.models import Decoder
-
-if TYPE_CHECKING:  # it needs a later version of transformers than the rest
-    from stillhouse.models.mtp.mtp_layers import MtpLayers
+from stillhouse.models import Decoder, model_parts
 
 
 def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 1) -> None:
@@ -33,7 +31,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
     tensor: the degree of tensor parallelism, which splits the same heads.
     Raises ValueError for an attention function that cannot be wrapped, and for degrees that do not divide the heads.
     """
-    config, ranks = decoder.config.get_text_config(), group.size()
+    config, ranks = model_parts.text_config(decoder.config), group.size()
     inner = config._attn_implementation
     if inner not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         raise ValueError(
@@ -42,7 +40,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
         )
     if not isinstance(getattr(decoder.backbone, "layers", None), nn.ModuleList):
         raise ValueError(f"the backbone of model type '{config.model_type}' has no list `layers`: expected context=1")
-    if getattr(config, "index_topk", None) is not None:
+    if model_parts.mixes_tokens_by_score(config):
         raise ValueError(
             f"the attention of model type '{config.model_type}' selects tokens by scores over a whole sequence "
             "(index_topk), of which a context rank has a part: expected context=1"
@@ -53,24 +51,27 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner])
     decoder.pretrained.set_attn_implementation(name)
     dtype = next(decoder.parameters()).dtype
-    masks = partial(_masks, config)
+
+    def masks(inputs_embeds: Tensor, position_ids: Tensor) -> dict[str, Any]:
+        mask = create_masks_for_generate(config, inputs_embeds, None, None, position_ids=position_ids)
+        return {"attention_mask": mask}
+
     decoder.backbone.register_forward_pre_hook(partial(_with_whole_masks, masks, dtype, group), with_kwargs=True)
     if decoder.mtp is not None:
-        decoder.mtp.model.config._attn_implementation = name
+        model = decoder.mtp.model
+        model.config._attn_implementation = name
         for number, layer in enumerate(decoder.mtp.layers):
-            masks = partial(_mtp_masks, decoder.mtp, number)
-            layer.register_forward_pre_hook(partial(_with_whole_masks, masks, dtype, group), with_kwargs=True)
+            mtp_masks = partial(model.create_masks_for_mtp_layer, number, mtp_cache=None)
+            layer.register_forward_pre_hook(partial(_with_whole_masks, mtp_masks, dtype, group), with_kwargs=True)
 
 
-def require_heads(config: Any, context: int, tensor: int) -> None:
+def require_heads(config: PreTrainedConfig, context: int, tensor: int) -> None:
     """Raise ValueError for heads that tensor × context ranks cannot share evenly."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if heads is not None and heads % (context * tensor):
-            raise ValueError(
-                f"context={context} × tensor={tensor} does not divide the {name}={heads} of model "
-                f"type '{config.model_type}': expected a divisor, since both degrees divide the heads"
-            )
+    if size := model_parts.indivisible_size(config, model_parts.HEADS, context * tensor):
+        raise ValueError(
+            f"context={context} × tensor={tensor} does not divide the {size[0]}={size[1]} of model type "
+            f"'{config.model_type}': expected a divisor, since both degrees divide the heads"
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class NextTokens:
 
 
 def _with_whole_masks(
-    masks: Callable[[Tensor, Tensor], dict[str, Any]],
+    masks: Callable[..., dict[str, Any]],
     dtype: torch.dtype,
     group: ProcessGroup,
     _: nn.Module,
@@ -111,17 +112,8 @@ def _with_whole_masks(
     whole_BS = whole_sequences(options["position_ids"], group)
     # transformers reads only the shape, dtype and device of the embeddings
     embeddings = torch.empty((), dtype=dtype, device=whole_BS.device).expand(*whole_BS.shape, 1)
-    return arguments, options | masks(embeddings, whole_BS) | {"whole_position_ids": whole_BS}
-
-
-def _masks(config: Any, embeddings: Tensor, whole_BS: Tensor) -> dict[str, Any]:
-    """The masks of a backbone."""
-    return {"attention_mask": create_masks_for_generate(config, embeddings, None, None, position_ids=whole_BS)}
-
-
-def _mtp_masks(mtp: "MtpLayers", number: int, embeddings: Tensor, whole_BS: Tensor) -> dict[str, Any]:
-    """The mask of an MTP layer."""
-    return mtp.model.create_masks_for_mtp_layer(number, embeddings, None, whole_BS)
+    options |= masks(inputs_embeds=embeddings, position_ids=whole_BS)
+    return arguments, options | {"whole_position_ids": whole_BS}
 
 
 def whole_sequences(columns_BS: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -151,28 +143,15 @@ def _ulysses(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Run an attention function of transformers, `inner`, on the whole sequence and a part of the heads."""
-    inputs = (_AllToAll.apply(heads, 1, 2, group) for heads in (query_BHSD, key_BHSD, value_BHSD))
+    inputs = (_all_to_all(heads, 1, 2, group) for heads in (query_BHSD, key_BHSD, value_BHSD))
     # functions that separate packed documents by their position ids need the ids of the whole sequence
     options["position_ids"] = options.pop("whole_position_ids", None)
     output_BSHD, _ = ALL_ATTENTION_FUNCTIONS[inner](module, *inputs, attention_mask, **options)
-    return _AllToAll.apply(output_BSHD, 1, 2, group), None
-
-
-class _AllToAll(torch.autograd.Function):
-    """An all-to-all that splits `split_dim` over the group and concatenates the ranks' parts along `concat_dim`."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
-        ctx.split_dim, ctx.concat_dim, ctx.group = split_dim, concat_dim, group
-        return _all_to_all(tensor, split_dim, concat_dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_to_all(grad, ctx.concat_dim, ctx.split_dim, ctx.group), None, None, None
+    return _all_to_all(output_BSHD, 1, 2, group), None
 
 
 def _all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
+    """Split `split_dim` over the group and concatenate the ranks' parts along `concat_dim`; differentiable."""
     outgoing = torch.stack(tensor.chunk(group.size(), split_dim))
-    incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming, outgoing, group=group)
+    incoming = all_to_all_single_autograd(outgoing, None, None, group)
     return torch.cat(incoming.unbind(0), concat_dim)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from stillhouse.models import Decoder
-from stillhouse.parallel.apply.tensor_parallel import generic
+from stillhouse.models.model_parts import parallel_plan, plan_name
 
 #: transformers' name for the sharding style of a module of experts to which tokens are sent
 DISPATCHED = "ep_dispatch_experts"
@@ -31,19 +31,18 @@ def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceM
             )
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    plan = _plan(decoder)
-    # parameters first: they are sharded before the modules' forwards are wrapped
-    parts = [*decoder.backbone.named_parameters(), *decoder.backbone.named_modules()]
-    local_plan = {name: plan[generic(name)] for name, _ in parts if generic(name) in plan}
-    apply_expert_parallelism(decoder.backbone, experts, tensor, local_plan)
+    apply_expert_parallelism(decoder.backbone, experts, tensor, _local_plan(decoder))
 
 
 def dispatched_experts(decoder: Decoder) -> list[nn.Module]:
     """Return the modules of experts in this stage's layers; an empty list for a model without experts."""
-    plan = _plan(decoder)
-    named = decoder.backbone.named_modules()
-    return [module for name, module in named if plan.get(generic(name)) == DISPATCHED]
+    dispatched = [name for name, style in _local_plan(decoder).items() if style == DISPATCHED]
+    return [decoder.backbone.get_submodule(name) for name in dispatched]
 
 
-def _plan(decoder: Decoder) -> dict[str, str]:
-    return getattr(decoder.config.get_text_config(), "base_model_ep_plan", None) or {}
+def _local_plan(decoder: Decoder) -> dict[str, str]:
+    """The family's plan, by the names of the parameters and modules in this stage's layers."""
+    plan, backbone = parallel_plan(decoder.config, "ep"), decoder.backbone
+    # parameters first: they are sharded before the modules' forwards are wrapped
+    parts = [*backbone.named_parameters(), *backbone.named_modules()]
+    return {name: plan[plan_name(name)] for name, _ in parts if plan_name(name) in plan}

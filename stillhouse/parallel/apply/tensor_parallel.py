@@ -5,7 +5,6 @@ states between the layers are whole on every rank. `Head.shard` tells the object
 this rank holds.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,9 +21,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, model_parts
 from stillhouse.models.adapter import lora_parts
 from stillhouse.models.lm_head import Head
+from stillhouse.models.model_parts import is_of_experts, plan_name
 from stillhouse.objective import VocabShard
 
 #: torch's styles by their names in transformers
@@ -45,13 +45,13 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     # a decoder without layers needs no plan: a head is always sharded by rows
     plan = tensor_plan(decoder, mesh.size()) if decoder.layers() else {}
     frozen = {name for name, parameter in decoder.named_parameters() if not parameter.requires_grad}
-    if plan and not any(generic(name) in plan for name, _ in decoder.backbone.named_modules()):
+    if plan and not any(plan_name(name) in plan for name, _ in decoder.backbone.named_modules()):
         raise ValueError(
             f"the tensor-parallel plan of model type '{decoder.config.model_type}' names none of its modules, whose "
             "layers are inside of another part: expected tensor=1"
         )
     for name, module in [*decoder.backbone.named_modules(), *_mtp_modules(decoder)]:
-        if style := plan.get(generic(name)):
+        if style := plan.get(plan_name(name)):
             for matrix in _matrices(module, style):
                 parallelize_module(matrix, mesh, STYLES[style]())
         elif _reads_once(name, module, plan):
@@ -65,7 +65,7 @@ def _mtp_modules(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of MTP layers whose class is that of the backbone's layers, under the names of the latter."""
     for number, layer in enumerate(decoder.mtp_layers()):
         for name, module in layer.get_submodule("mtp_block").named_modules(prefix=f"layers.{number}"):
-            if ".experts" in f"{name}.":
+            if is_of_experts(name):
                 raise ValueError("tensor parallelism cannot distribute the experts of MTP layers: expected tensor=1")
             yield name, module
 
@@ -75,29 +75,26 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
 
     Raises ValueError without a supported plan, and for a degree that does not divide the model's sizes.
     """
-    config = decoder.config.get_text_config()
-    plan = getattr(config, "base_model_tp_plan", None)
+    config = model_parts.text_config(decoder.config)
+    plan = model_parts.parallel_plan(config, "tp")
     if not plan:
         raise ValueError(
             f"model type '{config.model_type}' has no tensor-parallel plan in transformers: expected tensor=1"
         )
     # experts are not sharded but distributed as a whole (expert_parallel.py)
     # the embedding is sharded with the head, by rows, also where a plan (transformers 5.17) names it
-    plan = {name: style for name, style in plan.items() if ".experts" not in name and style != "embedding_rowwise"}
+    plan = {name: style for name, style in plan.items() if not is_of_experts(name) and style != "embedding_rowwise"}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise ValueError(
             f"the tensor-parallel plan of model type '{config.model_type}' uses {', '.join(unknown)}, which is not "
             f"supported here (but {', '.join(STYLES)} are): expected tensor=1"
         )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        size = getattr(config, name, None)
-        sizes = size if isinstance(size, list) else [size]  # one for each layer
-        if any(count is not None and count % degree for count in sizes):
-            raise ValueError(
-                f"tensor={degree} does not divide the model's {name}={size} (model type "
-                f"'{config.model_type}'): expected a divisor of it"
-            )
-    if any(getattr(config, "activation_sparsity_pattern", None) or ()):
+    if size := model_parts.indivisible_size(config, model_parts.MATRIX_SIZES, degree):
+        raise ValueError(
+            f"tensor={degree} does not divide the model's {size[0]}={size[1]} (model type '{config.model_type}'): "
+            "expected a divisor of it"
+        )
+    if model_parts.mixes_columns(config):
         raise ValueError(
             f"model type '{config.model_type}' chooses activations by their mean over all columns of a matrix "
             "(activation_sparsity_pattern), of which a tensor rank has a part: expected tensor=1"
@@ -111,7 +108,7 @@ def _require_whole_heads(decoder: Decoder, plan: dict[str, str]) -> None:
     rank has only some of the heads, but the weights of all.
     """
     for name, module in decoder.backbone.named_modules():
-        if ".self_attn." not in name or isinstance(module, nn.Linear) or generic(name) in plan:
+        if ".self_attn." not in name or isinstance(module, nn.Linear) or plan_name(name) in plan:
             continue
         if any(weight.dim() == 2 for weight in module.parameters(recurse=False)):
             raise ValueError(
@@ -125,7 +122,7 @@ def _reads_once(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
     parameters show.
     """
     children = {path: child for path, child in module.named_children() if next(child.parameters(), None) is not None}
-    styles = [plan.get(generic(f"{name}.{path}"), "") for path in children]
+    styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
     # one of an adapter's two matrices is not sharded
     has_adapter = any(lora_parts(child) for child in children.values())
     return all(styles) and not has_adapter and styles.count("colwise") > 1
@@ -173,8 +170,3 @@ def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
 
 def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)]), requires_grad=parameter.requires_grad)
-
-
-def generic(name: str) -> str:
-    """Return a module's name as plans write it: with * in place of a layer's number."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from stillhouse.data import DataError, Documents
 from stillhouse.data.render.tokenizers import MAX_IDS
 from stillhouse.libraries import reading
-from stillhouse.models import model_fingerprint
+from stillhouse.models import model_fingerprint, model_parts
 from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo
 from stillhouse.serving.client.apis.sglang import SglangApi
 from stillhouse.serving.client.apis.stillhouse import StillhouseApi
@@ -196,7 +196,7 @@ def _connected(pool: ServerPool, request: SignalRequest, api: str, model_folder:
     if folder is not None:
         with reading(f"{folder}: its configuration cannot be read"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            text = config.get_text_config()
+            text = model_parts.text_config(config)
             columns, rows = int(text.hidden_size), int(text.vocab_size)
             dtype = str(config.dtype or "float32").removeprefix("torch.")
         if width not in (0, columns) or vocabulary not in (None, rows):

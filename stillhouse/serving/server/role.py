@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse import __version__
 from stillhouse.data import tokenizer_fingerprint
-from stillhouse.models import Decoder, check_document_length, check_finite_weights, eos_ids
+from stillhouse.models import Decoder, check_document_length, check_finite_weights, eos_ids, model_parts
 from stillhouse.serving.server.limits import Limits
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def model_info(name: str, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) 
 
 def longest_sequence(decoder: Decoder, batch_tokens: int) -> int:
     """The most tokens of a sequence: the model's positions, and those of a batch."""
-    reach = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
+    reach = model_parts.max_positions(decoder.config)
     longest = batch_tokens if reach is None else min(int(reach), batch_tokens)
     check_document_length(decoder.pretrained, longest, "teacher")
     return longest

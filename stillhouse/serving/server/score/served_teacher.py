@@ -124,7 +124,7 @@ def load_teacher(
         save_teacher(folder, with_head, tokenizer, with_head=True)
         info = model_info(options.name, decoder, tokenizer) | {
             "teacher": identity,
-            "width": int(decoder.config.get_text_config().hidden_size),
+            "width": decoder.width,
             "chat_template": _template_hash(tokenizer),
             "files": {name: digest for name, digest in folder_hashes(folder).items() if digest},
             "quantize": options.quantize,

@@ -1,0 +1,176 @@
+"""Facts of model families: where the parts of a model are, how it makes logits, and its plans for parallelism.
+
+They are read from transformers' configurations and modules; no family is recognised by its name. A family that gives
+one of these facts another name needs a change in this file only.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+#: the parts of a backbone that can be cut into pipeline stages
+STAGE_PARTS = ("embed_tokens", "layers", "norm")
+#: how the weights of output heads, and of embeddings that are tied to them, end in the files of transformers' models
+HEAD_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")
+#: the sizes of a model that context ranks share, and those that tensor ranks share
+HEADS = ("num_attention_heads", "num_key_value_heads")
+MATRIX_SIZES = (*HEADS, "intermediate_size")
+#: types of layers whose attention windows begin at multiples of their length in the row
+_WINDOWS = {"chunked_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
+
+
+def text_config(config: PreTrainedConfig) -> Any:
+    """Return the configuration of the language model, which may be a part of a composite model's configuration."""
+    return config.get_text_config()
+
+
+def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The list of a language model's layers, also where it is a part of a larger model; None if it is not found.
+
+    On a stage of a pipeline the list has empty modules in place of absent layers.
+    """
+    count = text_config(model.config).num_hidden_layers
+    numbered = [layers for layers in outermost_lists(model.get_decoder()) if len(layers) == count]
+    return numbered[0] if len(numbered) == 1 else None
+
+
+def outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    """The lists of modules within a module that are not within another list, such as those of an image tower."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from outermost_lists(child)
+
+
+def row_windows(config: PreTrainedConfig) -> list[str]:
+    """The types of layers whose attention depends on a token's place in its row."""
+    return sorted(_WINDOWS & set(getattr(text_config(config), "layer_types", None) or ()))
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    return getattr(text_config(config), "max_position_embeddings", None)
+
+
+def has_position_table(model: PreTrainedModel, positions: int) -> bool:
+    """Whether an embedding other than the token embedding has `positions` rows, or two more at most (OPT)."""
+    tokens = model.get_input_embeddings()
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens]
+    return any(positions <= table.num_embeddings <= positions + 2 for table in tables)
+
+
+def rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The rotary settings, one dict for all layers or one per kind of layer."""
+    parameters = getattr(text_config(config), "rope_parameters", None) or {}
+    nested = [values for values in parameters.values() if isinstance(values, dict)]
+    return nested or [parameters]
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """How a model family changes its logits after the projection: softcap(scale · logits)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig) -> "LogitRule":
+        """Read the rule from the names that transformers' configurations use.
+
+        One name can have two meanings in two families (`logits_scaling` divides in Granite and multiplies in
+        HyperCLOVA X). This function takes the usual meaning of each name; `verify` checks the resulting logits.
+        """
+        text = text_config(config)
+        scale = 1.0
+        for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
+            scale *= _number(text, name, 1.0)
+        softcap = _number(text, "final_logit_softcapping", 0.0)
+        return cls(scale / _number(text, "logits_scaling", 1.0), softcap or None)
+
+
+def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
+    """The router classes whose logits transformers records, if the logits are the router's first output."""
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    if isinstance(recorded, OutputRecorder) and recorded.index == 0:
+        return (recorded.target_class,)
+    return ()
+
+
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """How many experts of a layer a token is sent to; 1 for a model without experts."""
+    text = text_config(config)
+    return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether the module or tensor with this name is a layer's stack of experts, or a part of it."""
+    return "experts" in name.split(".")
+
+
+def declares_mtp(config: PreTrainedConfig) -> bool:
+    """Whether transformers has MTP layers for the family itself."""
+    return hasattr(type(text_config(config)), "num_mtp_layers")
+
+
+def declared_depths(config: PreTrainedConfig) -> int:
+    """Return the number of MTP layers that belong to a model according to its configuration; 0 if it names none."""
+    return getattr(text_config(config), "num_mtp_layers", None) or 0
+
+
+def mtp_prefixes(config: PreTrainedConfig) -> list[str]:
+    """Return, for each depth, the prefix of its layer's names in a checkpoint with this configuration."""
+    layers = text_config(config).num_hidden_layers
+    return [f"model.layers.{layers + depth}." for depth in range(declared_depths(config))]
+
+
+def without_mtp(config: PreTrainedConfig) -> list[str]:
+    """Take the MTP layers out of a configuration; returns the prefixes of their names in its checkpoint."""
+    prefixes, text = mtp_prefixes(config), text_config(config)
+    if prefixes:
+        text.num_mtp_layers = 0
+    for kinds in ("mtp_layer_types", "mtp_mlp_layer_types"):
+        text.__dict__.pop(kinds, None)
+    return prefixes
+
+
+def parallel_plan(config: PreTrainedConfig, kind: str) -> dict[str, Any]:
+    """Return the plan of transformers for a kind of parallelism ("tp", "ep" or "pp"), by names as `plan_name` gives
+    them; empty if there is none.
+    """
+    return getattr(text_config(config), f"base_model_{kind}_plan", None) or {}
+
+
+def plan_name(name: str) -> str:
+    """Return a module's name as plans write it: with * in place of a layer's number."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def indivisible_size(config: PreTrainedConfig, names: Sequence[str], ranks: int) -> tuple[str, Any] | None:
+    """Return name and value of the first of a model's sizes that `ranks` does not divide. A size may be a list with
+    one entry for each layer.
+    """
+    for name in names:
+        size = getattr(text_config(config), name, None)
+        if any(count is not None and count % ranks for count in (size if isinstance(size, list) else [size])):
+            return name, size
+    return None
+
+
+def mixes_tokens_by_score(config: PreTrainedConfig) -> bool:
+    """Whether attention selects tokens by scores over a whole sequence (`index_topk`)."""
+    return getattr(text_config(config), "index_topk", None) is not None
+
+
+def mixes_columns(config: PreTrainedConfig) -> bool:
+    """Whether activations are chosen by their mean over all columns of a matrix (`activation_sparsity_pattern`)."""
+    return any(getattr(text_config(config), "activation_sparsity_pattern", None) or ())
+
+
+def _number(config: PreTrainedConfig, name: str, absent: float) -> float:
+    value = getattr(config, name, None)
+    return absent if value is None else float(value)
