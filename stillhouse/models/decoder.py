@@ -6,11 +6,6 @@ The model is not patched: its own base model is the backbone, and `Head` holds i
 keeps the model itself for its configuration, saving and generation, outside the module tree. So every parameter is
 registered once, and `save_pretrained` writes the parameters that are trained here.
 
-Several documents can share a row if position ids restart at each document; transformers then separates them in
-attention, provided that there is no cache and no attention mask. With a cache or a mask, transformers silently lets
-tokens attend to other documents. So the cache is always off here, and an attention mask together with restarting
-positions raises a ValueError.
-
 B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary.
 """
 
@@ -26,7 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from stillhouse.display import escaped
-from stillhouse.models.forward_modes import evaluating, packs_one_row
+from stillhouse.models import document_packing
+from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
 from stillhouse.models.layer_hooks import Running, checkpoint_contexts
 from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough
@@ -153,10 +149,8 @@ class Decoder(nn.Module):
         prediction run, and the head calls the processor once with a tuple of the hidden states of depths 0, 1, ….
         """
         if position_ids is not None:
-            if attention_mask is not None:
-                _refuse_masked_packing(position_ids, attention_mask)
-            elif packs_one_row(self.pretrained):
-                self._require_one_row(backbone_kwargs["inputs_embeds"] if input_ids is None else input_ids)
+            rows = len(backbone_kwargs["inputs_embeds"] if input_ids is None else input_ids)
+            document_packing.require_separable(self.pretrained, position_ids, attention_mask, rows)
             backbone_kwargs["position_ids"] = position_ids
         outputs = self.backbone(
             input_ids=input_ids,
@@ -189,6 +183,11 @@ class Decoder(nn.Module):
     def has_head(self) -> bool:
         """False for a pipeline stage without the head: it returns hidden states."""
         return isinstance(self.head, Head)
+
+    @property
+    def packs_one_row(self) -> bool:
+        """Whether packed documents are separate only in a batch of one row."""
+        return document_packing.packs_one_row(self.pretrained)
 
     def layers(self) -> list[nn.Module]:
         """The language model's layers on this process, in order."""
@@ -235,15 +234,6 @@ class Decoder(nn.Module):
     def _own_head(self) -> Head:
         assert isinstance(self.head, Head), "the head of this decoder is on another process"
         return self.head
-
-    def _require_one_row(self, inputs: Tensor) -> None:
-        """Raise ValueError for a batch of several rows. `position_ids` may have one row for all of them."""
-        if len(inputs) > 1:
-            raise ValueError(
-                f"attention '{self.config._attn_implementation}' separates packed documents only in a batch of one "
-                f"row, and got position_ids for {len(inputs)} rows: expected one row, another attention, or no "
-                "position_ids if every row is one document"
-            )
 
     def _all_depths(
         self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids: Tensor | None
@@ -322,18 +312,6 @@ def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Decoder) -> tuple[int, 
 def _with_parameters(lists: Iterable[nn.ModuleList]) -> list[nn.Module]:
     """The members of some lists, without the placeholders that a pipeline stage has for absent layers."""
     return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
-
-
-def _refuse_masked_packing(position_ids: Tensor, attention_mask: Tensor) -> None:
-    """Raise ValueError if positions do not increase between two unmasked tokens: a second document starts there."""
-    if attention_mask.dim() != 2:  # a mask per pair of tokens can separate documents itself
-        return
-    tokens = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
-    if bool((tokens & (position_ids[:, 1:] <= position_ids[:, :-1])).any()):
-        raise ValueError(
-            "position_ids restart within a row and an attention_mask is given, with which the row's documents "
-            "see each other: expected attention_mask=None for packed rows (padding as a separate document)"
-        )
 
 
 def _drop_tied_weight(decoder: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How a model is run: in train or eval mode, in which dtype, and with how many rows of packed documents."""
+"""How a model is run: in train or eval mode, and in which dtype."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,12 +27,7 @@ def evaluating(*modules: nn.Module) -> AbstractContextManager[None]:
     return in_mode(*modules, training=False)
 
 
-def packs_one_row(model: PreTrainedModel) -> bool:
-    """Whether the model's attention separates packed documents only in a batch of one row.
-
-    transformers finds the documents of flash attention by their positions, and looks for them only in such a batch
-    (`_is_packed_sequence`).
-    """
+def uses_flash_attention(model: PreTrainedModel) -> bool:
     return "flash" in (model.config._attn_implementation or "")
 
 
@@ -40,7 +35,7 @@ def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
     """The dtype in which a model's matrix products must be computed: bfloat16 for float32 weights under flash
     attention, which has no float32; None for the dtype of the weights.
     """
-    return torch.bfloat16 if packs_one_row(model) and model.dtype == torch.float32 else None
+    return torch.bfloat16 if uses_flash_attention(model) and model.dtype == torch.float32 else None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from stillhouse.libraries import reading
 from stillhouse.models.dtensors import local
-from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating, in_mode, packs_one_row
+from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating, in_mode, uses_flash_attention
 from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
 from stillhouse.objective import OutputHead
 
@@ -122,7 +122,7 @@ def prove_decoder(decoder: Any) -> None:
     dtype = autocast_dtype(model)
     for training in (False, True):
         with in_mode(decoder, model, training=training), autocast(model.device, dtype):
-            depths_hidden = run_probe(by_rows(forward) if packs_one_row(model) else forward, probe, model.device)
+            depths_hidden = run_probe(by_rows(forward) if decoder.packs_one_row else forward, probe, model.device)
         prove_documents(decoder, depths_hidden, probe)
         if not training:
             prove_places(decoder, depths_hidden, probe, dtype)
@@ -262,7 +262,7 @@ def _require_finite(decoder: Any, what: str, *values: Tensor) -> None:
 def _require_placed(model: PreTrainedModel) -> None:
     if model.device.type == "meta":
         raise ValueError(f"{describe(model)} has no weights yet (meta device): pass verify=False")
-    if model.device.type == "cpu" and packs_one_row(model):
+    if model.device.type == "cpu" and uses_flash_attention(model):
         attention = model.config._attn_implementation
         raise ValueError(f"attention '{attention}' runs on GPUs only: pass device='cuda', or verify=False")
 

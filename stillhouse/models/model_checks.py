@@ -3,7 +3,6 @@
 Each failure is a ValueError.
 """
 
-import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stillhouse.display import name_list
 from stillhouse.libraries import reading
+from stillhouse.models.document_packing import require_packable
 from stillhouse.models.dtensors import local
-from stillhouse.models.model_parts import has_position_table, max_positions, rope_parameters, row_windows
+from stillhouse.models.model_parts import has_position_table, max_positions, rope_parameters
 from stillhouse.models.quantized import is_quantized
 
 
@@ -59,16 +58,7 @@ def require_decoder(model: Any) -> nn.Linear:
             f"{what} has a {type(linear).__module__}.{type(linear).__name__} as its output head: expected a "
             "plain torch.nn.Linear. Leave the head out of LoRA, or merge it, and leave the head unquantized"
         )
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise ValueError(
-            f"{what} takes no position_ids: it cannot separate documents that are packed into one row "
-            "(state-space and ALiBi models)"
-        )
-    if windows := row_windows(model.config):
-        raise ValueError(
-            f"{what} has layers of type {name_list(windows)}, which cut a row into windows wherever its "
-            "documents begin: it cannot separate documents that are packed into one row"
-        )
+    require_packable(model, what)
     return linear
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
-from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode, packs_one_row
+from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.load_proof import (
     Forward,
     ProbeDocuments,
@@ -155,14 +155,10 @@ class ProbeForward:
         depths = [0 if part.mtp is None else part.mtp.depths for part in runner.decoders]
         # only the last stage has the layers of multi-token prediction
         self.depths = max(runner.ranks.gather(max(depths)))
-        vocabulary = min(decoder.vocabulary_rows for decoder in (student, runner.teacher) if decoder is not None)
+        decoders = [decoder for decoder in (student, runner.teacher) if decoder is not None]
+        vocabulary = min(decoder.vocabulary_rows for decoder in decoders)
+        self.packs_one_row = any(decoder.packs_one_row for decoder in decoders)  # both read the same rows
         self.probe = ProbeDocuments.of(vocabulary, depths=self.depths, multiple=context)
-
-    @property
-    def packs_one_row(self) -> bool:
-        """Whether an attention of the student or of the teacher packs one row: both read the same rows."""
-        decoders = (self._runner.decoders[0], self._runner.teacher)
-        return any(packs_one_row(decoder.pretrained) for decoder in decoders if decoder is not None)
 
     @property
     def of_rows(self) -> Forward:

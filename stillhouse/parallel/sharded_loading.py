@@ -123,7 +123,8 @@ def read_weights(
             candidates = [renamed(candidate) for candidate in candidates]
         stored = next((candidate for candidate in candidates if candidate in files), None)
         if stored is not None:
-            is_padded = renamed is not None and _has_vocabulary(decoder, name)
+            has_vocabulary = name == decoder.embedding_name or name.startswith("head.linear.")
+            is_padded = renamed is not None and has_vocabulary
             _read_rows(local(value), [*shard_slices(value)], value.shape, [stored], files, is_padded)
         elif parts := parts_of_stack(decoder, candidates[0]):
             experts, *slices = shard_slices(value)
@@ -141,10 +142,6 @@ def _is_initialised(decoder: Decoder, name: str) -> bool:
     """Whether a tensor is not read: `draw_lora`, `MtpLayers.draw` and `HiddenMatch.draw` initialise it."""
     is_new_mtp = is_mtp(name) and decoder.mtp is not None and decoder.mtp.is_new
     return is_lora(name) or is_new_mtp or name.startswith(PROJECTORS)
-
-
-def _has_vocabulary(decoder: Decoder, name: str) -> bool:
-    return name == decoder.embedding_name or name.startswith("head.linear.")
 
 
 @torch.no_grad()

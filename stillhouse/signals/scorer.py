@@ -14,7 +14,6 @@ from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
 from stillhouse.models import NotFiniteError
-from stillhouse.models.forward_modes import packs_one_row
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Runner, StageInputs
 from stillhouse.signals.extract import Extract, SignalRows, Wanted
@@ -56,7 +55,7 @@ class Scorer:
         batch_tokens: how many tokens run at a time, unless a document has more; None: all of them
         """
         documents = _documents([request.document.tokens for request in requests])
-        longest, one_row = int(documents.lengths_D.max()), packs_one_row(self._decoder.pretrained)
+        longest, one_row = int(documents.lengths_D.max()), self._decoder.packs_one_row
         row_tokens = len(documents.tokens_N) if one_row and batch_tokens is None else longest
         sequences = PackedSequences(documents, max_tokens=row_tokens, seed=0, shuffle=False)
         at_a_time = len(sequences) if batch_tokens is None else 1 if one_row else max(1, batch_tokens // longest)

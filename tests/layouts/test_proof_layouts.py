@@ -202,14 +202,11 @@ def per_row() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    from stillhouse.models import decoder, load_proof
-    from stillhouse.parallel import runner_proof
+    from stillhouse.models import document_packing
 
     AttentionInterface.register("per_row", sdpa_attention_forward)
     AttentionMaskInterface.register("per_row", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    for module in (decoder, load_proof, runner_proof):
-        module.packs_one_row = lambda model: model.config._attn_implementation == "per_row"  # type: ignore[attr-defined]
-    load_proof._require_placed = lambda model: None
+    document_packing.packs_one_row = lambda model: model.config._attn_implementation == "per_row"
 
 
 @pytest.mark.parametrize("side", ["teacher", slow("student")])

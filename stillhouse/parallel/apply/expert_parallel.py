@@ -11,9 +11,6 @@ from torch.distributed import DeviceMesh
 from stillhouse.models import Decoder
 from stillhouse.models.model_parts import parallel_plan, plan_name
 
-#: transformers' name for the sharding style of a module of experts to which tokens are sent
-DISPATCHED = "ep_dispatch_experts"
-
 
 def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceMesh) -> None:
     """Distribute a decoder's experts.
@@ -36,7 +33,8 @@ def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceM
 
 def dispatched_experts(decoder: Decoder) -> list[nn.Module]:
     """Return the modules of experts in this stage's layers; an empty list for a model without experts."""
-    dispatched = [name for name, style in _local_plan(decoder).items() if style == DISPATCHED]
+    # transformers' name for the style of a module of experts to which tokens are sent
+    dispatched = [name for name, style in _local_plan(decoder).items() if style == "ep_dispatch_experts"]
     return [decoder.backbone.get_submodule(name) for name in dispatched]
 
 

@@ -41,7 +41,9 @@ def apply_fsdp(
     offload: keep shards of weights and gradients, and thus the optimizer state, in host memory between uses. On a CPU
     nothing is moved.
     """
-    shard = partial(fully_shard, offload_policy=_offload_policy(mesh, offload))
+    # the GPU can copy pinned memory while it computes; pinned memory needs a GPU
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+    shard = partial(fully_shard, offload_policy=policy)
     inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
     for module in experts:  # before the layers that contain them
         assert expert_mesh is not None
@@ -73,11 +75,6 @@ def _expert_placement(mesh: DeviceMesh, weight: nn.Parameter) -> Shard:
     """
     processes = mesh["shard"].size() if mesh.ndim > 1 else mesh.size()
     return Shard(0 if len(local(weight)) % processes == 0 else 1)
-
-
-def _offload_policy(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:
-    # the GPU can copy pinned memory while it computes; pinned memory needs a GPU
-    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
 
 
 def _precision(gather_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
