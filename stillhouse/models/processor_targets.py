@@ -75,16 +75,16 @@ class Targets:
         extend: appends columns to a tensor [B, S, …]. shape_BS: the rows and columns of these targets.
         """
 
-        def more(value: Any) -> Any:
+        def extended_value(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return extend(value.unflatten(0, shape_BS)).flatten(0, 1)
             if isinstance(value, Signal) and is_dataclass(value):
                 values = {entry.name: getattr(value, entry.name) for entry in fields(value)}
                 per_token = {name: entry for name, entry in values.items() if isinstance(entry, Tensor | Mapping)}
-                return replace(value, **_mapped(more, per_token))
+                return replace(value, **_mapped(extended_value, per_token))
             raise ValueError(f"{type(value).__name__} cannot be extended: expected a signal of all rows")
 
-        return self._changed(more)
+        return self._changed(extended_value)
 
     def _moved(self, index_T: Tensor, exists_T: Tensor) -> Self:
         taken = self._taken(index_T)
@@ -161,9 +161,9 @@ def _shifted_rows(position_ids_BS: Tensor, depths: int) -> Iterator[tuple[Tensor
     """Yield for each depth k ≥ 1 the index of the row k tokens later, and whether it is in the same document; [T]."""
     rows, tokens = position_ids_BS.shape
     document_BS = (position_ids_BS == 0).cumsum(1)
-    place_S = torch.arange(tokens, device=position_ids_BS.device)
+    column_S = torch.arange(tokens, device=position_ids_BS.device)
     starts_B1 = torch.arange(rows, device=position_ids_BS.device)[:, None] * tokens
     for depth in range(1, depths + 1):
-        further_S = (place_S + depth).clamp(max=tokens - 1)
-        same_BS = (document_BS[:, further_S] == document_BS) & (place_S + depth < tokens)
-        yield (starts_B1 + further_S).flatten(), same_BS.flatten()
+        later_S = (column_S + depth).clamp(max=tokens - 1)
+        same_BS = (document_BS[:, later_S] == document_BS) & (column_S + depth < tokens)
+        yield (starts_B1 + later_S).flatten(), same_BS.flatten()

@@ -19,8 +19,8 @@ from stillhouse.parallel.stages import (
     HiddenSize,
     StagePlan,
     cost_of,
-    forwards,
     keep_layers,
+    relative_cost,
     require_cuttable,
     require_pairs,
     require_training,
@@ -133,7 +133,7 @@ def _plan_stages(
         None if teacher_in_stages is None else _hidden_size(teacher_in_stages),
         tied=tied,
         copies_embedding=tied or student.mtp is not None,
-        teacher_cost=0.0 if costs[1] is None else forwards(costs[1], costs[0]),
+        teacher_cost=0.0 if costs[1] is None else relative_cost(costs[1], costs[0]),
     )
 
 

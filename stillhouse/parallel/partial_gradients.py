@@ -42,10 +42,10 @@ _HIDDEN = "hidden states behind "
 def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], StageInputs]) -> list[nn.Parameter]:
     """Return the parameters of this process whose gradients have to be summed over the tensor ranks.
 
-    Parameters with the same name in several layers are judged together. The sum is right if the hidden states have
-    whole gradients and a parameter's module runs once in a forward pass, since its copies are then not used in both
-    ways. A collective of all processes. Raises ProofError for gradients that differ between ranks and cannot be
-    summed. Leaves no gradients.
+    Parameters with the same name in several layers are compared as one. The sum is right if the hidden states have
+    complete gradients, and if a parameter's module runs once in a forward pass: it is then used either for all hidden
+    states or between sharded matrices, not both. A collective of all processes. Raises ProofError for gradients that
+    differ between ranks and cannot be summed. Leaves no gradients.
     """
     runs, squares = Counter[nn.Module](), defaultdict[str, float](float)
     hidden: dict[str, Tensor] = {}

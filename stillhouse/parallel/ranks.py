@@ -108,8 +108,8 @@ class Ranks:
     def all_raise(self, *kinds: type[BaseException]) -> Iterator[None]:
         """If the block raises an error of one of these kinds on any process, raise it on all processes.
 
-        Otherwise the other processes would wait for the one that failed. Of several errors, that of the first kind
-        counts, and of several processes with this kind, that of the first one.
+        Otherwise the other processes would wait for the one that failed. If several processes fail, the error of the
+        kind that is named first is raised; among the processes with this kind, that of the lowest rank.
         """
         if self.size == 1:
             yield
@@ -122,7 +122,7 @@ class Ranks:
         self._raise(self.gather(None if failure is None else _encoded(failure, kinds)), failure, kinds)
 
     def gather_results(self, function: Callable[[], Any], *kinds: type[BaseException]) -> list[Any]:
-        """What a function returns on all processes. Its errors are those of `all_raise`, in the same collective."""
+        """Call a function on every process and return all results, by rank. Errors are raised as by `all_raise`."""
         if self.size == 1:
             return [function()]
         result, failure = _attempt(function, kinds)
@@ -142,7 +142,7 @@ class Ranks:
         raise _decoded(failures[rank], kinds) from (local_failure if rank == self.rank else None)
 
     def on_first(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
-        """The result of a function that the first process alone calls, on all of them.
+        """Call a function on the first process only, and return its result on all processes.
 
         An error of one of these kinds is raised on all processes.
         """
@@ -159,7 +159,7 @@ class Ranks:
         raise _decoded(error, kinds) from failure
 
     def outcome(self, message: Any, *kinds: type[BaseException]) -> Any:
-        """What the first process has sent in `on_first`: the result is returned, or the error raised."""
+        """Return the result, or raise the error, that the first process has sent in `on_first`."""
         if "error" in message:
             raise _decoded(message["error"], kinds)
         return message["result"]

@@ -58,7 +58,7 @@ class StagePlan:
     student, teacher: of their hidden states; None: the teacher's are not sent.
     tied: whether the student's embedding and head, on the first and the last stage, train as one weight.
     copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
-    teacher_cost: a forward of the teacher's layers, in forwards of the student's layers.
+    teacher_cost: of a forward of the teacher's layers, as a multiple of that of the student's layers.
     """
 
     stages: list[Stage]
@@ -128,8 +128,8 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
     return Cost(len(layers), layer, head + depths * (layer + head), passes)
 
 
-def forwards(teacher: Cost, student: Cost) -> float:
-    """Return the cost of a forward of the teacher's layers, in forwards of the student's layers."""
+def relative_cost(teacher: Cost, student: Cost) -> float:
+    """Return the cost of a forward of the teacher's layers, as a multiple of that of the student's layers."""
     return teacher.layers * teacher.layer / (student.layers * student.layer)
 
 

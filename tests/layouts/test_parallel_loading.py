@@ -113,14 +113,14 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def distribute_experts(_: Rank, case: tuple[str, int]) -> list[int] | str:
+def distribute_experts(_: Rank, case: tuple[str, int, Degrees]) -> list[int] | str:
     """A job of two ranks. Return how many experts of each layer this rank has, or the error."""
-    family, count = case
+    family, count, degrees = case
     name, options = EXPERTS[family]
     with torch.device("meta"):
         config = AutoConfig.for_model(family, **_SMALL, **options, **{name: count})
         decoder = Decoder(AutoModelForCausalLM.from_config(config), verify=False)
-    mesh = Mesh(Degrees(fsdp=2, expert=2), torch.device("cpu"))
+    mesh = Mesh(degrees, torch.device("cpu"))
     try:
         apply_expert_parallel(decoder, mesh.experts["expert"], mesh.weights["tensor"])
     except ValueError as error:
@@ -131,10 +131,11 @@ def distribute_experts(_: Rank, case: tuple[str, int]) -> list[int] | str:
 @pytest.mark.skipif(not is_supported("expert parallelism"), reason="needs a later transformers")
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_counted_where_the_family_names_them(family: str) -> None:
-    assert shared_pool(2).run(distribute_experts, [(family, 4), (family, 3)]) == [
-        [[2, 2], [2, 2]],
-        2 * [f"expert=2 does not divide the 3 experts of model type '{family}': expected a divisor of 3"],
-    ]
+    expert, tensor = Degrees(fsdp=2, expert=2), Degrees(tensor=2)
+    cases = [(family, 4, expert), (family, 3, expert), (family, 3, tensor)]
+    message = f"=2 does not divide the 3 experts of model type '{family}': expected a divisor of 3"
+    expected = [[[2, 2], [2, 2]], 2 * [f"expert{message}"], 2 * [f"tensor{message}"]]
+    assert shared_pool(2).run(distribute_experts, cases) == expected
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,9 @@ def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceM
     # families name this number in their configurations in several ways, but the modules of experts in one way
     for count in {int(module.num_experts) for module in dispatched_experts(decoder)}:  # type: ignore[arg-type]
         if count % degree:
+            name = "tensor" if degree == tensor.size() else "expert"  # tensor ranks always share the experts
             raise ValueError(
-                f"expert={degree} does not divide the {count} experts of model type '{decoder.config.model_type}': "
+                f"{name}={degree} does not divide the {count} experts of model type '{decoder.config.model_type}': "
                 f"expected a divisor of {count}"
             )
     from transformers.distributed.expert_parallel import apply_expert_parallelism

@@ -35,7 +35,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # a norm per attention head: every rank has the whole weight, but its gradient from own heads only
+    # a norm per attention head: every rank has all weights, but gradients from its own heads only
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 
@@ -54,7 +54,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
         if style := plan.get(plan_name(name)):
             for matrix in _matrices(module, style):
                 parallelize_module(matrix, mesh, STYLES[style]())
-        elif _reads_once(name, module, plan):
+        elif _shares_input(name, module, plan):
             module.register_forward_pre_hook(partial(_replicate_input, mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
     for name, parameter in decoder.named_parameters():
@@ -117,9 +117,9 @@ def _require_whole_heads(decoder: Decoder, plan: dict[str, str]) -> None:
             )
 
 
-def _reads_once(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
-    """Return whether a module passes its input to several column-sharded matrices and to nothing else, as far as its
-    parameters show.
+def _shares_input(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
+    """Return whether all children of a module with parameters are sharded, and several of them by columns. The module
+    then passes its input to these matrices only.
     """
     children = {path: child for path, child in module.named_children() if next(child.parameters(), None) is not None}
     styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
