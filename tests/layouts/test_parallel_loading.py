@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit import loading_memory
 from kit.families import build
-from kit.packing_families import build_packing
+from kit.packing_families import SHAPE, build_packing
 from kit.shard_ranks import Rank, RankPool, shared_pool
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
@@ -95,16 +95,7 @@ def test_names_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
         load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
 
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+_SMALL: dict[str, Any] = {**SHAPE, "moe_intermediate_size": 8, "head_dim": 8}
 #: families whose number of experts has no common name, with that name and further options
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": ("moe_num_experts", {"moe_k": 2, "moe_layer_start_index": 0}),
@@ -195,6 +186,10 @@ def test_heads_that_degrees_divide_and_sizes_of_each_layer() -> None:
             "by their mean over all columns of a matrix (activation_spars",
         ),
         (lambda: plan(build("cohere")), "'layers.0.self_attn.q_norm' has weights for each attention head"),
+        (
+            lambda: plan(AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", **_SMALL))),
+            "'layers.0.self_attn' has weights for each attention head",
+        ),
         # embeddings that a family reads in every layer, that it scales before the first one, and other names of parts
         (
             lambda: require_cuttable(build_packing("gemma4_text").config),

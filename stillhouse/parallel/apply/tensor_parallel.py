@@ -99,22 +99,28 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
             f"model type '{config.model_type}' chooses activations by their mean over all columns of a matrix "
             "(activation_sparsity_pattern), of which a tensor rank has a part: expected tensor=1"
         )
-    _require_whole_heads(decoder, plan)
+    _require_planned_heads(decoder, plan)
     return plan
 
 
-def _require_whole_heads(decoder: Decoder, plan: dict[str, str]) -> None:
-    """Raise ValueError for a norm with weights [heads, width of a head] that the plan does not name, as in Cohere: a
-    rank has only some of the heads, but the weights of all.
+def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
+    """Raise ValueError for attention with weights for each head that the plan does not name: a norm with weights
+    [heads, width of a head] as in Cohere, or a parameter [heads] as in Doge. A rank has only some of the heads.
     """
+    config = model_parts.text_config(decoder.config)
+    counts = {getattr(config, name, None) for name in model_parts.HEADS}
     for name, module in decoder.backbone.named_modules():
-        if ".self_attn." not in name or isinstance(module, nn.Linear) or plan_name(name) in plan:
+        if ".self_attn" not in name or isinstance(module, nn.Linear) or plan_name(name) in plan:
             continue
-        if any(weight.dim() == 2 for weight in module.parameters(recurse=False)):
-            raise ValueError(
-                f"'{name}' has weights for each attention head, and the tensor-parallel plan of model type "
-                f"'{decoder.config.model_type}' does not name it: expected tensor=1"
-            )
+        is_attention = name.endswith(".self_attn")
+        heads = counts - {getattr(module, "head_dim", None)}  # a vector of a head's width is used for all heads
+        for key, weight in module.named_parameters(recurse=False):
+            by_head = weight.dim() == 1 and len(weight) in heads if is_attention else weight.dim() == 2
+            if by_head and plan_name(f"{name}.{key}") not in plan:
+                raise ValueError(
+                    f"'{name}' has weights for each attention head, and the tensor-parallel plan of model type "
+                    f"'{config.model_type}' does not name it: expected tensor=1"
+                )
 
 
 def _shares_input(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
