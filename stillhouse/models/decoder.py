@@ -149,7 +149,7 @@ class Decoder(nn.Module):
         prediction run, and the head calls the processor once with a tuple of the hidden states of depths 0, 1, ….
         """
         if position_ids is not None:
-            rows = len(backbone_kwargs["inputs_embeds"] if input_ids is None else input_ids)
+            rows = len(backbone_kwargs.get("inputs_embeds", ()) if input_ids is None else input_ids)
             document_packing.require_separable(self.pretrained, position_ids, attention_mask, rows)
             backbone_kwargs["position_ids"] = position_ids
         outputs = self.backbone(
