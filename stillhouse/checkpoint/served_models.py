@@ -7,9 +7,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from stillhouse.output.disk import UNFINISHED, explained_write_errors, flush
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import Ranks
-from stillhouse.serving.client import Proof, RemoteSignals, ServedEngine
+from stillhouse.serving.client import ServedEngine
 from stillhouse.serving.client.engine_proof import same_weights
 from stillhouse.signals import SignalStore
+from stillhouse.signals.signal_store import StoreProof
 
 #: the beginning of the names of files in a run's folder: what the servers of a teacher answered when the run began
 SERVED_TEACHER = "served_teacher"
@@ -47,14 +48,14 @@ def require_same_writer(engine: ServedEngine, folder: RunFolder) -> None:
 def require_same_teachers(stores: Mapping[str, SignalStore], folder: RunFolder, ranks: Ranks) -> None:
     """Raise ValueError on all ranks if a served teacher answers otherwise than when the run began."""
     for section, store in stores.items():
-        if isinstance(store, RemoteSignals) and store.proof is not None:
+        if store.proof is not None:
             with ranks.all_raise(ValueError):
                 if ranks.is_first:
                     _, dot, name = section.partition(".")
                     _require_same(folder, store.proof, f"{SERVED_TEACHER}{dot}{name}.safetensors")
 
 
-def _require_same(folder: RunFolder, proof: Proof, name: str) -> None:
+def _require_same(folder: RunFolder, proof: StoreProof, name: str) -> None:
     """Compare a served teacher with what it answered when the run began; a new run's folder gets its answers."""
     path = folder.path / name
     if path.exists():

@@ -13,8 +13,7 @@ from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_prompts
-from stillhouse.models import Decoder, eos_ids, model_parts
-from stillhouse.models.pretrained import read_configuration
+from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.serving.client import TOKEN_VARIABLE, ServedEngine, ServerError
 from stillhouse.serving.client.apis.server_api import ServerApi
@@ -137,9 +136,7 @@ def counted_rows(session: Session) -> int:
     rows = [session.student.vocabulary_rows]
     if session.spec.divergence is not None:
         rows += [teacher.vocabulary_rows for teacher in session.teachers.values()]
-        for store in session.stores.values():
-            if store.signal.is_exact and store.teacher_folder is not None:
-                rows.append(model_parts.text_config(read_configuration(store.teacher_folder)).vocab_size)
+        rows += [store.vocabulary for store in session.stores.values() if store.signal.is_exact and store.vocabulary]
     return min(rows)
 
 

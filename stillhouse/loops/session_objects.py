@@ -22,14 +22,7 @@ from stillhouse.generation import PromptPlan
 from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import ModelSource, Ranks, ShardedMicroBatches
-from stillhouse.signals import (
-    NoTeacher,
-    SeparateTeacher,
-    SeveralTeachers,
-    SignalSource,
-    SignalStore,
-    StoredTeacher,
-)
+from stillhouse.signals import NoTeacher, SignalSource, SignalStore
 
 
 @dataclass
@@ -93,23 +86,17 @@ class Session:
 
         None if there is none or several, if its signals come from a store, or if it is the student's base model.
         """
-        return self.source.decoder if isinstance(self.source, SeparateTeacher) else self.engine.student.teacher
+        return self.source.decoders.get("teacher", self.engine.student.teacher)
 
     @property
     def teachers(self) -> dict[str, Decoder]:
         """The teachers that run in this job as separate models, by the keys of their sections."""
-        if isinstance(self.source, SeveralTeachers):
-            sources = self.source.teachers.items()
-            return {
-                f"teachers.{name}": source.decoder for name, source in sources if isinstance(source, SeparateTeacher)
-            }
-        return {} if self.teacher is None else {"teacher": self.teacher}
+        return dict(self.source.decoders) or ({} if self.teacher is None else {"teacher": self.teacher})
 
     @property
     def has_exact_teacher(self) -> bool:
         """Whether there is one teacher, whose signals give the whole distribution, and not only some ids."""
-        is_single = not isinstance(self.source, NoTeacher | SeveralTeachers)
-        return is_single and all(store.signal.is_exact for store in self.stores.values())
+        return "teacher" in self.teacher_configs and all(store.signal.is_exact for store in self.stores.values())
 
     @property
     def adapter_in_words(self) -> str | None:
@@ -130,8 +117,7 @@ class Session:
 
     def close(self) -> None:
         """Give up requests for signals that are under way."""
-        if isinstance(self.source, StoredTeacher | SeveralTeachers):
-            self.source.close()
+        self.source.close()
 
     def source_for(self, engine: Engine) -> SignalSource:
         """The source of the signals that an engine's steps need."""

@@ -32,7 +32,7 @@ from stillhouse.data.token_cache import user_folder
 from stillhouse.display import first_line
 from stillhouse.libraries import reading
 from stillhouse.models.pretrained import require_model_folder
-from stillhouse.signals import CrossTokenizerStore, SignalStore
+from stillhouse.signals import SignalStore
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
             max_tokens=config.data.max_tokens,
             seed=config.seed,
             shuffle=shuffle,
-            gaps=_with_gaps(config.several),
+            gaps=_with_gaps(config.several, stores),
             together=route,
             weights=[source.weight for source in config.data.weighted_sources] or None if shuffle else None,
         )
@@ -120,10 +120,8 @@ def load_tokenizers(
             _set_chat_template(tokenizer, chat_template)
     for section, teacher in teachers.items():
         store = stores.get(section)
-        if isinstance(store, CrossTokenizerStore):
-            warnings += store.warnings
-            continue
         if store is not None:
+            warnings += store.warnings
             if store.teacher_folder is None:
                 continue
             other = load_tokenizer(str(store.teacher_folder))
@@ -138,7 +136,7 @@ def load_tokenizers(
                 raise
             approximate = f"or set {section}.cross_tokenizer to gold or uld, which are approximations"
             raise ValueError(f"{error}, {approximate}") from error
-        if teacher.url is not None:
+        if store is not None and store.same_conversation:
             _require_same_conversation(tokenizer, other, teacher.accept, f"{section}.accept")
     return tokenizer, warnings
 
@@ -198,13 +196,10 @@ def _require_same_conversation(
         )
 
 
-def _with_gaps(teachers: Mapping[str, NamedTeacherConfig]) -> list[str]:
+def _with_gaps(teachers: Mapping[str, NamedTeacherConfig], stores: Mapping[str, SignalStore]) -> list[str]:
     """The teachers that read the student's rows and a prefix, which needs room in the sequences."""
-    return [
-        name
-        for name, teacher in teachers.items()
-        if teacher.prefix is not None and teacher.url is None and teacher.cross_tokenizer is None
-    ]
+    without_store = {name: teacher for name, teacher in teachers.items() if f"teachers.{name}" not in stores}
+    return [name for name, teacher in without_store.items() if teacher.prefix is not None]
 
 
 def load_data(

@@ -12,7 +12,6 @@ from huggingface_hub import snapshot_download
 from stillhouse.config import (
     ConfigError,
     MtpConfig,
-    NamedTeacherConfig,
     ObjectiveConfig,
     StudentConfig,
     TeacherConfig,
@@ -68,11 +67,8 @@ class ModelSources:
     @property
     def self_teachers(self) -> list[str]:
         """The names of the teachers that are the student itself, whose prefixes it reads."""
-        return [
-            section.partition(".")[2]
-            for section, teacher in self.teachers.items()
-            if isinstance(teacher, NamedTeacherConfig) and teacher.student is not None
-        ]
+        sections = (section for section, teacher in self.teachers.items() if teacher.signals_from == "student")
+        return [section.partition(".")[2] for section in sections]
 
     @cached_property
     def student_source(self) -> ModelSource:

@@ -158,8 +158,7 @@ def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
     """What a teacher's divergence is taken over."""
     if store is None or store.signal.is_exact:
         return "over the full vocabulary"
-    has_no_tail = store.signal.kind == "sampled" or teacher.cross_tokenizer == "uld"
-    tail = "" if has_no_tail else f" (tail: {teacher.tail})"
+    tail = f" (tail: {teacher.tail})" if store.signal.has_tail else ""
     return f"over {store.signal} of the teacher{tail}"
 
 

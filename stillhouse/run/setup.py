@@ -153,8 +153,9 @@ class RunSetup:
             config.teacher,
             config.teachers,
             self.own_layouts,
+            separate,
         )
-        signals = sources.source(separate)
+        signals = sources.source()
         if mesh.ranks.size > 1:
             # ranks with different tokens draw different dropout; tensor ranks, which share tokens, draw the same
             torch.manual_seed(config.seed + mesh.ranks.rank - mesh.coordinate("tensor"))

@@ -2,18 +2,19 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
+from stillhouse.config import ConfigError, TeacherConfig, as_config_error
 from stillhouse.data import Documents, load_tokenizer
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
@@ -52,23 +53,21 @@ def open_stores(
 
     Raises ConfigError for a store that cannot be used.
     """
-    stores: dict[str, SignalStore] = {}
-    for section, teacher in teachers.items():
-        temperature = objective.temperature_of(teacher)
-        if teacher.cross_tokenizer is not None:
-            stores[section] = _open_cross_tokenizer(section, objective.student, teacher, temperature, batch_tokens)
-        elif teacher.cache is not None or teacher.url is not None:
-            stores[section] = _open(section, teacher, temperature)
-    return stores
+    return {
+        section: STORES[teacher.signals_from].open(section, teacher, objective, batch_tokens)
+        for section, teacher in teachers.items()
+        if teacher.signals_from in STORES
+    }
 
 
 def _open_cross_tokenizer(
-    section: str, student: StudentConfig, teacher: TeacherConfig, temperature: float, batch_tokens: int
+    section: str, teacher: TeacherConfig, objective: RunObjective, batch_tokens: int
 ) -> CrossTokenizerStore:
     """The store of a teacher with another tokenizer. The teacher itself is loaded later, where it is needed.
 
     Raises ConfigError for tokenizers that cannot be aligned.
     """
+    student = objective.student
     assert teacher.model is not None
     assert teacher.cross_tokenizer is not None
     ours = load_tokenizer(student.model, student.revision, student.trust_remote_code)
@@ -77,24 +76,27 @@ def _open_cross_tokenizer(
         raise ConfigError(
             f"{section}.top_k", f"got {teacher.top_k}, expected at most {len(theirs)}, the tokens of the teacher"
         )
-    in_job = LocalModelStore(
+    model = LocalModelStore(
         teacher.model,
         teacher_fingerprint(teacher),
-        SignalSpec("top_k", "float32", teacher.top_k, temperature, with_label=True),
+        SignalSpec("top_k", "float32", teacher.top_k, objective.temperature_of(teacher), with_label=True),
         partial(load_model, section, teacher.model, teacher),
         batch_tokens,
     )
     with as_config_error(f"{section}.cross_tokenizer"):
-        return CrossTokenizerStore(in_job, ours, theirs, teacher.cross_tokenizer)
+        return CrossTokenizerStore(model, ours, theirs, teacher.cross_tokenizer)
 
 
-def _open(section: str, teacher: TeacherConfig, temperature: float) -> SignalStore:
+def _open_cache(section: str, teacher: TeacherConfig, *_: object) -> SignalCache:
     with _store_errors(section, teacher):
-        if teacher.cache is not None:
-            return SignalCache(Path(teacher.cache))
+        return SignalCache(Path(str(teacher.cache)))
+
+
+def _connect(section: str, teacher: TeacherConfig, objective: RunObjective, _: int) -> RemoteSignals:
+    with _store_errors(section, teacher):
         return connect(
             teacher.urls,
-            SignalRequest(teacher.signal, teacher.top_k, temperature, teacher.dtype),
+            SignalRequest(teacher.signal, teacher.top_k, objective.temperature_of(teacher), teacher.dtype),
             api=teacher.api,
             model_folder=None if teacher.model is None else _teacher_files(teacher),
             timeout=teacher.timeout,
@@ -113,7 +115,7 @@ def _store_errors(
     except NeedsModelError as error:
         raise ConfigError(f"{section}.model", f"is missing: {error}") from error
     except kinds as error:
-        raise ConfigError(_key(section, teacher), str(error)) from error
+        raise ConfigError(f"{section}.{teacher.signals_from}", str(error)) from error
 
 
 def require_signals(
@@ -143,8 +145,9 @@ def require_signals(
                 store.require(_documents_of(section, route, data.dataset), "data.train")
             if data.evaluation is not None:
                 store.require(_documents_of(section, route, data.evaluation.documents), "data.eval")
-            if isinstance(store, RemoteSignals):
-                _prove(section, teacher, train, data.tokenizer, store, ranks.device)
+            prove_store = STORES[teacher.signals_from].prove
+            if prove_store is not None:
+                prove_store(section, teacher, train, data.tokenizer, store, ranks.device)
 
 
 def _with_completion(documents: Documents, tokens: int) -> Documents:
@@ -245,7 +248,16 @@ def _is_readable(teacher: TeacherConfig) -> bool:
     return 0 < sum(path.stat().st_size for path in files) <= SMALL
 
 
-def _key(section: str, teacher: TeacherConfig) -> str:
-    if teacher.cross_tokenizer is not None:
-        return f"{section}.cross_tokenizer"
-    return f"{section}.cache" if teacher.cache is not None else f"{section}.url"
+class StoreKind(NamedTuple):
+    """open: opens a store, as `_connect`. prove: compares it with the teacher that is meant, as `_prove`."""
+
+    open: Callable[[str, TeacherConfig, RunObjective, int], SignalStore]
+    prove: Callable[[str, TeacherConfig, Documents, PreTrainedTokenizerBase, Any, torch.device], None] | None = None
+
+
+#: the kinds of stores, by the keys of a teacher's section that name them (`TeacherConfig.signals_from`)
+STORES = {
+    "cache": StoreKind(_open_cache),
+    "cross_tokenizer": StoreKind(_open_cross_tokenizer),
+    "url": StoreKind(_connect, _prove),
+}

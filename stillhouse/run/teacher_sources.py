@@ -1,6 +1,6 @@
 """Builds the sources of the teachers' signals, under any layout."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,10 +25,8 @@ from stillhouse.parallel import (
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.parallel.stages import is_cuttable
 from stillhouse.run.models import ModelSources
-from stillhouse.serving.client import RemoteSignals
 from stillhouse.signals import (
     ChosenTeacher,
-    CrossTokenizerStore,
     InStageTeacher,
     NoTeacher,
     SelfTeacher,
@@ -74,6 +72,7 @@ class TeacherSources:
     stores: the stores of teachers' signals, by the keys of those teachers' sections
     teacher, teachers: the sections, of which a run has at most one
     own_layouts: of the teachers with a layout of their own, by the keys of their sections
+    separate: the layout of a single teacher that does not run in the student's stages
     """
 
     models: ModelSources
@@ -84,23 +83,26 @@ class TeacherSources:
     teacher: TeacherConfig | None
     teachers: TeachersConfig | None
     own_layouts: Mapping[str, Layout]
+    separate: Layout | None
 
-    def source(self, separate: Layout | None) -> SignalSource:
-        """separate: the layout of a single teacher that does not run in the student's stages."""
+    def source(self) -> SignalSource:
         if self.teachers is not None:
             return self._several(self.teachers)
-        teacher, mesh = self.teacher, self.student.mesh
-        if teacher is None:
+        if self.teacher is None:
             return NoTeacher()
-        if separate is not None:
-            layers = self.models.teacher("teacher", offload=separate.offload)
-            of_offload = teacher.parallel is None
-            teacher_mesh = mesh if of_offload else Mesh(separate.degrees, mesh.device)
-            key = "teacher.offload" if of_offload else "teacher.parallel"
-            return self._separate(key, layers, separate, teacher_mesh, self.student.teacher_head)
-        if "teacher" in self.stores:
-            return self._stored(teacher, self.stores["teacher"], self.student.teacher_head)
-        return InStageTeacher(self.student)
+        return self._source("teacher", self.teacher, self.student.teacher_head)
+
+    def _source(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
+        """The source of one teacher. head: the teacher's, on processes with the student's last stage."""
+        store = self.stores.get(section)
+        if store is None:
+            return IN_JOB[teacher.signals_from](self, section, teacher, head)
+        if self.student.has_results:
+            store.start(self.student.device)
+        name = section.partition(".")[2]
+        if store.signal.kind == "chosen":
+            return ChosenTeacher(store, self.student, self.autocast, teacher.tail, name)
+        return StoredTeacher(store, self.student, teacher.tail, name, head=head)
 
     def _several(self, teachers: TeachersConfig) -> SeveralTeachers:
         """The source of all teachers' signals; their output heads are on the student's last stage.
@@ -111,19 +113,13 @@ class TeacherSources:
         heads = self._heads(teachers, unsplit)
         sources: dict[str, SignalSource] = {}
         for name, teacher in teachers.named.items():
-            section, head = f"teachers.{name}", heads.get(name)
-            if teacher.student is not None:
-                sources[name] = SelfTeacher(
-                    self.student, self.autocast, self.average if teacher.student == "ema" else None
-                )
-            elif section in self.stores:
-                sources[name] = self._stored(teacher, self.stores[section], head, name)
-            elif name in unsplit:
+            head = heads.get(name)
+            if name in unsplit:
                 layers = ModelSource(partial(unsplit.__getitem__, name), is_proven=True)
                 layout, mesh = Layout(), self.student.mesh
                 sources[name] = SeparateTeacher(layers, layout, mesh, layout, mesh, head=head, keep_head=True)
             else:
-                sources[name] = self._in_job(section, teacher, head)
+                sources[name] = self._source(f"teachers.{name}", teacher, head)
         is_sharded = bool(heads) and self.student.mesh.sharding is not None
         return SeveralTeachers(sources, self.student, teachers.route, heads_are_sharded=is_sharded)
 
@@ -132,9 +128,7 @@ class TeacherSources:
         decoders: dict[str, Decoder] = {}
         for name, teacher in teachers.named.items() if self.student.ranks.size == 1 else ():
             section = f"teachers.{name}"
-            if teacher.student is not None or section in self.stores:
-                continue
-            if teacher.quantize is None and _can_be_cut(teacher):
+            if teacher.signals_from != "model" or (teacher.quantize is None and _can_be_cut(teacher)):
                 continue
             if teacher.offload:
                 raise ConfigError(
@@ -154,13 +148,12 @@ class TeacherSources:
         for name, teacher in teachers.named.items() if runner.has_last_stage else ():
             section = f"teachers.{name}"
             store = self.stores.get(section)
-            if teacher.student is not None or name in unsplit or (store is not None and not store.signal.is_exact):
+            if store is not None and store.signal.is_exact:
+                source = self.models.head_of_store(section, store, device)
+            elif teacher.signals_from == "model" and name not in unsplit:
+                source = self.models.teacher(section, device, offload=self.models.offload)
+            else:
                 continue
-            source = (
-                self.models.teacher(section, device, offload=self.models.offload)
-                if store is None
-                else self.models.head_of_store(section, store, device)
-            )
             decoders[name] = _head(source, runner.layout, runner.mesh)
         prove_heads(runner, {f"teachers.{name}": decoder for name, decoder in decoders.items()})
         if is_sharded:
@@ -168,21 +161,19 @@ class TeacherSources:
         buffers = HeadBuffers(runner.device)
         return {name: BufferedHead(name, decoder, buffers) for name, decoder in (decoders | dict(unsplit)).items()}
 
-    def _stored(
-        self, teacher: TeacherConfig, store: SignalStore, head: TeacherHead | None, name: str = ""
-    ) -> StoredTeacher:
-        """name: of one of several teachers, which may read a prefix. A process that reads signals of a teacher with
-        another tokenizer loads that teacher.
-        """
-        if isinstance(store, CrossTokenizerStore) and self.student.has_results:
-            store.start(self.student.device)
-        if isinstance(store, RemoteSignals) and store.signal.kind == "chosen":
-            assert store.vocabulary is not None
-            return ChosenTeacher(store, self.student, store.vocabulary, self.autocast, teacher.tail, name)
-        return StoredTeacher(store, self.student, teacher.tail, name, head=head)
+    def _single_model(self, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
+        separate, mesh = self.separate, self.student.mesh
+        if separate is None:
+            return InStageTeacher(self.student)
+        layers = self.models.teacher("teacher", offload=separate.offload)
+        if teacher.parallel is None:
+            return self._separate("teacher.offload", layers, separate, mesh, head)
+        return self._separate("teacher.parallel", layers, separate, Mesh(separate.degrees, mesh.device), head)
 
-    def _in_job(self, section: str, teacher: NamedTeacherConfig, head: TeacherHead | None) -> SeparateTeacher:
-        """A teacher that runs in this job: in a layout of its own, or in the student's."""
+    def model(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
+        """A model that is loaded in this job: a single one in the student's stages, or else before the student."""
+        if section == "teacher":
+            return self._single_model(teacher, head)
         runner = self.student
         source = self.models.teacher(section, offload=self.models.offload or teacher.offload)
         separate = None if runner.ranks.size == 1 else self.own_layouts.get(section)
@@ -192,11 +183,23 @@ class TeacherSources:
         mesh = runner.mesh if separate is None else Mesh(separate.degrees, runner.device)
         return self._separate(f"{section}.parallel", source, layout, mesh, head)
 
+    def self_teacher(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SelfTeacher:
+        """The student as its own teacher, with its present weights or their average."""
+        assert isinstance(teacher, NamedTeacherConfig)
+        return SelfTeacher(self.student, self.autocast, self.average if teacher.student == "ema" else None)
+
     def _separate(
         self, key: str, source: ModelSource, layout: Layout, mesh: Mesh, head: TeacherHead | None
     ) -> SeparateTeacher:
         with as_config_error(key, ProofError):
             return SeparateTeacher(source, layout, mesh, self.student.layout, self.student.mesh, head=head)
+
+
+#: the sources without a store, by the keys of a teacher's section that name them (`TeacherConfig.signals_from`)
+IN_JOB: dict[str, Callable[[TeacherSources, str, TeacherConfig, TeacherHead | None], SignalSource]] = {
+    "model": TeacherSources.model,
+    "student": TeacherSources.self_teacher,
+}
 
 
 def _can_be_cut(teacher: TeacherConfig) -> bool:

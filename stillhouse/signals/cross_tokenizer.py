@@ -75,6 +75,10 @@ class AlignedSpec(SignalSpec):
         first = TopK(tensors["ids"], tensors["log_probs"], tail, tensors["tail_log_prob"], self.temperature)
         return SpanSignal(first, tensors["weight"], tensors["continuation"])
 
+    @property
+    def has_tail(self) -> bool:
+        return self.method == "gold"
+
     def __str__(self) -> str:
         what = "merged probabilities of spans of text" if self.method == "gold" else "sorted probabilities"
         return (
@@ -105,17 +109,15 @@ class CrossTokenizerStore(SignalStore):
         assert spec.with_label
         self.inner, self.aligner = inner, Aligner(student, teacher)
         self.signal = AlignedSpec("top_k", "float32", spec.top_k, spec.temperature, method=method)
-        self.width, self.name = inner.width, inner.name
+        self.name = inner.name
         teacher_tokenizer = tokenizer_fingerprint(teacher)
         self.identity = hashlib.sha256(f"{inner.identity} {teacher_tokenizer}".encode()).hexdigest()
-        self.warnings: list[str] = []
         if tokenizer_fingerprint(student) == teacher_tokenizer:
-            self.warnings.append(
+            self.warnings = [
                 "student and teacher have the same tokenizer: the exact divergence needs no teacher.cross_tokenizer"
-            )
+            ]
 
     def start(self, device: torch.device) -> None:
-        """Load the teacher, in a process that reads signals."""
         self.inner.start(device)
 
     def require(self, documents: Documents, what: str) -> None:

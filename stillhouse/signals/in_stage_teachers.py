@@ -13,11 +13,11 @@ from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.models.processors import full_vocab, replicated_hidden
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, StudentHidden
 from stillhouse.parallel import DistributedStudent, InStage, ShardedMicroBatches, StageInputs
-from stillhouse.signals.signal_source import ReadySignals
+from stillhouse.signals.signal_source import ReadySignals, SignalSource
 from stillhouse.signals.weight_average import WeightAverage
 
 
-class InStageTeacher:
+class InStageTeacher(SignalSource):
     """A teacher that runs within the student's forward and backward pass.
 
     Under a schedule that prefetches the teacher, the teacher runs up to one step ahead, in the pipeline's bubbles, on
@@ -25,11 +25,7 @@ class InStageTeacher:
     """
 
     def __init__(self, student: DistributedStudent):
-        self._student = student
-
-    @property
-    def steps_ahead(self) -> int:
-        return 0 if self._student.prefetch is None else 1
+        self._student, self.steps_ahead = student, 0 if student.prefetch is None else 1
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         prefetch = self._student.prefetch
@@ -37,16 +33,14 @@ class InStageTeacher:
         return ReadySignals([{TEACHER: marker}] * len(micro_batches))
 
 
-class SelfTeacher:
+class SelfTeacher(SignalSource):
     """The student as its own teacher: with its present weights and a privileged prompt, or with averaged weights.
 
-    It runs in eval mode and without gradients, before each step.
+    It runs in eval mode and without gradients, immediately before each step, because it needs the step's weights.
 
     autocast: the dtype of the student's matrix products; None: that of its weights
     average: the weights of the teacher; None: the student's present ones
     """
-
-    steps_ahead = 0  # the weights of the step itself
 
     def __init__(
         self, student: DistributedStudent, autocast: torch.dtype | None, average: WeightAverage | None = None

@@ -29,8 +29,6 @@ class LocalModelStore(SignalStore):
     packs_all: whether the documents of a read are packed together before they are cut into batches: less padding
     """
 
-    width = 0  # only a `StoredTeacher` of hidden states needs it
-
     def __init__(
         self,
         name: str,

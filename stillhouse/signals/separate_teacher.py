@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.models import Decoder
 from stillhouse.objective import TEACHER, OutputHead, Signals
 from stillhouse.parallel import (
     Layout,
@@ -36,17 +35,17 @@ from stillhouse.parallel import (
     shard_micro_batches,
 )
 from stillhouse.signals.routing import MicroBatchShape, empty_part, local_columns, route, shapes_of
-from stillhouse.signals.signal_source import ReadySignals
+from stillhouse.signals.signal_source import ReadySignals, SignalSource
 
 
-class SeparateTeacher:
+class SeparateTeacher(SignalSource):
     """The layers of a teacher in their own layout and mesh, for a student in another layout.
 
     source: the teacher's model
     layout, mesh: of the teacher
     student_layout, student_mesh: of the student
     head: the teacher's head; None on processes without the student's last stage
-    keep_head: whether `decoder` also has the teacher's output head
+    keep_head: whether the decoder also has the teacher's output head
 
     With layout.offload, the weights are in host memory between requests; a single process then moves all of them to
     the device for each request, and several processes leave it to FSDP.
@@ -54,8 +53,6 @@ class SeparateTeacher:
     Constructing one is a collective of all processes. Raises ValueError for a model that the layout does not fit, and
     for a family whose models cannot be cut into stages.
     """
-
-    steps_ahead = 0  # `request` computes the signals at once: an earlier request would only hold memory longer
 
     def __init__(
         self,
@@ -71,11 +68,13 @@ class SeparateTeacher:
         self._head = head
         layers = source if keep_head else replace(source, build=partial(only_layers, source.build))
         self._runner = build_runner(layout, mesh, layers, None, prove=False)
-        self._device, self._width = mesh.device, self.decoder.width
-        self._dtype = next(self.decoder.parameters()).dtype
+        decoder = self._runner.decoders[0]  # the first part where the process has several stages
+        self.decoders = {"teacher": decoder}
+        self._device, self._width = mesh.device, decoder.width
+        self._dtype = next(decoder.parameters()).dtype
         self._weights: WaitingWeights | None = None
         if layout.offload and mesh.ranks.size == 1:
-            self._weights = WaitingWeights(self.decoder, mesh.device)
+            self._weights = WaitingWeights(decoder, mesh.device)
         if mesh.ranks.size > 1 or not layers.is_proven:
             with self._on_device():
                 prove_runner(self._runner, layers, None, teacher_in_stages=False)
@@ -86,31 +85,24 @@ class SeparateTeacher:
             student_DCT = student_mesh.tokens.mesh[student_layout.last_rank]
             self._transfer = _HiddenTransfer(mesh, student_mesh, teacher_DCT, student_DCT, self._width, self._dtype)
 
-    @property
-    def decoder(self) -> Decoder:
-        """The teacher's part on this process; the first part where the process has several stages."""
-        return self._runner.decoders[0]
-
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        """Compute the signals of this process's micro-batches at once.
+        """Compute the signals of this process's micro-batches at once; an earlier request would hold memory longer.
 
         They are `TeacherHidden` on processes with the student's last stage; the others have none.
         """
         return self.request_some(micro_batches, range(len(micro_batches.whole)))
 
     @torch.no_grad()
-    def request_some(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> ReadySignals:
-        """The same, but the teacher runs only on some micro-batches of the whole step; the others get zeros.
-
-        chosen: the numbers of these micro-batches
-        """
-        transfer, teacher_micro_batches = self._transfer, self._shard(micro_batches, chosen)
+    def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> ReadySignals:
+        """The same, but the teacher runs only on the micro-batches with these numbers; the others get zeros."""
+        transfer, teacher_micro_batches = self._transfer, self._shard(micro_batches, numbers)
         inputs = [StageInputs(batch.as_read_by_teacher, {}, _hidden_states) for batch in teacher_micro_batches]
         with self._on_device():
             hidden = self._runner.forward(inputs) if inputs else []
         if transfer is not None:
-            return ReadySignals([self._signals(hidden_BSE) for hidden_BSE in transfer(hidden, chosen, micro_batches)])
-        hidden_by_number: dict[int, Tensor] = dict(zip(chosen, hidden, strict=True))
+            received = transfer(hidden, numbers, micro_batches)
+            return ReadySignals([self._signals(hidden_BSE) for hidden_BSE in received])
+        hidden_by_number: dict[int, Tensor] = dict(zip(numbers, hidden, strict=True))
         absent = torch.zeros((), dtype=self._dtype, device=self._device)
         return ReadySignals(
             [

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from stillhouse.objective import RoutedSignal, Signals
 from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, shard_micro_batches
-from stillhouse.signals.separate_teacher import SeparateTeacher
 from stillhouse.signals.signal_source import DeferredSignals, PendingSignals, SignalSource
-from stillhouse.signals.signal_store import StoredTeacher
 
 
-class SeveralTeachers:
+class SeveralTeachers(SignalSource):
     """The source of the signals of all teachers.
 
     teachers: the sources of their signals, by their names
@@ -35,10 +33,10 @@ class SeveralTeachers:
     ):
         self.teachers, self._student, self._route = teachers, student, route
         self._heads_are_sharded = heads_are_sharded
-
-    @property
-    def steps_ahead(self) -> int:
-        return max(teacher.steps_ahead for teacher in self.teachers.values())
+        self.steps_ahead = max(teacher.steps_ahead for teacher in teachers.values())
+        self.decoders = {
+            f"teachers.{name}": decoder for name, source in teachers.items() for decoder in source.decoders.values()
+        }
 
     def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
         """Request the signals. Teachers that use the job's own devices begin only when the signals are needed."""
@@ -68,9 +66,9 @@ class SeveralTeachers:
     def _signals_of(self, name: str, view: ShardedMicroBatches) -> Sequence[Signals]:
         """The signals of a teacher in this job for its view of the micro-batches."""
         source = self.teachers[name]
-        if isinstance(source, SeparateTeacher) and self._route is not None:
-            return source.request_some(view, self._chosen(view, name)).result()
-        return source.request(view).result()
+        if self._route is None:
+            return source.request(view).result()
+        return source.request_some(view, self._numbers(view, self._route, name)).result()
 
     def _routed(self, signals: Signals, rows: Mapping[str, Tensor]) -> Signals:
         """The signals with the rows that they score. A teacher without rows is left out, but at least one stays.
@@ -86,8 +84,7 @@ class SeveralTeachers:
 
     def close(self) -> None:
         for teacher in self.teachers.values():
-            if isinstance(teacher, StoredTeacher):
-                teacher.close()
+            teacher.close()
 
     def _rows(self, micro_batches: ShardedMicroBatches, route: str) -> list[dict[str, Tensor]]:
         """For each of this process's micro-batches: each teacher's rows with a weight."""
@@ -96,25 +93,21 @@ class SeveralTeachers:
             index, document_T = batch.valid_index.cpu(), batch.document_T.cpu()
             documents, place_C = document_T[index].unique(return_inverse=True)
             names = [micro_batches.whole.value(document, route) for document in documents.tolist()]
-            rows_by_teacher.append(
-                {
-                    name: index[torch.tensor([teacher == name for teacher in names], dtype=torch.bool)[place_C]].to(
-                        batch.valid_index.device
-                    )
-                    for name in self.teachers
-                }
-            )
+            is_of = {
+                name: torch.tensor([other == name for other in names], dtype=torch.bool) for name in self.teachers
+            }
+            rows_of = {name: index[is_of_D[place_C]].to(batch.labels_T.device) for name, is_of_D in is_of.items()}
+            rows_by_teacher.append(rows_of)
         return rows_by_teacher
 
-    def _chosen(self, view: ShardedMicroBatches, name: str) -> list[int]:
+    def _numbers(self, view: ShardedMicroBatches, route: str, name: str) -> list[int]:
         """The numbers of the whole step's micro-batches with a document of this teacher."""
-        assert self._route is not None
-        all_micro_batches, chosen = view.whole, []
-        for number in range(len(all_micro_batches)):
-            documents = all_micro_batches.documents_of(number)
-            if any(all_micro_batches.value(document, self._route) == name for document in documents):
-                chosen.append(number)
-        return chosen
+        step = view.whole
+        return [
+            number
+            for number in range(len(step))
+            if any(step.value(document, route) == name for document in step.documents_of(number))
+        ]
 
     def _view(
         self, micro_batches: ShardedMicroBatches, name: str, rows: list[dict[str, Tensor]] | None

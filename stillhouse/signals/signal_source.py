@@ -1,14 +1,16 @@
-"""The interface of a source of teacher signals: the same two calls, wherever the teacher runs.
+"""A source of teacher signals: the same two calls, wherever the teacher runs.
 
 pending = source.request(micro_batches)     may be called up to `steps_ahead` steps before the signals are needed
 signals = pending.result()                  for each of this process's micro-batches, by the teachers' names
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from stillhouse.models import Decoder
 from stillhouse.objective import Signals
 from stillhouse.parallel import ShardedMicroBatches
 
@@ -21,20 +23,29 @@ class PendingSignals(Protocol):
         ...
 
 
-class SignalSource(Protocol):
-    """A teacher, or several teachers."""
+class SignalSource(ABC):
+    """A teacher, or several teachers.
 
-    @property
-    def steps_ahead(self) -> int:
-        """How many steps in advance the source can make use of a request."""
-        ...
+    steps_ahead: how many steps in advance the source can make use of a request
+    decoders: the models that run apart from the student's stages, by the keys of their sections
+    """
 
+    steps_ahead: int = 0
+    decoders: Mapping[str, Decoder] = {}
+
+    @abstractmethod
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         """Request the signals of a step's micro-batches.
 
         This is a collective: all processes of the run call it, in the same order.
         """
-        ...
+
+    def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> PendingSignals:
+        """The same, where only the micro-batches of the whole step with these numbers need signals."""
+        return self.request(micro_batches)
+
+    def close(self) -> None:  # noqa: B027 (most sources have nothing to abandon)
+        """Abandon the requests in progress."""
 
 
 def request_ahead(
@@ -61,21 +72,13 @@ class ReadySignals:
 
 @dataclass(frozen=True)
 class DeferredSignals:
-    """Signals that are waited for, or computed, when they are needed.
+    """Signals that are waited for, or computed, when `result` is called."""
 
-    wait: returns them
-    """
-
-    wait: Callable[[], Sequence[Signals]]
-
-    def result(self) -> Sequence[Signals]:
-        return self.wait()
+    result: Callable[[], Sequence[Signals]]
 
 
-class NoTeacher:
+class NoTeacher(SignalSource):
     """The source for objectives without a divergence: no micro-batch has a signal."""
-
-    steps_ahead = 0
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         return ReadySignals([{}] * len(micro_batches))

@@ -74,6 +74,11 @@ class SignalSpec:
         return self.kind == "hidden"
 
     @property
+    def has_tail(self) -> bool:
+        """Whether `teacher.tail` decides how the mass outside of the ids counts."""
+        return self.kind in ("top_k", "chosen")
+
+    @property
     def entries(self) -> int:
         """K or M: the ids per row, without a label."""
         assert self.top_k is not None

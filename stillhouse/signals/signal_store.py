@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from stillhouse.objective import TEACHER, Signals
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, TeacherHead, TeacherHidden, watchdog
 from stillhouse.preemption import requested
-from stillhouse.signals.signal_source import DeferredSignals
+from stillhouse.signals.signal_source import DeferredSignals, SignalSource
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: seconds between two checks for a signal while the teacher's signals are awaited, and seconds to wait after one
@@ -33,22 +34,41 @@ SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
 StepTensors = list[dict[str, Tensor]]
 
 
+class StoreProof(Protocol):
+    """What a teacher answered when the run began. `compare` raises ValueError if `save` wrote other answers."""
+
+    def save(self, path: Path) -> None: ...
+    def compare(self, path: Path) -> None: ...
+
+
 class SignalStore(ABC):
     """Signals that were computed elsewhere.
 
-    width: E, the teacher's width
     identity: a hash that changes if the teacher changes
     name: where the store is, for messages: a folder or a URL
-    may_take_long: whether `read` may take longer than a step may, without being hung. The same on all processes
+    model: the name of the teacher's model; "" if unknown
+    width: E, the teacher's width, which hidden states need
+    vocabulary: rows of the teacher's head; None if unknown
     teacher_folder: the teacher's configuration and tokenizer, and with hidden states its output head; None if unknown
+    may_take_long: whether `read` may take longer than a step may, without being hung. The same on all processes
+    same_conversation: whether the teacher must have the student's chat template and end-of-sequence token
+    proof: None if the identity is enough
     """
 
     signal: SignalSpec
-    width: int
     identity: str
     name: str
-    may_take_long: bool = False
+    model: str = ""
+    width: int = 0
+    vocabulary: int | None = None
     teacher_folder: Path | None = None
+    may_take_long: bool = False
+    same_conversation: bool = False
+    proof: StoreProof | None = None
+    warnings: Sequence[str] = ()
+
+    def start(self, device: torch.device) -> None:  # noqa: B027 (most stores have nothing to load)
+        """Load what `read` needs, on a process that reads signals."""
 
     @abstractmethod
     def require(self, documents: Documents, what: str) -> None:
@@ -89,7 +109,7 @@ class SignalsLostError(ValueError):
     """The teacher's signals of a step are not available. All processes of a job raise it before the step begins."""
 
 
-class StoredTeacher:
+class StoredTeacher(SignalSource):
     """Reads the signals of the coming steps in threads, while the engine computes.
 
     Only processes with the student's last stage need signals, and of those that share their tokens (tensor parallel)
@@ -115,13 +135,13 @@ class StoredTeacher:
         self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
 
     def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
-        return self._request(micro_batches)
-
-    def _request(self, micro_batches: ShardedMicroBatches, ids: Sequence[Tensor] = ()) -> DeferredSignals:
-        """ids: with "chosen", the ids of each micro-batch's rows with a weight, [C, K] on the CPU"""
-        reads = self._student.has_results
+        ids, reads = self._ids(micro_batches), self._student.has_results
         future = self._threads.submit(self._read, micro_batches, ids) if reads else None
         return DeferredSignals(partial(self._received, future, micro_batches))
+
+    def _ids(self, micro_batches: ShardedMicroBatches) -> Sequence[Tensor]:
+        """With "chosen", the ids of each micro-batch's rows with a weight, [C, K] on the CPU."""
+        return ()
 
     def _received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[Signals]:
         """Wait for what the threads read, and move it to the devices. A collective of all processes.

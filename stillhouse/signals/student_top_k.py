@@ -15,14 +15,12 @@ from stillhouse.objective.signals import Tail
 from stillhouse.parallel import DistributedStudent, ShardedMicroBatches
 from stillhouse.signals.id_log_probs import top_k_log_probs
 from stillhouse.signals.in_stage_teachers import student_forward
-from stillhouse.signals.signal_source import DeferredSignals
 from stillhouse.signals.signal_store import SignalStore, StoredTeacher
 
 
 class ChosenTeacher(StoredTeacher):
-    """Requests the student's top-k ids of every row with a weight.
+    """Requests the student's top-k ids of every row with a weight, except ids that the teacher's head does not have.
 
-    vocabulary: rows of the teacher's head; ids of the student beyond it are left out
     autocast: the dtype of the student's matrix products; None: that of its weights
     """
 
@@ -32,20 +30,17 @@ class ChosenTeacher(StoredTeacher):
         self,
         store: SignalStore,
         student: DistributedStudent,
-        vocabulary: int,
         autocast: torch.dtype | None,
         tail: Tail = "bucket",
         name: str = "",
     ):
         super().__init__(store, student, tail, name)
-        self._vocabulary = vocabulary
+        assert store.vocabulary is not None
+        self._vocabulary = store.vocabulary
         self._processor = _TopKOfStudent(store.signal.entries)
         self._autocast = autocast
 
-    def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
-        return self._request(micro_batches, self._student_top_k(micro_batches))
-
-    def _student_top_k(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
+    def _ids(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
         """The student's top-k ids of each micro-batch's rows with a weight; empty without the last stage."""
         top_k = student_forward(self._student, micro_batches, self._processor, self._autocast)
         if not self._student.has_results:

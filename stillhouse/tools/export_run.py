@@ -35,6 +35,7 @@ from stillhouse.output.model_card import Exported, model_card, quoted_file
 from stillhouse.output.progress import STATE
 from stillhouse.run.models import source_fingerprint
 from stillhouse.run.setup import RunSetup
+from stillhouse.run.stores import STORES
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _STUDENT = ".safetensors", "student/"
@@ -266,9 +267,9 @@ def _require_same_configuration(run: Path, setup: RunSetup, checkpoint: IntactCh
 
 
 def _objective(run: Path, setup: RunSetup) -> str:
-    """The objective in words. What a cache or a server gives is known from the run's own file alone."""
+    """The objective in words. What a store of signals gives is known from the run's own file alone."""
     expected = setup.objective.loss_in_words()
-    if all(teacher.cache is None and teacher.url is None for teacher in setup.teachers.values()):
+    if all(teacher.signals_from not in STORES for teacher in setup.teachers.values()):
         return setup.objective.in_words({})
     path = run / "environment.json"
     words = quoted_file(path).get("objective")

@@ -17,7 +17,6 @@ from stillhouse.parallel import watchdog
 from stillhouse.run.inputs import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.setup import RunSetup
-from stillhouse.serving.client import RemoteSignals
 from stillhouse.signals import LocalModelStore, SignalStore
 from stillhouse.signals.cache.files import Manifest, document_id, target_rows
 from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
@@ -49,7 +48,7 @@ def write_cache(
     teacher whose signals are not finite.
     """
     setup = RunSetup(config)
-    is_served = config.teacher is not None and config.teacher.url is not None
+    is_served = config.teacher is not None and config.teacher.signals_from == "url"
     teacher_config = None if is_served else _teacher_in_job(setup)
     data = setup.load_data()
     entries = list(cache_documents(data))
@@ -99,17 +98,16 @@ def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
     return teacher
 
 
-def _served_teacher(setup: RunSetup, data: RunData) -> tuple[RemoteSignals, CacheTeacher]:
+def _served_teacher(setup: RunSetup, data: RunData) -> tuple[SignalStore, CacheTeacher]:
     """The servers of the teacher, which are proven. Raises ConfigError if their signals cannot be cached."""
     store = setup.stores["teacher"]
-    assert isinstance(store, RemoteSignals)
     setup.require_signals(data)
     if store.teacher_folder is None or store.vocabulary is None:
         raise ConfigError("teacher.model", "is missing: a cache has a copy of the teacher's tokenizer")
     if store.signal.kind == "chosen":
         raise ConfigError("teacher.signal", "got chosen: these ids are the student's, so they cannot be cached")
     head = head_of(store.teacher_folder)
-    return store, CacheTeacher(store.servers[0].model, store.identity, head, data.tokenizer)
+    return store, CacheTeacher(store.model, store.identity, head, data.tokenizer)
 
 
 def data_splits(data: RunData) -> list[Documents]:

@@ -24,7 +24,7 @@ from stillhouse.loops.step_metrics import means
 from stillhouse.objective.spec import TeacherShare, parse_objective
 from stillhouse.parallel.host_memory import HeadBuffers
 from stillhouse.run.session import Session
-from stillhouse.signals import SeparateTeacher, SeveralTeachers, WeightAverage
+from stillhouse.signals import WeightAverage
 
 LOSS = {"objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)", "data.eval": 0.0}
 #: the divergence of a document's target rows: student's logits, teachers' logits by name, the teacher's name
@@ -167,18 +167,16 @@ def test_gradients_are_those_of_whole_logits(folder: Path, server: str, case: st
 def test_a_teacher_runs_only_on_its_own_documents(folder: Path) -> None:
     one_row = {"train.micro_batch_tokens": MAX_TOKENS}
     session = session_with(folder, **named(folder, {}, {}), **{"teachers.route": "subject"}, **one_row)
-    assert isinstance(session.source, SeveralTeachers)
     seen: dict[str, int] = {}
-    for name, teacher in session.source.teachers.items():
-        assert isinstance(teacher, SeparateTeacher)
+    for name, decoder in session.teachers.items():
 
         def count(module: object, positional: object, given: dict[str, Any], name: str = name) -> None:
             seen[name] = seen.get(name, 0) + given["input_ids"].numel()
 
-        teacher.decoder.register_forward_pre_hook(count, with_kwargs=True)
+        decoder.register_forward_pre_hook(count, with_kwargs=True)
     step = session.step_schedule.micro_batches(session.train, 0)
     forward_backward(session, step)
-    assert seen.keys() == {"math", "code"}
+    assert seen.keys() == {"teachers.math", "teachers.code"}
     assert sum(seen.values()) == sum(rows * columns for rows, columns in step.shapes_BS)
     session.close()
 

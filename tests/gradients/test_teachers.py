@@ -26,7 +26,7 @@ from stillhouse.parallel import (
     padded_shapes,
     single_process_runner,
 )
-from stillhouse.signals import ReadySignals, request_ahead
+from stillhouse.signals import ReadySignals, SignalSource, request_ahead
 from stillhouse.signals.routing import MicroBatchShape, route
 
 DEGREES = st.builds(
@@ -71,7 +71,7 @@ def test_every_student_process_gets_each_of_its_columns_once(
             assert sorted(received.get((at, target), [])) == expected
 
 
-class RecordedRequests:
+class RecordedRequests(SignalSource):
     """A source that records its requests, and the steps between them."""
 
     def __init__(self, steps_ahead: int):

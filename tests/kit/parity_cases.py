@@ -216,12 +216,11 @@ class Side:
 
 
 @dataclass
-class TopKSource:
+class TopKSource(SignalSource):
     """A teacher that returns top-k signals made from the input ids, on the ranks of the last stage."""
 
     case: Case
     runner: Runner
-    steps_ahead = 0
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         signals = [{TEACHER: top_k(self.case, micro_batch)} for micro_batch in micro_batches]

@@ -78,12 +78,17 @@ class TeacherConfig(ModelConfig):
     are then sent to the student's processes. null: the student's layout."""
 
     @property
+    def signals_from(self) -> str:
+        """The key that says where the signals come from: a store of signals if one is named, else the model."""
+        return next(key for key in ("cross_tokenizer", *reversed(self.sources)) if getattr(self, key) is not None)
+
+    @property
     def urls(self) -> list[str]:
         return url_list(self.url)
 
     def is_base_of(self, student: StudentConfig) -> bool:
         """Whether the teacher is the student without its adapter, so that one model in memory serves as both."""
-        if student.adapter is None or self.url is not None:
+        if student.adapter is None or self.signals_from != "model":
             return False
         same = all(getattr(student, key) == getattr(self, key) for key in ("model", "revision", "attention"))
         return same and self.quantize is None and self.dtype in ("auto", student.dtype) and self.parallel is None

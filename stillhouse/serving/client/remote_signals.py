@@ -59,6 +59,7 @@ class RemoteSignals(SignalStore):
     """
 
     may_take_long = True  # it has a timeout of its own
+    same_conversation = True
 
     def __init__(
         self,
@@ -72,7 +73,8 @@ class RemoteSignals(SignalStore):
     ):
         self.pool, self.api, self.servers = pool, api, servers
         self.signal, self.width, self.vocabulary, self.teacher_folder = signal, width, vocabulary, teacher_folder
-        self.name, self.identity = ", ".join(server.url for server in servers), _identity(servers[0], teacher_folder)
+        self.name, self.model = ", ".join(server.url for server in servers), servers[0].model
+        self.identity = _identity(servers[0], teacher_folder)
         self.proof: Proof | None = None
         self.prove_every = 0
         self._reads = count(1)

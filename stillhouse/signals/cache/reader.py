@@ -77,6 +77,7 @@ class SignalCache(SignalStore):
             self._require_unchanged(name)
         self.manifest = Manifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"), folder / MANIFEST)
         self.signal, self.width, self.identity = self.manifest.signal, self.manifest.width, self.manifest.identity
+        self.vocabulary = self.manifest.vocabulary
         self._layout = self.manifest.layout
         self._files: list[Any] = [self._open(number) for number in range(self.manifest.shards)]
         self._verified: set[int] = set()
