@@ -19,9 +19,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 def with_advantages(
     samples: Sequence[Sample], how: Literal["normalized", "centered"], deviation: Deviation = "population"
 ) -> list[Sample]:
-    """One prompt's samples with their advantages: the reward minus the mean, and if "normalized", divided by the
-    standard deviation of the rewards (Shao et al. 2024, arXiv:2402.03300, section 4.1.2). If all rewards are equal,
-    and without rewards, advantages are 0.
+    """One prompt's samples with their advantages. An advantage is the reward minus the mean; if "normalized", it is
+    divided by the standard deviation of the rewards (Shao et al. 2024, arXiv:2402.03300, section 4.1.2). If all
+    rewards are equal, and without rewards, advantages are 0.
 
     Raises ValueError for centered advantages that float32 cannot represent.
     """

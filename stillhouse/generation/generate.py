@@ -1,8 +1,8 @@
 """Completions in this process, with transformers' own `generate`.
 
-The model generates with its key-value cache, in eval mode and without gradients; its weights are those that are
-trained. Of the model's `generation_config`, nothing has an effect: `eos_ids` of the models reads the end of sequence
-from it, and the caller passes them in `Sampling`.
+The model generates with its key-value cache, in eval mode and without gradients, with the weights that are trained.
+The model's `generation_config` has no effect here: `eos_ids` in `models/` reads the ends of sequence from it, and the
+caller passes them in `Sampling`.
 
 B completions, S tokens of the longest prompt.
 """
@@ -22,7 +22,7 @@ from stillhouse.models import Decoder, NotFiniteError, check_document_length, ev
 from stillhouse.models.model_checks import describe
 from stillhouse.parallel import watchdog
 
-# largest difference of log-probabilities with the cache and without it, in nats: matrix products of other shapes
+# largest difference of log-probabilities with and without the cache, in nats: the matrix products have other shapes
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
@@ -30,12 +30,12 @@ class Generator:
     """Generates completions with a decoder.
 
     device: where the decoder is.
-    autocast: the dtype of matrix products; None: that of the weights.
-    batch_tokens: a batch has at most so many tokens of prompts, padding and completions, or a single completion.
-    vocabulary: ids from this one on are never sampled, because the tokenizer does not have them; None: all rows of
-        the head.
+    autocast: the dtype of matrix products. None: the dtype of the weights.
+    batch_tokens: the most tokens of a batch: prompts, padding and completions. A single completion may have more.
+    vocabulary: the first id that is never sampled, because the tokenizer does not have it. None: all rows of the head
+        are sampled.
     counted_rows: the rows over which log-probabilities are normalised; None: all rows of the head.
-    tokenizer: needed for `sampling.stop` alone.
+    tokenizer: needed only for `sampling.stop`.
 
     Raises ValueError for a model that cannot generate, and for stop texts without a tokenizer.
     """
@@ -65,8 +65,8 @@ class Generator:
     def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
         """Return the completions of the requests, in their order.
 
-        version: of the present weights; it is recorded for each token. Each completion depends on its own request
-        alone, but for rounding: what shares a batch is decided by `batches`.
+        version: the version of the present weights, which is recorded for each token. Except for rounding, a
+        completion depends only on its own request, not on the other requests of its batch (see `batches`).
 
         Raises ValueError for a prompt without tokens, with ids that the model does not have, or too long for the
         model's positions, and NotFiniteError, a ValueError, for weights that give logits which are not finite.
@@ -79,7 +79,7 @@ class Generator:
         return [completions_by_number[at] for at in range(len(requests))]
 
     def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
-        """Divide requests, by their positions in the sequence, into batches of similar lengths.
+        """Divide requests into batches of similar lengths. A batch is a list of positions in `requests`.
 
         least: the least number of batches (if there are as many requests), so that every process gets one.
         """
@@ -216,8 +216,8 @@ def check_generation(decoder: Decoder, device: torch.device) -> None:
 def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
     """Within the block, the model has no generation settings of its own.
 
-    transformers fills every setting that a caller of `generate` leaves out from the model's own `generation_config`,
-    and models come with penalties, suppressed tokens and limits there.
+    transformers takes every setting that a caller of `generate` omits from the model's own `generation_config`, which
+    may contain penalties, suppressed tokens and limits.
     """
     settings = model.generation_config
     model.generation_config = GenerationConfig()

@@ -1,8 +1,8 @@
 """A cache of keys and values with room for a full completion, so that a new token does not copy all earlier ones.
 
-transformers' own cache joins the old and the new keys of every layer for each token, which for long completions
-takes longer than the model itself. Only models whose layers all have plain full attention have this cache; one with
-sliding windows or states keeps transformers' own.
+transformers' own cache copies the keys of every layer for each new token. For long completions, this takes longer
+than the model itself. Only models whose layers all have plain full attention have this cache; one with sliding
+windows or states keeps transformers' own.
 
 B completions, H heads, S tokens so far, W width of a head.
 """
@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 class RoomyLayer(DynamicLayer):
-    """tokens: most tokens of prompt and completion. More than that are kept as transformers keeps them."""
+    """tokens: the expected length of prompt and completion. Longer ones are stored as transformers stores them."""
 
     keys: Any
     values: Any

@@ -1,4 +1,4 @@
-"""Which prompts a step has. They depend on the step's number alone, so a resumed run needs no saved state.
+"""The prompts of each step. They depend on the step's number alone, so a resumed run needs no saved state.
 
 The prompts of a run are a stream of groups, numbered from 0. A group is one prompt with several samples. Each epoch
 of the stream is a permutation of all prompts. A step has the next groups of the stream and, if a share of its
@@ -23,7 +23,7 @@ class PromptPlan:
 
     prompts: the number of documents with prompts.
     dataset: the number of documents with completions.
-    share: the share of a step's completions that are samples; over many steps it is exact, and no group is split.
+    share: the share of completions that the student samples. It is exact over many steps; no group is split.
     """
 
     prompts: int

@@ -5,9 +5,9 @@
         config.json, generation_config.json, and the tokenizer's files if a tokenizer is given
         manifest.json      the version, the file of every tensor, and the sha256 of every file
 
-Names and values are those that transformers' `save_pretrained` writes, so that any engine reads them. Of a student
-with an adapter, the adapter alone is written, as peft writes it. A version is written under another name and renamed:
-a reader finds a complete version or none.
+Names and values are those that transformers' `save_pretrained` writes, so that any engine can read them. For a
+student with an adapter, only the adapter is written, as peft writes it. A version is written under another name and
+then renamed, so that a reader finds a complete version or none.
 """
 
 import json
@@ -60,8 +60,8 @@ def publish(
     One tensor at a time is gathered from the ranks that hold its shards. Of each pipeline stage, one rank collects
     tensors until a file of `bucket_bytes` is full, and writes it.
 
-    Older versions than the one before this are removed, and newer ones: a run that has resumed from a checkpoint
-    writes those again.
+    All versions but this one and the one before it are removed. A version that is newer than this one is from before
+    the run resumed from a checkpoint, and will be written again.
 
     Raises ValueError for a model whose weights transformers converts when it saves them, if the conversion needs
     several tensors together. Raises OSError on all ranks if one of them cannot write.

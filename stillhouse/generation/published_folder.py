@@ -1,8 +1,8 @@
-"""Reads a published version of the student's weights (see `publish_weights.py`), as if somebody else had written it.
+"""Reads a published version of the student's weights (see `publish_weights.py`) without trusting its files.
 
-The folder is on a disk that others can write to, too. So a file is opened only if its manifest names it, it lies in
-the folder itself and is a regular file: no link is followed, and nothing waits for the other end of a pipe. No more
-is read than the manifest and the reader expect, and what was compared with its hash is what is used.
+Others may write to the disk of the folder, too. So a file is opened only if the manifest names it, and if it is a
+regular file in the folder itself: no link is followed, and no pipe is waited for. A read is limited to the size that
+the manifest and the reader expect, and only bytes that match their hash are used.
 """
 
 import hashlib
@@ -29,10 +29,10 @@ _AGAIN = "publish the weights again"
 class Manifest(BaseModel):
     """What a published folder holds.
 
-    version: how many optimizer steps the weights have seen.
-    run: the identity of the run that has published them; empty if it has none.
-    kind: a model, or an adapter alone.
-    dtypes: those of the tensors, as safetensors names them.
+    version: the number of optimizer steps of the weights.
+    run: the identity of the run that published them; empty if it has none.
+    kind: a model, or only an adapter.
+    dtypes: the dtypes of the tensors, as safetensors names them.
     tensors: the file of each tensor.
     files: the sha256 of each file except this one.
     complete: written last.
@@ -105,7 +105,7 @@ class PublishedFolder:
             raise ValueError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from error
 
     def _require_number(self) -> None:
-        """Raise ValueError for the files of one version under the number of another one."""
+        """Raise ValueError if the files of one version are under the number of another version."""
         numbered = re.fullmatch(rf"{VERSION_PREFIX}(\d+)", self.path.name)
         if numbered is not None and int(numbered[1]) != self.manifest.version:
             raise ValueError(f"{self.path} holds version {self.manifest.version}: {_AGAIN}")
@@ -129,8 +129,8 @@ class PublishedFolder:
 
 @contextmanager
 def published_folder(path: Path) -> Iterator[PublishedFolder]:
-    """A folder of published weights, for reading. Raises ValueError for one that is not complete or was changed, as
-    far as its manifest and the names of its files show it.
+    """A folder of published weights, for reading. Raises ValueError if the manifest and the file names show that it
+    is incomplete or was changed.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

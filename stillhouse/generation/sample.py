@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it generates.
+"""The requests for an engine, and the completions that it generates.
 
 N tokens of a completion.
 """
@@ -14,12 +14,12 @@ import numpy as np
 class Sampling:
     """How tokens are sampled; the same for all completions of a run.
 
-    max_new_tokens: of a completion, its end of sequence included.
+    max_new_tokens: the most tokens of a completion, including its end of sequence.
     temperature: divides the logits; 0 takes the token with the largest logit.
     top_p: 1 for all tokens.
     top_k, min_p: 0 for all tokens.
-    stop: texts at whose end a completion stops; they stay in it.
-    eos_ids: the tokens that end a completion; the token stays in it.
+    stop: texts that end a completion; they are part of it.
+    eos_ids: tokens that end a completion; they are part of it.
     """
 
     max_new_tokens: int
@@ -32,7 +32,7 @@ class Sampling:
 
     @property
     def samples_all_tokens(self) -> bool:
-        """Whether every token can be sampled, so that log-probabilities are those of the sampling."""
+        """Whether every token can be sampled, so that the log-probabilities are those of the sampled distribution."""
         return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
 
 
@@ -40,10 +40,10 @@ class Sampling:
 class GenerationRequest:
     """One completion that is asked for.
 
-    number: of the completion in the run; no other request has it.
+    number: the number of the completion in the run; no other request has it.
     prompt_ids: int32, at least one token.
-    seed: of the sampling, if the engine can be seeded.
-    max_new_tokens: at most the number of `Sampling`; None: that number.
+    seed: the seed of the sampling, for engines that take one.
+    max_new_tokens: a smaller limit than that of `Sampling`. None: the limit of `Sampling`.
     """
 
     number: int
@@ -62,13 +62,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """A completion and how it came about.
+    """A completion with the log-probability and the version of each token.
 
     ids_N: int32, with the end of sequence, if the model generated one.
     log_probs_N: float32, the engine's own log-probabilities of these tokens over the full vocabulary, after the
         temperature.
-    versions_N: int32, of each token, the version of the weights that generated it: how many optimizer steps they had
-        seen.
+    versions_N: int32, for each token, the version of the weights that generated it: their number of optimizer steps.
     finish: "stop" if the completion has ended, "length" if it was cut.
 
     Raises ValueError for arrays of different lengths, no token, or a log-probability that is not finite or above 0.
@@ -107,11 +106,11 @@ class Completion:
 class Sample:
     """A finished completion of a prompt.
 
-    number: of the sample in the run.
+    number: the number of the sample in the run.
     prompt: the number of its document among the prompts.
-    is_generated_N: bool, which tokens the model generated; the others are an environment's.
-    reward: None if the run has none.
-    advantage: its reward among those of the same prompt.
+    is_generated_N: bool, whether the model generated the token; the other tokens are an environment's.
+    reward: None if the run has no reward.
+    advantage: the reward relative to the rewards of the same prompt (see `advantages.py`).
     """
 
     number: int

@@ -1,6 +1,6 @@
 """Generates samples turn by turn: the model generates, an environment may answer, and the model goes on.
 
-Without an environment, a sample is one turn. What the environment answers is part of the sample, but no target.
+Without an environment, a sample is one turn. An environment's reply is part of the sample, but no target.
 """
 
 import time
@@ -31,10 +31,10 @@ _CHARACTERS, _MARGIN = 16, 64
 class _Open:
     """A sample that is being generated.
 
-    parts: what the model generated and what the environment answered so far, in turn.
+    parts: the model's completions and the environment's replies so far, in turn.
     turns: the number of the model's turns.
-    is_cut: no room is left for another turn, although the environment has answered.
-    requested_at: when the sample was asked for, in seconds of `time.monotonic`.
+    is_cut: whether the environment has answered, and no room is left for another turn.
+    requested_at: the time of the request, in seconds of `time.monotonic`.
     """
 
     number: int
@@ -50,9 +50,9 @@ class _Open:
 
 
 class SampleGenerator:
-    """Asks an engine for samples, and gives those that are finished.
+    """Requests samples from an engine, and returns the finished ones.
 
-    max_new_tokens: of all turns of a sample together, the environment's included.
+    max_new_tokens: the most tokens of all turns of a sample together, including the environment's.
     reward, environment: see `user_functions.py`; they need the prompts' records.
     """
 
@@ -89,8 +89,8 @@ class SampleGenerator:
     def finished(self, seconds: float) -> list[Sample]:
         """The samples that are finished since the last call. Waits up to so many seconds until there is one.
 
-        Raises ServerError if no server answers in time, ValueError for a reward or an answer that cannot be right,
-        OverdueError if one of these functions does not return after a signal.
+        Raises ServerError if no server answers in time, ValueError for a reward or a reply that cannot be used, and
+        OverdueError if one of the user's functions does not return after a signal.
         """
         samples: list[Sample] = []
         while self._futures and not samples:
@@ -113,7 +113,7 @@ class SampleGenerator:
         return samples
 
     def salvage(self) -> list[Sample]:
-        """The samples that are finished, without waiting, and without the errors of others. For a checkpoint.
+        """The finished samples, for a checkpoint. It does not wait, and does not raise the errors of other samples.
 
         A sample that an environment may answer, or whose reward cannot be used, stays under way.
         """
@@ -162,7 +162,7 @@ class SampleGenerator:
         return not sample.is_cut
 
     def _reply_ids(self, reply: str, room: int) -> list[int]:
-        """The tokens of a reply. Of one with far more tokens than there is room for, only the beginning is read."""
+        """The tokens of a reply. If it has far more tokens than there is room for, only its beginning is read."""
         characters = _CHARACTERS * (room + 1)
         while True:
             ids = tokenize(self.tokenizer, [reply[:characters]], special=False)[0]

@@ -1,4 +1,4 @@
-"""Makes documents of a step's samples, which are packed into micro-batches like any others.
+"""Makes documents from a step's samples. They are packed into micro-batches like all documents.
 
 A step's documents are the student's samples, then completions from the dataset. All keep the columns and teachers'
 prefixes of their prompts, so that teachers are asked as in off-policy training.
@@ -22,11 +22,11 @@ POLICY_VERSION = "policy_version"
 
 @dataclass(frozen=True)
 class TargetRules:
-    """Which tokens of a sample count, and how much.
+    """The rules for targets and their weights in a sample.
 
     mask_truncated: no token of a completion without an end is a target.
-    position_decay: the weight of the n-th token of a completion is this number to the power n.
-    by_student: the student that is trained has generated the samples; False: a teacher has.
+    position_decay: the n-th token of a completion has the weight position_decay ** n.
+    by_student: whether the student that is trained generated the samples; otherwise a teacher did.
     """
 
     mask_truncated: bool = False
@@ -41,10 +41,10 @@ def step_documents(
     dataset: Documents | None = None,
     from_dataset: Sequence[int] = (),
 ) -> Documents:
-    """The documents of a step. from_dataset: the numbers of the dataset's documents that the step has, too.
+    """The documents of a step. from_dataset: the numbers of the dataset's documents in the step.
 
-    At least one sample or document is needed. Documents of the dataset count whole, with the weight of each position
-    in their completions.
+    At least one sample or document is needed. All targets of a dataset's document are kept, with the weights of their
+    positions in the completion.
     """
     parts = [_of_samples(prompts, samples, rules)] if samples else []
     if len(from_dataset):

@@ -1,7 +1,7 @@
 """A full copy of a student that is distributed over processes, for generation.
 
-transformers' `generate` needs a full model, and under a layout each process has a part of one. So every process that
-generates holds a copy, in the student's dtype and on the process's device, beside its part. It must fit there.
+transformers' `generate` needs a full model, but under a layout each process has only a part of the student. So every
+process that generates also holds a full copy, in the student's dtype and on the process's device. It must fit there.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class StudentCopy:
 
     build: returns the full student, as `ModelSource.build` does: with any weights, or on the meta device.
 
-    Raises ValueError if the copy has a tensor that no rank holds, and ProofError if it computes the wrong thing.
+    Raises ValueError if the copy has a tensor that no rank holds, and ProofError if its results are wrong.
     """
 
     def __init__(self, student: DistributedStudent, build: Callable[[], Decoder]):

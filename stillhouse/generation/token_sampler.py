@@ -1,9 +1,9 @@
 """Samples the tokens of a batch of completions and records their log-probabilities, inside transformers' `generate`.
 
 `generate` calls a `TokenSampler` with the logits of a step and an `EndOfCompletion` with the tokens so far. The
-sampler chooses the tokens itself and gives `generate` scores that leave it no other choice. So each completion has
-random numbers of its own: it does not depend on the completions that it shares a batch with (but for rounding), and
-the global random state is neither read nor changed.
+sampler chooses the tokens itself and returns scores with which `generate` can only choose the same tokens. So each
+completion has its own random numbers: except for rounding, it does not depend on the other completions of its batch.
+The global random state is neither read nor changed.
 
 B completions, S tokens of prompt and completion so far, V rows of the head, N most tokens of a completion, K blocks
 of C tokens.
@@ -38,9 +38,9 @@ _TOKENS = 2**30
 class TokenSampler(LogitsProcessor):
     """Samples one token of each completion per call.
 
-    seeds: of each completion.
-    tokens: the most that a completion has.
-    vocabulary: rows of the head from this one on are never sampled.
+    seeds: the seed of each completion.
+    tokens: the most tokens of a completion.
+    vocabulary: the first row of the head that is never sampled.
     counted: the rows over which log-probabilities are normalised, as in the objective; None: all rows of the head.
     """
 
@@ -82,8 +82,8 @@ class TokenSampler(LogitsProcessor):
 
         weights_BV: exp(scores_BV).
 
-        Every block and token has noise of its own, so a difference in the last digits of the scores, as of another
-        batch or layout, hardly ever samples another token.
+        Every block and token has its own noise. So a difference in the last digits of the scores, such as another
+        batch or layout causes, very rarely changes the sampled token.
         """
         if self._filters:
             scores_BV = scores_BV.clone()

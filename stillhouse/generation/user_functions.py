@@ -1,9 +1,9 @@
 """The user's own functions: rewards of completions, environments that answer them, and evaluations.
 
-They are foreign code that may do anything. Whatever such a function raises, also SystemExit, becomes one error with
-the function, what it was called for, and the traceback of its own frames. A signal ends a function that does not
-return (`preemption.interruptible`). A record is a copy: what a function writes into it has no effect on later calls,
-which a resumed run could not repeat.
+They are foreign code that may do anything. Every exception of such a function, also SystemExit, becomes one error
+that names the function and its call, with the traceback of the function's own frames. A signal ends a function that
+does not return (`preemption.interruptible`). A function gets a copy of the record, so that a change of the record has
+no effect on later calls, which a resumed run could not repeat.
 """
 
 import copy
@@ -71,10 +71,10 @@ class UserFunction:
         return f"{self.key}: {self.path}"
 
     def __call__(self, *arguments: Any, about: str = "") -> Any:
-        """What the function returns. about: what it is called for, in errors.
+        """The function's result. about: the reason of the call, for errors.
 
-        Raises ValueError for whatever it raises, and for settings of the process that it changes. Raises OverdueError
-        if a signal has come and it does not return.
+        Raises ValueError if the function raises an exception or changes settings of the process. Raises OverdueError
+        if it does not return after a signal.
         """
         before = {name: read() for name, (read, _) in _SETTINGS.items()}
         try:
@@ -162,7 +162,7 @@ def checked_reply(
 
 
 def finite_number(value: Any) -> float | None:
-    """What a function has returned as a number; None if it is none, or not finite as a float.
+    """A function's result as a number; None if the result is no number, or not finite as a float.
 
     Numbers of numpy are numbers, too. A subclass of int or float may have methods of its own, which are not called.
     """
@@ -178,7 +178,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """What a function has returned, in an error: its type alone where its text may be of any length, or fail."""
+    """A function's result as an error shows it: only its type if its text may have any length, or may fail."""
     if isinstance(value, str):
         return repr(str.__str__(value)[:_SHOWN])
     if isinstance(value, bool):
@@ -212,8 +212,8 @@ def _imported(name: str) -> ModuleType | None:
 
 
 class _ForeignCode(AbstractContextManager[object]):
-    """Within the block, turn whatever is raised into ValueError, also SystemExit, whose exit code 0 would mean a
-    complete run. what, about: they come before and after the error in its message.
+    """Turn every exception of the block into ValueError, also SystemExit: its exit code 0 would mean a complete run.
+    what, about: the words before and after the error in the message.
     """
 
     def __init__(self, what: str, about: str = ""):

@@ -1,4 +1,4 @@
-"""Opens the engine that writes completions, as the configuration names it."""
+"""Opens the engine that the configuration names for completions."""
 
 import os
 
@@ -21,18 +21,18 @@ from stillhouse.serving.client.apis.sglang import SglangApi
 from stillhouse.serving.client.apis.stillhouse import StillhouseApi
 from stillhouse.serving.client.apis.vllm import VllmApi
 
-#: tokens of a batch of completions, as a multiple of a micro-batch's: generation keeps far fewer activations
+#: the tokens of a batch of completions, divided by those of a micro-batch: generation keeps far fewer activations
 _BATCHES = 8
-#: so many prompts show whether a teacher's server has the student's tokenizer
+#: the number of prompts with which a server's tokenizer is compared with the student's
 _PROBES = 16
 
 
 def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> RolloutEngine | None:
     """The engine; None on ranks that get the completions from rank 0.
 
-    run: the identity of the run whose published weights servers write with.
+    run: the identity of the run that publishes the servers' weights.
 
-    Raises ConfigError for a model that cannot generate, and for a teacher that cannot write.
+    Raises ConfigError for a student or a teacher that cannot generate.
     """
     if rollout.urls:
         return _served(session, rollout, run)
@@ -89,7 +89,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
 
 
 def _api(rollout: RolloutConfig, student: Decoder) -> ServerApi:
-    if rollout.engine == "vllm":  # of an adapter, the server's own base stays as it is
+    if rollout.engine == "vllm":  # with an adapter, the server keeps its own base
         takes_models = rollout.writer == "student" and student.lora is None
         return VllmApi(is_tied=student.tied and takes_models)
     return {"stillhouse": StillhouseApi, "sglang": SglangApi}[rollout.engine]()

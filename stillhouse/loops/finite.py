@@ -1,7 +1,7 @@
 """Stops the run at a loss or gradient that is not finite, before it changes a weight, and names its cause.
 
 The error names a term of the loss or a parameter, and the samples. All processes of a layout take part in the search,
-and all get the same findings.
+and all get the same result.
 """
 
 import math
@@ -30,10 +30,10 @@ def not_finite_error(
 ) -> ValueError:
     """The error that names the cause of a loss or gradient norm that is NaN or infinite. The weights are unchanged.
 
-    checkpoints: the folder of the run's checkpoints
-    step: the step's number, counted from 1
-    output: of these micro-batches, whose gradient the student has
-    norm: of the gradient
+    checkpoints: the folder of the run's checkpoints.
+    step: the step's number, counted from 1.
+    output: the step's output for these micro-batches; the student has its gradient.
+    norm: the norm of this gradient.
     """
     loss, packed = output.sums["loss"], micro_batches.whole
     assert isinstance(packed, PackedMicroBatches)
@@ -50,7 +50,7 @@ def not_finite_error(
 
 
 def _advice(session: Session, checkpoints: Path) -> str:
-    """What the user can do: what can still be changed, and where to start again."""
+    """Advice for the user: the settings to change, and the checkpoint to start from."""
     precision = ", train.precision=fp32" if session.engine.autocast else ""
     last = max(checkpoints.glob("step-*"), default=None)
     start = "there is no checkpoint yet: start again with such a change"
@@ -92,9 +92,9 @@ def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
 
 
 def _sources(session: Session, sequences: PackedSequences, documents: Iterable[int]) -> str:
-    """The sources of those documents that fail by themselves, or of all documents if none of them does.
+    """The sources of the documents whose loss or gradient alone is not finite; of all documents if there is none.
 
-    Each document is run by itself, because a NaN spreads to all documents that are packed into the same row.
+    Each document is run separately, because a NaN spreads to all documents that are packed into the same row.
     """
     candidates = sorted(set(documents))
     numbers: list[int] = []

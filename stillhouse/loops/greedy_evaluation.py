@@ -25,7 +25,7 @@ from stillhouse.parallel import is_first, watchdog
 from stillhouse.preemption import OverdueError
 from stillhouse.signals import SignalsLostError
 
-#: tokens of a prompt at most, of a document that is no prompt and completion
+#: the most tokens of a prompt that is cut from a document without a prompt of its own
 PROMPT_TOKENS = 32
 
 
@@ -33,7 +33,7 @@ class GreedyEvaluation:
     """The evaluations of a run that need completions.
 
     engine: completes greedily, with a copy of the student's weights where the run has several processes.
-    file: of the shown completions; None without them, and on all ranks except rank 0.
+    file: the file of the shown completions; None without them, and on all ranks except rank 0.
     """
 
     def __init__(self, session: Session, folder: RunFolder, engine: InJobEngine, file: LineFile | None):
@@ -42,8 +42,8 @@ class GreedyEvaluation:
     def evaluate(self, step: int, known: dict[str, float]) -> dict[str, float]:
         """Return the metrics of tasks and callbacks, the same on all ranks, and show completions of held-out prompts.
 
-        A collective of all processes. Raises ValueError on all ranks for a callback that fails, and SignalsLostError
-        for one that does not return after a signal.
+        A collective of all processes. Raises ValueError on all ranks if a callback fails, and SignalsLostError if it
+        does not return after a signal.
 
         known: the other metrics of this evaluation, whose names a callback must not use.
         """
@@ -103,8 +103,8 @@ class GreedyEvaluation:
 def greedy_evaluation(session: Session, folder: RunFolder, kept: int) -> Iterator[GreedyEvaluation | None]:
     """The evaluations that need completions; None if the run has none.
 
-    kept: the last step whose shown completions are kept; those of later steps are removed, because they are written
-        again.
+    kept: the last step whose shown completions are kept. Those of later steps are removed, because the run repeats
+        these steps.
     """
     settings = session.eval_config
     if not (settings.tasks or settings.callbacks or settings.samples):
@@ -128,8 +128,8 @@ def evaluate_tasks(
 
     generate: completes prompts greedily, in their order.
     tasks: as in `TaskSpec.parse`, each name once.
-    count: problems of each task; their lengths take turns.
-    seed: of the problems.
+    count: the number of problems of each task; their lengths take turns.
+    seed: the seed of the problems.
 
     `eval/exact_match/<task>` is over all problems of a task, `eval/exact_match/<task>/length_<n>` over those of one
     length, and `eval/tasks_truncated` is the share of all completions that were cut before they ended. Without tasks,
@@ -151,7 +151,7 @@ def evaluate_tasks(
 
 
 def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[GenerationRequest]:
-    """Requests with the tokens that the texts have as prompts in training."""
+    """Requests for these texts, tokenized as prompts are in training."""
     template = CompletionTemplate(tokenizer, ("prompt",), "none")
     prompts = template.encode([Rendered("", prompt=text) for text in texts])
     return [GenerationRequest(number, prompt.ids, seed=number) for number, prompt in enumerate(prompts)]
@@ -159,7 +159,7 @@ def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """The beginning of a held-out document, and how it goes on there. source: its file and line."""
+    """The beginning of a held-out document, and its continuation. source: its file and line."""
 
     source: str
     prompt_N: np.ndarray
@@ -169,8 +169,8 @@ class HeldOutPrompt:
 def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:
     """Choose up to `count` prompts, the same ones in every run on this data. Several sets take turns.
 
-    A document with a prompt is cut where its first target begins. Another one is cut after half of its tokens, at
-    most `PROMPT_TOKENS`. One of a single token has no prompt.
+    A document with a prompt is cut where its first target begins. Another document is cut after half of
+    its tokens, at most `PROMPT_TOKENS`. A document of a single token has no prompt.
     """
     by_set: dict[int, list[int]] = {}
     for document in in_shown_order(documents, range(len(documents))):

@@ -16,8 +16,8 @@ from stillhouse.parallel import watchdog
 def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
     """Means over all target tokens of the held-out documents (see `Engine.evaluate`).
 
-    Each of several sets has its own metrics, `eval/<name>/…`, besides those over the tokens of all sets. They do not
-    depend on the run's own objective. Without a teacher, the metrics that need one are absent. Without
+    Several sets have their own metrics `eval/<name>/…`, besides the metrics over the tokens of all sets. No metric
+    depends on the run's objective. Without a teacher, the metrics that need one are absent. Without
     held-out data, the result is empty.
 
     of_teacher: also report the teacher's own cross-entropy, which the student's approaches. It needs a single teacher

@@ -36,15 +36,15 @@ from stillhouse.output.records import Document, HeldOutTokens, TermAtToken, Toke
 DOCUMENTS = 4
 TOKENS = 256
 TOP = 5
-#: the tokens whose logits a term's gradient raises most, and as many that it lowers most
+#: the number of logits shown that a term's gradient raises most, and that it lowers most
 PUSHED = 3
 #: rows whose logits are computed at once
 ROWS = 64
 
 #: token ids with their probabilities or gradients, the largest first
 Ranked = list[tuple[int, float]]
-#: of one term of the objective at one row: its value in nats, the norm of the gradient of scale · value with respect
-#: to the student's logits, and the entries of that gradient that raise and lower a logit most
+#: for one term of the objective at one row: its value in nats, the norm of the gradient of scale · value with respect
+#: to the student's logits, and the entries of this gradient that raise and lower a logit most
 OfTerm = tuple[float, float, Ranked, Ranked]
 #: for a row: the document, the position of the token that it predicts, the KL, the most probable tokens of teacher
 #: and student, and the terms by name
@@ -56,7 +56,7 @@ def held_out_tokens(session: Session, step: int) -> HeldOutTokens | None:
     """The content of tokens.json: for every token its text, its KL(teacher‖student), the five most probable tokens of
     teacher and student and, if it is a target, the gradient of each term of the objective.
 
-    All of them describe the distributions that predicted the token, so the first token of a document has none. Terms
+    These values describe the distributions that predicted the token, so the first token of a document has none. Terms
     that need the student's own completions have no gradient here.
     Returns None without held-out data, and if there is not exactly one teacher with the full vocabulary. A collective
     of all processes, with the same result on each.
@@ -108,7 +108,7 @@ def _document(
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
-    """The terms that held-out documents have, too; None if there are none."""
+    """The terms that can be computed on held-out documents; None if there are none."""
     if not spec.needs_rollouts:
         return spec
     rest = replace(spec, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
@@ -117,9 +117,9 @@ def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
 
 @dataclass(frozen=True)
 class _ShownTokens:
-    """The output processor. documents: whose rows are shown. objective: whose terms get their gradients.
+    """The output processor. documents: the documents that are shown. objective: the terms whose gradients are shown.
 
-    It calls collectives of the ranks that share the vocabulary, which have the same C rows.
+    It calls collectives of the ranks that share the vocabulary. These ranks have the same C rows.
     """
 
     documents: tuple[int, ...]

@@ -1,7 +1,7 @@
 """The training loop on the student's own completions: an engine generates them, the teacher scores every token.
 
-It differs from `off_policy.py` in where micro-batches come from (`rollouts.py`) and in what it records of the
-completions; `training.py` does what all loops do.
+It differs from `off_policy.py` in the source of its micro-batches (`rollouts.py`) and in the records of completions.
+`training.py` has the parts that all loops share.
 """
 
 from contextlib import closing

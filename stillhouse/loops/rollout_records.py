@@ -1,4 +1,4 @@
-"""What a run records of a step's samples: metrics, warnings of a policy that runs away, and a few completions."""
+"""The records of a step's samples: metrics, a few completions, and warnings of a policy that diverges."""
 
 import math
 import statistics
@@ -15,14 +15,14 @@ from stillhouse.output import records
 from stillhouse.output.rollout_log import SAMPLES, Timeline
 from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
 
-#: mean difference of log-probabilities in nats, above which the engine's and the trainer's computations disagree: of
-#: tokens that the present weights generated, and of those of earlier ones, which training has changed since
+#: The largest mean difference of log-probabilities in nats between the engine and the trainer: for tokens that the
+#: present weights generated, and for tokens of earlier weights. A larger difference gives a warning.
 MAX_LOG_RATIO, MAX_STALE_LOG_RATIO = 0.1, 1.0
-#: completions that are so many times longer than those of the first steps, and so often cut, have no end in sight
+#: A warning is given if completions are longer than in the first steps by this factor while this share is cut,
 LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
-#: or so many more of them are cut
+#: or if the share that is cut has grown by this number.
 MORE_CUT = 0.3
-#: how the keys of per-token values begin that are no divergence of teacher and student
+#: the prefixes of the keys of per-token values that are no divergence of teacher and student
 _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_")
 
 
@@ -67,7 +67,7 @@ class RolloutMetrics:
     def _policy(
         self, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
     ) -> dict[str, float]:
-        """How old the weights are that generated the tokens, and how much their log-probabilities differ."""
+        """The age of the weights that generated the tokens, and the differences of their log-probabilities."""
         counts, sums = staleness(samples, step), output.sums
         metrics = {
             "rollout/staleness": sum(steps * count for steps, count in counts.items()) / sum(counts.values()),
@@ -80,8 +80,9 @@ class RolloutMetrics:
         return metrics
 
     def _log_ratios(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> dict[str, float]:
-        """The mean and the largest difference of log-probabilities, and the mean over the tokens that the present
-        weights generated, if there are any. A collective of all processes.
+        """The mean and the largest difference of log-probabilities, and the mean for tokens of the present weights.
+
+        The latter is absent if there are no such tokens. A collective of all processes.
         """
         largest, total, count = 0.0, 0.0, 0
         for micro_batch, of_micro_batch in zip(micro_batches, output.outputs, strict=False):
@@ -99,7 +100,7 @@ class RolloutMetrics:
         return metrics
 
     def _watch(self, metrics: dict[str, float]) -> None:
-        """Warn once of completions without an end, and of log-probabilities that differ too much."""
+        """Warn once about completions without an end, and once about log-probabilities that differ too much."""
         length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
         if len(self._first) < FIRST_STEPS:
             self._first.append((length, cut))
@@ -150,7 +151,7 @@ def _divergences(
 ) -> dict[int, dict[int, float]]:
     """For each document, the divergences of the distributions that predicted its tokens, by the tokens' positions.
 
-    numbers: of the documents in the step; samples are numbered as `step_documents` does.
+    numbers: the numbers of the documents in the step, as in `step_documents`.
     """
     rows_here: list[tuple[int, int, float]] = []
     for micro_batch, processed in zip(micro_batches, output.outputs, strict=False):

@@ -47,10 +47,10 @@ WAIT_FOR_COMPLETIONS = "wait for completions"
 
 
 class Rollouts:
-    """queue: of the samples, on rank 0; None on the other ranks, which get the samples from it.
+    """The samples of each step, on all ranks. Rank 0 has the `queue`; the other ranks get the samples from rank 0.
 
-    Rewards and environments run on rank 0 alone. An engine in this job generates on all ranks together: the
-    other ranks get the requests of rank 0.
+    Rewards and environments run only on rank 0. An engine in this job generates on all ranks together: the other
+    ranks get the requests of rank 0.
     """
 
     def __init__(self, session: Session, folder: RunFolder):
@@ -72,13 +72,13 @@ class Rollouts:
             self.queue = make_queue(self.config, self.engine, prompts, self.plan, session.tokenizer, steps)
 
     def require_same_writer(self, folder: RunFolder) -> None:
-        """Raise ValueError on all ranks if servers that keep their weights have others than when the run began."""
+        """Raise ValueError on all ranks if the weights of servers that keep their own weights have changed."""
         engine = self.engine
         if self.config.urls and self.config.writer == "teacher":
             self._on_first(lambda: require_same_writer(engine, folder) if isinstance(engine, ServedEngine) else None)
 
     def ask(self, step: int, timeline: Timeline) -> None:
-        """Give the engine the weights of this step, and ask for the completions that the step asks for.
+        """Give the engine the weights of this step, and request the completions that are due at this step.
 
         Except under async, the completions of this step are finished before the weights change.
         """
@@ -148,9 +148,9 @@ class Rollouts:
             self.queue.trained(step)
 
     def _update_servers(self, step: int, folder: Path) -> None:
-        """On rank 0: give servers new weights, which may take minutes, and look meanwhile whether the run is to end.
+        """On rank 0: give servers new weights, which may take minutes. A signal ends the wait.
 
-        The thread that gives the weights is then not waited for: it ends when the engine's connections are closed.
+        The thread that gives the weights is not waited for then: it ends when the engine's connections are closed.
         """
         assert self.engine is not None
         threads, require_no_signal = ThreadPoolExecutor(1), _ServerWatch()
@@ -165,7 +165,7 @@ class Rollouts:
     def _prove_weights(self, step: int) -> None:
         """Raise SignalsLostError on all ranks if a server generates with other weights than the student's."""
         urls, content = self._on_first(self._probes)
-        if not urls:  # each was started anew at this moment, and is given the weights again
+        if not urls:  # each server was restarted in this moment, and is given the weights again
             return
         samples = [Sample.from_json(values) for values in content]
         micro_batches = self._shard(step_documents(self.session.train.documents, samples, TargetRules()))
@@ -190,10 +190,10 @@ class Rollouts:
         return self._on_first(on_first)
 
     def _on_first(self, action: Callable[[], Result]) -> Result:
-        """The result of an action on rank 0, on all ranks. It must be something that JSON can represent.
+        """The result of an action on rank 0, sent to all ranks as JSON.
 
-        An error of rank 0 is raised on all ranks: ValueError, or SignalsLostError if no server answers, or a function
-        of the user's own does not return after a signal.
+        An error of rank 0 is raised on all ranks: ValueError, or SignalsLostError if no server answers or a user's
+        function does not return after a signal.
         """
         kinds = ServerError, OverdueError, ValueError
         try:
@@ -253,7 +253,7 @@ def make_queue(
 
 
 def target_rules(rollout: RolloutConfig) -> TargetRules:
-    """Which tokens of completions are targets, and with which weights."""
+    """The rules for the targets of completions and their weights."""
     return TargetRules(
         mask_truncated=rollout.truncated == "mask",
         position_decay=rollout.position_decay,
@@ -265,9 +265,9 @@ def target_rules(rollout: RolloutConfig) -> TargetRules:
 class StepPacker:
     """Packs documents that begin with prompts.
 
-    prompts: the packed prompts, whose longest sequence is the longest one here, too
-    micro_batch_tokens: the most tokens of a micro-batch
-    single_row: whether a micro-batch has to be one row
+    prompts: the packed prompts. No sequence here is longer than the longest sequence of these.
+    micro_batch_tokens: the most tokens of a micro-batch.
+    single_row: whether a micro-batch has to be one row.
     """
 
     prompts: PackedSequences

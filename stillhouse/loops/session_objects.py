@@ -29,17 +29,17 @@ from stillhouse.signals import NoTeacher, SignalSource, SignalStore
 class Session:
     """One run, ready to start.
 
-    train: with rollouts, the prompts, whose completions are written in each step as `plan` says
-    dataset: with rollouts, the documents that a share of each step's completions are from
-    evaluation: the held-out data; None if the configuration asks for none
-    source: where the teachers' signals come from
-    stores: the caches and servers among the teachers, by the keys of their sections
-    identity: what a resumed run must have in common with this one
-    student_source: where the student's weights come from, for a copy of it that generates completions
-    train_config, eval_config, checkpoint_config, rollout_config, student_config: sections of the configuration
-    teacher_configs: the sections of all teachers, by their keys
-    single_row: whether a micro-batch has to be one row, since flash attention separates documents only there
-    track, values: the trackers, and the configuration by dotted keys, which they show
+    train: the training documents. With rollouts, the prompts; `plan` chooses those of a step.
+    dataset: with rollouts, the documents for the share of completions that are the dataset's.
+    evaluation: the held-out data; None if the configuration asks for none.
+    source: the source of the teachers' signals.
+    stores: the caches and servers among the teachers, by the keys of their sections.
+    identity: the hashes that must be the same when the run is resumed.
+    student_source: the source of the student's weights, for a copy of the student that generates completions.
+    train_config, eval_config, checkpoint_config, rollout_config, student_config: sections of the configuration.
+    teacher_configs: the sections of all teachers, by their keys.
+    single_row: whether a micro-batch has to be one row, because flash attention separates documents only there.
+    track, values: the trackers, and the configuration by dotted keys, which the trackers show.
     """
 
     spec: ObjectiveSpec

@@ -1,4 +1,4 @@
-"""What every training loop does besides choosing micro-batches: progress, logs, evaluations, checkpoints, stopping.
+"""The parts that all training loops share: progress, logs, evaluations, checkpoints, stopping.
 
     with training(session, folder, checkpoint) as run:
         for step in run.steps:
@@ -44,7 +44,7 @@ from stillhouse.signals import SignalsLostError
 #: how the keys of the teacher's own cross-entropy end, also on one of several evaluation sets
 _TEACHER = "/teacher_cross_entropy"
 
-#: printed after a first step that has taught nothing
+#: printed after a first step that changed nothing
 _NO_GRADIENT = (
     "warning: the gradient of step 1 is 0: a divergence is 0 between a model and itself (also with an adapter on it "
     "that has not been trained), and a policy gradient is 0 where all completions of a prompt have the same reward"
@@ -54,7 +54,7 @@ _NO_GRADIENT = (
 class Training:
     """The state of a run between two steps. `progress` is up to date after each step.
 
-    queue: of an on-policy run, whose samples a checkpoint keeps.
+    queue: the queue of an on-policy run; a checkpoint stores its samples.
     greedy: the evaluations that need completions; None if the run has none.
     """
 
@@ -81,11 +81,11 @@ class Training:
 
     @property
     def seconds(self) -> float:
-        """Since the present step has begun."""
+        """Seconds since the present step began."""
         return time.monotonic() - self._started
 
     def update(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
-        """Make the optimizer step. Raises ValueError, before it, for a loss or gradient that is not finite."""
+        """Make the optimizer step. Before it, raise ValueError for a loss or gradient that is not finite."""
         session, checkpoints = self.session, self.folder.checkpoints
         self._rate = learning_rate(session.train_config, self.last_step, step)
         try:
@@ -219,7 +219,7 @@ def _progress(
 def _restore_queue(session: Session, checkpoint: IntactCheckpoint, step: int, queue: RolloutQueue | None) -> None:
     """Raise DamagedCheckpointError on all ranks if the samples in a checkpoint cannot be of this run at this step.
 
-    Rank 0 alone has a queue and reads them; the others would wait for it.
+    Only rank 0 has a queue and reads the samples; without this exchange, the other ranks would wait.
     """
     with session.ranks.all_raise(DamagedCheckpointError):
         if queue is None:

@@ -1,8 +1,8 @@
 """Proves after each update that servers generate with the weights that they were given.
 
-A server's own word proves nothing: a load that changed nothing, half a load, or the files of another version have the
-right label, too. So each server completes a few of the run's prompts after an update, and the log-probabilities that
-it gives are compared with those that the trainer computes itself.
+A server's label proves nothing: it is right even if the load changed nothing, loaded only a part, or loaded the files
+of another version. So each server completes a few of the run's prompts after an update, and its log-probabilities are
+compared with those that the trainer computes.
 """
 
 import statistics
@@ -21,9 +21,9 @@ from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.serving.client.engine_proof import PROBES, ROUNDED
 from stillhouse.signals import SignalsLostError
 
-#: a difference of log-probabilities that rounding stays below where both sides compute in float32, in the same way
+#: the largest rounding difference of log-probabilities if both sides compute in float32, in the same way
 _EXACT = 1e-3
-#: probes are the shortest of so many prompts
+#: the number of prompts of which the shortest ones are the probes
 _CHOICE = 256
 
 
@@ -33,7 +33,7 @@ def probe_prompts(prompts: Documents) -> list[int]:
 
 
 def probe_samples(prompts: Documents, by_server: Mapping[str, Sequence[Completion]]) -> list[Sample]:
-    """What servers have generated for the probes among these prompts, one server after the other."""
+    """The samples that servers generated for the probes among these prompts, one server after the other."""
     probes = [
         (number, completion)
         for completions in by_server.values()
@@ -50,10 +50,10 @@ def require_weights_in_use(
 ) -> float:
     """Raise SignalsLostError for a server whose log-probabilities are those of other weights.
 
-    Returns how many nats of a difference can be rounding. A collective of all processes.
+    Returns the largest difference in nats that can be rounding. A collective of all processes.
 
-    urls: of the servers.
-    micro_batches: of the servers' `probe_samples`.
+    urls: the addresses of the servers.
+    micro_batches: the micro-batches of the servers' `probe_samples`.
     """
     rounding, gaps_by_server = _rounding(session, rollout), _gaps_by_server(session, micro_batches)
     for number, url in enumerate(urls):
@@ -72,7 +72,7 @@ def require_weights_in_use(
 
 
 def _gaps_by_server(session: Session, micro_batches: ShardedMicroBatches) -> dict[int, list[float]]:
-    """For each server's number, how much its log-probabilities differ from the student's, in nats."""
+    """For each server's number, the difference of its log-probabilities from the student's, in nats."""
     probes, entries = len(probe_prompts(session.train.documents)), list[list[float]]()
     outputs = session.engine.process(cross_entropy(), micro_batches, [{}] * len(micro_batches))
     for micro_batch, output in zip(micro_batches, outputs, strict=False):
@@ -87,7 +87,7 @@ def _gaps_by_server(session: Session, micro_batches: ShardedMicroBatches) -> dic
 
 
 def _rounding(session: Session, rollout: RolloutConfig) -> float:
-    """So many nats can be rounding. Other engines do not report their dtype; ours has the student's."""
+    """The largest rounding difference in nats. Only `stillhouse serve` certainly has the student's dtype."""
     is_exact = (
         rollout.engine == "stillhouse"
         and session.engine.autocast is None

@@ -1,8 +1,8 @@
 """The clients of servers: of a teacher's signals, and of completions.
 
-`remote_signals.py`: the store of signals. `download.py`: the teacher's tokenizer and head. `signal_proof.py`: what is
-proven before the first step. `served_engine.py`: the engine that writes completions. `served_weights.py`: the weights
-that its servers have. `engine_proof.py`: what is proven of servers that write completions.
+`remote_signals.py`: the store of signals. `download.py`: the teacher's tokenizer and head. `signal_proof.py`: the
+proof of a teacher's signals before the first step. `served_engine.py`: the engine that writes completions.
+`served_weights.py`: the weights of its servers. `engine_proof.py`: the proof of these servers' log-probabilities.
 """
 
 from stillhouse.serving.client.apis.server_api import NeedsModelError

@@ -1,8 +1,7 @@
-"""What is proved of a server that writes completions: which log-probabilities it gives, and by which weights.
+"""Proves the log-probabilities of a server that writes completions, and the weights that it writes with.
 
-Training needs log-probabilities after the temperature and over the whole vocabulary. An engine gives others if it was
-started so, and nothing in its answers tells. With which weights a server writes is proved by a few short completions;
-no other answer proves it.
+Training needs log-probabilities after the temperature and over the full vocabulary. Some options of an engine change
+them, and its answers do not show it. Only a few short completions prove the weights with which a server writes.
 """
 
 import math
@@ -11,17 +10,17 @@ from dataclasses import dataclass, replace
 
 from stillhouse.generation.sample import Completion, Sampling
 
-#: prompts after which the top tokens tell one model from another, and show which log-probabilities a server gives
+#: prompts whose top tokens differ between models, and show the kind of a server's log-probabilities
 PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
 #: completions of a probe, and the most tokens of each
 PROBES, PROBE_TOKENS = 4, 8
-#: a difference of log-probabilities that rounding in bfloat16 stays below
+#: the largest difference of log-probabilities that rounding in bfloat16 causes
 ROUNDED = 0.1
-#: so many top tokens are asked for: between the first and the last one is a wider gap than to the second one
+#: the number of top tokens requested: the gap from the first to the last one is wider than to the second one
 TOP = 5
 #: the log-probabilities of at least two of the top tokens after a prompt, the largest first
 TopLogProbs = Callable[[Sequence[int], Sampling], list[float]]
-#: two explanations of a number must differ by so many nats to be told apart
+#: two explanations of a number must differ by this many nats to be distinguished
 _APART = 0.02
 
 _BEFORE = (
@@ -42,7 +41,7 @@ _UNPROVABLE = (
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """What a server generates after some prompts with one version of the weights, which has this label.
+    """A server's completions of some prompts with the version of the weights that has this label.
 
     completions: sampled, for the trainer to score. top_tokens: the top token and its log-probability, which these
     weights give at any time and on any server.
@@ -54,9 +53,9 @@ class Probe:
 
 
 def probe_sampling(sampling: Sampling) -> Sampling:
-    """How the completions of a probe are sampled. At a temperature of 1 and over all tokens, a server's
-    log-probabilities are the model's own, however it was started. A top token alone is often certain, and tells less
-    about the weights.
+    """The sampling of a probe's completions: at temperature 1 and over all tokens. A server's log-probabilities are
+    then the model's own, with any options of the server. A top token is often nearly certain, and shows less of the
+    weights.
     """
     return Sampling(min(PROBE_TOKENS, sampling.max_new_tokens), eos_ids=sampling.eos_ids)
 
@@ -64,7 +63,7 @@ def probe_sampling(sampling: Sampling) -> Sampling:
 def same_weights(
     before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]], most: float = ROUNDED
 ) -> bool:
-    """Whether the top tokens after the same prompts can be those of the same weights, but for rounding.
+    """Whether the top tokens after the same prompts can be from the same weights, except for rounding.
 
     Two tokens may be nearly as likely, so that most ids must be the same, and their log-probabilities. most: nats.
     """

@@ -1,7 +1,7 @@
 """Sends requests to the servers of one model: bounded, balanced by tokens, repeated until one of them answers.
 
-A request that cannot be answered by one server is sent to another. A server that fails is left alone for a while,
-longer each time. Nothing is ever skipped: a request ends with its answer, or with an error.
+If a server cannot answer a request, the request is sent to another server. A server that fails gets no request for a
+while, longer after every failure. No request is skipped: it ends with its answer, or with an error.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ TOKEN_VARIABLE = "STILLHOUSE_TOKEN"
 IN_FLIGHT = 16
 #: seconds for which a failing server is left alone: at first, and at most
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-#: so many answers of every server that cannot be used end a request
+#: a request ends with an error after this many unusable answers of every server
 MAX_BAD_ANSWERS = 5
-#: the longest silence before a line says what is being waited for
+#: seconds without an answer before a line is printed about the wait
 QUIET_SECONDS = 2.0
 #: answers that another attempt may change: the server is overloaded, restarting, or has lost its own backend
 _BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
@@ -50,7 +50,7 @@ class RefusedError(ValueError):
 
 
 class AskAgainError(ValueError):
-    """What a call's `parse` raises for an answer that is whole but not wanted: the request is sent again, and the
+    """`Call.parse` raises this for an answer that is complete but cannot be used: the request is sent again, and the
     server counts as working.
     """
 
@@ -84,7 +84,7 @@ class Call(Generic[T]):
 
 @dataclass
 class Server:
-    """held: it is sent no requests. error: why it is given up; requests end with it if all servers are given up."""
+    """held: whether it gets no requests. error: the reason why it is given up; None if it is not given up."""
 
     url: str
     calls: int = 0
@@ -121,8 +121,9 @@ class ServerPool:
     """The servers of one model.
 
     timeout: seconds without an answer of any server after which requests fail. token: the bearer token, if any.
-    warn: is called with a line when a server fails or comes back. model: whose servers these are, for messages.
-    answer_seconds: for one answer; None: a quarter of the timeout. in_flight: requests that a server has at a time.
+    warn: prints a line when a server fails or comes back. model: the name of the servers' model, for messages.
+    answer_seconds: the limit for one answer; None: a quarter of the timeout. in_flight: the most requests of a
+        server.
 
     All methods may be called from several threads. `close` ends requests that are under way.
     """

@@ -31,7 +31,7 @@ from stillhouse.signals.signal_store import SignalStore
 if TYPE_CHECKING:
     from stillhouse.serving.client.signal_proof import Proof
 
-#: for the signals that need some of the teacher's files, what they need
+#: the part of the teacher's files that a signal needs, in words
 _NEEDS_MODEL = {
     "hidden": "hidden states from {name} need the teacher's output head",
     "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
@@ -41,7 +41,7 @@ APIS: tuple[ServerApi, ...] = (StillhouseApi(), VllmApi(), SglangApi())
 
 @dataclass(frozen=True)
 class SignalRequest:
-    """What a run wants of a server. dtype: "auto" is that of the teacher's saved weights."""
+    """The signal that a run requests from a server. dtype: "auto" is the dtype of the teacher's saved weights."""
 
     signal: SignalKind = "hidden"
     top_k: int = 64
@@ -79,7 +79,7 @@ class RemoteSignals(SignalStore):
         self.prove_every = 0
         self._reads = count(1)
         self._proving = Lock()
-        #: servers that were away and are not proven yet
+        #: servers that had failed, answer again, and are not proven yet
         self._unproven: set[str] = set()
 
     def require(self, documents: Documents, what: str) -> None:
@@ -108,9 +108,10 @@ class RemoteSignals(SignalStore):
                 return scores
 
     def _unproven_servers(self) -> set[str]:
-        """Prove the servers that were away, which may have come back with other weights.
+        """Prove the servers that had failed and answer again, maybe with other weights.
 
-        Returns those that cannot be asked now, whose answers must not be used. All readings wait for the proof.
+        Returns the servers that cannot be proven now: their answers must not be used. All readings wait for the
+        proof.
         """
         if self.proof is None or self.servers[0].identity is not None:
             return set()
@@ -169,7 +170,7 @@ def connect(
     token: str | None = None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> RemoteSignals:
-    """Ask the servers who they are, and fetch what the run needs of the teacher.
+    """Ask the servers for their descriptions, and download the files of the teacher that the run needs.
 
     model_folder: the teacher's configuration, tokenizer and weights, for servers that do not offer them. Raises
     ValueError for servers of different teachers, and for a signal that they cannot give. Raises ServerError (an

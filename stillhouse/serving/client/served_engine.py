@@ -1,4 +1,4 @@
-"""Completions from servers: each token has the version of the weights that wrote it, which are the student's."""
+"""Completions from servers that have the student's weights. Each token has the version of its weights."""
 
 import json
 import secrets
@@ -21,7 +21,7 @@ from stillhouse.serving.client.pool import AskAgainError, Call, ServerPool
 from stillhouse.serving.client.served_weights import UNKNOWN_ADAPTER, UNKNOWN_WEIGHTS, ServedWeights, ServerState
 from stillhouse.serving.wire import JSON
 
-#: completions that a server writes at a time; engines batch them, and queue what is too many
+#: the most completions that a server gets at a time; engines batch them, and queue the others
 IN_FLIGHT = 256
 
 

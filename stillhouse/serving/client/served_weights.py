@@ -1,7 +1,7 @@
-"""The weights of the servers that write completions: giving them the newest version, and proving that they have it.
+"""The weights of the servers that write completions: gives them the newest version, and proves that they have it.
 
-Every version has a label that only this engine uses. A server that was started anew has its first weights again and
-another label: its answers are discarded, it is given the newest version, and their requests are sent again.
+Every version has a label that only this engine uses. A server that was restarted has its first weights again and
+another label. Its answers are discarded, it gets the newest version, and the requests are sent again.
 """
 
 import threading
@@ -28,7 +28,7 @@ from stillhouse.serving.client.pool import Ask, Server, ServerError, ServerPool,
 
 #: seconds in which one of several servers must accept a new version, before the others go on without it
 PATIENCE = 10.0
-#: so many times in a row a server may come back with other weights
+#: the number of times in a row that a server may come back with other weights
 MAX_RESTORES = 10
 #: the status of an answer to a request for an unknown adapter: the server was started anew
 UNKNOWN_ADAPTER = 404
@@ -43,13 +43,13 @@ _GREEDY = Sampling(1, temperature=0.0)
 
 @dataclass(eq=False)
 class ServerState:
-    """What is known of a server.
+    """The state of a server.
 
     address: its state in the pool.
-    published: what it was last given, another object each time; None while it is not known which weights it has.
+    published: the version that it got last, a new object each time; None while its weights are unknown.
     model: the name that requests need. restored: how often it came back with other weights since its last answer.
-    is_absent: it has not answered, and is given the newest version in the background.
-    probe: with the weights that it was given last.
+    is_absent: whether it has not answered, and gets the newest version in the background.
+    probe: its probe with the weights that it got last.
     """
 
     address: Server
@@ -129,7 +129,7 @@ class ServedWeights:
             )
         before = self.newest
         self.versions[published.label], self.newest = published.version, published
-        # a server that is gone must not cost its patience in every step
+        # a step must not wait again for a server that is gone
         present = [server for server in self.servers.values() if not server.is_absent]
         absent = self._give_each(present, min(PATIENCE, self.pool.timeout))
         if len(absent) == len(present):
@@ -164,7 +164,7 @@ class ServedWeights:
         self._restore_later(server)
 
     def _keep_weights(self, server: ServerState) -> None:
-        """Take the server's weights as version 0. Raises ValueError if they are not those of the other servers."""
+        """Accept the server's weights as version 0. Raises ValueError if the other servers' differ."""
         answers = [self._greedy(server, ids) for ids in PROMPTS]
         labels = {span.label or "" for answer in answers for span in answer.spans}
         top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]

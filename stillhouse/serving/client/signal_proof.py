@@ -1,8 +1,8 @@
-"""Proves before the first step that servers give the signals of the teacher that is meant.
+"""Proves before the first step that servers give the signals of the configured teacher.
 
-A server that is wrong may still answer: with the rows of the next token, with a temperature that it ignores, with
-weights that it lost in a sleep. Each proof asks every server for a few documents of the run's data, and names the
-error.
+A wrong server still answers. For example, its rows may be shifted by a token, it may ignore the temperature, or it
+may have lost its weights in a sleep. Each proof asks every server for a few documents of the run's data, and names
+the error.
 
 N rows, K ids per row.
 """
@@ -42,9 +42,9 @@ SAME = 0.05
 
 @dataclass(frozen=True)
 class Proof:
-    """What was asked at the start and how the servers answered, so that it can be asked again.
+    """The requests at the start of the run and the servers' answers, so that they can be compared later.
 
-    findings: what was proven, in words.
+    findings: the results of the proof, in words.
     """
 
     store: RemoteSignals
@@ -54,7 +54,7 @@ class Proof:
     findings: Sequence[str]
 
     def repeat(self, urls: Sequence[str]) -> set[str]:
-        """Raise ValueError if one of these servers no longer answers what the servers answered at the start.
+        """Raise ValueError if one of these servers answers otherwise than the servers did at the start.
 
         Returns those that are proven; a server that does not answer at all is not among them.
         """
@@ -104,7 +104,7 @@ def prove(
     local: Decoder | None = None,
     head: OutputHead | None = None,
 ) -> Proof:
-    """Score a few documents on every server. Raises ValueError for whatever the servers get wrong.
+    """Score a few documents on every server. Raises ValueError for a wrong answer, with the kind of the error.
 
     tokenizer: the student's. local: the teacher in this process, to compare with. head: the teacher's output head,
     with which hidden states give the cross-entropy of the next tokens.
@@ -173,7 +173,7 @@ def _prove_tokenizer(
 
 @dataclass(frozen=True)
 class _ServerProof:
-    """What one server has answered about the probes, and what must be true of it."""
+    """One server's answers about the probes, and the checks of these answers."""
 
     store: RemoteSignals
     spec: SignalSpec
@@ -271,7 +271,7 @@ def _cross_entropy(
     head: OutputHead | None,
     vocabulary: int | None,
 ) -> Iterator[str]:
-    """The mean cross-entropy of the next tokens in words: a teacher that knows nothing of the data is seen here."""
+    """The mean cross-entropy of the next tokens in words. It shows a teacher that does not fit the data."""
     losses: list[Tensor] = []
     about = ""
     for document, tensors in zip(probes, answers, strict=True):

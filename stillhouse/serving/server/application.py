@@ -1,6 +1,6 @@
-"""The server's application: the routes of its state, the way of a request through the queue, and errors.
+"""The server's application: routes about its state, the path of a request through the queue, and errors.
 
-A role adds the routes of what its model computes (`score/`, `generate/`). All routes run in the HTTP thread and never
+A role adds the routes for its model's results (`score/`, `generate/`). All routes run in the HTTP thread and never
 touch the model: they only fill the queue.
 """
 
@@ -30,7 +30,7 @@ from stillhouse.serving.wire import JSON
 AT_ONCE_BYTES = 16 * 1024
 
 Result = TypeVar("Result")
-#: the parts of a request for the model, and what makes the answer from their results
+#: the parts of a request for the model, and the function that makes the answer from their results
 Parsed = tuple[Sequence[Part], Callable[[list[Any]], bytes]]
 #: reads a body of a content type; raises RequestError
 Parse = Callable[[bytes, str], Parsed]
@@ -72,7 +72,7 @@ class Application:
         schemas: of the bodies, by content type.
         result_bytes: the size of the results; a large answer is encoded in another thread.
         media_type: of the answer.
-        answers: what the OpenAPI document says of answers other than errors.
+        answers: the description of answers other than errors in the OpenAPI document.
         """
 
         def add(parse: Parse) -> Parse:

@@ -1,4 +1,4 @@
-"""What the JSON requests and answers of both roles share."""
+"""The parsing of JSON requests, and the parts of answers, that both roles share."""
 
 from typing import Any, TypeVar
 

@@ -1,8 +1,8 @@
 """One connection of a server: uvicorn's HTTP/1.1, in which silent clients take no place from others.
 
-A connection waits while it has no whole header of a request. It may wait for some seconds; and where there are too
-many connections, the one that has waited longest is closed. `Room` keeps requests from taking all of them, so that a
-new connection always finds a place, and `/healthz` an answer.
+A connection waits until it has the complete header of a request. It may wait for some seconds. If there are too many
+connections, the one that has waited longest is closed. `Room` limits the connections with requests, so that a new
+connection always finds a place, and `/healthz` is always answered.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class Connection(H11Protocol):
 
 
 class Room:
-    """Answers 503 to more requests at a time than leave some connections free, except to those of `OPEN_PATHS`."""
+    """Answers 503 if too few connections would be free for others, except to requests for `OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp):
         self._app, self._requests = app, 0

@@ -1,4 +1,4 @@
-"""What stands before every route: the bearer token, the limits of bodies, and answers to clients that have gone.
+"""The layers before every route: the bearer token, the limits of bodies, and the handling of clients that left.
 
 The middleware is plain ASGI, so that a request without the token is refused before any of its body is read.
 """
@@ -132,7 +132,7 @@ class Bodies:
 
 
 class Answer(Response):
-    """A response that calls `sent` when it has been sent, or cannot be."""
+    """A response that calls `sent` when it was sent, or cannot be sent."""
 
     def __init__(self, content: bytes, media_type: str, sent: Callable[[], None]):
         super().__init__(None, media_type=media_type)
@@ -166,8 +166,8 @@ def _too_large(limit: int, scope: Scope) -> RequestError:
 
 
 def _unread(scope: Scope) -> dict[str, str]:
-    """Headers of an answer that is given before the end of the body. The connection stays open, so that what still
-    arrives is read and forgotten (see `connection.py`): a client that sends all of it first would otherwise find a
-    reset connection and no answer. A client that waits for `100 Continue` sends nothing more.
+    """Headers of an answer before the end of the body. The connection stays open; the rest of the body is read and
+    discarded (see `connection.py`). Otherwise a client that first sends its full body would find a reset
+    connection and no answer. A client that waits for `100 Continue` sends nothing more.
     """
     return {"Connection": "close"} if any(name == b"expect" for name, _ in scope["headers"]) else {}

@@ -18,7 +18,7 @@ BACKLOG = 2048
 
 
 class HttpThread:
-    """uvicorn in a thread of its own. There it installs no signal handlers: the main thread tells it to end.
+    """uvicorn in a separate thread. It installs no signal handlers there: the main thread ends it.
 
     Raises OSError for an address on which another process listens by now.
     """

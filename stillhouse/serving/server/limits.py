@@ -1,4 +1,4 @@
-"""What a request may ask for. Everything beyond is refused before the model sees it."""
+"""The limits of requests. A request beyond them is refused before the model sees it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may send.
+    """The limits of a client's request.
 
-    vocabulary: rows of the teacher's head. max_tokens: of a sequence. max_request_tokens, max_sequences: of a
-    request. max_top_k: ids per token. json_bytes, binary_bytes: of a body. bodies_bytes: of all bodies that are being
-    read.
+    vocabulary: the rows of the teacher's head. max_tokens: tokens of a sequence.
+    max_request_tokens, max_sequences: tokens and sequences of a request. max_top_k: ids per token.
+    json_bytes, binary_bytes: bytes of a body. bodies_bytes: bytes of all bodies that are being read.
     """
 
     vocabulary: int

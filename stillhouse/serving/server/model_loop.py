@@ -19,7 +19,7 @@ from stillhouse.serving.server.request_queue import Item
 
 #: how often the main thread looks for a signal
 LOOK_SECONDS = 0.1
-#: so many batches in a row whose pass fails, for another reason than too little memory, end the server
+#: the server ends after this many failed batches in a row, except for failures by too little memory
 MAX_FAILURES = 3
 #: how long a thread may keep the interpreter while another one waits. Python's 5 ms would be added to each request
 #: several times, because the model's thread hardly ever gives it up before

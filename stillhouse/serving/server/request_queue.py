@@ -25,7 +25,7 @@ class Part(Protocol):
 
 
 class Ticket:
-    """An accepted request. results: what the model has computed for each of its parts, once all are there."""
+    """An accepted request. results: the model's result for each part, when all are computed."""
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = parts
@@ -35,7 +35,7 @@ class Ticket:
         self.is_released = False
 
     def finish(self, number: int, result: Any) -> None:
-        """Record what the model has computed for one part."""
+        """Record the model's result for one part."""
         self._by_number[number] = result
         if len(self._by_number) == len(self.parts):
             with suppress(
@@ -108,7 +108,7 @@ class RequestQueue:
         return ticket
 
     def release(self, ticket: Ticket) -> None:
-        """The answer has been sent, or nobody waits for it any more: what is not computed yet will not be."""
+        """The answer was sent, or the client left. The parts that are not computed yet are dropped."""
         with self._changed:
             ticket.results.cancel()
             if not ticket.is_released:

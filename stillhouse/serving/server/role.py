@@ -1,4 +1,4 @@
-"""What a server does with its model: a role is a set of routes, and the model behind them.
+"""The role of a server: a set of routes, and the model that computes their results.
 
 `score/` gives a teacher's signals, and `generate/` writes completions. Everything else is the same for both: one
 application, one queue, one set of limits, one handling of connections.
@@ -34,10 +34,10 @@ class Role(Protocol):
     def add_routes(self, application: "Application") -> None: ...
 
     def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """For each part of a batch, what its request gets, or an error."""
+        """For each part of a batch, the result for its request, or an error."""
 
     def between_batches(self) -> None:
-        """Called before each batch, and several times a second while nothing is asked."""
+        """Called before each batch, and several times a second while there is no request."""
 
     def end(self) -> None:
         """Called after the last batch."""
@@ -46,12 +46,12 @@ class Role(Protocol):
         """On every process but the first: compute the same batches as the first one, until it ends."""
 
     def description(self) -> list[str]:
-        """Lines for the log that say what is served."""
+        """Lines for the log that describe the served model."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model is served, and how it is loaded.
+    """The served model, and the options of loading it.
 
     name: a folder or a hub id. dtype: "auto" is as it was saved. device: "auto" is a GPU if there is one.
     attention: transformers' attn_implementation. revision: of a hub id.
@@ -76,7 +76,7 @@ class ModelOptions:
 
 
 def model_info(name: str, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What `GET /v1/info` says of a model in both roles."""
+    """The answer of `GET /v1/info` about a model, the same in both roles."""
     return {
         "stillhouse": __version__,
         "model": name,

@@ -1,1 +1,1 @@
-"""How each kind of server is asked for signals and completions: `stillhouse serve`, vLLM and SGLang."""
+"""The requests to each kind of server for signals and completions: `stillhouse serve`, vLLM and SGLang."""

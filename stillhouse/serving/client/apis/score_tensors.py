@@ -20,7 +20,7 @@ def top_k_tensors(
 
     entries: the top ids at token t and their log-probabilities, which are the distribution of row t − 1.
         Token t itself may be added to them.
-    path: of the request, for messages.
+    path: the path of the request, for messages.
 
     Raises ValueError unless the entries are about the document's tokens, each with K ids and log-probabilities.
     """
@@ -34,7 +34,7 @@ def top_k_tensors(
         if next_token not in log_probs:
             raise ValueError(f"row {row} lacks token {next_token}, which follows it: the rows are shifted")
         if len(log_probs) == spec.top_k + 1:
-            del log_probs[next_token]  # it is added if it is not among the top ids
+            del log_probs[next_token]  # the token is added if it is not among the top ids
         if len(log_probs) != spec.top_k:
             raise ValueError(f"row {number} has {len(log_probs)} ids: expected the top {spec.top_k}")
         ranked = sorted(log_probs.items(), key=lambda pair: -pair[1])

@@ -1,4 +1,4 @@
-"""What a client needs of a kind of server: how it is asked for signals and completions, and how it takes weights."""
+"""The interface to one kind of server: requests for signals and completions, and new weights."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: for each document of a request, the signal's tensors
 Scores = list[dict[str, Tensor]]
-#: what is published: a whole model, or an adapter
+#: the kinds of published weights: a full model, or an adapter
 Kind = Literal["model", "adapter"]
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
@@ -35,14 +35,14 @@ class UnknownTokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a teacher's server says of itself; None: the server does not report it.
+    """A teacher's server as it describes itself. None: the server does not report the value.
 
     model: the name under which it serves the teacher. identity: a hash of the teacher's weights.
-    vocabulary: rows of the teacher's head. width: E. dtype: in which the teacher computes.
-    max_tokens: of the longest document that it scores. request_tokens: of all documents of a request.
-    max_top_k: ids per token. signals: which it gives.
+    vocabulary: the rows of the teacher's head. width: E. dtype: the dtype of the teacher's computation.
+    max_tokens: the most tokens of a document. request_tokens: the most tokens of all documents of a request.
+    max_top_k: the most ids per token. signals: the signals that it gives.
     files: the names and hashes of the files of the teacher's folder, if it offers them.
-    quantize: how its layers are quantized, if they are.
+    quantize: the quantization of its layers, if they are quantized.
     """
 
     url: str
@@ -61,7 +61,7 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens [start, end) of a completion were written by the weights with this label; None: it is not known."""
+    """The tokens [start, end) of a completion, and the label of the weights that wrote them; None: unknown."""
 
     label: str | None
     start: int
@@ -72,7 +72,7 @@ class Span:
 class Published:
     """A version of the student in a folder.
 
-    label: what servers mark its tokens with. manifest: the sha256 of its manifest, and so of all its files.
+    label: the mark that servers put on its tokens. manifest: the sha256 of its manifest, and so of all its files.
     """
 
     version: int
@@ -84,7 +84,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion as a server gives it. stop: the text at which it ended, if it ended at one."""
+    """A completion as a server gives it. stop: the stop text that ended it, if there is one."""
 
     ids: list[int]
     log_probs: list[float]
@@ -101,13 +101,13 @@ class Answer:
 class ServerApi(Protocol):
     """A kind of server that gives a teacher's signals and writes completions.
 
-    signals: which it can give; only those in `any_temperature` also at a temperature other than 1.
-    path: of requests for completions.
-    marks_tokens: whether an answer has the weights' label for each token, and not one for the whole completion.
-    proved: whether log-probabilities are those after the temperature and over the whole vocabulary however the server
-        was started.
+    signals: the signals that it can give; those in `any_temperature` also at a temperature other than 1.
+    path: the path of requests for completions.
+    marks_tokens: whether an answer has a label for each token, and not only one label for the completion.
+    proved: whether the log-probabilities are always those after the temperature and over the full vocabulary. If
+        False, they depend on the options with which the server was started.
     takes_adapters: whether it loads an adapter as a version of the student.
-    hint: what to do if the server does not know the path.
+    hint: advice for the user if the server does not know the path.
     """
 
     name: ClassVar[str]
@@ -128,7 +128,7 @@ class ServerApi(Protocol):
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
     ) -> list[Call[Scores]]:
-        """The requests that give the signals of documents, each for one or several that follow one another."""
+        """The requests for the signals of documents. A request is for one document or several consecutive ones."""
 
     def model_name(self, ask: Ask) -> str | None:
         """The name of the model that the server serves, None if requests need none. Raises ValueError."""
@@ -136,7 +136,7 @@ class ServerApi(Protocol):
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
     ) -> dict[str, Any]:
-        """A request for one completion. top: ask for the log-probabilities of so many most probable tokens, too."""
+        """A request for one completion. top: the number of top tokens whose log-probabilities are requested."""
 
     def parse(self, response: httpx2.Response, kind: Kind) -> Answer:
         """Raises ValueError for an answer that cannot be read."""
@@ -147,9 +147,8 @@ class ServerApi(Protocol):
     def give(self, ask: Ask, published: Published) -> bool:
         """Let the server load a published version, and mark what it writes from now on with its label.
 
-        May be repeated. Returns False if the server was seen to have been started anew meanwhile. Raises ServerError
-        if the server answers that it cannot; no token is then written until a later call has succeeded, or it has
-        another label.
+        May be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if the server answers
+        that it cannot. Until a later call succeeds, it then writes no token, or only tokens with another label.
         """
 
     def tokenizer_difference(
@@ -161,20 +160,20 @@ class ServerApi(Protocol):
         """
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
-        """Free what the server keeps of an earlier version."""
+        """Free the server's memory of an earlier version."""
 
 
 def require_tokenizer(
     api: ServerApi, ask: Ask, url: str, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
 ) -> None:
-    """Raise ValueError if the server's tokenizer is another one, and UnknownTokenizerError if it is not told."""
+    """Raise ValueError if the server has another tokenizer, UnknownTokenizerError if the server does not tell it."""
     difference = api.tokenizer_difference(ask, model, tokenizer, text)
     if difference is not None:
         raise ValueError(f"{url} has another tokenizer than the student: {difference}; expected the same tokenizer")
 
 
 def described(kind: type[Parsed], ask: Ask, path: str, name: str) -> Parsed:
-    """What a server says of itself. Raises ValueError unless it answers as a server of this name."""
+    """The server's description of itself. Raises ValueError unless it answers as a server of this name."""
     answer = ask(path, None)
     if answer.status_code != 200:
         raise ValueError(f"{answer.url} answers {answer.status_code}: expected 200, with the right token")
@@ -184,7 +183,7 @@ def described(kind: type[Parsed], ask: Ask, path: str, name: str) -> Parsed:
 def json_call(
     path: str, body: dict[str, Any], parse: Callable[[httpx2.Response], Scores], tokens: int, absent: str = ""
 ) -> Call[Scores]:
-    """absent: see `Call`."""
+    """A request with a JSON answer. absent: see `Call`."""
     return Call(path, json.dumps(body).encode(), JSON, parse, tokens, absent)
 
 

@@ -4,10 +4,10 @@ recorded.
 Signals are asked for without new tokens. Hidden states are JSON lists, and need a server that was started with
 `--enable-return-hidden-states`. Their log-probabilities are always at temperature 1, over the whole vocabulary.
 
-Weights of a writer are loaded by `/update_weights_from_disk`. SGLang labels a completion as a whole, when it ends. So
-before an update, completions under way are ended, and what was asked before the update and answered after it is
-discarded and asked again. Log-probabilities of completions are those after the temperature, over the whole
-vocabulary, unless it was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
+`/update_weights_from_disk` loads weights. SGLang gives a completion one label, when it ends. So before an update,
+completions under way are ended. A request from before the update that is answered after it is discarded and sent
+again. Log-probabilities of completions are those after the temperature, over the full vocabulary, unless the server
+was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
 """
 
 from collections.abc import Sequence

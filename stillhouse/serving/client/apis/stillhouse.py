@@ -24,7 +24,7 @@ from stillhouse.serving.client.pool import Ask, Call, RefusedError
 from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: tokens of a request, unless a single document has more
+#: the most tokens of a request, unless a single document has more
 REQUEST_TOKENS = 4096
 
 
@@ -46,7 +46,7 @@ class _Info(BaseModel):
 
 
 class StillhouseApi(VllmApi):
-    """It loads a version whole or not at all, between two batches: every token of a completion has one version."""
+    """The server loads a complete version between two batches. So all tokens of a completion have one version."""
 
     name: ClassVar[str] = "stillhouse"
     signals: ClassVar[frozenset[str]] = frozenset({"hidden", "top_k", "chosen", "sampled"})

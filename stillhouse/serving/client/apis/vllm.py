@@ -9,8 +9,8 @@ answer.
 
 Completions come from `/inference/v1/generate`, and weights are loaded by its routes for development. The server is
 started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1. It marks each token with the label of the weights that
-wrote it. At a temperature other than 1 it also needs --logprobs-mode processed_logprobs. Of a student with an
-adapter, each version is an adapter of its own name, which requests name as their model; the server needs
+wrote it. At a temperature other than 1 it also needs --logprobs-mode processed_logprobs. For a student with an
+adapter, each version is an adapter with a name, and requests have this name as their model. The server then needs
 --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A completion that is under way keeps its adapter.
 """
 
@@ -132,7 +132,7 @@ class _ServerInfo(BaseModel):
 
 
 class VllmApi:
-    """is_tied: whether the student's output head is its embedding, and whole models are given to the server."""
+    """is_tied: whether the student's head is its embedding and the server gets full models, not adapters."""
 
     name: ClassVar[str] = "vllm"
     signals: ClassVar[frozenset[str]] = frozenset({"hidden", "top_k", "chosen"})
@@ -216,7 +216,7 @@ class VllmApi:
             if answer.status_code != 200 and "already been loaded" not in answer.text:
                 require(answer, "loading the adapter", _LORA)
             return True
-        # Requests under way wait; what half-updated weights would write has a label that nobody accepts.
+        # Requests under way wait. Tokens of half-updated weights have a label that is never accepted.
         _succeed(ask, "/pause?mode=keep", {}, "status", "paused")
         _succeed(ask, "/update_weight_version", {"new_version": f"{published.label}-loading"}, "success", True)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(published.folder)}}
@@ -224,7 +224,7 @@ class VllmApi:
         # The keys and values that the old weights have computed for requests under way are computed again.
         _succeed(ask, "/reset_prefix_cache?reset_running_requests=true", {}, "success", True)
         _succeed(ask, "/update_weight_version", {"new_version": published.label}, "success", True)
-        # A server that was started anew after it had loaded the weights has its first ones, and is not paused.
+        # A server that was restarted after it loaded the weights has its first weights, and is not paused.
         is_paused = require(ask("/is_paused", None), "/is_paused") == {"is_paused": True}
         if is_paused:
             _succeed(ask, "/resume", {}, "status", "resumed")

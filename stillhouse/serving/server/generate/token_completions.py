@@ -80,7 +80,7 @@ class VersionedCompletion:
 
 
 def part(body: GenerateBody, limits: Limits, eos_ids: Sequence[int]) -> GenerationPart:
-    """What the model gets. eos_ids: the model's own ends of sequence. Raises RequestError beyond the limits."""
+    """The part for the model. eos_ids: the model's ends of sequence. Raises RequestError beyond the limits."""
     options = body.sampling_params
     limits.check_documents([body.token_ids], "token_ids")
     tokens = len(body.token_ids) + options.max_tokens

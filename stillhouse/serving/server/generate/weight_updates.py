@@ -1,8 +1,8 @@
 """New weights for a server that writes completions, read from a folder of published weights.
 
-An HTTP thread reads a version into host memory and compares it there with its hashes and with the model; the model's
-thread copies it between two batches. So every completion is written by one version, and a folder that is refused, or
-that somebody changes meanwhile, changes nothing. While a version is read, the host holds it a second time.
+An HTTP thread reads a version into host memory and compares it with its hashes and with the model. The model's thread
+copies it between two batches. So every completion has one version, and a folder that is refused or changes meanwhile
+has no effect. While a version is read, the host memory holds a second copy of the weights.
 """
 
 import threading
@@ -68,7 +68,7 @@ class WeightUpdates:
         return self._by_model_names(stored)
 
     def submit(self, tensors: Mapping[str, Tensor], version: str) -> "Future[None]":
-        """Ask for new weights. The future is done when they are in use. version: their name from then on."""
+        """Request new weights. The future is done when they are in use. version: their name from then on."""
         done: Future[None] = Future()
         with self._lock:
             if self._closed:

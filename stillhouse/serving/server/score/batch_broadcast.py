@@ -1,7 +1,7 @@
 """Sends each batch from rank 0, which speaks HTTP, to the other tensor-parallel ranks.
 
-A batch is sent as the bytes of one safetensors file: its documents as tensors, and what they ask for as JSON in the
-header. So nothing that arrives can run code. A length comes first; it can also say that there is nothing yet, which
+A batch is sent as the bytes of one safetensors file: its documents as tensors, and their options as JSON in the
+header. So received bytes cannot run code. A length is sent first. It can also mean that there is no batch yet, which
 keeps the collective from timing out, or that the server ends.
 """
 

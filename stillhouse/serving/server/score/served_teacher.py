@@ -1,4 +1,4 @@
-"""The teacher of a server: its model over the ranks of the job, its files for clients, and what identifies it."""
+"""The teacher of a server: its model over the ranks of the job, its files for clients, and its identity."""
 
 import hashlib
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ RANK_SECONDS = 600.0
 class ServedTeacher:
     """A loaded teacher (a `Role`).
 
-    folder: what clients can get: configuration, tokenizer, output head. identity: the hash of the teacher's weights.
+    folder: the files for clients: configuration, tokenizer, output head. identity: the hash of the teacher's weights.
     """
 
     name: str
@@ -87,7 +87,7 @@ class ServedTeacher:
 def load_teacher(
     options: ModelOptions, folder: Path, batch_tokens: int, queue_tokens: int, max_top_k: int
 ) -> ServedTeacher:
-    """Load a model over all processes that torchrun started, and write what clients can get to `folder`.
+    """Load a model over all processes that torchrun started, and write the files for clients to `folder`.
 
     folder: empty; only the first process writes to it. Raises ValueError for a model that cannot be loaded, is
     damaged, or cannot be sharded over so many processes.
