@@ -1,4 +1,4 @@
-"""The errors that a wrong configuration raises; each has the key that it concerns."""
+"""The errors of a wrong configuration. Every error has the key that it concerns."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -40,8 +40,8 @@ class MissingKeyError(ConfigError):
 class as_config_error(AbstractContextManager[object]):
     """Raise a ValueError of the block as a ConfigError with a key. A ConfigError keeps its own key.
 
-    key: of the configuration; None: errors stay as they are
-    passes: further types of errors that stay as they are
+    key: the key of the configuration. None: errors are not changed.
+    passes: other types of errors that are not changed.
     """
 
     def __init__(self, key: str | None, *passes: type[ValueError]):

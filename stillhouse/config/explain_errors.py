@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into one line each: the key, the value, what is expected, and what is probably meant."""
+"""Turns each error of pydantic into one line: the key, the value, the expected values, and a suggestion."""
 
 import difflib
 import re
@@ -130,11 +130,11 @@ def _shown(value: Any) -> str:
     return short.repr(value) + (" (text)" if isinstance(value, str) else "")
 
 
-# what is probably meant by a value
+# suggestions for values
 
 
 def _near_value(key: str, value: Any, schema: Schema, default: Any) -> str:
-    """The value that is probably meant: another tool's name, a misspelling, a list without brackets; "" if none is.
+    """A suggestion for a value: from another tool's name, a misspelling or a list without brackets; "" if none.
 
     schema: the key's JSON schema
     default: the key's default
@@ -153,7 +153,7 @@ def _near_value(key: str, value: Any, schema: Schema, default: Any) -> str:
 
 
 def _in_brackets(value: str, items: Schema, default: Any) -> str:
-    """The list that a text probably stands for: [tensorboard, wandb] for tensorboard,wandb, and [] for none."""
+    """The list that a text may stand for: [tensorboard, wandb] for `tensorboard,wandb`, and [] for `none`."""
     if default == [] and value.lower() in ("none", "null", ""):
         return "[]"
     names = [name.strip() for name in value.split(",")]
@@ -167,13 +167,13 @@ def _nearest_choice(value: str, choices: Sequence[Any]) -> str:
     return near[0] if near else ""
 
 
-# what is probably meant by a key
+# suggestions for keys
 
 
 def unknown_key(key: str, model: type[Section]) -> ConfigError:
     """The error for an unknown key.
 
-    It names the keys of this name in other sections, the key of what another tool calls so, the most similar keys, or
+    It suggests the keys of this name in other sections, the key for another tool's name, the most similar keys, or
     all keys of the section.
     """
     values = value_fields(model)
@@ -182,7 +182,7 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
     list_field = known.get(re.sub(r"\.\d+$", "", parent))
     item = None if list_field is None else item_section(list_field)
     is_elsewhere = any(other.rpartition(".")[2] == name for other in known)
-    # the section may be a part of the other tool's name: eval.steps for eval_steps
+    # the section may be a part of another tool's name: eval.steps for eval_steps
     joined = key.replace(".", "_") if "." in key else ""
     siblings = [other.removeprefix(f"{parent}.") for other in values if other.startswith(f"{parent}.")]
     if item is not None:
@@ -197,7 +197,7 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
 
 
 def override_hint(option: str, model: type[Section]) -> str:
-    """The override to write in place of an option, such as --learning-rate; "" for a name that is not known."""
+    """The override that replaces an unknown option such as --learning-rate; "" for an unknown name."""
     name = option.lstrip("-").replace("-", "_")
     known = value_fields(model)
     if keys := [name] if name in known else [key for key in known if key.rpartition(".")[2] == name]:
@@ -225,7 +225,7 @@ def nearest(key: str, known: Iterable[str]) -> list[str]:
 def _similarity(key: str, candidate: str) -> tuple[float, float]:
     """The similarity of the last names, then that of the whole paths.
 
-    For a key without a section, the larger of the two: the section may be joined to the name without a dot.
+    For a key without a section, the larger of both, because the section may be joined to the name without a dot.
     """
 
     def ratio(a: str, b: str) -> float:

@@ -1,4 +1,4 @@
-"""What other tools call our keys and values, and the hints about it in errors.
+"""The names of Stillhouse's keys and values in other tools, and the hints about them in errors.
 
 The names are in `other_tools.yaml`, which is read when the first hint is needed.
 """
@@ -15,7 +15,7 @@ from stillhouse.config.yaml_text import read_yaml
 
 FILE = Path(__file__).with_name("other_tools.yaml")
 PEERS = {"trl": "TRL", "verl": "verl", "automodel": "Automodel", "swift": "ms-swift", "axolotl": "axolotl"}
-#: in a hint about a name for which there is nothing to write instead
+#: part of a hint about a name that has no counterpart here
 NO_KEY = "has no key here"
 
 #: names that are separated by spaces
@@ -61,13 +61,13 @@ def peer_entries() -> list[PeerKey]:
 
 
 def peer_value(key: str, value: str) -> str:
-    """Our value of a key for one that other tools call so; "" if none does."""
+    """Stillhouse's value for a value of another tool; "" if no tool of the table has it."""
     values = peer_table().values.get(key, {})
     return next((ours for ours, theirs in values.items() if value.lower() in theirs), "")
 
 
 def peer_hint(key: str, *, with_section: bool = False) -> str | None:
-    """What the key of another tool is called here, in words; None for a name that no tool of the table has.
+    """A hint with the key for another tool's name; None for a name that no tool of the table has.
 
     key: the name as it was written, in a section or not, with underscores or dashes.
     with_section: the key has a section, and the other tool's name must be the same with its section.
@@ -92,7 +92,7 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
 
 
 def _same(spelling: str, name: str) -> bool:
-    """Whether two dotted names are equal, or one ends with the other; `spelling` then needs two parts."""
+    """Whether two dotted names are equal, or one is the end of the other and `spelling` has two parts or more."""
     if spelling == name or spelling.endswith(f".{name}"):
         return True
     return "." in spelling and name.endswith(f".{spelling}")
@@ -105,5 +105,5 @@ def _fitting(keys: Sequence[str], spelling: str) -> Sequence[str]:
 
 
 def _enumerated(names: list[str], word: str) -> str:
-    """The names with commas between them, and a word before the last one."""
+    """The names, separated by commas, with a word before the last name."""
     return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -26,9 +26,9 @@ def load_config(
 ) -> RunConfig:
     """The configuration of a run from four layers: defaults, file, settings, overrides. A later layer has precedence.
 
-    path: the YAML file, or None
-    overrides: texts such as `train.learning_rate=2e-5`, whose values are YAML; of one key, the last one counts
-    defaults, settings: nested mappings like the file's content
+    path: the YAML file, or None.
+    overrides: texts such as `train.learning_rate=2e-5`, with YAML values. The last override of a key is used.
+    defaults, settings: nested mappings like the file's content.
 
     Sections are merged, and values are replaced. `train.steps` in a later layer also replaces `train.epochs` of an
     earlier layer, and `train.epochs` replaces `train.steps`. Raises ConfigError.
@@ -97,7 +97,7 @@ def _read_override(override: str) -> Layer:
     if not sign:
         raise ConfigError(None, f"override {override!r}: expected key=value, such as train.learning_rate=2e-5")
     _check_key(key)
-    nested: Any = text  # a glob: an alias, which YAML would read, has nothing to refer to here
+    nested: Any = text  # a glob: an override has no YAML anchors, so it cannot be an alias
     if not text.startswith("*"):
         nested = read_yaml(text, f"override {override!r}", numbered=False)
     for name in reversed(key.split(".")):
@@ -120,7 +120,7 @@ def _check_key(key: str) -> None:
 
 
 def _without_sign(key: str) -> str:
-    """What to write instead of a key with Hydra's sign + (to add it) or ~ (to remove it)."""
+    """The replacement for a key with Hydra's sign + (which adds it) or ~ (which removes it)."""
     bare = key.lstrip("+~")
     try:
         _check_key(bare)

@@ -1,6 +1,6 @@
 """The rules between keys of a run's configuration, as one table, and their check.
 
-Each section's class says which values a key accepts by itself; a row here says which values do not go together.
+The class of a section defines the values of a single key; a row here defines a conflict between several keys.
 """
 
 import os
@@ -16,7 +16,7 @@ from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_t
 from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.sections.teacher_section import TeachersConfig
 
-#: in a row, `teacher.` stands for every teacher, and this for each of several
+#: in a row, `teacher.` stands for every teacher, and this prefix for each of several teachers
 _NAMED = f"teachers.{ANY_NAME}."
 _OF_A_TEACHER = re.compile(rf"\bteacher\.|{re.escape(_NAMED)}")
 _FIELDS = value_fields(RunConfig)
@@ -26,10 +26,10 @@ _FIELDS = value_fields(RunConfig)
 class Rule:
     """One rule between keys.
 
-    keys: the key that is refused, then those that it is refused with
-    refuses: called with the keys' values (None where a section is absent), says whether they break the rule
-    expected: what to write instead
-    because: the reason, or ""
+    keys: the key that is refused, then the keys that conflict with it.
+    refuses: whether these values of the keys break the rule. A value is None where its section is absent.
+    expected: the expected configuration, in words.
+    because: the reason, or "".
     """
 
     keys: tuple[str, ...]
@@ -61,7 +61,7 @@ class Rule:
         ]
 
     def _problem(self, value: Any, *others: Any) -> str:
-        """What was given and what is expected, in words."""
+        """The given and the expected values, in words."""
         with_others = " and ".join(
             key if _is_section(other) else f"{key}={yaml_value(other)}"
             for key, other in zip(self.keys[1:], others, strict=True)
@@ -78,7 +78,7 @@ class Rule:
 def excludes(key: str, *others: str, expected: str = "", because: str = "") -> Rule:
     """A rule that a key is not set where one of the other keys is set.
 
-    A key is set if it has neither its default nor null; `key=value` stands for this value alone.
+    A key is set if its value is neither its default nor null; `key=value` means only this value.
     """
     keys, signs, texts = zip(*(text.partition("=") for text in (key, *others)), strict=True)
 

@@ -56,7 +56,7 @@ def _checked_function(path: str) -> str:
 
 
 def function_hint(path: str) -> str:
-    """How to write a function that is given as a file (my.py:f) or with a dot (my.f); "" for any other path."""
+    """The right form of a function that is written as a file (my.py:f) or with a dot (my.f); "" for other paths."""
     if match := _FILE.fullmatch(path):
         file, name = PurePath(match["file"]), match["name"] or "function"
         if all(part.isidentifier() for part in file.parts):

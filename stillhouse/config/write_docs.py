@@ -96,7 +96,7 @@ def write(folder: Path) -> None:
 
 
 def with_names(page: str) -> str:
-    """The page for those who come from another tool, with a new table after each mark `<!-- names: … -->`."""
+    """The text of coming_from.md with a new table after each mark `<!-- names: … -->`."""
     return re.sub(
         r"(?s)(<!-- names: (\w+) -->\n).*?(<!-- end -->)",
         lambda mark: f"{mark[1]}{_names(mark[2])}{mark[3]}",

@@ -1,7 +1,7 @@
 """Writes a cache of a teacher's signals for the data of a run: the command `stillhouse cache`.
 
-The teacher runs in this job, or is served: then it is asked once, for any number of runs. The documents are divided
-into shards once, by their order and size alone. Each process computes every n-th shard.
+The teacher runs in this job, or on servers, which then score each document once for any number of runs. Only the
+order and the sizes of the documents decide the shards. With n processes, each computes every n-th shard.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,14 +37,14 @@ def write_cache(
 ) -> Manifest:
     """Write the signals of a run's teacher for its training and held-out documents, or continue to write them.
 
-    kind, top_k, dtype, with_label: of a teacher in this job. A served teacher is asked for `teacher.signal`.
-    top_k: ids per token of "top_k", draws per token of "sampled"; both are at the temperature of the run's objective
-    dtype: of the stored numbers; None: float32, or the teacher's own dtype for hidden states
-    with_label: whether "top_k" also has the actual next token
-    packed: whether ids and counts have as few bits as they need
+    kind, top_k, dtype, with_label: the signal of a teacher in this job. A served teacher gives `teacher.signal`.
+    top_k: ids per token of "top_k", samples per token of "sampled", both at the temperature of the run's objective.
+    dtype: the dtype of the stored numbers. None: float32, or the teacher's own dtype for hidden states.
+    with_label: whether "top_k" also has the actual next token.
+    packed: whether ids and counts have as few bits as they need.
 
     A collective of all processes of a job. Raises ConfigError for a configuration without a teacher, or with a server
-    that is not the teacher that is meant, and ValueError for a folder in which something else was written, and for a
+    of another teacher, and ValueError for a folder in which something else was written, and for a
     teacher whose signals are not finite.
     """
     setup = RunSetup(config)
@@ -99,7 +99,7 @@ def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
 
 
 def _served_teacher(setup: RunSetup, data: RunData) -> tuple[SignalStore, CacheTeacher]:
-    """The servers of the teacher, which are proven. Raises ConfigError if their signals cannot be cached."""
+    """The proven servers of the teacher. Raises ConfigError if their signals cannot be cached."""
     store = setup.stores["teacher"]
     setup.require_signals(data)
     if store.teacher_folder is None or store.vocabulary is None:

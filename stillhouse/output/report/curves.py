@@ -1,4 +1,4 @@
-"""Which charts are drawn from the metrics of runs: their order, titles, units, and one series per run and side.
+"""The charts of the metrics of runs: their order, titles and units, and one series per run and side.
 
 Every metric of every run is drawn, except `NOT_DRAWN`: the known ones in the order of the tables below, one chart for
 each term of the loss, and at the end all unknown metrics (for example of a later version), with their keys as titles.

@@ -88,7 +88,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def render(runs: Sequence[Run], *, watching: bool = False) -> str:
-    """Return the page of the first run, compared with the other runs. watching: it asks its server for later ones."""
+    """Return the page of the first run, compared with the others. watching: whether it asks for new versions."""
     run, rollouts, held_out = runs[0], runs[0].rollouts, runs[0].held_out
     drawings = draw(runs)
     names = run_names([run.path for run in runs])
@@ -257,9 +257,9 @@ def _chart_data(drawing: Drawing) -> dict[str, object]:
 
 
 def _policy(scripts: Iterable[str], *, watching: bool) -> str:
-    """Return a Content-Security-Policy with which the page runs only its own scripts and loads nothing.
+    """Return a Content-Security-Policy that lets the page run only its own scripts and load nothing.
 
-    watching: it may ask the server that it comes from.
+    watching: the page may send requests to its own server.
     """
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{script_hash}'" for script_hash in hashes)

@@ -1,4 +1,4 @@
-"""How the page shows tokens: as text, shaded by divergence, and with what the models predict for them.
+"""The tokens of the page: their text, shaded by divergence, with the predictions of the models.
 
 The text is unchanged; invisible characters (newlines, tabs, control characters) get a mark. A shade stands for a
 range of nats; each range starts at twice the start of the one before. The ranges are the same in every report, so

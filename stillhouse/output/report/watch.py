@@ -1,8 +1,8 @@
 """`stillhouse report --watch`: serves a run's report on this machine while the run goes on.
 
 The page asks this server every two seconds whether there is a later version, and replaces its content by it.
-Smoothing, scales, zoom and scroll position stay. The server answers only requests that name it as this machine, so
-that a page of another origin cannot read the report through a host name that it controls.
+Smoothing, scales, zoom and scroll position stay. The server answers only requests whose host name is this machine's,
+so that a page of another origin cannot read the report through a host name of its own.
 """
 
 import hashlib
