@@ -1,7 +1,7 @@
 """Makes text from outside safe to show: short, and unable to move the cursor or to change the reading direction."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 #: control characters except tab and newline, line separators, direction controls, halves of surrogate pairs
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -32,6 +32,11 @@ def name_list(names: Iterable[object]) -> str:
     shown = [_cut(escaped(name), NAME_WIDTH) for name in ordered[:NAMES]]
     more = [f"and {len(ordered) - NAMES:,} more"] if len(ordered) > NAMES else []
     return ", ".join(shown + more) or "none"
+
+
+def enumerated(names: Sequence[str], word: str) -> str:
+    """The names with commas between them, and a word before the last one."""
+    return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def first_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from kit import shard_ranks
 
 from stillhouse.libraries import FEATURES, is_supported
 
+pytest_plugins = ["kit.serving", "kit.writer_cases"]
 # no deadline, because the time of an example depends on the load of the machine
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")

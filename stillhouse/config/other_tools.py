@@ -12,6 +12,7 @@ from pydantic import BeforeValidator
 
 from stillhouse.config.section import Section
 from stillhouse.config.yaml_text import read_yaml
+from stillhouse.display import enumerated
 
 FILE = Path(__file__).with_name("other_tools.yaml")
 PEERS = {"trl": "TRL", "verl": "verl", "automodel": "Automodel", "swift": "ms-swift", "axolotl": "axolotl"}
@@ -83,12 +84,12 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
         return None
     _, entry, name = max(matches, key=lambda match: match[0])
     peers = [peer for other, peer in entry.names() if peer and other == name]
-    subject = f"{name} of {_enumerated(peers, 'and')}" if peers else name
+    subject = f"{name} of {enumerated(peers, 'and')}" if peers else name
     if not entry.ours:
         return f"{subject} {NO_KEY}: {entry.note}"
     note = f" ({entry.note})" if entry.note else ""
     keys = [ours if "." in ours else f"the key {ours}" for ours in _fitting(entry.ours, spelling)]
-    return f"{subject} is {_enumerated(keys, 'or')} here{note}"
+    return f"{subject} is {enumerated(keys, 'or')} here{note}"
 
 
 def _same(spelling: str, name: str) -> bool:
@@ -102,8 +103,3 @@ def _fitting(keys: Sequence[str], spelling: str) -> Sequence[str]:
     """The keys whose section begins the spelling; all keys if there are none."""
     of_section = [key for key in keys if spelling.startswith(key.partition(".")[0])]
     return of_section or keys
-
-
-def _enumerated(names: list[str], word: str) -> str:
-    """The names, separated by commas, with a word before the last name."""
-    return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

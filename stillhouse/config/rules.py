@@ -15,6 +15,8 @@ from stillhouse.config.section import Section
 from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
 from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.sections.teacher_section import TeachersConfig
+from stillhouse.config.servers import ADAPTER_ENGINES, ENGINES
+from stillhouse.display import enumerated
 
 #: in a row, `teacher.` stands for every teacher, and this prefix for each of several teachers
 _NAMED = f"teachers.{ANY_NAME}."
@@ -211,7 +213,7 @@ RULES: tuple[Rule, ...] = (
     excludes(
         "rollout.engine=transformers",
         "rollout.url",
-        expected="stillhouse, vllm or sglang",
+        expected=enumerated(ENGINES[1:], "or"),
         because="transformers runs in this process",
     ),
     Rule(
@@ -221,10 +223,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("rollout.engine", "student.adapter", "rollout.writer"),
-        lambda engine, adapter, writer: (
-            engine in ("stillhouse", "sglang") and adapter is not None and writer == "student"
-        ),
-        "vllm or transformers",
+        lambda engine, adapter, writer: engine not in ADAPTER_ENGINES and adapter is not None and writer == "student",
+        enumerated(ADAPTER_ENGINES, "or"),
         "the others take whole models",
     ),
     needs("rollout.timeout", "rollout.url"),

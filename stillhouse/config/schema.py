@@ -6,6 +6,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic.fields import FieldInfo
 
 from stillhouse.config.section import Section
+from stillhouse.display import enumerated
 
 #: stands for a name of the user's choice in a dotted key
 ANY_NAME = "<name>"
@@ -59,8 +60,7 @@ def value_fields(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]
 
 def describe(schema: Schema) -> str:
     """The accepted values, such as `whole number >= 1 or null`, `bf16 or fp32`, `list of 2 (number >= 0 and < 1)`."""
-    options = _options(schema)
-    return " or ".join(filter(None, [", ".join(options[:-1]), options[-1]]))
+    return enumerated(_options(schema), "or")
 
 
 def _options(schema: Schema) -> list[str]:

@@ -16,10 +16,7 @@ from stillhouse.loops.weights_proof import probe_prompts
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.serving.client import TOKEN_VARIABLE, ServedEngine, ServerError
-from stillhouse.serving.client.apis.server_api import ServerApi
-from stillhouse.serving.client.apis.sglang import SglangApi
-from stillhouse.serving.client.apis.stillhouse import StillhouseApi
-from stillhouse.serving.client.apis.vllm import VllmApi
+from stillhouse.serving.client.apis.server_api import server_api
 
 #: the tokens of a batch of completions, divided by those of a micro-batch: generation keeps far fewer activations
 _BATCHES = 8
@@ -66,12 +63,14 @@ def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine
 
 
 def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: int) -> ServedEngine:
-    prompts = session.train.documents
+    prompts, student = session.train.documents, session.student
+    # with an adapter, the server keeps its own base
+    takes_models = rollout.writer == "student" and student.lora is None
     try:
         engine = ServedEngine(
             rollout.urls,
-            sampling_of(rollout, eos_ids(session.tokenizer, session.student)),
-            _api(rollout, session.student),
+            sampling_of(rollout, eos_ids(session.tokenizer, student)),
+            server_api(rollout.engine, is_tied=student.tied and takes_models),
             vocabulary=vocabulary,
             timeout=rollout.timeout,
             token=os.environ.get(TOKEN_VARIABLE),
@@ -86,13 +85,6 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
     except (ValueError, ServerError) as error:
         raise ConfigError("rollout.url", str(error)) from error
     return engine
-
-
-def _api(rollout: RolloutConfig, student: Decoder) -> ServerApi:
-    if rollout.engine == "vllm":  # with an adapter, the server keeps its own base
-        takes_models = rollout.writer == "student" and student.lora is None
-        return VllmApi(is_tied=student.tied and takes_models)
-    return {"stillhouse": StillhouseApi, "sglang": SglangApi}[rollout.engine]()
 
 
 def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:

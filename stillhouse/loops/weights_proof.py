@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from stillhouse.config import RolloutConfig
+from stillhouse.config.servers import SERVERS
 from stillhouse.data import Documents
 from stillhouse.generation import Completion, Sample
 from stillhouse.loops.session_objects import Session
@@ -89,7 +90,7 @@ def _gaps_by_server(session: Session, micro_batches: ShardedMicroBatches) -> dic
 def _rounding(session: Session, rollout: RolloutConfig) -> float:
     """The largest rounding difference in nats. Only `stillhouse serve` certainly has the student's dtype."""
     is_exact = (
-        rollout.engine == "stillhouse"
+        SERVERS[rollout.engine].rounds_as_here
         and session.engine.autocast is None
         and next(session.student.parameters()).dtype == torch.float32
         and torch.get_float32_matmul_precision() == "highest"

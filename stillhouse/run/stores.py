@@ -212,7 +212,7 @@ def _prove(
     store.proof, store.prove_every = proof, teacher.prove_every
     per_token = store.signal.bytes_per_token(store.width)
     log_rank0(
-        f"{section}: {store.signal}, {per_token:,} bytes per token, from {store.name} ({store.api.name}); "
+        f"{section}: {store.signal}, {per_token:,} bytes per token, from {store.name} ({store.api.kind.name}); "
         f"proven with {'; '.join(proof.findings)}"
     )
 

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -20,30 +20,11 @@ from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.client.served_weights import MAX_RESTORES
 
 
-@pytest.fixture(scope="module")
-def student(tmp_path_factory: pytest.TempPathFactory) -> Student:
-    return Student(tmp_path_factory.mktemp("student"))
-
-
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that failed are sent again soon; a server that restarts is asked again after a tenth of `PATIENCE`."""
     monkeypatch.setattr(pool, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(served_weights, "PATIENCE", 2.0)
-
-
-@pytest.fixture
-def server(student: Student) -> Iterator[StubServer]:
-    with stub_server(Vllm, student.folder / "model", processed=True) as running:
-        yield running
-
-
-@pytest.fixture
-def engine(student: Student, server: StubServer) -> Iterator[ServedEngine]:
-    """It has given version 1 to the server."""
-    with closing(engine_of(server)) as engine:
-        engine.update_weights(1, student.published(1))
-        yield engine
 
 
 def outside(choice: dict[str, Any]) -> None:

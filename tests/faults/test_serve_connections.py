@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 from kit.ranks import free_port
-from kit.runs import Command, save_model, wait_for
+from kit.runs import Command, wait_for
 from kit.serving import GENERATION, SCORING, Server, slow
 
 from stillhouse.serving.server import connection
@@ -24,11 +24,6 @@ GENERATE, SCORE = "/inference/v1/generate", "/v1/score"
 JSON_LIMIT = 8 * 2**20
 #: fewer connections than in earnest, so that the tests need not open thousands
 FEW = 200
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("serve") / "model", "qwen3", seed=2)
 
 
 def few_connections(seconds: float) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from kit.hostile import assert_survives, from_the_openapi_document
-from kit.runs import save_model
 from kit.serving import Server
 from safetensors.torch import save
 
@@ -29,11 +28,6 @@ SMALLEST: dict[str, dict[str, Any]] = {
     COMPLETE: {"prompt": [1, 2, 3], "max_tokens": 1},
     GENERATE: {"token_ids": [1], "sampling_params": {"max_tokens": 2}},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("serve") / "model", "qwen3", seed=2)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx2
+import pytest
 import torch
 from kit.ranks import Ranks
-from kit.runs import Command
+from kit.runs import Command, save_model
 
 from stillhouse.data import load_tokenizer
 from stillhouse.generation.publish_weights import publish
@@ -19,6 +20,12 @@ from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
 from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model to serve; modules about runs have a folder of their own."""
+    return save_model(tmp_path_factory.mktemp("serve") / "model", "qwen3", seed=2)
 
 
 class Server:

@@ -1,16 +1,18 @@
 """A student whose versions are published, and engines whose servers write its completions."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from kit.families import build
 from kit.generation_requests import requests
-from kit.stub_servers import Sglang, StubHandler, StubServer, Vllm
+from kit.stub_servers import Sglang, StubHandler, StubServer, Vllm, stub_server
 
 from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
@@ -91,6 +93,25 @@ def engine_of(
     sampling = sampling or Sampling(12, temperature=TEMPERATURE)
     options = {"vocabulary": VOCABULARY, "timeout": 20.0} | options
     return ServedEngine([server.url for server in servers], sampling, api or VllmApi(), **options)
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Student:
+    return Student(tmp_path_factory.mktemp("student"))
+
+
+@pytest.fixture
+def server(student: Student) -> Iterator[StubServer]:
+    with stub_server(Vllm, student.folder / "model", processed=True) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(student: Student, server: StubServer) -> Iterator[ServedEngine]:
+    """It has given version 1 to the server."""
+    with closing(engine_of(server)) as engine:
+        engine.update_weights(1, student.published(1))
+        yield engine
 
 
 def requests_of(count: int) -> list[GenerationRequest]:

@@ -29,11 +29,6 @@ ENGINES = Path(__file__).parents[1] / "kit" / "engines"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("serve") / "teacher", "qwen3", seed=2)
-
-
-@pytest.fixture(scope="module")
 def server(folder: Path) -> Any:
     with Server(folder) as running:
         yield running

@@ -33,11 +33,6 @@ RECORDED = Path(__file__).parents[1] / "kit" / "engines" / "gen_n2.json"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("serve") / "student", "qwen3", seed=2)
-
-
-@pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     with Server(folder, "--generate") as running:
         yield running

@@ -15,7 +15,7 @@ import pytest
 import torch
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
-from kit.runs import Command, run, save_model
+from kit.runs import Command, run
 from kit.serving import Server, load_weights, publish_scaled
 from kit.stub_servers import Vllm, stub_server
 from kit.weights_jobs import read_manifest
@@ -33,11 +33,6 @@ WEIGHTS, TENSOR = "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
 SETTINGS: dict[str, Any] = {"train.steps": 6, "rollout.max_new_tokens": 9, "rollout.engine": "stillhouse"}
 #: changes a published folder
 Edit = Callable[[Path], object]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("serve") / "student", "qwen3", seed=2)
 
 
 @pytest.fixture(scope="module")

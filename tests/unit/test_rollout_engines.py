@@ -1,7 +1,6 @@
 """Servers that write completions: true log-probabilities and versions, nothing by foreign or half-loaded weights."""
 
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from copy import copy
 from dataclasses import replace
@@ -38,25 +37,6 @@ from stillhouse.serving.client.apis.sglang import SglangApi
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.served_engine import ServedEngine
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory: pytest.TempPathFactory) -> Student:
-    return Student(tmp_path_factory.mktemp("student"))
-
-
-@pytest.fixture
-def server(student: Student) -> Iterator[StubServer]:
-    with stub_server(Vllm, student.folder / "model", processed=True) as running:
-        yield running
-
-
-@pytest.fixture
-def engine(student: Student, server: StubServer) -> Iterator[ServedEngine]:
-    """It has given version 1 to the server."""
-    with closing(engine_of(server)) as engine:
-        engine.update_weights(1, student.published(1))
-        yield engine
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from stillhouse.config.section import FunctionPath, PathText, Section, Text, Urls, url_list
+from stillhouse.config.servers import EngineName
 
 
 class RolloutConfig(Section):
@@ -30,7 +31,7 @@ class RolloutConfig(Section):
     """Tokens below this share of the largest probability are not sampled. 0: all tokens."""
     stop: list[Text] = Field(default=[])
     """Texts that end a completion, in addition to the end-of-sequence tokens."""
-    engine: Literal["transformers", "stillhouse", "vllm", "sglang"] = "transformers"
+    engine: EngineName = "transformers"
     """What generates completions. transformers: the student in the job. The others: servers at url."""
     url: Urls = Field(default=None, examples=["http://127.0.0.1:8001"])
     """The address of a server that generates completions, or a list of addresses. The environment variable

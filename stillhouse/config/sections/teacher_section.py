@@ -10,6 +10,7 @@ from stillhouse.config.section import PathText, Section, Text, Urls, url_list
 from stillhouse.config.sections.model_section import ModelConfig
 from stillhouse.config.sections.parallel_section import ParallelConfig
 from stillhouse.config.sections.student_section import StudentConfig
+from stillhouse.config.servers import ApiName
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
@@ -25,14 +26,14 @@ class TeacherConfig(ModelConfig):
 
     model: PathText | None = Field(default=None, examples=["Qwen/Qwen3-8B"])
     """Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer. With url, it is needed
-    for hidden states from vLLM or SGLang: the tokenizer and the output head are read from it."""
+    for hidden states from a server that does not offer its tokenizer and output head: they are read from it."""
     cache: PathText | None = None
     """A folder that `stillhouse cache` has written. The teacher's signals are read from it, and no teacher runs;
     teacher.model is then left out."""
     url: Urls = Field(default=None, examples=["http://10.0.0.7:8000"])
-    """The address of a server of the teacher (`stillhouse serve`, vLLM or SGLang), or a list of addresses. The
-    environment variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token."""
-    api: Literal["auto", "stillhouse", "vllm", "sglang"] = "auto"
+    """The address of a server of the teacher (its kinds: see api), or a list of addresses. The environment
+    variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token."""
+    api: ApiName = "auto"
     """The interface of the server at url. auto: detected."""
     signal: Literal["hidden", "top_k", "chosen", "sampled"] = "hidden"
     """The signal that is requested from the server. hidden: hidden states, which give the exact distribution at every
@@ -58,7 +59,7 @@ class TeacherConfig(ModelConfig):
     other checks of a server are always made."""
     prove_every: int = Field(default=0, ge=0)
     """Steps, and parts of evaluations, between two checks that the servers still give the signals that they gave at
-    the start. 0: only at the start, and when a server of vLLM or SGLang comes back."""
+    the start. 0: only at the start, and when a server comes back that does not send the hash of its weights."""
     accept: list[Literal["chat_template", "eos"]] = Field(default=[])
     """Differences between the server's tokenizer and the student's that are accepted: another chat template, another
     end-of-sequence token."""

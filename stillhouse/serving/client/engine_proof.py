@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from stillhouse.config.servers import ServerKind
 from stillhouse.generation.sample import Completion, Sampling
 
 #: prompts whose top tokens differ between models, and show the kind of a server's log-probabilities
@@ -24,14 +25,12 @@ TopLogProbs = Callable[[Sequence[int], Sampling], list[float]]
 _APART = 0.02
 
 _BEFORE = (
-    "{url} gives log-probabilities before the temperature, and the temperature is {temperature:g}: expected a vLLM "
-    "that was started with --logprobs-mode processed_logprobs, an SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB, or "
-    "a temperature of 1"
+    "{url} gives log-probabilities before the temperature, and the temperature is {temperature:g}: expected "
+    "{after_temperature}, or a temperature of 1"
 )
 _CUT = (
     "{url} gives log-probabilities among the tokens that top_p, top_k and min_p leave, and training needs those over "
-    "the whole vocabulary: expected top_p=1, top_k=0 and min_p=0, or for a temperature of 1 a vLLM that was started "
-    "without --logprobs-mode processed_logprobs"
+    "the whole vocabulary: expected top_p=1, top_k=0 and min_p=0"
 )
 _UNPROVABLE = (
     "{url} writes every token with nearly the same probability or with certainty, so that it cannot be proved which "
@@ -71,7 +70,7 @@ def same_weights(
     return len(before) == len(now) and 2 * len(gaps) > len(now) and max(gaps) < most
 
 
-def prove_log_probs(url: str, top: TopLogProbs, sampling: Sampling, vocabulary: int) -> None:
+def prove_log_probs(kind: ServerKind, url: str, top: TopLogProbs, sampling: Sampling, vocabulary: int) -> None:
     """Raise ValueError if the server's log-probabilities are not those of `Completion`.
 
     The gap between the top tokens is divided by the temperature. If the server normalises over the two tokens that
@@ -90,14 +89,17 @@ def prove_log_probs(url: str, top: TopLogProbs, sampling: Sampling, vocabulary: 
             if abs(gap / temperature - gap) < _APART:
                 continue
             if abs(scaled_gap - gap) < abs(scaled_gap - gap / temperature):
-                raise ValueError(_BEFORE.format(url=url, temperature=temperature))
+                raise ValueError(
+                    _BEFORE.format(url=url, temperature=temperature, after_temperature=kind.after_temperature)
+                )
         if not sampling.samples_all_tokens:
             among_two = -math.log1p(math.exp((before[1] - before[0]) / temperature))
             if abs(among_two - after[0]) < _APART:
                 continue
             cut = _top(url, top(ids, replace(plain, temperature=temperature, top_k=2)), 2)[0]
             if abs(cut - among_two) < abs(cut - after[0]):
-                raise ValueError(_CUT.format(url=url))
+                at_one = kind.over_all_tokens and f", or for a temperature of 1 {kind.over_all_tokens}"
+                raise ValueError(_CUT.format(url=url) + at_one)
         return
     raise ValueError(_UNPROVABLE.format(url=url))
 

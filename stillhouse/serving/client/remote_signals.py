@@ -14,14 +14,12 @@ import httpx2
 import numpy as np
 from transformers import AutoConfig
 
+from stillhouse.config.servers import SERVERS
 from stillhouse.data import DataError, Documents
 from stillhouse.data.render.tokenizers import MAX_IDS
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint, model_parts
-from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo
-from stillhouse.serving.client.apis.sglang import SglangApi
-from stillhouse.serving.client.apis.stillhouse import StillhouseApi
-from stillhouse.serving.client.apis.vllm import VllmApi
+from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, ServerApi, ServerInfo, server_api
 from stillhouse.serving.client.download import download_teacher
 from stillhouse.serving.client.pool import Call, ServerPool
 from stillhouse.signals.signal_checks import problem_in
@@ -36,7 +34,6 @@ _NEEDS_MODEL = {
     "hidden": "hidden states from {name} need the teacher's output head",
     "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
 }
-APIS: tuple[ServerApi, ...] = (StillhouseApi(), VllmApi(), SglangApi())
 
 
 @dataclass(frozen=True)
@@ -87,8 +84,7 @@ class RemoteSignals(SignalStore):
         if self.vocabulary is not None:
             documents.check_ids(self.vocabulary, "teacher")
         limits = [server.max_tokens for server in self.servers if server.max_tokens is not None]
-        # an engine that counts a generated token, too, scores one token less
-        longest = min(limits, default=np.inf) - (self.api.name != "stillhouse")
+        longest = min(limits, default=np.inf) - self.api.kind.counts_next
         beyond = np.flatnonzero(documents.lengths_D > longest)
         if len(beyond):
             tokens = int(documents.lengths_D[beyond[0]])
@@ -193,7 +189,7 @@ def _connected(pool: ServerPool, request: SignalRequest, api: str, model_folder:
     _require_signal(engine, servers, request)
     folder = download_teacher(pool, servers[0]) if servers[0].files else model_folder
     if folder is None and request.signal in _NEEDS_MODEL:
-        need = _NEEDS_MODEL[request.signal].format(name=engine.name)
+        need = _NEEDS_MODEL[request.signal].format(name=engine.kind.name)
         raise NeedsModelError(f"{need}; expected the model that the server has loaded")
     width, vocabulary, dtype = servers[0].width or 0, servers[0].vocabulary, "float32"
     if folder is not None:
@@ -234,19 +230,19 @@ def _require_same(first: ServerInfo, other: ServerInfo) -> None:
 
 def _require_signal(api: ServerApi, servers: Sequence[ServerInfo], request: SignalRequest) -> None:
     for server in servers:
-        known = api.signals if server.signals is None else server.signals
+        known = api.kind.signals if server.signals is None else server.signals
         if request.signal not in known:
             raise ValueError(
-                f"{server.url} ({api.name}) cannot give the signal {request.signal}: expected "
+                f"{server.url} ({api.kind.name}) cannot give the signal {request.signal}: expected "
                 f"{' or '.join(sorted(known))}"
             )
         most = server.max_top_k
         if request.signal in ("top_k", "chosen") and most is not None and request.top_k > most:
             raise ValueError(f"{server.url} gives at most {most} ids per token, got top_k={request.top_k}")
-    if request.signal not in api.any_temperature and request.temperature != 1.0:
+    if request.signal != "hidden" and not api.kind.any_temperature and request.temperature != 1.0:
         raise ValueError(
-            f"{api.name} gives {request.signal} only at temperature 1, whatever it is asked for; the objective has "
-            f"temperature {request.temperature:g}: expected the signal hidden, which gives every temperature"
+            f"{api.kind.name} gives {request.signal} only at temperature 1, whatever it is asked for; the objective "
+            f"has temperature {request.temperature:g}: expected the signal hidden, which gives every temperature"
         )
 
 
@@ -258,7 +254,8 @@ def _spec(request: SignalRequest, saved_dtype: str) -> SignalSpec:
 
 
 def _api_of(pool: ServerPool, url: str, name: str) -> ServerApi:
-    for api in APIS:
-        if api.name == name or (name == "auto" and api.recognises(pool.asker(url))):
+    for kind in SERVERS if name == "auto" else [name]:
+        api = server_api(kind)
+        if name != "auto" or api.recognises(pool.asker(url)):
             return api
-    raise ValueError(f"{url} is not a server that is known here: expected {', '.join(api.name for api in APIS)}")
+    raise ValueError(f"{url} is not a server that is known here: expected {', '.join(SERVERS)}")

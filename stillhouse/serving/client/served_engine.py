@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.display import escaped
 from stillhouse.generation.published_folder import published_folder
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
-from stillhouse.serving.client.apis.server_api import Answer, Kind, Published, ServerApi, Span, require_tokenizer
+from stillhouse.serving.client.apis.server_api import Answer, Kind, Published, ServerApi, Span
 from stillhouse.serving.client.pool import AskAgainError, Call, ServerPool
 from stillhouse.serving.client.served_weights import UNKNOWN_ADAPTER, UNKNOWN_WEIGHTS, ServedWeights, ServerState
 from stillhouse.serving.wire import JSON
@@ -93,12 +93,13 @@ class ServedEngine:
                 "expected a folder to which nobody else writes"
             )
         label = f"{self._prefix}-{version}-{len(self.weights.versions)}"
-        self.weights.give_all(Published(version, folder, label, manifest.kind, sha256))
+        self.weights.update_all(Published(version, folder, label, manifest.kind, sha256))
 
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         """Raise ValueError if a server's tokenizer is another one, as far as this text shows it, or is not told."""
         for server in self.weights.servers.values():
-            require_tokenizer(self._api, self._pool.asker(server.url), server.url, server.model, tokenizer, text)
+            ask = self._pool.asker(server.url)
+            self._api.require_tokenizer(ask, server.url, server.model, tokenizer, text)
 
     def close(self) -> None:
         self._pool.close()
@@ -127,7 +128,7 @@ class ServedEngine:
             return self._completion(response, *attempt[0], limit)
 
         statuses = frozenset({200, UNKNOWN_ADAPTER}) if kind == "adapter" else frozenset({200})
-        return Call(self._api.path, content, JSON, parse, len(ids) + limit, self._api.hint, statuses)
+        return Call(self._api.path, content, JSON, parse, len(ids) + limit, self._api.kind.hint, statuses)
 
     def _completion(
         self, response: httpx2.Response, server: ServerState, published: Published, limit: int

@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx2
 import numpy as np
 
+from stillhouse.config.servers import ADAPTER_ENGINES
+from stillhouse.display import enumerated
 from stillhouse.generation.sample import Completion, Sampling
 from stillhouse.serving.client.apis.server_api import Answer, Published, ServerApi, require
 from stillhouse.serving.client.engine_proof import (
@@ -115,29 +117,29 @@ class ServedWeights:
             server.model = self.api.model_name(self.pool.asker(server.url))
             if self.keep:
                 self._keep_weights(server)
-            elif not self.api.proved:
+            elif self.api.kind.after_temperature:
                 top = partial(self._top_log_probs, server)
-                prove_log_probs(server.url, top, self.sampling, self.vocabulary)
+                prove_log_probs(self.api.kind, server.url, top, self.sampling, self.vocabulary)
 
-    def give_all(self, published: Published) -> None:
+    def update_all(self, published: Published) -> None:
         """See `ServedEngine.update_weights`."""
         assert not self.keep, "these servers keep their weights"
-        if published.kind == "adapter" and not self.api.takes_adapters:
+        if published.kind == "adapter" and not self.api.kind.takes_adapters:
             raise ValueError(
-                f"{self.api.name} takes whole models, and the student is an adapter: expected the engine vllm or "
-                "transformers"
+                f"{self.api.kind.name} takes whole models, and the student is an adapter: expected the engine "
+                f"{enumerated(ADAPTER_ENGINES, 'or')}"
             )
         before = self.newest
         self.versions[published.label], self.newest = published.version, published
         # a step must not wait again for a server that is gone
         present = [server for server in self.servers.values() if not server.is_absent]
-        absent = self._give_each(present, min(PATIENCE, self.pool.timeout))
+        absent = self._update_each(present, min(PATIENCE, self.pool.timeout))
         if len(absent) == len(present):
-            absent = self._give_each(list(self.servers.values()), self.pool.timeout)
+            absent = self._update_each(list(self.servers.values()), self.pool.timeout)
             if len(absent) == len(self.servers):
                 raise next(iter(absent.values()))
         for url in absent:
-            self._restore_later(self.servers[url])
+            self._update_later(self.servers[url])
         if before is not None:
             for server in self.servers.values():
                 if not server.is_absent:
@@ -161,7 +163,7 @@ class ServedWeights:
             server.address.hold(error)
             return
         self.warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
-        self._restore_later(server)
+        self._update_later(server)
 
     def _keep_weights(self, server: ServerState) -> None:
         """Accept the server's weights as version 0. Raises ValueError if the other servers' differ."""
@@ -189,14 +191,14 @@ class ServedWeights:
         body = self.api.body(server.model, ids, sampling, 1, 0, top=top)
         response = self.pool.asker(server.url)(self.api.path, body)
         if response.status_code != 200:
-            raise ValueError(f"{response.url}: {response.status_code} {response.text[:500]}; {self.api.hint}")
+            raise ValueError(f"{response.url}: {response.status_code} {response.text[:500]}; {self.api.kind.hint}")
         return response
 
-    def _give_each(self, servers: Sequence[ServerState], patience: float) -> dict[str, UnreachableError]:
+    def _update_each(self, servers: Sequence[ServerState], patience: float) -> dict[str, UnreachableError]:
         """Give servers the newest version; returns the errors of those that have not answered."""
         absent: dict[str, UnreachableError] = {}
         with ThreadPoolExecutor(len(self.servers)) as threads:
-            futures = {server.url: threads.submit(self._give, server, patience) for server in servers}
+            futures = {server.url: threads.submit(self._update, server, patience) for server in servers}
         for url, future in futures.items():
             error = future.exception()
             if isinstance(error, UnreachableError):
@@ -205,7 +207,7 @@ class ServedWeights:
                 raise error
         return absent
 
-    def _give(self, server: ServerState, patience: float) -> None:
+    def _update(self, server: ServerState, patience: float) -> None:
         """Give a server the newest version, and prove that it has it. No request is sent to it meanwhile."""
         if not server.lock.acquire(timeout=patience):
             raise UnreachableError(f"{server.url} has not answered for {patience:g} seconds")
@@ -214,7 +216,7 @@ class ServedWeights:
             while (published := self.newest) is not None and not server.has(published):
                 server.address.hold()
                 server.published = None
-                if self.api.give(ask, published) and self._writes_with(ask, server, published):
+                if self.api.load_weights(ask, published) and self._writes_with(ask, server, published):
                     server.published = replace(published)
                 elif (attempts := attempts + 1) == MAX_RESTORES:
                     raise ServerError(_AGAIN.format(url=server.url))
@@ -231,7 +233,7 @@ class ServedWeights:
         for response in self._probe_responses(ask, server.model_of(published)):
             if response.status_code == UNKNOWN_ADAPTER and published.kind == "adapter":
                 return False
-            require(response, f"a completion with version {published.version}", self.api.hint)
+            require(response, f"a completion with version {published.version}", self.api.kind.hint)
             try:
                 answer = self.api.parse(response, published.kind)
                 if {span.label for span in answer.spans} != {published.label}:
@@ -260,28 +262,23 @@ class ServedWeights:
         with ThreadPoolExecutor(len(bodies)) as threads:  # a server computes what it gets together as one batch
             return list(threads.map(partial(ask, self.api.path), bodies))
 
-    def _restore_later(self, server: ServerState) -> None:
+    def _update_later(self, server: ServerState) -> None:
         """Give a server the newest version in the background, unless that is under way."""
         if not server.is_absent:
             server.is_absent = True
-            threading.Thread(target=self._restore_until_newest, args=(server,), daemon=True).start()
+            threading.Thread(target=self._update_or_give_up, args=(server,), daemon=True).start()
 
-    def _restore_until_newest(self, server: ServerState) -> None:
-        while True:
-            wanted, failure = self.newest, None
-            try:
-                if server.restored > MAX_RESTORES:
-                    raise ServerError(_AGAIN.format(url=server.url))
-                self._give(server, self.pool.timeout)
-            except ServerError as error:
-                failure = error
-            if failure is None:
-                server.is_absent = False
-                if wanted is self.newest:
-                    return
-                server.is_absent = True  # `give_all` may have left it out
-            elif wanted is self.newest:  # otherwise a newer version may have replaced the folder
-                break
-        server.is_absent = False  # the next version is tried again
-        self.warn(f"the student's server {server.url} is given up: {failure}")
-        server.address.hold(failure)
+    def _update_or_give_up(self, server: ServerState) -> None:
+        wanted, failure = self.newest, None
+        try:
+            if server.restored > MAX_RESTORES:
+                raise ServerError(_AGAIN.format(url=server.url))
+            self._update(server, self.pool.timeout)
+        except ServerError as error:
+            failure = error
+        server.is_absent = False
+        if wanted is not self.newest:  # `update_all` may have left it out, or replaced the folder that it failed with
+            self._update_later(server)
+        elif failure is not None:
+            self.warn(f"the student's server {server.url} is given up: {failure}")
+            server.address.hold(failure)

@@ -23,7 +23,7 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.objective import OutputHead, linear_log_probs
 from stillhouse.parallel import single_process_runner
-from stillhouse.serving.client.apis.server_api import NeedsModelError, UnknownTokenizerError, require_tokenizer
+from stillhouse.serving.client.apis.server_api import NeedsModelError, UnknownTokenizerError
 from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.remote_signals import RemoteSignals
 from stillhouse.signals.scorer import Scorer, ScoreRequest
@@ -163,7 +163,7 @@ def _prove_tokenizer(
     for server in store.servers:
         ask = store.pool.asker(server.url)
         try:
-            require_tokenizer(store.api, ask, server.url, server.model, tokenizer, text)
+            store.api.require_tokenizer(ask, server.url, server.model, tokenizer, text)
         except UnknownTokenizerError as error:
             raise NeedsModelError(
                 f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it; expected "

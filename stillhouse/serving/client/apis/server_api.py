@@ -1,6 +1,7 @@
 """The interface to one kind of server: requests for signals and completions, and new weights."""
 
 import json
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.config.servers import SERVERS, ServerKind
+from stillhouse.display import enumerated
 from stillhouse.generation.sample import Completion, Sampling
 from stillhouse.serving.client.pool import Ask, Call, ServerError
 from stillhouse.serving.wire import JSON
@@ -99,25 +102,22 @@ class Answer:
 
 
 class ServerApi(Protocol):
-    """A kind of server that gives a teacher's signals and writes completions.
+    """How a kind of server is asked for signals and completions. It needs no method for what its kind cannot do.
 
-    signals: the signals that it can give; those in `any_temperature` also at a temperature other than 1.
     path: the path of requests for completions.
     marks_tokens: whether an answer has a label for each token, and not only one label for the completion.
-    proved: whether the log-probabilities are always those after the temperature and over the full vocabulary. If
-        False, they depend on the options with which the server was started.
-    takes_adapters: whether it loads an adapter as a version of the student.
-    hint: advice for the user if the server does not know the path.
+    is_tied: whether the student's head is its embedding and the server gets full models, not adapters.
     """
 
-    name: ClassVar[str]
-    signals: ClassVar[frozenset[str]]
-    any_temperature: ClassVar[frozenset[str]]
+    kind: ClassVar[ServerKind]
     path: ClassVar[str]
-    marks_tokens: ClassVar[bool]
-    proved: ClassVar[bool]
-    takes_adapters: ClassVar[bool]
-    hint: ClassVar[str]
+    marks_tokens: ClassVar[bool] = True
+    is_tied: bool
+
+    def __init__(self, *, is_tied: bool = False):
+        self.is_tied = is_tied
+
+    # signals
 
     def recognises(self, ask: Ask) -> bool:
         """Whether the server is of this kind."""
@@ -130,8 +130,11 @@ class ServerApi(Protocol):
     ) -> list[Call[Scores]]:
         """The requests for the signals of documents. A request is for one document or several consecutive ones."""
 
+    # completions
+
     def model_name(self, ask: Ask) -> str | None:
         """The name of the model that the server serves, None if requests need none. Raises ValueError."""
+        return None
 
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
@@ -144,12 +147,15 @@ class ServerApi(Protocol):
     def top_log_probs(self, response: httpx2.Response) -> list[float]:
         """The log-probabilities at the first token that are in the answer, the largest first."""
 
-    def give(self, ask: Ask, published: Published) -> bool:
+    def load_weights(self, ask: Ask, published: Published) -> bool:
         """Let the server load a published version, and mark what it writes from now on with its label.
 
         May be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if the server answers
         that it cannot. Until a later call succeeds, it then writes no token, or only tokens with another label.
         """
+
+    def forget(self, ask: Ask, label: str, kind: Kind) -> None:
+        """Free the server's memory of an earlier version."""
 
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
@@ -158,18 +164,27 @@ class ServerApi(Protocol):
 
         Raises UnknownTokenizerError for a server that does not tell.
         """
+        others = enumerated([name for name, kind in SERVERS.items() if kind.tells_tokenizer], "or")
+        raise UnknownTokenizerError(
+            f"{self.kind.title} does not tell its tokenizer, so that the ids of a teacher's completions may mean "
+            f"other text: expected rollout.engine {others}"
+        )
 
-    def forget(self, ask: Ask, label: str, kind: Kind) -> None:
-        """Free the server's memory of an earlier version."""
+    def require_tokenizer(
+        self, ask: Ask, url: str, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
+    ) -> None:
+        """Raise ValueError if the server has another tokenizer, UnknownTokenizerError if it does not tell it."""
+        difference = self.tokenizer_difference(ask, model, tokenizer, text)
+        if difference is not None:
+            raise ValueError(
+                f"{url} has another tokenizer than the student: {difference}; expected the same tokenizer"
+            )
 
 
-def require_tokenizer(
-    api: ServerApi, ask: Ask, url: str, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
-) -> None:
-    """Raise ValueError if the server has another tokenizer, UnknownTokenizerError if the server does not tell it."""
-    difference = api.tokenizer_difference(ask, model, tokenizer, text)
-    if difference is not None:
-        raise ValueError(f"{url} has another tokenizer than the student: {difference}; expected the same tokenizer")
+def server_api(name: str, *, is_tied: bool = False) -> ServerApi:
+    """The API of a kind in `config/servers.py`."""
+    api: ServerApi = pkgutil.resolve_name(f"{__package__}.{SERVERS[name].api}")(is_tied=is_tied)
+    return api
 
 
 def described(kind: type[Parsed], ask: Ask, path: str, name: str) -> Parsed:

@@ -11,13 +11,13 @@ was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import httpx2
 import torch
 from pydantic import BaseModel, Field
-from transformers import PreTrainedTokenizerBase
 
+from stillhouse.config.servers import SERVERS
 from stillhouse.generation.sample import Sampling
 from stillhouse.serving.client.apis.score_tensors import top_k_tensors
 from stillhouse.serving.client.apis.server_api import (
@@ -25,9 +25,9 @@ from stillhouse.serving.client.apis.server_api import (
     Kind,
     Published,
     Scores,
+    ServerApi,
     ServerInfo,
     Span,
-    UnknownTokenizerError,
     described,
     json_call,
     parsed,
@@ -73,15 +73,10 @@ class _Generated(BaseModel):
     meta_info: _GeneratedMeta
 
 
-class SglangApi:
-    name: ClassVar[str] = "sglang"
-    signals: ClassVar[frozenset[str]] = frozenset({"hidden", "top_k"})
-    any_temperature: ClassVar[frozenset[str]] = frozenset({"hidden"})
-    path: ClassVar[str] = "/generate"
-    marks_tokens: ClassVar[bool] = False
-    proved: ClassVar[bool] = False
-    takes_adapters: ClassVar[bool] = False
-    hint: ClassVar[str] = "expected SGLang 0.5 or later"
+class SglangApi(ServerApi):
+    kind = SERVERS["sglang"]
+    path = "/generate"
+    marks_tokens = False
 
     # signals
 
@@ -90,7 +85,7 @@ class SglangApi:
         return answer.status_code == 200 and '"model_path"' in answer.text
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
-        return ServerInfo(url, described(_ModelInfo, ask, "/get_model_info", "SGLang").model_path)
+        return ServerInfo(url, described(_ModelInfo, ask, "/get_model_info", self.kind.title).model_path)
 
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
@@ -98,9 +93,6 @@ class SglangApi:
         return [_scoring(spec, width, document) for document in documents]
 
     # completions
-
-    def model_name(self, ask: Ask) -> str | None:
-        return None
 
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
@@ -140,8 +132,8 @@ class SglangApi:
         first = (rows[0] if rows else None) or []
         return sorted({token: log_prob for log_prob, token, _ in first}.values(), reverse=True)
 
-    def give(self, ask: Ask, published: Published) -> bool:
-        require(ask("/pause_generation", {"mode": "abort"}), "/pause_generation", self.hint)
+    def load_weights(self, ask: Ask, published: Published) -> bool:
+        require(ask("/pause_generation", {"mode": "abort"}), "/pause_generation", self.kind.hint)
         body = {"model_path": str(published.folder), "weight_version": published.label, "flush_cache": True}
         response = ask("/update_weights_from_disk", body)
         content = require(response, "loading the weights", "the server stays paused")
@@ -149,17 +141,6 @@ class SglangApi:
             refuse(response, "loading the weights", str(content)[:500], "the server stays paused")
         require(ask("/continue_generation", {}), "/continue_generation")
         return True
-
-    def tokenizer_difference(
-        self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
-    ) -> str | None:
-        raise UnknownTokenizerError(
-            "SGLang does not tell its tokenizer, so that the ids of a teacher's completions may mean other text: "
-            "expected rollout.engine vllm or stillhouse"
-        )
-
-    def forget(self, ask: Ask, label: str, kind: Kind) -> None:
-        pass
 
 
 def _scoring(spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:

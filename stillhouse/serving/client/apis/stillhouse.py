@@ -4,15 +4,14 @@
 """
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 import httpx2
 from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.config.servers import SERVERS
 from stillhouse.data import tokenizer_fingerprint
 from stillhouse.serving.client.apis.server_api import (
-    Kind,
     Published,
     Scores,
     ServerInfo,
@@ -48,12 +47,7 @@ class _Info(BaseModel):
 class StillhouseApi(VllmApi):
     """The server loads a complete version between two batches. So all tokens of a completion have one version."""
 
-    name: ClassVar[str] = "stillhouse"
-    signals: ClassVar[frozenset[str]] = frozenset({"hidden", "top_k", "chosen", "sampled"})
-    any_temperature: ClassVar[frozenset[str]] = signals
-    proved: ClassVar[bool] = True
-    takes_adapters: ClassVar[bool] = False
-    hint: ClassVar[str] = "expected a server that was started with stillhouse serve MODEL --generate"
+    kind = SERVERS["stillhouse"]
 
     # signals
 
@@ -62,7 +56,7 @@ class StillhouseApi(VllmApi):
         return answer.status_code in (401, 403) or (answer.status_code == 200 and '"stillhouse"' in answer.text)
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
-        info = described(_Info, ask, "/v1/info", "`stillhouse serve`")
+        info = described(_Info, ask, "/v1/info", self.kind.title)
         return ServerInfo(url, **info.model_dump(exclude={"stillhouse"}))
 
     def calls(
@@ -76,20 +70,17 @@ class StillhouseApi(VllmApi):
     def model_name(self, ask: Ask) -> str | None:
         return None
 
-    def give(self, ask: Ask, published: Published) -> bool:
+    def load_weights(self, ask: Ask, published: Published) -> bool:
         body = {"folder": str(published.folder), "version": published.label, "manifest": published.manifest}
-        require(ask("/v1/weights", body), "loading the weights", self.hint)
+        require(ask("/v1/weights", body), "loading the weights", self.kind.hint)
         return True
 
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
-        info = require(ask("/v1/info", None), "/v1/info", self.hint)
+        info = require(ask("/v1/info", None), "/v1/info", self.kind.hint)
         is_same = isinstance(info, dict) and info.get("tokenizer") == tokenizer_fingerprint(tokenizer)
         return None if is_same else "its fingerprint is another one"
-
-    def forget(self, ask: Ask, label: str, kind: Kind) -> None:
-        pass
 
 
 def _scoring(info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]) -> Call[Scores]:

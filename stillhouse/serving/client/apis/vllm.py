@@ -18,7 +18,7 @@ import base64
 import io
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import httpx2
 import numpy as np
@@ -26,6 +26,7 @@ import torch
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.config.servers import SERVERS
 from stillhouse.generation.sample import Sampling
 from stillhouse.libraries import reading
 from stillhouse.serving.client.apis.score_tensors import id_tensors, next_tokens, top_k_tensors
@@ -34,6 +35,7 @@ from stillhouse.serving.client.apis.server_api import (
     Kind,
     Published,
     Scores,
+    ServerApi,
     ServerInfo,
     Span,
     UnknownTokenizerError,
@@ -131,20 +133,9 @@ class _ServerInfo(BaseModel):
     device: str = Field(validation_alias=AliasPath("vllm_config", "device_config", "device"))
 
 
-class VllmApi:
-    """is_tied: whether the student's head is its embedding and the server gets full models, not adapters."""
-
-    name: ClassVar[str] = "vllm"
-    signals: ClassVar[frozenset[str]] = frozenset({"hidden", "top_k", "chosen"})
-    any_temperature: ClassVar[frozenset[str]] = frozenset({"hidden"})
-    path: ClassVar[str] = _GENERATE
-    marks_tokens: ClassVar[bool] = True
-    proved: ClassVar[bool] = False
-    takes_adapters: ClassVar[bool] = True
-    hint: ClassVar[str] = "expected vLLM 0.30 or later, started with --enable-scale-out"
-
-    def __init__(self, *, is_tied: bool = False):
-        self.is_tied = is_tied
+class VllmApi(ServerApi):
+    kind = SERVERS["vllm"]
+    path = _GENERATE
 
     # signals
 
@@ -153,7 +144,7 @@ class VllmApi:
         return answer.status_code == 200 and '"owned_by":"vllm"' in answer.text.replace(" ", "")
 
     def describe(self, ask: Ask, url: str) -> ServerInfo:
-        model = described(_FirstModel, ask, "/v1/models", "vLLM")
+        model = described(_FirstModel, ask, "/v1/models", self.kind.title)
         return ServerInfo(url, model.id, max_tokens=model.max_model_len)
 
     def calls(
@@ -165,7 +156,7 @@ class VllmApi:
     # completions
 
     def model_name(self, ask: Ask) -> str | None:
-        model = parsed(_FirstModel, ask("/v1/models", None).content, "/v1/models names no model", self.hint)
+        model = parsed(_FirstModel, ask("/v1/models", None).content, "/v1/models names no model", self.kind.hint)
         if self.is_tied:
             _require_whole_updates(ask)
         return model.id
@@ -210,7 +201,7 @@ class VllmApi:
         by_id = {top.token_id: top.logprob for token in choice.logprobs.content[:1] for top in token.top_logprobs}
         return sorted(by_id.values(), reverse=True)
 
-    def give(self, ask: Ask, published: Published) -> bool:
+    def load_weights(self, ask: Ask, published: Published) -> bool:
         if published.kind == "adapter":
             answer = ask("/v1/load_lora_adapter", {"lora_name": published.label, "lora_path": str(published.folder)})
             if answer.status_code != 200 and "already been loaded" not in answer.text:

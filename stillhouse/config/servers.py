@@ -1,0 +1,82 @@
+"""The kinds of servers that give a teacher's signals and generate completions, as one table without torch.
+
+A new kind is an entry here, and a file in `serving/client/apis/` with the class that `api` names.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+
+@dataclass(frozen=True)
+class ServerKind:
+    """What a kind of server can do, and the words of messages about it.
+
+    api: its `ServerApi` in `serving/client/apis/`, as module:class. title: its name in sentences.
+    signals: of a teacher. any_temperature: whether log-probabilities can be requested at any temperature, not only 1.
+    counts_next: whether its limit of tokens also counts a generated token, so that it scores one token less.
+    generates: whether it generates completions. hint: what to do if it does not.
+    after_temperature: how it is started so that log-probabilities are those after the temperature; "": they always
+        are, and over the whole vocabulary. over_all_tokens: how, at a temperature of 1, so that they are over the
+        whole vocabulary; "": they always are.
+    rounds_as_here: whether float32 log-probabilities differ from those of this process only by float32 rounding.
+    takes_adapters: whether it loads an adapter as a version of the student.
+    tells_tokenizer: whether its tokenizer can be compared with the student's.
+    """
+
+    name: str
+    title: str
+    api: str
+    signals: tuple[str, ...] = ()
+    any_temperature: bool = False
+    counts_next: bool = True
+    generates: bool = True
+    hint: str = ""
+    after_temperature: str = ""
+    over_all_tokens: str = ""
+    rounds_as_here: bool = False
+    takes_adapters: bool = False
+    tells_tokenizer: bool = True
+
+
+_KINDS = (
+    ServerKind(
+        "stillhouse",
+        "`stillhouse serve`",
+        "stillhouse:StillhouseApi",
+        signals=("hidden", "top_k", "chosen", "sampled"),
+        any_temperature=True,
+        counts_next=False,
+        hint="expected a server that was started with stillhouse serve MODEL --generate",
+        rounds_as_here=True,
+    ),
+    ServerKind(
+        "vllm",
+        "vLLM",
+        "vllm:VllmApi",
+        signals=("hidden", "top_k", "chosen"),
+        hint="expected vLLM 0.30 or later, started with --enable-scale-out",
+        after_temperature="a vLLM that was started with --logprobs-mode processed_logprobs",
+        over_all_tokens="a vLLM that was started without --logprobs-mode processed_logprobs",
+        takes_adapters=True,
+    ),
+    ServerKind(
+        "sglang",
+        "SGLang",
+        "sglang:SglangApi",
+        signals=("hidden", "top_k"),
+        hint="expected SGLang 0.5 or later",
+        after_temperature="an SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB",
+        tells_tokenizer=False,
+    ),
+)
+SERVERS = {kind.name: kind for kind in _KINDS}
+#: what generates completions: the student in the job, or servers
+ENGINES = ("transformers", *(kind.name for kind in _KINDS if kind.generates))
+ADAPTER_ENGINES = tuple(name for name in ENGINES if name not in SERVERS or SERVERS[name].takes_adapters)
+
+if TYPE_CHECKING:
+    ApiName = str
+    EngineName = str
+else:
+    ApiName = Literal["auto", *(kind.name for kind in _KINDS if kind.signals)]
+    EngineName = Literal[ENGINES]
