@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+from kit import slow
 from kit.ranks import Ranks
 from kit.runs import run, write_run
 
-LAYOUTS = ["fsdp", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tensor", "context", "pipeline"))]
+LAYOUTS = ["fsdp", *(slow(layout) for layout in ("tensor", "context", "pipeline"))]
 
 
 @pytest.fixture(scope="session")

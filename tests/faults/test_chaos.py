@@ -24,13 +24,18 @@ def wrong_outcomes(campaign: Campaign, name: str, faults: Sequence[str], folder:
     return [trial for trial in trials if trial.outcome not in campaign.good]
 
 
+FAULTS = [fault for fault in chaos.FAULTS if fault != "full disk"]
+LAYOUTS = {
+    "fsdp 2": ["kill one", "terminate one", "stale file"],
+    # each fault under two layouts
+    **{"tensor 2": FAULTS[::2], "pipeline 2": FAULTS[1::2], "context 2": FAULTS[1::2], "LoRA, fsdp 2": FAULTS[::2]},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp 2", "tensor 2", "pipeline 2", "context 2", "LoRA, fsdp 2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_fault_is_silent(tmp_path: Path, layout: str) -> None:
-    faults = [fault for fault in chaos.FAULTS if fault != "full disk"]
-    if layout == "fsdp 2":
-        faults = ["kill one", "terminate one", "stale file"]
-    assert wrong_outcomes(chaos.CAMPAIGN, layout, faults, tmp_path) == []
+    assert wrong_outcomes(chaos.CAMPAIGN, layout, LAYOUTS[layout], tmp_path) == []
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import slow
 from kit.damaged_checkpoints import BEFORE, NEWEST, interrupted, zeroed
 from kit.ranks import Ranks, run_ranks
 from kit.runs import contents, run, save_model, write_run
@@ -50,7 +51,7 @@ def second(resume: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize("damage", [pytest.param(lost, marks=pytest.mark.slow), stale])
+@pytest.mark.parametrize("damage", [slow(lost), stale])
 def test_a_damaged_file_of_one_rank_is_named(
     run_on_two: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], str]
 ) -> None:
@@ -211,9 +212,7 @@ def test_chunks_cover_a_tensor_once(run_on_two: tuple[Path, str], tmp_path: Path
             require_covered(path, stored | {name: type(tensor)(tensor.properties, tensor.size, chunks)})
 
 
-@pytest.mark.parametrize(
-    "which", ["student", *(pytest.param(name, marks=pytest.mark.slow) for name in ("teacher", "base of an adapter"))]
-)
+@pytest.mark.parametrize("which", ["student", *(slow(name) for name in ("teacher", "base of an adapter"))])
 def test_a_model_that_was_replaced(tmp_path: Path, which: str) -> None:
     """Another model under the same path and with the same shapes."""
     adapter = {"student.adapter": {"r": 4}} if which == "base of an adapter" else {}
@@ -333,7 +332,7 @@ def other_state(rank: int) -> None:
     integrity.read_state = read
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [slow(0), 1])
 def test_damage_that_one_rank_finds_is_refused_by_all(
     run_on_two: tuple[Path, str], tmp_path: Path, rank: int
 ) -> None:

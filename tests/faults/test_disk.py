@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from kit import slow
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks, run_ranks
 from kit.runs import Command, contents, run, save_model, write_run
@@ -69,10 +70,7 @@ def ended(folder: Path, out: Path, processes: int, hook: Callable[[], None] | No
     ("processes", "hook"),
     [
         (1, None),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, skip_space_check), (2, skip_space_check), (2, None))
-        ),
+        *(slow(*case) for case in ((1, skip_space_check), (2, skip_space_check), (2, None))),
     ],
 )
 def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[[], None] | None) -> None:

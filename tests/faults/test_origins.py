@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kit import slow
 from kit.damaged_checkpoints import BEFORE, NEWEST, interrupted, zeroed
 from kit.ranks import Ranks
 from kit.runs import Command, contents, metrics, run, save_model, write_run
@@ -19,7 +20,7 @@ def lose_folder(folder: str, step: int, to: str) -> None:
     at_step(step, lambda: os.chdir(to), logs=(NoLog,))
 
 
-@pytest.mark.parametrize("layout_of_run", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout_of_run", ["fsdp", slow("tensor")])
 def test_a_folder_that_one_rank_loses(tmp_path: Path, layout_of_run: str) -> None:
     """The rank writes its file of the next checkpoint to another folder, so the checkpoint is not accepted."""
     write_run(tmp_path, **{"checkpoint.every": 2})

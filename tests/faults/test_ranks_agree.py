@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import slow
 from kit.damaged_checkpoints import interrupted
 from kit.ranks import Ranks
 from kit.runs import Command, contents, run, save_model, wait_for, write_run, write_texts
@@ -35,7 +36,7 @@ def in_separate_folders(here: Path, tmp_path: Path, *arguments: Any) -> Ranks:
     return Ranks(2, *arguments, hook=in_folders, hook_arguments=([str(folder) for folder in folders],))
 
 
-@pytest.mark.parametrize("layout", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["fsdp", slow("tensor")])
 def test_an_out_that_the_ranks_do_not_share(here: Path, tmp_path: Path, layout: str) -> None:
     ranks = in_separate_folders(here, tmp_path, "distill", here / "run.yaml", "out=runs/a", f"parallel.{layout}=2")
     assert ranks.wait() == [1, 1]
@@ -66,7 +67,7 @@ def test_a_rank_with_another_configuration(here: Path, tmp_path: Path, override:
 
 @pytest.mark.parametrize(
     "which",
-    ["data.train", "student", *(pytest.param(which, marks=pytest.mark.slow) for which in ("teacher", "tokenizer"))],
+    ["data.train", "student", *(slow(which) for which in ("teacher", "tokenizer"))],
 )
 def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path, which: str) -> None:
     """Each rank reads its own copy, as on machines with separate disks."""

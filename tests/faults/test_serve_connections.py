@@ -15,7 +15,7 @@ import httpx2
 import pytest
 from kit.ranks import free_port
 from kit.runs import Command, wait_for
-from kit.serving import GENERATION, SCORING, Server, slow
+from kit.serving import GENERATION, SCORING, Server, slow_down
 
 from stillhouse.serving.server import connection
 from stillhouse.serving.wire import JSON
@@ -197,7 +197,7 @@ def test_sigterm_answers_what_was_accepted_and_refuses_what_comes_later(folder: 
         return httpx2.post(server.url + path, json=body, timeout=60)
 
     with (
-        Server(folder, *options, hook=slow, hook_arguments=delay) as server,
+        Server(folder, *options, hook=slow_down, hook_arguments=delay) as server,
         ThreadPoolExecutor(4) as threads,
     ):
         accepted = [threads.submit(ask, number) for number in range(3)]

@@ -10,6 +10,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
+from kit import slow
 from kit.hostile import assert_survives, from_the_openapi_document
 from kit.serving import Server
 from safetensors.torch import save
@@ -100,8 +101,8 @@ def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
     [
         ("server", 500),
         ("writer", 150),
-        pytest.param("server", 5000, marks=pytest.mark.slow),
-        pytest.param("writer", 3000, marks=pytest.mark.slow),
+        slow("server", 5000),
+        slow("writer", 3000),
     ],
 )
 def test_thousands_of_changed_bodies_are_answered_or_refused(
@@ -116,7 +117,7 @@ def test_thousands_of_changed_bodies_are_answered_or_refused(
 
 
 @pytest.mark.parametrize("role", ["server", "writer"])
-@pytest.mark.parametrize("count", [15, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, slow(500)])
 def test_requests_made_from_the_openapi_document_are_no_server_errors(
     request: pytest.FixtureRequest, role: str, count: int
 ) -> None:

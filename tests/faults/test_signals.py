@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import slow
 from kit.ranks import Ranks, run_ranks
 from kit.run_logs import assert_same_run, last_step
 from kit.runs import Command, run, wait_for, write_run
@@ -69,9 +70,7 @@ def assert_stopped(command: Command, name: str, step: int, out: Path) -> None:
     assert not (out / "model").exists()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "SIGTERM" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", [name if name == "SIGTERM" else slow(name) for name in NAMES])
 def test_a_signal_between_two_checkpoints(whole: Path, name: str) -> None:
     """Step 6 has an evaluation but no checkpoint; step 7 has neither."""
     step = 7 if name == "SIGTERM" else 6
@@ -88,9 +87,9 @@ def test_a_signal_between_two_checkpoints(whole: Path, name: str) -> None:
     ("layout", "rank"),
     [
         ("fsdp=2", 0),
-        *(pytest.param(layout, 0, marks=pytest.mark.slow) for layout in ("tensor=2", "pipeline=2", "context=2")),
-        *(pytest.param("fsdp=2", rank, marks=pytest.mark.slow) for rank in (1, None)),
-        pytest.param("pipeline=2 schedule=1f1b_ahead", 0, marks=pytest.mark.slow),  # whose teacher runs ahead
+        *(slow(layout, 0) for layout in ("tensor=2", "pipeline=2", "context=2")),
+        *(slow("fsdp=2", rank) for rank in (1, None)),
+        slow("pipeline=2 schedule=1f1b_ahead", 0),  # whose teacher runs ahead
     ],
 )
 def test_all_ranks_stop_at_one_step(request: pytest.FixtureRequest, layout: str, rank: int | None) -> None:
@@ -131,7 +130,7 @@ BEFORE_TRAINING = {
     ("where", "name"),
     [
         ("loading", "SIGTERM"),
-        *(pytest.param(where, "SIGINT", marks=pytest.mark.slow) for where in ("preparing", "first evaluation")),
+        *(slow(where, "SIGINT") for where in ("preparing", "first evaluation")),
     ],
 )
 def test_a_signal_before_the_first_step_ends_the_run_at_once(whole: Path, where: str, name: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import slow
 from kit.runs import Command, contents, metrics, run, save_model, session_of, wait_for, write_records, write_run
 
 from stillhouse.config import ConfigError
@@ -60,7 +61,7 @@ def put(value: float, name: str) -> Callable[[Any], None]:
     "name",
     [
         "model.layers.1.mlp.up_proj.weight",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lm_head.weight", "model.embed_tokens.weight")),
+        *(slow(name) for name in ("lm_head.weight", "model.embed_tokens.weight")),
     ],
 )
 def test_weights_that_are_not_finite(here: Path, which: str, name: str) -> None:

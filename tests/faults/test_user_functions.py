@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import slow
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
 from kit.ranks import Ranks, run_ranks
 from kit.runs import contents, run, wait_for, write_run
@@ -33,7 +34,7 @@ REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0}
 SOON = 12.0
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, slow(2)])
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -60,8 +61,8 @@ def test_a_run_ends_with_one_line_and_the_users_frames(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("schedule", ["one_step_off", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, slow(2)])
+@pytest.mark.parametrize("schedule", ["one_step_off", slow("async")])
 def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
     tmp_path: Path, schedule: str, processes: int
 ) -> None:
@@ -84,11 +85,8 @@ def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
     ("function", "after", "processes"),
     [
         (matches, 0, 1),
-        *(
-            pytest.param(function, 3, 1, marks=pytest.mark.slow)
-            for function in (gives_up, matches, sleeps, computes, fails_then, refuses_to_end)
-        ),
-        *(pytest.param(function, 0, 2, marks=pytest.mark.slow) for function in (gives_up, matches, refuses_to_end)),
+        *(slow(function, 3, 1) for function in (gives_up, matches, sleeps, computes, fails_then, refuses_to_end)),
+        *(slow(function, 0, 2) for function in (gives_up, matches, refuses_to_end)),
     ],
 )
 def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after: int, processes: int) -> None:

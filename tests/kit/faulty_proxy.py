@@ -98,7 +98,7 @@ def shortened(handler: Handler, answer: httpx2.Response) -> None:
     handler.answer(200, answer.content[:-8], answer)
 
 
-def slow(handler: Handler, answer: httpx2.Response) -> None:
+def slow_answer(handler: Handler, answer: httpx2.Response) -> None:
     time.sleep(0.5)
     handler.answer(answer.status_code, answer.content, answer)
 

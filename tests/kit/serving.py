@@ -107,7 +107,7 @@ SCORING = "stillhouse.signals.scorer:Scorer.score"
 GENERATION = "stillhouse.generation.token_sampler:TokenSampler.__call__"
 
 
-def slow(method: str, seconds: float) -> None:
+def slow_down(method: str, seconds: float) -> None:
     """Each call of a method takes longer: a batch of `SCORING`, a token of `GENERATION`."""
     kind, _, name = method.rpartition(".")
     owner, call = pkgutil.resolve_name(kind), pkgutil.resolve_name(method)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit import slow
 from kit.gathering import LOSS_FACTORS, Errors, compare_gathered, sum_over_ranks
 from kit.parity_cases import Case
 from kit.shard_ranks import Failure, pool_of_meshes
@@ -20,7 +21,7 @@ CASES = [
     Case(layout(fsdp=2), "llama"),
     Case(layout(fsdp=2, pipeline=2)),
     *(
-        pytest.param(case, marks=pytest.mark.slow)
+        slow(case)
         for case in (
             Case(layout(fsdp=2, tensor=2)),
             Case(layout(fsdp=2, pipeline=2), "llama"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kit import shard_jobs as jobs
 from kit import shard_problems as problems
+from kit import slow
 from kit.objective_cases import (
     ALL_DIVERGENCES,
     ALL_SIGNALS,
@@ -149,9 +150,7 @@ def test_padded_rows_and_other_row_counts(pool: RankPool) -> None:
 ALL_KINDS = "forward_kl + 0.5*reverse_kl + 0.5*jsd(0.3)"
 
 
-@pytest.mark.parametrize(
-    "tail", [tail if tail == "bucket" else pytest.param(tail, marks=pytest.mark.slow) for tail in TAILS]
-)
+@pytest.mark.parametrize("tail", [tail if tail == "bucket" else slow(tail) for tail in TAILS])
 def test_top_k_ids_anywhere(pool: RankPool, tail: str) -> None:
     """The ids are at every border, repeated, absent, all in one shard, or a whole shard."""
     named = {

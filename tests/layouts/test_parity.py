@@ -7,6 +7,7 @@ loss is not enough, because it can be right while the gradient is wrong. `make t
 
 import pytest
 import torch
+from kit import slow
 from kit.parity_cases import Case, Difference, compare
 from kit.shard_ranks import Failure, pool_of_meshes
 
@@ -28,15 +29,12 @@ def layout(schedule: str = "1f1b", **degrees: int) -> Layout:
 
 #: a layer of the first half and the last one, which are on the stages of the teacher's layers with 2 stages
 HIDDEN = (HiddenPair(0, 1, "mse", 0.3), HiddenPair(-1, -1, "cosine", 0.5))
+#: at least one case of each layout and schedule
 QUICK = [
     Case(layout(fsdp=2)),
-    Case(layout(fsdp=2), "llama"),
     Case(layout(replicate=2)),
     Case(layout(tensor=2)),
-    Case(layout(tensor=2), "glm4_moe"),
     Case(layout(context=2)),
-    Case(layout(pipeline=2)),
-    Case(layout(pipeline=2), "llama"),
     Case(layout("gpipe", pipeline=4), "llama", micro_batches=4),
     Case(layout("1f1b_ahead", pipeline=2), micro_batches=4),
     Case(layout("interleaved", pipeline=2), micro_batches=4),
@@ -44,49 +42,40 @@ QUICK = [
     Case(layout("zbv", pipeline=2), "qwen3", micro_batches=4),
     Case(layout(fsdp=2, pipeline=2), "llama"),
     Case(layout(fsdp=2, expert=2), "qwen3_moe"),
-    Case(layout(pipeline=2), "qwen3_moe"),
     Case(layout(pipeline=2), "llama", teacher=layout(context=2), other_tokens=True),
-    Case(layout("zbv", pipeline=2), micro_batches=4, teacher=layout("interleaved", pipeline=2)),
     Case(layout(pipeline=2), hidden=HIDDEN),
     Case(layout(fsdp=2), hidden=HIDDEN, checkpointing=True),
     Case(layout(pipeline=2), top_k=8),
     Case(layout(fsdp=2), lora="base", other_tokens=True),
-    Case(Layout(Degrees(fsdp=2), offload=True)),
     Case(layout(pipeline=2), mtp="teacher"),
     Case(layout(fsdp=2), optimizer="muon"),
     Case(layout(pipeline=2), "llama", optimizer="adafactor"),
 ]
+#: Each pair of a layout and an option, such as a tied head (llama) or recomputed layers, occurs in at least one case;
+#: a case has several options where they can be combined.
 SLOW = [
-    # the twins of quick cases
-    Case(layout(tensor=2), "llama"),
-    Case(layout(tensor=2), "apertus"),
-    Case(layout(context=2), "llama"),
-    Case(layout(fsdp=2), checkpointing=True),
-    Case(layout(tensor=2), top_k=8),
-    Case(layout(fsdp=2), mtp="teacher"),
-    Case(layout(context=2), mtp="student"),
-    Case(layout(fsdp=2, tensor=2)),
-    # one axis, and mixes of axes, for a tied and an untied head
+    # one axis, and mixes of axes
     Case(layout(fsdp=4), "llama"),
-    Case(layout(replicate=2), "llama"),
     Case(layout(replicate=2, fsdp=2)),
-    Case(layout(tensor=4)),
-    Case(layout(fsdp=2, pipeline=2)),
-    Case(layout(tensor=2, pipeline=2), "llama"),
-    Case(layout(fsdp=2, tensor=2, pipeline=2), "llama"),
-    Case(layout(context=2, fsdp=2)),
     Case(layout(context=2, tensor=2, pipeline=2)),
+    Case(Layout(Degrees(fsdp=2), offload=True)),
     *(Case(layout(tensor=2), family) for family in ("mistral", "phi3", "cohere", "gemma2", "gemma3", "granite")),
     # each schedule with as many micro-batches as it needs at least, and with a steady state between its ends
     Case(layout("gpipe", pipeline=4), micro_batches=2),
-    Case(layout("1f1b", pipeline=4), "llama", micro_batches=4),
-    Case(layout("1f1b", pipeline=4), micro_batches=8),
-    Case(layout("1f1b_ahead", pipeline=4), "llama", micro_batches=4),
-    Case(layout("1f1b_ahead", pipeline=4), micro_batches=8),
+    *(
+        Case(layout(schedule, pipeline=4), family, micro_batches)
+        for schedule in ("1f1b", "1f1b_ahead")
+        for family, micro_batches in (("llama", 4), ("qwen3", 8))
+    ),
     *(
         Case(layout(schedule, pipeline=stages), family, micro_batches, depth=8)
-        for schedule in ("interleaved", "zero_bubble", "zbv")
-        for family, stages, micro_batches in (("llama", 2, 2), ("qwen3", 4, 4), ("llama", 4, 8))
+        for schedule, family, stages, micro_batches in (
+            ("interleaved", "llama", 2, 2),
+            ("interleaved", "qwen3", 4, 8),
+            ("zero_bubble", "qwen3", 4, 4),
+            ("zbv", "llama", 2, 2),
+            ("zbv", "llama", 4, 8),
+        )
     ),
     # schedules beside another axis, which sums gradients or gathers weights within the schedule's parts
     Case(layout("1f1b_ahead", fsdp=2, pipeline=2), "llama", micro_batches=4),
@@ -95,11 +84,9 @@ SLOW = [
     Case(layout("1f1b_ahead", pipeline=2), "qwen3_moe", micro_batches=4, checkpointing=True),
     Case(layout("1f1b_ahead", pipeline=2), top_k=8),
     Case(layout("1f1b_ahead", pipeline=2), micro_batches=4, lora="teacher"),
-    Case(layout("zbv", fsdp=2, pipeline=2), "llama", micro_batches=4),
     Case(layout("zbv", fsdp=2, pipeline=2), micro_batches=4),
     Case(layout("zero_bubble", tensor=2, pipeline=2), "llama", micro_batches=4),
     # parameters between sharded matrices, whose gradients are summed beside each other axis
-    Case(layout(tensor=4), "apertus"),
     Case(layout(pipeline=2, tensor=2), "apertus"),
     Case(layout(fsdp=2, tensor=2), "glm4_moe"),
     Case(layout(context=2, tensor=2), "glm4_moe"),
@@ -107,12 +94,10 @@ SLOW = [
     *(
         Case(layout(**degrees), "qwen3_moe")
         for degrees in (
-            {"fsdp": 2},
             {"fsdp": 4, "expert": 2, "replicate": 2},
             {"tensor": 2},
             {"fsdp": 3, "tensor": 2, "expert": 6},
             {"fsdp": 2, "tensor": 2, "expert": 2},
-            {"context": 2, "expert": 2},
             {"fsdp": 6, "expert": 2},
         )
     ),
@@ -120,10 +105,8 @@ SLOW = [
     # recomputed layers: their collectives run again, and zero-bubble schedules recompute twice
     Case(layout(fsdp=2, expert=2), "qwen3_moe", checkpointing=True),
     Case(layout("zero_bubble", pipeline=2), "qwen3_moe", micro_batches=4, checkpointing=True),
-    Case(layout(context=2), "qwen3_moe", checkpointing=True),
-    Case(layout(replicate=2), checkpointing=True),
+    Case(layout(context=2, expert=2), "qwen3_moe", checkpointing=True),
     Case(layout(fsdp=2, tensor=2, pipeline=2), checkpointing=True),
-    Case(layout("zbv", pipeline=2), micro_batches=4, checkpointing=True),
     # a teacher in a layout of its own, or in host memory, or none
     *(
         Case(layout(**ours), family, teacher=layout(**theirs))
@@ -135,16 +118,14 @@ SLOW = [
             ("qwen3_moe", {"fsdp": 2}, {"fsdp": 2, "expert": 2}),
         )
     ),
+    Case(layout("zbv", pipeline=2), micro_batches=4, teacher=layout("interleaved", pipeline=2)),
     Case(layout(fsdp=2), waiting_teacher=True),
-    Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), "llama"),
-    Case(layout(context=2), top_k=8),
+    Case(layout(tensor=2), top_k=8),
     Case(layout(fsdp=2), spec=parse_objective("reverse_kl")),
     Case(layout(pipeline=2), spec=parse_objective("cross_entropy + 1e-2*z_loss")),
     # losses between hidden states
-    Case(layout(tensor=2), hidden=HIDDEN),
-    Case(layout(context=2), hidden=HIDDEN),
-    Case(layout(replicate=2), "llama", hidden=HIDDEN),
-    Case(layout("zbv", pipeline=2), micro_batches=4, hidden=HIDDEN),
+    Case(layout(replicate=2), "llama", hidden=HIDDEN, checkpointing=True),
+    Case(layout("zbv", pipeline=2), micro_batches=4, hidden=HIDDEN, checkpointing=True),
     Case(layout(fsdp=2, pipeline=2), hidden=HIDDEN),
     Case(layout(fsdp=2), lora="base", hidden=HIDDEN),
     *(
@@ -155,10 +136,7 @@ SLOW = [
     *(
         Case(layout(**degrees), family, lora=lora)
         for family, lora, degrees in (
-            ("qwen3", "teacher", {"pipeline": 2}),
             ("qwen3", "teacher", {"tensor": 2}),
-            ("llama", "base", {"tensor": 2}),
-            ("llama", "base", {"pipeline": 2}),
             ("qwen3", "base", {"context": 2}),
             ("qwen3", "base", {"replicate": 2}),
             ("qwen3", "base", {"fsdp": 2, "tensor": 2, "pipeline": 2}),
@@ -169,9 +147,8 @@ SLOW = [
     ),
     Case(layout("interleaved", pipeline=2), micro_batches=4, lora="base"),
     Case(layout("zbv", fsdp=2, pipeline=2), "llama", micro_batches=4, lora="base"),
-    Case(layout(fsdp=2), "llama", checkpointing=True, lora="base"),
     Case(layout(tensor=2, pipeline=2), "llama", checkpointing=True, lora="base"),
-    Case(layout(fsdp=2), "llama", lora="base", dtype=torch.bfloat16),
+    Case(layout(fsdp=2), "llama", checkpointing=True, lora="base", dtype=torch.bfloat16),
     Case(layout(fsdp=2, pipeline=2), lora="base", dtype=torch.bfloat16),
     Case(layout(pipeline=2), lora="teacher", teacher=layout(context=2)),
     # multi-token prediction, whose layers share the embedding and the head
@@ -190,7 +167,6 @@ SLOW = [
             ("qwen3", "teacher", {"context": 2, "tensor": 2}),
             ("llama", "teacher", {"context": 2, "pipeline": 2}),
             ("qwen3", "student", {"fsdp": 2, "tensor": 2}),
-            ("llama", "teacher", {"fsdp": 2, "pipeline": 2}),
             ("qwen3", "teacher", {"tensor": 2, "pipeline": 2}),
             ("llama", "student", {"fsdp": 2, "tensor": 2, "pipeline": 2}),
             ("qwen3_moe", "teacher", {"fsdp": 2}),
@@ -201,19 +177,17 @@ SLOW = [
         Case(layout(schedule, pipeline=2), family, micro_batches=4, mtp="teacher")
         for schedule, family in (("gpipe", "llama"), ("1f1b_ahead", "qwen3"), ("interleaved", "llama"))
     ),
-    Case(layout(pipeline=2), mtp="teacher", checkpointing=True),
     Case(layout(pipeline=2), "llama", mtp="teacher", teacher=layout(tensor=2), other_tokens=True),
     Case(layout(pipeline=2), mtp="teacher", top_k=8),
     Case(layout(context=2), mtp="teacher", top_k=8),
     Case(layout(context=2), mtp="teacher", teacher=layout(tensor=2), other_tokens=True),
-    Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), mtp="teacher"),
+    Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), "llama", mtp="teacher"),
     # Muon, which needs whole matrices
     *(
         Case(layout(**degrees), family, optimizer="muon")
         for family, degrees in (
             ("llama", {"fsdp": 3}),
             ("qwen3", {"replicate": 2}),
-            ("llama", {"tensor": 2}),
             ("qwen3", {"fsdp": 2, "tensor": 2}),
             ("llama", {"tensor": 2, "pipeline": 2}),
             ("qwen3_moe", {"fsdp": 4, "expert": 2}),
@@ -223,7 +197,7 @@ SLOW = [
 ]
 # in the order of the numbers of processes, so that cases share them
 QUICK, SLOW = (sorted(cases, key=lambda case: case.layout.degrees.processes) for cases in (QUICK, SLOW))
-CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = [*QUICK, *(slow(case) for case in SLOW)]
 if not is_supported("multi-token prediction"):
     CASES = [case for case in CASES if not (case if isinstance(case, Case) else case.values[0]).mtp]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import slow
 from kit.packing_families import build_packing
 from kit.ranks import Ranks, run_ranks
 from kit.runs import Command, save_model, write_run
@@ -31,10 +32,6 @@ LAYOUTS = {
     "a teacher of one fsdp": ("teacher", ["teacher.parallel={fsdp: 2}", "parallel={fsdp: 1, tensor: 2}"]),
 }
 SLOW = {"bf16 gathered", "fsdp of a teacher", "pipeline of a student", "replicate", "ahead", "a teacher of one fsdp"}
-
-
-def slow(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def without_masks() -> None:

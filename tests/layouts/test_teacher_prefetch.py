@@ -9,6 +9,7 @@ from functools import partial
 from unittest import mock
 
 import pytest
+from kit import slow
 from kit.parity_cases import LEARNING_RATE, ONE, Case, Side, alias, batches, configurations, decoder, mesh_of
 from kit.shard_ranks import Rank, pool_of_meshes
 
@@ -77,7 +78,7 @@ def micro_batches_of(step: int) -> list[MicroBatch]:
 
 @pytest.mark.parametrize(
     "announced",
-    ["right", pytest.param("wrong", marks=pytest.mark.slow), pytest.param("nothing", marks=pytest.mark.slow)],
+    ["right", slow("wrong"), slow("nothing")],
 )
 def test_announcements_do_not_change_the_weights(announced: str) -> None:
     pool = pool_of_meshes(CASE.layout.degrees.processes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kit.faulty_proxy import Proxy, proxy_to, slow
+from kit.faulty_proxy import Proxy, proxy_to, slow_answer
 from kit.layout_runs import assert_same_weights
 from kit.ranks import run_ranks
 from kit.runs import Command, metrics, run, session_of, wait_for, write_run
@@ -88,7 +88,7 @@ def test_a_server_that_is_killed_within_a_request_and_started_again(workspace: P
         first = Server(workspace / "teacher").__enter__()
         proxy.upstream = first.url
         write_run(workspace, cached=True, **OBJECTIVE, **{"teacher.url": url, "out": str(workspace / "killed")})
-        proxy.faults = [slow] * 1000
+        proxy.faults = [slow_answer] * 1000
         command = Command("distill", workspace / "run.yaml")
         wait_for(lambda: proxy.scored > 5)
         first.first.send(signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_a_trainer_that_is_killed_with_requests_under_way_resumes(workspace: Pat
     out = workspace / "trainer"
     with proxy_to(server) as (proxy, url):
         write_run(workspace, cached=True, **OBJECTIVE, **{"teacher.url": url, "out": str(out)})
-        proxy.faults = [slow] * 1000
+        proxy.faults = [slow_answer] * 1000
         command = Command("distill", workspace / "run.yaml")
         wait_for(lambda: any((out / "checkpoints").glob("step-????????")))
         wait_for(lambda: proxy.under_way > 0)

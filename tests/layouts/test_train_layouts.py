@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import slow
 from kit.layout_runs import LIMIT, assert_same_model, distill
 from kit.odd_lines import LINE, vanished, vanishing, with_odd_line
 from kit.ranks import TORCHRUN, Ranks, under_torchrun
@@ -173,7 +174,7 @@ def failing_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("loss", "fsdp=2"),
         *(
-            pytest.param(what, layout, marks=pytest.mark.slow)
+            slow(what, layout)
             for what, layouts in (
                 ("loss", ["context=2", "pipeline=2 schedule=1f1b_ahead"]),
                 ("gradient", ["tensor=2", "pipeline=2"]),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from kit import slow
 from kit.layout_runs import distill
 from kit.runs import Command, contents, run, save_model, session_of, write_run, write_texts
 from kit.tensors import assert_equal_tensors
@@ -281,7 +282,7 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("large*"))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", slow("gpt2")])
 def test_an_adapter_is_merged_or_alone(tmp_path: Path, family: str) -> None:
     lora = {"student.adapter": {"r": 4, "alpha": 8}, "train.learning_rate": 1e-2, "train.steps": 2}
     write_run(tmp_path, family=family, **lora)

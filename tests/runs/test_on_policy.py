@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import slow
 from kit.families import build
 from kit.layout_runs import weights
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
@@ -82,10 +83,10 @@ def test_without_staleness_every_schedule_is_sync_to_the_bit(tmp_path: Path) -> 
         assert contents(other / "model") == contents(sync / "model"), schedule
 
 
-@pytest.mark.parametrize("at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 4))])
+@pytest.mark.parametrize("at", [3, *(slow(at) for at in (1, 4))])
 @pytest.mark.parametrize(
     "schedule",
-    ["one_step_off", "async", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "two_step_off"))],
+    ["one_step_off", "async", *(slow(name) for name in ("sync", "two_step_off"))],
 )
 def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int) -> None:
     """The run is killed after step `at` is logged; its last checkpoint is of an earlier step, or there is none."""
@@ -139,7 +140,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "layout",
-    ["fsdp=2", *(pytest.param(f"{axis}=2", marks=pytest.mark.slow) for axis in ("pipeline", "tensor", "context"))],
+    ["fsdp=2", *(slow(f"{axis}=2") for axis in ("pipeline", "tensor", "context"))],
 )
 def test_two_processes_train_on_the_completions_of_one(one_process: Path, layout: str) -> None:
     out = one_process / layout
@@ -216,8 +217,8 @@ def test_a_configuration_that_does_not_fit_is_refused_by_its_key(
     assert raised.value.key == key
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("teacher", ["in the job", pytest.param("served", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, slow(2)])
+@pytest.mark.parametrize("teacher", ["in the job", slow("served")])
 def test_the_writers_log_probs_are_over_the_rows_that_training_counts(
     tmp_path: Path, teacher: str, processes: int
 ) -> None:

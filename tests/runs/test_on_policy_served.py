@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import slow
 from kit.on_policy_runs import assert_same_rollouts, rollout_figures, write_on_policy_run
 from kit.ranks import run_ranks
 from kit.run_logs import last_step
@@ -76,7 +77,7 @@ def test_two_processes_share_the_completions_of_a_server(in_process: Path, serve
 
 @pytest.mark.parametrize(
     "schedule",
-    ["async", *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in ("one_step_off", "two_step_off"))],
+    ["async", *(slow(schedule) for schedule in ("one_step_off", "two_step_off"))],
 )
 def test_the_schedules_with_a_server(in_process: Path, server: Server, schedule: str) -> None:
     run(*served(in_process, schedule, server.url, **{"rollout.schedule": schedule}))
@@ -112,7 +113,7 @@ def test_of_two_servers_one_is_killed_for_good(in_process: Path) -> None:
     assert_same_run(in_process / "one_left", in_process / "in_process")
 
 
-@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("at", [slow(1), 4])
 def test_a_trainer_that_is_killed_goes_on_with_the_same_server(in_process: Path, server: Server, at: int) -> None:
     out = in_process / f"resumed_{at}"
     arguments = served(in_process, out.name, server.url)

@@ -14,8 +14,9 @@ import httpx2
 import numpy as np
 import pytest
 import torch
+from kit import slow
 from kit.runs import save_model, wait_for
-from kit.serving import SCORING, Server, nan_for_token, out_of_memory_above, slow
+from kit.serving import SCORING, Server, nan_for_token, out_of_memory_above, slow_down
 from safetensors.torch import load
 
 from stillhouse.models import Decoder, model_fingerprint
@@ -136,7 +137,7 @@ def test_json_asks_for_the_same(server: Server) -> None:
     torch.testing.assert_close(load(answer.content)["log_probs"], binary, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [slow(False), True], ids=["untied", "tied"])
 def test_two_ranks_serve_what_one_process_serves(tmp_path: Path, tied: bool) -> None:
     folder = save_model(tmp_path / "teacher", "llama", tied=tied, seed=3)
     decoder = Decoder.from_pretrained(folder).double()
@@ -224,7 +225,7 @@ def test_a_text_prompt_is_tokenized_as_by_the_tokenizer(server: Server, folder: 
 
 def test_a_full_queue_answers_429_with_retry_after_and_loses_nothing(folder: Path) -> None:
     options = ("--batch-tokens", 40, "--queue-tokens", 100)
-    with Server(folder, *options, hook=slow, hook_arguments=(SCORING, 0.2)) as server:
+    with Server(folder, *options, hook=slow_down, hook_arguments=(SCORING, 0.2)) as server:
         tokens = [[5] * 37]
 
         def one(_: int) -> httpx2.Response:
@@ -244,7 +245,7 @@ def test_a_full_queue_answers_429_with_retry_after_and_loses_nothing(folder: Pat
 def test_a_client_that_leaves_frees_its_place(folder: Path) -> None:
     """Its documents are dropped from the queue, and the others are answered."""
     options = ("--batch-tokens", 40, "--queue-tokens", 8000)
-    with Server(folder, *options, hook=slow, hook_arguments=(SCORING, 0.3)) as server:
+    with Server(folder, *options, hook=slow_down, hook_arguments=(SCORING, 0.3)) as server:
         body = json.dumps({"token_ids": [[5] * 37] * 30}).encode()
         with socket.create_connection(("127.0.0.1", server.port)) as leaving:
             head = "POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -313,7 +314,7 @@ def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
 
 
 def test_a_second_signal_ends_the_server_at_once(folder: Path) -> None:
-    server = Server(folder, hook=slow, hook_arguments=(SCORING, 20.0))
+    server = Server(folder, hook=slow_down, hook_arguments=(SCORING, 20.0))
     server.__enter__()
     threading.Thread(target=lambda: _ignored(server), daemon=True).start()
     wait_for(lambda: "stillhouse_held_tokens 1.0" in server.client.get("/metrics").text)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from kit.runs import save_model
-from kit.serving import GENERATION, Server, load_weights, publish_scaled, slow
+from kit.serving import GENERATION, Server, load_weights, publish_scaled, slow_down
 
 from stillhouse.data import load_tokenizer
 from stillhouse.generation import Completion, GenerationRequest, Sampling
@@ -189,7 +189,7 @@ def test_a_completion_is_never_of_two_versions(tmp_path: Path) -> None:
     folders = {"default": model}
     for version in (1, 2):
         folders[str(version)] = publish_scaled(model, tmp_path / f"of {version}", version, 0.7**version)
-    with Server(model, "--generate", hook=slow, hook_arguments=(GENERATION, 0.01)) as server:
+    with Server(model, "--generate", hook=slow_down, hook_arguments=(GENERATION, 0.01)) as server:
         ended = threading.Event()
 
         def keep_asking(worker: int) -> list[tuple[int, dict[str, Any]]]:

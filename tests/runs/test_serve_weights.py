@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import slow
 from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import Command, run
@@ -298,7 +299,7 @@ def older_under_newer_number() -> None:
     rollouts.publish = publishing
 
 
-OTHER_LAYOUTS = [pytest.param(f"{axis}=2", marks=pytest.mark.slow) for axis in ("tensor", "pipeline", "context")]
+OTHER_LAYOUTS = [slow(f"{axis}=2") for axis in ("tensor", "pipeline", "context")]
 
 
 @pytest.mark.parametrize("layout", ["fsdp=2", *OTHER_LAYOUTS])

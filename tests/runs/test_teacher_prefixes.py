@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import slow
 from kit.ranks import run_ranks
 from kit.runs import metrics, write_records, write_run
 from kit.teacher_gradients import assert_same_as_float64, named_gradients
@@ -135,7 +136,7 @@ Case = tuple[Path, Path, str]
 
 @pytest.fixture(
     scope="module",
-    params=[("other", True), ("other", False), ("live", True), pytest.param(("live", False), marks=pytest.mark.slow)],
+    params=[("other", True), ("other", False), ("live", True), slow(("live", False))],
     ids=["other on-policy", "other off-policy", "self on-policy", "self off-policy"],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.faulty_proxy import proxy_to, shortened, silent, slow, true, truncated, with_body
+from kit import slow
+from kit.faulty_proxy import proxy_to, shortened, silent, slow_answer, true, truncated, with_body
 from kit.layout_runs import assert_same_weights
 from kit.runs import metrics, run, save_model, session_of, write_run
 from kit.serving import Server
@@ -190,7 +191,7 @@ def test_a_wrong_token_is_refused_by_name(folder: Path, monkeypatch: pytest.Monk
 FAULTS: dict[str, list[Fault]] = {
     "errors and damaged answers": [
         fault
-        for kind in (truncated, shortened, with_body(rewritten(put_nan)), reset, broken, slow)
+        for kind in (truncated, shortened, with_body(rewritten(put_nan)), reset, broken, slow_answer)
         for fault in (kind, true)
     ],
     "a storm of 429": [busy] * 30,
@@ -204,7 +205,7 @@ def undisturbed(folder: Path) -> Path:
     return distill(write_run(folder, out=str(folder / "undisturbed")))
 
 
-@pytest.mark.parametrize("fault", [*list(FAULTS)[:2], pytest.param("a silent server", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", [*list(FAULTS)[:2], slow("a silent server")])
 def test_a_run_survives_and_ends_with_the_same_weights(
     folder: Path, server: str, undisturbed: Path, fault: str, tmp_path: Path
 ) -> None:
@@ -220,7 +221,7 @@ def test_a_run_survives_and_ends_with_the_same_weights(
     "answered",
     [
         pytest.param(5, id="in a step"),
-        pytest.param(8, id="in the last evaluation", marks=pytest.mark.slow),
+        slow(8, id="in the last evaluation"),
     ],
 )
 def test_without_any_server_a_run_saves_its_steps_and_stops(
@@ -248,7 +249,7 @@ def test_a_server_that_always_fails_does_not_end_the_run(folder: Path, server: s
     with proxy_to(server) as (first, one), proxy_to(server) as (second, two):
         session = session_of(folder, cached=True, **{"teacher.url": [one, two], "teacher.prove_every": 2})
         expected = [signals[TEACHER].hidden_TE for signals in first_signals(session)]
-        first.faults, second.faults = [broken] * 10_000, [slow] * 10_000
+        first.faults, second.faults = [broken] * 10_000, [slow_answer] * 10_000
         for _ in range(3):
             again = [signals[TEACHER].hidden_TE for signals in first_signals(session)]
             for hidden_TE, expected_TE in zip(again, expected, strict=True):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import slow
 from kit.fork_server import fork_server
 from kit.ranks import Ranks
 from kit.runs import wait_for, write_run
@@ -153,7 +154,7 @@ READERS: dict[str, Callable[[Path], tuple[Curves, int, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["mlflow", pytest.param("wandb", marks=pytest.mark.slow), "trackio", "tensorboard"])
+@pytest.mark.parametrize("name", ["mlflow", slow("wandb"), "trackio", "tensorboard"])
 def test_a_resumed_run_continues_its_curves_with_each_step_once(tmp_path: Path, name: str) -> None:
     """Killed at steps 6 and 5 after a checkpoint of step 3: the second process has fewer steps than the first."""
     pytest.importorskip(name)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import slow
 from kit.layout_runs import distill
 from kit.run_logs import evaluations, losses
 from kit.runs import contents, forward_backward, metrics, run, save_model, session_of, write_run
@@ -81,7 +82,7 @@ def test_a_checkpoint_holds_the_adapter_alone(trained: Path) -> None:
     assert (config["r"], config["lora_alpha"], config["inference_mode"]) == (4, 8, True)
 
 
-@pytest.mark.parametrize("teacher", [pytest.param("another", marks=pytest.mark.slow), "own base"])
+@pytest.mark.parametrize("teacher", [slow("another"), "own base"])
 def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, teacher: str) -> None:
     settings = LORA if teacher == "another" else teacher_is_base(tmp_path)
     adapter = settings["student.adapter"] | {"dropout": 0.1}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import slow
 from kit.mtp_cases import make
 from kit.ranks import run_ranks
 from kit.runs import ROOT, forward_backward, metrics, run, save_model, session_of, write_records, write_run
@@ -145,7 +146,7 @@ def test_acceptance_is_that_of_the_logits(tmp_path: Path) -> None:
         assert tokens - sums[f"mtp_{depth}/total_variation"] == pytest.approx(sampled, rel=1e-4)
 
 
-@pytest.mark.parametrize("train", ["all", pytest.param("heads", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("train", ["all", slow("heads")])
 def test_acceptance_rises(tmp_path: Path, train: str) -> None:
     """30 steps of a real run. With train=heads, the student has learnt the text before, with MTP layers untrained."""
     settings = {"train.steps": 30, "train.learning_rate": 1e-2, "eval.every": 30, "train.warmup": 0.1}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import slow
 from kit.run_logs import assert_same_run, evaluations, last_step, losses
 from kit.runs import Command, contents, run, wait_for, write_run, write_texts
 from kit.signal_hooks import kill_at, signal_at
@@ -43,9 +44,7 @@ CASES = {
 QUICK = ("gpt2 with dropout",)
 
 
-@pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)]
-)
+@pytest.mark.parametrize("case", [*QUICK, *(slow(case) for case in CASES if case not in QUICK)])
 def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, case: str) -> None:
     family, tied, settings = CASES[case]
     write_run(tmp_path, family=family, tied=tied, **{"train.steps": 20, "checkpoint.every": 4}, **settings)
