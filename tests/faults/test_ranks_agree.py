@@ -65,10 +65,7 @@ def test_a_rank_with_another_configuration(here: Path, tmp_path: Path, override:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "which",
-    ["data.train", "student", *(slow(which) for which in ("teacher", "tokenizer"))],
-)
+@pytest.mark.parametrize("which", ["data.train", "student", *(slow(which) for which in ("teacher", "tokenizer"))])
 def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path, which: str) -> None:
     """Each rank reads its own copy, as on machines with separate disks."""
     folders = [tmp_path / "machine 0", tmp_path / "machine 1"]
