@@ -52,7 +52,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
                 requested[step + 1] = request(step + 1)  # its teacher scores while this step is trained
             with (
                 timeline.span(step + 1, "trainer", "wait for the teacher"),
-                timeline.span(step + 1, "teacher", "judge"),
+                timeline.span(step + 1, "teacher", "score"),
             ):
                 signals = pending.result()
             with timeline.span(step + 1, "trainer", "train"):

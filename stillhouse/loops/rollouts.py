@@ -66,10 +66,10 @@ class Rollouts:
             self.run = self._on_first(folder.identity)
             self.weights = Path(self.config.weights) / self.run if self.config.weights else self.weights
         self.engine = open_engine(session, self.config, self.run)
-        steps, prompts = session.step_schedule.steps, session.train.documents
+        self.schedule, prompts = RolloutSchedule.of(self.config, session.step_schedule.steps), session.train.documents
         if is_first():
             assert self.engine is not None
-            self.queue = make_queue(self.config, self.engine, prompts, self.plan, session.tokenizer, steps)
+            self.queue = make_queue(self.config, self.schedule, self.engine, prompts, self.plan, session.tokenizer)
 
     def require_same_writer(self, folder: RunFolder) -> None:
         """Raise ValueError on all ranks if the weights of servers that keep their own weights have changed."""
@@ -93,7 +93,7 @@ class Rollouts:
                 tokenizer = self.session.tokenizer
                 folder = publish(self.session.engine.student, self.weights, step, run=self.run, tokenizer=tokenizer)
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
-            if self.config.schedule != "async":
+            if self.schedule.in_order:
                 self._of_queue(lambda queue: queue.wait_for(step) if queue.has_asked(step) else None)
         if self.config.writer == "student":
             with timeline.span(number, "weights", f"version {step}"):
@@ -137,8 +137,8 @@ class Rollouts:
             self.engine.close()
 
     def can_take(self, step: int) -> bool:
-        """Whether the samples of a later step are finished; only the schedule two_step_off can have them early."""
-        if self.config.schedule != "two_step_off" or step >= self.session.step_schedule.steps:
+        """Whether the samples of a later step are finished; only those asked for two steps ahead can be early."""
+        if not self.schedule.in_order or self.schedule.ahead < 2 or step > self.schedule.last_step:
             return False
         return self._of_queue(lambda queue: queue.has_asked(step) and queue.is_ready(step))
 
@@ -224,11 +224,11 @@ class _ServerWatch(SignalWatch):
 
 def make_queue(
     rollout: RolloutConfig,
+    schedule: RolloutSchedule,
     engine: RolloutEngine,
     prompts: Documents,
     plan: PromptPlan,
     tokenizer: PreTrainedTokenizerBase,
-    steps: int,
 ) -> RolloutQueue:
     """Raises ConfigError for a reward or an environment that cannot be loaded."""
     generator = SampleGenerator(
@@ -244,7 +244,7 @@ def make_queue(
     return RolloutQueue(
         generator,
         plan,
-        RolloutSchedule.of(rollout, steps),
+        schedule,
         advantage=rollout.advantage,
         deviation=rollout.deviation,
         alive=_ServerWatch(),

@@ -1,14 +1,5 @@
 """The parts that all training loops share: progress, logs, evaluations, checkpoints, stopping.
 
-    with training(session, folder, checkpoint) as run:
-        for step in run.steps:
-            run.begin(step)
-            …                                                   the step's micro-batches and signals
-            output = engine.forward_backward(micro_batches, signals.result(), micro_batches.whole.normalizer)
-            run.update(step, micro_batches, output)
-            run.end(step, micro_batches, output)
-    return run.progress
-
 The loops are `off_policy.py` and `on_policy.py`.
 """
 

@@ -20,6 +20,7 @@ from stillhouse.data import StepMicroBatches
 from stillhouse.engine.engine import Engine
 from stillhouse.generation import PromptPlan, step_documents
 from stillhouse.generation.rollout_engines import InJobEngine
+from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
 from stillhouse.models import draw_lora, eos_ids
@@ -141,7 +142,8 @@ def _generated(
         key="rollout.engine",
     )
     plan = PromptPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, seed)
-    queue = make_queue(rollout, InJobEngine(generator), prompts, plan, data.tokenizer, steps=1)
+    schedule = RolloutSchedule.of(rollout, steps=1)
+    queue = make_queue(rollout, schedule, InJobEngine(generator), prompts, plan, data.tokenizer)
     queue.ask(0)
     documents = step_documents(prompts, queue.take(0), target_rules(rollout))
     return packer.micro_batches(documents, parts=sequences)
