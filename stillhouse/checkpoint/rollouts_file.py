@@ -55,7 +55,7 @@ def write_queue(folder: Path, state: QueueState) -> None:
     arrays: dict[str, np.ndarray] = {name: np.array(values, _DTYPES[name]) for name, values in per_sample.items()}
     for name, parts in per_token.items():
         arrays[name] = np.concatenate([np.zeros(0, _DTYPES[name]), *parts]).astype(_DTYPES[name])
-    groups = {"asked_at": list(state.asked_at.items()), "trained": state.trained}
+    groups = {"asked_at": list(state.requested_at.items()), "trained": state.trained}
     save_file(arrays, folder / ROLLOUTS, metadata={"groups": json.dumps(groups)})
 
 
@@ -67,18 +67,18 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
     with reading(f"{path} cannot be read"), safe_open(path, framework="numpy") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         groups = json.loads(file.metadata()["groups"])
-        asked_at, trained = dict(groups["asked_at"]), list(groups["trained"])
+        requested_at, trained = dict(groups["asked_at"]), list(groups["trained"])
     try:
         _require_form(arrays)
-        if len(asked_at) != len(groups["asked_at"]):
+        if len(requested_at) != len(groups["asked_at"]):
             raise ValueError("a group that was asked for more than once")
-        if not all(type(number) is int for number in [*asked_at, *asked_at.values(), *trained]):
+        if not all(type(number) is int for number in [*requested_at, *requested_at.values(), *trained]):
             raise ValueError("groups and steps that are no integers")
         ends = pairwise(offsets_of(arrays["tokens_R"]).tolist())
         samples = [_sample(arrays, number, slice(*tokens)) for number, tokens in enumerate(ends)]
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    return QueueState(samples, asked_at, trained)
+    return QueueState(samples, requested_at, trained)
 
 
 def _require_form(arrays: Mapping[str, np.ndarray]) -> None:

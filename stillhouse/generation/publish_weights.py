@@ -68,7 +68,7 @@ def publish(
     """
     final = version_folder(folder, version)
     partial = final.with_name(final.name + _PARTIAL)
-    with _written_on_all_ranks(student):
+    with _errors_on_all_ranks(student):
         if student.ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -77,7 +77,7 @@ def publish(
         kind: Literal["model", "adapter"] = "model" if part.lora is None else "adapter"
         write = _write_model if kind == "model" else _write_adapter
         write(partial, student, bucket_bytes)
-    with _written_on_all_ranks(student):
+    with _errors_on_all_ranks(student):
         if student.ranks.is_first:
             if tokenizer is not None:
                 save_tokenizer(tokenizer, partial)
@@ -107,7 +107,7 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
     before, total = sum(counts[:rank]), sum(counts)
     file_of: dict[str, str] = {}
     failure: Exception | None = None
-    with _written_on_all_ranks(student):
+    with _errors_on_all_ranks(student):
         for number, bucket in enumerate(buckets, start=before + 1):
             file = SAFE_WEIGHTS_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
             tensors: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
         if failure is not None:
             raise failure
     files = {name: file for file_of_rank in student.ranks.gather(file_of) for name, file in file_of_rank.items()}
-    with _written_on_all_ranks(student):
+    with _errors_on_all_ranks(student):
         if student.ranks.is_first:
             _write_configuration(partial, student, full_decoder)
             _write_index(partial, files, full_decoder.pretrained)
@@ -137,11 +137,11 @@ def _write_adapter(partial: Path, student: DistributedStudent, bucket_bytes: int
     weights = [pair for part in student.decoders for pair in part.state_dict().items()]
     matrices = {name: _gather(tensor, student) for name, tensor in weights if is_lora(name)}
     number = student.ranks.rank if _collects(student) else -1
-    with _written_on_all_ranks(student):
+    with _errors_on_all_ranks(student):
         if number >= 0:
             save_file(matrices, partial / f"part-{number}")
     numbers = [of_rank for of_rank in student.ranks.gather(number) if of_rank >= 0]
-    with _written_on_all_ranks(student):
+    with _errors_on_all_ranks(student):
         if student.ranks.is_first:
             parts = [partial / f"part-{number}" for number in numbers]
             save_lora(student.decoders[0], {k: v for part in parts for k, v in load_file(part).items()}, partial)
@@ -250,7 +250,7 @@ def _remove_others(folder: Path, version: int) -> None:
 
 
 @contextmanager
-def _written_on_all_ranks(student: DistributedStudent) -> Iterator[None]:
+def _errors_on_all_ranks(student: DistributedStudent) -> Iterator[None]:
     """If a rank cannot write in the block, all ranks raise its ValueError or OSError: otherwise they would wait."""
     with student.ranks.all_raise(ValueError, OSError):
         try:

@@ -36,7 +36,7 @@ class RolloutQueue:
     ):
         self.generator, self.plan, self.schedule = generator, plan, schedule
         self.advantage, self.deviation, self._alive, self._by_student = advantage, deviation, alive, by_student
-        self._asked_at: dict[int, int] = {}
+        self._requested_at: dict[int, int] = {}
         self._last_chance: dict[int, int] = {}  # the last step that may train on a group that was asked for
         self._samples: dict[int, dict[int, Sample]] = {}  # of the groups that were asked for and not taken
         self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
@@ -51,9 +51,9 @@ class RolloutQueue:
 
         The engine has the weights of this step.
         """
-        for later in range(step, self.schedule.last_asked(step) + 1):
+        for later in range(step, self.schedule.last_requested(step) + 1):
             for group in self.plan.groups(later):
-                if group not in self._trained and group not in self._asked_at:
+                if group not in self._trained and group not in self._requested_at:
                     self._add(group, step)
         under_way = set(self.generator.under_way)
         self.generator.start(
@@ -68,7 +68,7 @@ class RolloutQueue:
         while finished := self.generator.finished(0.0):
             self._keep(finished)
 
-    def has_asked(self, step: int) -> bool:
+    def has_requested(self, step: int) -> bool:
         """Whether all samples of this step are finished or under way."""
         under_way = set(self.generator.under_way)
         return all(
@@ -111,8 +111,8 @@ class RolloutQueue:
         """The optimizer has made the step on the samples that it has taken: no later call gives them again."""
         groups = self._taken.pop(step)
         for group in groups:
-            del self._asked_at[group], self._last_chance[group]
-        before = min(self._asked_at, default=None)
+            del self._requested_at[group], self._last_chance[group]
+        before = min(self._requested_at, default=None)
         out_of_turn = self._trained | groups.keys()
         self._trained = {group for group in out_of_turn if before is not None and group > before}
 
@@ -123,7 +123,7 @@ class RolloutQueue:
         for taken in self._taken.values():
             groups |= taken
         samples = [sample for group in sorted(groups) for sample in groups[group].values()]
-        return QueueState(samples, dict(self._asked_at), sorted(self._trained))
+        return QueueState(samples, dict(self._requested_at), sorted(self._trained))
 
     def restore(self, state: QueueState, step: int) -> None:
         """Go on with what a checkpoint of this step kept. The next `ask` asks for what it lacks.
@@ -131,16 +131,16 @@ class RolloutQueue:
         Raises ValueError for a state that this run cannot have had after so many steps.
         """
         require_groups(state, self.plan, self.schedule, step)
-        require_samples(state.samples, state.asked_at, step, self.generator, by_student=self._by_student)
+        require_samples(state.samples, state.requested_at, step, self.generator, by_student=self._by_student)
         self._trained = set(state.trained)
-        for group, step_asked_at in state.asked_at.items():
-            self._add(group, step_asked_at)
+        for group, at in state.requested_at.items():
+            self._add(group, at)
         self._keep(state.samples)
 
-    def _add(self, group: int, asked_at: int) -> None:
+    def _add(self, group: int, requested_at: int) -> None:
         """Note that a group was asked for. In order, the last step that may train on it is its own."""
-        self._asked_at[group], self._samples[group] = asked_at, {}
-        latest = asked_at + self.schedule.max_staleness
+        self._requested_at[group], self._samples[group] = requested_at, {}
+        latest = requested_at + self.schedule.max_staleness
         self._last_chance[group] = self.plan.step_of(group) if self.schedule.in_order else latest
 
     def _keep(self, samples: Sequence[Sample]) -> None:

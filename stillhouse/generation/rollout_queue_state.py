@@ -19,12 +19,12 @@ class QueueState:
     """What a checkpoint keeps of a queue.
 
     samples: finished, and not trained.
-    asked_at: for each group that was asked for and is not trained, the step at which it was asked for.
+    requested_at: for each group that was asked for and is not trained, the step at which it was asked for.
     trained: the groups that were trained although an earlier one was not; a schedule in order has none.
     """
 
     samples: list[Sample] = field(default_factory=list)
-    asked_at: dict[int, int] = field(default_factory=dict)
+    requested_at: dict[int, int] = field(default_factory=dict)
     trained: list[int] = field(default_factory=list)
 
 
@@ -33,8 +33,8 @@ def require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedul
 
     The last step that was begun is the one before `step`, or `step` itself if the run lost its servers during it.
     """
-    asked_at, trained, ahead = state.asked_at, state.trained, schedule.ahead
-    if both := sorted(asked_at.keys() & set(trained)):
+    requested_at, trained, ahead = state.requested_at, state.trained, schedule.ahead
+    if both := sorted(requested_at.keys() & set(trained)):
         raise ValueError(f"group {both[0]} is both asked for and trained: expected one of them")
     if trained and (schedule.in_order or len(set(trained)) < len(trained)):
         raise ValueError(
@@ -42,8 +42,8 @@ def require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedul
             if schedule.in_order
             else f"the trained groups {trained[:9]}: expected each of them once"
         )
-    earliest, latest = max(0, step - schedule.max_staleness), schedule.last_asked(step)
-    for group, at in asked_at.items():
+    earliest, latest = max(0, step - schedule.max_staleness), schedule.last_requested(step)
+    for group, at in requested_at.items():
         due = plan.step_of(group)
         if not (earliest <= due <= latest and max(0, due - ahead, earliest) <= at <= min(due, step)):
             raise ValueError(
@@ -57,10 +57,10 @@ def require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedul
 def _require_all(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule, step: int) -> None:
     """Raise ValueError unless every group that was asked for so far is asked for or trained."""
     due = plan.groups(step).start  # so many groups have been trained, whichever these are
-    first = min(state.asked_at, default=due)
-    kept = sorted([*state.asked_at, *state.trained])
+    first = min(state.requested_at, default=due)
+    kept = sorted([*state.requested_at, *state.trained])
     stops = {
-        max(due, plan.groups(schedule.last_asked(begun)).stop) if begun >= 0 else 0 for begun in (step - 1, step)
+        max(due, plan.groups(schedule.last_requested(begun)).stop) if begun >= 0 else 0 for begun in (step - 1, step)
     }
     if kept != list(range(first, first + len(kept))) or first + len(kept) not in stops:
         missing = sorted(set(range(first, max(stops))) - set(kept))
@@ -76,7 +76,12 @@ def _require_all(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule,
 
 
 def require_samples(
-    samples: Sequence[Sample], asked_at: Mapping[int, int], step: int, generator: SampleGenerator, *, by_student: bool
+    samples: Sequence[Sample],
+    requested_at: Mapping[int, int],
+    step: int,
+    generator: SampleGenerator,
+    *,
+    by_student: bool,
 ) -> None:
     """Raise ValueError for a sample that cannot be one of a run that has made `step` steps.
 
@@ -86,7 +91,7 @@ def require_samples(
     vocabulary = max(generator.tokenizer.get_vocab().values()) + 1
     for sample in samples:
         group = sample.number // plan.samples_per_prompt
-        if group not in asked_at:
+        if group not in requested_at:
             raise ValueError(f"sample {sample.number} is of group {group}, which was not asked for or is trained")
         if sample.number in seen:
             raise ValueError(f"sample {sample.number} is there more than once")
@@ -95,7 +100,7 @@ def require_samples(
             raise ValueError(
                 f"sample {sample.number} has prompt {sample.prompt}: expected {prompt}, that of its group"
             )
-        oldest, newest = (asked_at[group], step) if by_student else (0, 0)
+        oldest, newest = (requested_at[group], step) if by_student else (0, 0)
         if problem := _problem(sample, generator, vocabulary, range(oldest, newest + 1)):
             raise ValueError(f"sample {sample.number} {problem}")
 

@@ -39,6 +39,6 @@ class RolloutSchedule:
         ahead = min(_AHEAD.get(rollout.schedule, (rollout.max_staleness + 1) // 2), rollout.max_staleness)
         return cls(ahead, rollout.schedule != "async", rollout.max_staleness, steps - 1)
 
-    def last_asked(self, step: int) -> int:
+    def last_requested(self, step: int) -> int:
         """The last step whose groups have been asked for at a step."""
         return min(step + self.ahead, self.last_step)

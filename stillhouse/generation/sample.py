@@ -121,11 +121,11 @@ class Sample:
     advantage: float = 0.0
 
     def as_json(self) -> list[Any]:
-        is_written = self.is_generated_N.tolist()
-        return [self.number, self.prompt, self.completion.as_json(), is_written, self.reward, self.advantage]
+        is_generated = self.is_generated_N.tolist()
+        return [self.number, self.prompt, self.completion.as_json(), is_generated, self.reward, self.advantage]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        number, prompt, completion, is_written, reward, advantage = values
-        is_generated_N = np.array(is_written, dtype=bool)
+        number, prompt, completion, is_generated, reward, advantage = values
+        is_generated_N = np.array(is_generated, dtype=bool)
         return cls(number, prompt, Completion.from_json(completion), is_generated_N, reward, advantage)

@@ -94,7 +94,7 @@ class Rollouts:
                 folder = publish(self.session.engine.student, self.weights, step, run=self.run, tokenizer=tokenizer)
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             if self.schedule.in_order:
-                self._of_queue(lambda queue: queue.wait_for(step) if queue.has_asked(step) else None)
+                self._of_queue(lambda queue: queue.wait_for(step) if queue.has_requested(step) else None)
         if self.config.writer == "student":
             with timeline.span(number, "weights", f"version {step}"):
                 if folder is None:
@@ -140,7 +140,7 @@ class Rollouts:
         """Whether the samples of a later step are finished; only those asked for two steps ahead can be early."""
         if not self.schedule.in_order or self.schedule.ahead < 2 or step > self.schedule.last_step:
             return False
-        return self._of_queue(lambda queue: queue.has_asked(step) and queue.is_ready(step))
+        return self._of_queue(lambda queue: queue.has_requested(step) and queue.is_ready(step))
 
     def trained(self, step: int) -> None:
         """The optimizer has made the step on its samples."""

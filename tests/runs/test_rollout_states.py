@@ -82,11 +82,11 @@ def asked(changes: dict[int, int | None]) -> Change:
     """Change when groups were asked for; None removes a group and its samples."""
 
     def change(state: QueueState) -> QueueState:
-        asked_at = {group: at for group, at in (state.asked_at | changes).items() if at is not None}
+        requested_at = {group: at for group, at in (state.requested_at | changes).items() if at is not None}
         gone = {group for group, at in changes.items() if at is None}
         return replace(
             state,
-            asked_at=asked_at,
+            requested_at=requested_at,
             samples=[sample for sample in state.samples if sample.number // SAMPLES not in gone],
         )
 
@@ -163,7 +163,7 @@ def test_a_state_that_this_run_cannot_have_had_is_refused(case: str) -> None:
 def test_async_counts_what_was_trained_out_of_turn() -> None:
     states = [after(STEP, 2, False, 2, seed=seed) for seed in range(9)]
     state = next(state for state in states if state.trained)
-    earliest = min(state.asked_at)
+    earliest = min(state.requested_at)
     for changed, message in (
         (replace(state, trained=[*state.trained, state.trained[0]]), "expected each of them once"),
         (replace(state, trained=state.trained[:-1]), "without the groups"),
@@ -209,7 +209,7 @@ def test_a_file_of_samples_is_read_as_it_was_written(tmp_path: Path) -> None:
     for state in (after(STEP, 2, False, 2, seed=3), QueueState()):
         write_queue(tmp_path, state)
         state_read = read_queue(intact(tmp_path))
-        assert (state_read.asked_at, state_read.trained) == (state.asked_at, state.trained)
+        assert (state_read.requested_at, state_read.trained) == (state.requested_at, state.trained)
         for one, other in zip(state_read.samples, state.samples, strict=True):
             assert (one.number, one.prompt, one.reward) == (other.number, other.prompt, other.reward)
             for name in ("ids_N", "log_probs_N", "versions_N"):

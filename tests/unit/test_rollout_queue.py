@@ -40,7 +40,7 @@ def test_every_sample_is_trained_once_and_in_time(ahead: int, in_order: bool, sl
     queue = queue_of(engine, ahead=ahead, in_order=in_order, share=share, slack=slack)
     trained: list[int] = []
     for step in range(STEPS):
-        if in_order and queue.has_asked(step):
+        if in_order and queue.has_requested(step):
             queue.wait_for(step)
         engine.update_weights(step, None)
         queue.ask(step)
