@@ -48,7 +48,7 @@ def make_step_schedule(
     return StepSchedule(math.ceil(total / per_step), total, per_step, rows)
 
 
-def make_rollout_schedule(
+def make_on_policy_schedule(
     train: TrainConfig,
     rollout: RolloutConfig,
     prompts: int,

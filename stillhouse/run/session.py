@@ -8,7 +8,7 @@ from stillhouse.checkpoint.identity import RunIdentity, configuration_hash
 from stillhouse.config import RolloutConfig, RunConfig, TrainConfig
 from stillhouse.data import DataReport, tokenizer_fingerprint
 from stillhouse.display import escaped
-from stillhouse.engine.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
+from stillhouse.engine.schedule import StepSchedule, make_on_policy_schedule, make_step_schedule
 from stillhouse.generation import PromptPlan
 from stillhouse.loops.session_objects import Session
 from stillhouse.parallel import Layout, join, watchdog
@@ -93,7 +93,7 @@ def _schedule(
     if rollout is None:
         return make_step_schedule(train, len(data.train), max_tokens, layout.degrees.data, layout.stages), None
     prompts, dataset = len(data.train.documents), 0 if data.dataset is None else len(data.dataset)
-    return make_rollout_schedule(train, rollout, prompts, dataset, max_tokens, seed)
+    return make_on_policy_schedule(train, rollout, prompts, dataset, max_tokens, seed)
 
 
 def data_reports(session: Session) -> dict[str, DataReport]:
