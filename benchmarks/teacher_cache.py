@@ -98,7 +98,7 @@ def steps(session: Session) -> list[tuple[float, float]]:
         requested = time.perf_counter()
         signals = pending.result()
         waited = time.perf_counter() - requested
-        session.engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
+        session.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
         session.engine.update(1e-5)
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)

@@ -114,7 +114,7 @@ def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
         micro_batches = session.shard(session.step_schedule.micro_batches(session.train, step))
         seconds = dict.fromkeys(PARTS, 0.0)
         for batch in micro_batches:
-            micro_batch_by_hand(session, batch, micro_batches.whole.normalizer, seconds)
+            micro_batch_by_hand(session, batch, micro_batches.of_all_ranks.normalizer, seconds)
 
         def update() -> None:
             session.engine.update(1e-5)

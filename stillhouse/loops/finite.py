@@ -35,7 +35,7 @@ def not_finite_error(
     output: the step's output for these micro-batches; the student has its gradient.
     norm: the norm of this gradient.
     """
-    loss, packed = output.sums["loss"], micro_batches.whole
+    loss, packed = output.sums["loss"], micro_batches.of_all_ranks
     assert isinstance(packed, PackedMicroBatches)
     findings = _losses(session, micro_batches, output.outputs) or _gradients(session, packed)
     session.engine.zero_grad()
@@ -74,8 +74,8 @@ def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Seque
     for of_rank in session.ranks.gather(of_this_rank):
         for name, document in of_rank:
             documents_by_name.setdefault(name, set()).add(document)
-    assert isinstance(micro_batches.whole, PackedMicroBatches)
-    sequences = micro_batches.whole.sequences
+    assert isinstance(micro_batches.of_all_ranks, PackedMicroBatches)
+    sequences = micro_batches.of_all_ranks.sequences
     return [f"{name} on {_sources(session, sequences, documents)}" for name, documents in documents_by_name.items()]
 
 

@@ -24,7 +24,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
         for step in run.steps:
             run.begin(step)
             micro_batches, signals = next(requests)
-            output = engine.forward_backward(micro_batches, signals.result(), micro_batches.whole.normalizer)
+            output = engine.forward_backward(micro_batches, signals.result(), micro_batches.of_all_ranks.normalizer)
             run.update(step, micro_batches, output)
             run.end(step, micro_batches, output)
     return run.progress

@@ -56,7 +56,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             ):
                 signals = pending.result()
             with timeline.span(step + 1, "trainer", "train"):
-                output = engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
+                output = engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
                 run.update(step, micro_batches, output)
                 rollouts.trained(step)
             log.write(shown_samples(session, step, samples, micro_batches, output))

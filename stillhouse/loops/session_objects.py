@@ -113,7 +113,7 @@ class Session:
         """Run forward and backward of a step, with signals that are requested now. engine: None for the run's own."""
         engine = engine or self.engine
         signals = self.source_for(engine).request(micro_batches).result()
-        return engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
+        return engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
 
     def close(self) -> None:
         """Give up requests for signals that are under way."""

@@ -99,7 +99,7 @@ class Training:
         metrics = step_metrics(output.sums, session.spec) | {
             "train/learning_rate": self._rate,
             "train/gradient_norm": self._norm,
-            "speed/tokens_per_second": micro_batches.whole.tokens / self.seconds,
+            "speed/tokens_per_second": micro_batches.of_all_ranks.tokens / self.seconds,
             "speed/chunk_tokens": output.sums[CHUNK_TOKENS],
         }
         self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))

@@ -9,28 +9,28 @@ from stillhouse.parallel.mesh import Degrees, Mesh
 class ShardedMicroBatches(list[MicroBatch]):
     """This process's micro-batches of a step, on its device. Each holds only this process's part of the sequences.
 
-    whole: all micro-batches of the step with whole sequences; the same on every process.
+    of_all_ranks: all micro-batches of the step, with full sequences; the same on every process.
     uniform_shapes: see `padded_shapes`.
     """
 
-    def __init__(self, parts: Sequence[MicroBatch], whole: StepMicroBatches, *, uniform_shapes: bool = False):
+    def __init__(self, parts: Sequence[MicroBatch], of_all_ranks: StepMicroBatches, *, uniform_shapes: bool = False):
         super().__init__(parts)
-        self.whole, self.uniform_shapes = whole, uniform_shapes
+        self.of_all_ranks, self.uniform_shapes = of_all_ranks, uniform_shapes
 
 
-def shard_micro_batches(whole: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
+def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
     """Return this process's part of a step.
 
     All data ranks get equally many micro-batches. If there are too few, the first one is repeated without targets.
     Each context rank gets its own columns of each micro-batch. uniform_shapes: see `padded_shapes`.
     """
     degrees, parts = mesh.degrees, []
-    shapes_BS = padded_shapes(whole.shapes_BS, degrees, uniform_shapes=uniform_shapes)
+    shapes_BS = padded_shapes(step.shapes_BS, degrees, uniform_shapes=uniform_shapes)
     for number in range(mesh.coordinate("data"), len(shapes_BS), degrees.data):
-        micro_batch = whole[number] if number < len(whole) else whole[0].without_targets()
+        micro_batch = step[number] if number < len(step) else step[0].without_targets()
         part = micro_batch.padded(*shapes_BS[number]).part(mesh.coordinate("context"), degrees.context)
         parts.append(part.to(mesh.device))
-    return ShardedMicroBatches(parts, whole, uniform_shapes=uniform_shapes)
+    return ShardedMicroBatches(parts, step, uniform_shapes=uniform_shapes)
 
 
 def padded_shapes(

@@ -90,7 +90,7 @@ class SeparateTeacher(SignalSource):
 
         They are `TeacherHidden` on processes with the student's last stage; the others have none.
         """
-        return self.request_some(micro_batches, range(len(micro_batches.whole)))
+        return self.request_some(micro_batches, range(len(micro_batches.of_all_ranks)))
 
     @torch.no_grad()
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> ReadySignals:
@@ -122,7 +122,7 @@ class SeparateTeacher(SignalSource):
 
     def _shard(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> Sequence[MicroBatch]:
         """This process's part of the chosen micro-batches in the teacher's layout."""
-        all_micro_batches, has_all = micro_batches.whole, len(chosen) == len(micro_batches.whole)
+        all_micro_batches, has_all = micro_batches.of_all_ranks, len(chosen) == len(micro_batches.of_all_ranks)
         if not chosen:
             return ()
         if has_all and self._transfer is None:
@@ -158,7 +158,7 @@ class _HiddenTransfer:
 
         hidden: of the chosen micro-batches that this process of the teacher has
         """
-        student_mesh, step = self._student_mesh, micro_batches.whole
+        student_mesh, step = self._student_mesh, micro_batches.of_all_ranks
         shapes = shapes_of(
             step.shapes_BS, chosen, self.mesh, student_mesh, uniform_shapes=micro_batches.uniform_shapes
         )

@@ -92,7 +92,7 @@ class SeveralTeachers(SignalSource):
         for batch in micro_batches:
             index, document_T = batch.valid_index.cpu(), batch.document_T.cpu()
             documents, place_C = document_T[index].unique(return_inverse=True)
-            names = [micro_batches.whole.value(document, route) for document in documents.tolist()]
+            names = [micro_batches.of_all_ranks.value(document, route) for document in documents.tolist()]
             is_of = {
                 name: torch.tensor([other == name for other in names], dtype=torch.bool) for name in self.teachers
             }
@@ -102,7 +102,7 @@ class SeveralTeachers(SignalSource):
 
     def _numbers(self, view: ShardedMicroBatches, route: str, name: str) -> list[int]:
         """The numbers of the whole step's micro-batches with a document of this teacher."""
-        step = view.whole
+        step = view.of_all_ranks
         return [
             number
             for number in range(len(step))
@@ -113,10 +113,10 @@ class SeveralTeachers(SignalSource):
         self, micro_batches: ShardedMicroBatches, name: str, rows: list[dict[str, Tensor]] | None
     ) -> ShardedMicroBatches:
         """The micro-batches as one teacher reads them: with its inputs, and only its rows."""
-        step, view = micro_batches.whole.for_teacher(name), micro_batches
-        if step is not micro_batches.whole:
+        step, view = micro_batches.of_all_ranks.for_teacher(name), micro_batches
+        if step is not micro_batches.of_all_ranks:
             view = shard_micro_batches(step, self._student.mesh, uniform_shapes=micro_batches.uniform_shapes)
         if rows is None:
             return view
         routed = [replace(batch, valid_index=rows_of[name]) for batch, rows_of in zip(view, rows, strict=True)]
-        return ShardedMicroBatches(routed, view.whole, uniform_shapes=view.uniform_shapes)
+        return ShardedMicroBatches(routed, view.of_all_ranks, uniform_shapes=view.uniform_shapes)

@@ -197,7 +197,7 @@ class StoredTeacher(SignalSource):
                 if ids:
                     ids_NK = torch.full((last + 1 - first, ids[number].shape[1]), -1, dtype=torch.int32)
                     ids_NK[rows_C] = ids[number][chosen]
-                tokens, shift = step.whole.teacher_tokens(document, self._name)
+                tokens, shift = step.of_all_ranks.teacher_tokens(document, self._name)
                 wanted.append(DocumentRows(tokens, range(first + shift, last + 1 + shift), ids_NK))
                 places.append((tensors, valid_index[chosen], rows_C))
         for (tensors, index_C, rows_C), stored in zip(places, self.store.read(wanted), strict=True):

@@ -217,5 +217,5 @@ def test_another_objective_compares_no_hidden_states(folder: Path) -> None:
     other = session.engine.with_losses(session.engine.objective)
     micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
     signals = session.source_for(other).request(micro_batches).result()
-    sums = other.forward_backward(micro_batches, signals, micro_batches.whole.normalizer).sums
+    sums = other.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer).sums
     assert sums == forward_backward(alone).sums

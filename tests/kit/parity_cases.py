@@ -206,7 +206,7 @@ class Side:
         return request_ahead(self.source, (self.shard(each) for each in steps))
 
     def step(self, micro_batches: ShardedMicroBatches, signals: PendingSignals) -> dict[str, float]:
-        normalizer = micro_batches.whole.normalizer
+        normalizer = micro_batches.of_all_ranks.normalizer
         sums = self.engine.forward_backward(micro_batches, signals.result(), normalizer).sums
         return {name: value for name, value in sums.items() if name != CHUNK_TOKENS}
 

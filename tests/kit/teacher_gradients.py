@@ -32,7 +32,7 @@ def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], S
     live = session_of(folder, **settings)
     micro_batches = live.shard(live.step_schedule.micro_batches(live.train, 0))
     signals = [{TEACHER: signal(live, micro_batch)} for micro_batch in micro_batches]
-    output = live.engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
+    output = live.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
     return output.sums["loss"], named_gradients(live.student)
 
 

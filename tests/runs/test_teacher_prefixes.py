@@ -124,7 +124,7 @@ def first_step(session: Session) -> tuple[ShardedMicroBatches, Documents, list[i
         own = first_rollouts(session, RunFolder(Path(str(session.values["out"]))))
     else:
         own = session.shard(session.step_schedule.micro_batches(session.train, 0))
-    whole: Any = own.whole
+    whole: Any = own.of_all_ranks
     assert isinstance(whole, StepMicroBatches)
     chosen = sorted(document for number in range(len(whole)) for document in whole.documents_of(number))
     return own, whole.sequences.documents, chosen
@@ -157,7 +157,7 @@ def test_gradients_and_held_out_divergence_are_those_of_whole_logits(case: Case)
     own, documents, chosen = first_step(session)
     held_out = evaluate(session)["eval/forward_kl"]
     signals = session.source_for(session.engine).request(own).result()
-    loss = session.engine.forward_backward(own, signals, own.whole.normalizer).sums["loss"]
+    loss = session.engine.forward_backward(own, signals, own.of_all_ranks.normalizer).sums["loss"]
     found = named_gradients(session.student.pretrained)
     session.close()
     assert session.evaluation is not None
