@@ -167,7 +167,7 @@ class _Kill:
         assert rollouts.queue is not None
         time.sleep(0.1)  # some tokens of each completion have been generated
         self.writer.kill()
-        self.figures["under_way_when_killed"] = len(rollouts.queue.writer.under_way)
+        self.figures["under_way_when_killed"] = len(rollouts.queue.generator.under_way)
         self.writer = self.writer.start_again()
 
 
