@@ -1,4 +1,4 @@
-"""The engines that can train a student. A further one is a file beside `torch_engine.py`, and its name here."""
+"""The engines that can train a student. Another one is a file beside `torch_engine.py`, and its name here."""
 
 from collections.abc import Callable
 from typing import NamedTuple
