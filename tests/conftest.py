@@ -40,9 +40,9 @@ TOGETHER = {
 
 #: the modules that take longest, in this order. They begin first, so that two workers end at about the same time
 LONGEST = (
-    *("test_demo_run", "test_train_layouts", "test_parity", "test_chaos", "test_objective_shards"),
-    *("test_checkpoints", "test_objective_compiled", "test_hung_rank", "test_signals", "test_rollout_faults"),
-    *("test_teacher_served", "test_serve_connections"),
+    *("test_parity", "test_chaos", "test_objective_close", "test_objective_compiled", "test_checkpoints"),
+    *("test_train_layouts", "test_demo_run", "test_signals", "test_serve_hostile", "test_train_bad_input"),
+    *("test_serve_connections", "test_hung_rank", "test_objective_shards", "test_teacher_served"),
 )
 
 #: modules that cannot be imported with an older transformers

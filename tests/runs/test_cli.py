@@ -85,15 +85,6 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert "..." not in out.partition("Commands:")[2]
 
 
-def test_libraries_write_nothing_beside_the_answer(tmp_path: Path) -> None:
-    """torchao, where it is installed, warns of its GPU libraries when transformers imports it."""
-    command = [*COMMAND, "cache", "info", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = (done.stdout + done.stderr).splitlines()
-    assert [line for line in lines if str(tmp_path) not in line] == []
-    assert done.stderr.startswith("error: ")
-
-
 CONFIG_MISTAKES = [
     ([], "a configuration file or options are needed, for example\n  stillhouse COMMAND --teacher"),
     (["train.jsonl"], "train.jsonl is data, not a configuration: write --data train.jsonl"),

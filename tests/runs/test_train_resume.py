@@ -2,31 +2,19 @@
 
 import re
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit import slow
-from kit.run_logs import assert_same_run, evaluations, last_step, losses
-from kit.runs import Command, contents, run, wait_for, write_run, write_texts
-from kit.signal_hooks import kill_at, signal_at
+from kit.run_logs import assert_same_run, evaluations, losses
+from kit.runs import contents, run, write_run, write_texts
+from kit.signal_hooks import kill_at
 
 from stillhouse.checkpoint.resume import candidates
 from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.output.folder import RunFolder
-
-
-def kill_from_outside(step: int, out: Path, *arguments: str | Path) -> None:
-    """Run until the process stops itself at a step, and kill it from this process."""
-    command = Command("distill", *arguments, hook=signal_at, hook_arguments=(step, signal.SIGSTOP))
-    wait_for(lambda: last_step(out) == step)
-    command.send(signal.SIGKILL)
-    assert command.wait() == -signal.SIGKILL
-    assert last_step(out) == step
-
 
 CASES = {
     "llama tied": ("llama", True, {}),
@@ -78,10 +66,9 @@ def refusing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return killed_run(tmp_path_factory.mktemp("killed"))
 
 
-@pytest.mark.parametrize("kill", [kill_at, kill_from_outside])
-def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, kill: Callable[..., None]) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
     write_run(tmp_path, **{"checkpoint.every": 0, "train.steps": 20})
-    kill(3, tmp_path / "out", tmp_path / "run.yaml")
+    kill_at(3, tmp_path / "out", tmp_path / "run.yaml")
     started = run("distill", tmp_path / "run.yaml")
     assert "resuming" not in started.out
     assert [row[0] for row in losses(tmp_path / "out")] == list(range(1, 21))

@@ -53,16 +53,16 @@ def load_tokenizer(
     unusable = f"{what} cannot be used"
     with reading(unusable):
         tokenizer("a")
-        if tokenizer.is_fast:
-            tokenizer.backend_tokenizer.to_str()
         vocabulary = tokenizer.get_vocab()
         token, largest = max(vocabulary.items(), key=lambda item: int(item[1]), default=("", 0))
-    if largest > MAX_IDS:  # the library counts up to the largest id when it saves
+    if largest > MAX_IDS:  # the library counts up to the largest id when it serialises
         raise ValueError(
             f"{unusable}: token {token!r:.80} of {len(vocabulary):,} has the id {largest:,}, expected at most "
             f"{MAX_IDS:,}"
         )
     with reading(unusable), TemporaryDirectory() as folder:
+        if tokenizer.is_fast:
+            tokenizer.backend_tokenizer.to_str()
         tokenizer.save_pretrained(folder)  # as each checkpoint will do
     return tokenizer
 
