@@ -21,7 +21,7 @@ from benchmarks.engines_server import PROCESSED, WRITING
 from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.models import Decoder
-from stillhouse.models.adapter import add_lora, draw_lora
+from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.parallel import single_process_runner
 from stillhouse.serving.client.apis.vllm import VllmApi
 from stillhouse.serving.client.served_engine import ServedEngine
@@ -165,7 +165,7 @@ def _adapters(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
     engine = _engine(url, base, Sampling(32, top_p=0.9))
     try:
         for version in range(2):
-            draw_lora(base, version, fresh=False)
+            initialize_lora(base, version, fresh=False)
             path = publish(runner, folder / "adapters", version)
             versions[version] = base.pretrained
             engine.update_weights(version, path)

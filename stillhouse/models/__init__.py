@@ -1,6 +1,6 @@
 """Causal language models as backbone and head (see `decoder.py`)."""
 
-from stillhouse.models.adapter import add_lora, draw_lora, without_lora
+from stillhouse.models.adapter import add_lora, initialize_lora, without_lora
 from stillhouse.models.decoder import Decoder, eos_ids
 from stillhouse.models.fingerprint import model_fingerprint
 from stillhouse.models.forward_modes import evaluating
@@ -33,9 +33,9 @@ __all__ = [
     "check_document_length",
     "check_finite_weights",
     "check_saving",
-    "draw_lora",
     "eos_ids",
     "evaluating",
+    "initialize_lora",
     "match_hidden",
     "model_fingerprint",
     "prove_decoder",

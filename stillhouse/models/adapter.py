@@ -41,8 +41,8 @@ def add_lora(
 ) -> Lora:
     """Add an adapter to a whole (unsharded) decoder and freeze all other parameters.
 
-    The matrices A and B are uninitialised until `draw_lora` fills them. Their dtype is float32, or that of the weight
-    beside them if it is wider.
+    The matrices A and B have no values until `initialize_lora`. Their dtype is float32, or that of the weight beside
+    them if it is wider.
 
     targets: `ALL_LINEAR` (all linear layers except the head), or the last parts of module names. base, revision: the
     base model that the adapter's files name; base=None: the name that the model was loaded from. Raises ValueError
@@ -78,7 +78,7 @@ def add_lora(
 
 
 @torch.no_grad()
-def draw_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
+def initialize_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
     """Initialise the adapter's matrices on this process as peft does: A uniform, B zero.
 
     The values depend on the seed and the matrix's name, and not on how the decoder is sharded (`name_seed`).

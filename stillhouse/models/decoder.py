@@ -219,19 +219,19 @@ class Decoder(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """The head's weight [V, D], sharded or whole as it is on this process."""
-        return self._own_head.linear.weight
+        return self._local_head.linear.weight
 
     def output_head(self) -> OutputHead:
         """Return the head's tensors outside a forward pass; only for an unsharded model."""
-        return self._own_head.tensors()
+        return self._local_head.tensors()
 
     def tie(self) -> None:
         """Share one weight between a tied embedding and head again, after something has given each its own."""
         if self.tied:
-            self._own_head.linear.weight = self.pretrained.get_input_embeddings().weight
+            self._local_head.linear.weight = self.pretrained.get_input_embeddings().weight
 
     @property
-    def _own_head(self) -> Head:
+    def _local_head(self) -> Head:
         assert isinstance(self.head, Head), "the head of this decoder is on another process"
         return self.head
 

@@ -29,10 +29,10 @@ def model_fingerprint(folder: str | os.PathLike[str]) -> str:
     if config.is_file() and b"auto_map" in config.read_bytes():
         patterns.append("*.py")
     paths = sorted({path for pattern in patterns for path in root.glob(pattern)})
-    whole = sum(path.stat().st_size for path in paths) <= WHOLE_BYTES
+    is_small = sum(path.stat().st_size for path in paths) <= WHOLE_BYTES
     for path in paths:
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        if whole or path.suffix != ".safetensors":
+        if is_small or path.suffix != ".safetensors":
             digest.update(bytes.fromhex(file_hash(path)))
         else:
             with path.open("rb") as file:
@@ -60,11 +60,11 @@ def _ranges(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
     file.seek(0)
-    yield from _whole(0, header_stop)
+    yield from _pieces(0, header_stop)
     yield from ranges
 
 
-def _whole(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Split a range into pieces so short that the samples of each piece cover it completely."""
     step = _SAMPLES * _SAMPLE_BYTES
     return ((first, min(first + step, stop)) for first in range(start, stop, step))

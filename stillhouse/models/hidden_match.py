@@ -89,7 +89,7 @@ class HiddenMatch(nn.Module):
         self.pairs = tuple(pair for pair in self.pairs if pair.student in layers)
 
     @torch.no_grad()
-    def draw(self, seed: int) -> None:
+    def initialize(self, seed: int) -> None:
         """Initialise the projectors on this process, with rows of a length of about 1.
 
         The values depend on the seed and the pair's name, and not on the layout (`name_seed`).

@@ -51,7 +51,7 @@ def build_runner(
     prove: prove the models under the layout (`prove_runner`), unless this process has proven them whole.
     Raises ValueError for a model that the layout does not fit, and ProofError for one that computes the wrong thing.
     """
-    require_own_teacher(layout, student_source, teacher_head_only=teacher_head_only)
+    require_prefetchable_teacher(layout, student_source, teacher_head_only=teacher_head_only)
     if teacher_source is not None and teacher_head_only:
         teacher_source = replace(teacher_source, build=partial(only_head, teacher_source.build))
     sources, is_base = (student_source, teacher_source), student_source.teacher_is_base
@@ -137,7 +137,7 @@ def _plan_stages(
     )
 
 
-def require_own_teacher(layout: Layout, student_source: ModelSource, *, teacher_head_only: bool) -> None:
+def require_prefetchable_teacher(layout: Layout, student_source: ModelSource, *, teacher_head_only: bool) -> None:
     """Raise ValueError if the schedule runs the teacher ahead, but the teacher is the student's base or has its own
     layout.
     """

@@ -33,7 +33,7 @@ from stillhouse.models.load_proof import (
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
-from stillhouse.parallel.apply.context_parallel import NextTokens, whole_sequences
+from stillhouse.parallel.apply.context_parallel import NextTokens, gather_sequences
 from stillhouse.parallel.distributed_student import DistributedStudent
 from stillhouse.parallel.layer_loss_interface import MtpLayersRun
 from stillhouse.parallel.pair import IN_STAGE, StageInputs
@@ -182,7 +182,7 @@ class ProbeForward:
         parts = list(hidden.student)
         if hidden.teacher_TE is not None:
             parts.append(hidden.teacher_TE.unflatten(0, micro_batch.shape_BS))
-        return [whole_sequences(part, self._runner.mesh.group("context")) for part in parts]
+        return [gather_sequences(part, self._runner.mesh.group("context")) for part in parts]
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> _Hidden:

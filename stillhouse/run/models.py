@@ -25,7 +25,7 @@ from stillhouse.models import (
     add_lora,
     balance_routers,
     check_finite_weights,
-    draw_lora,
+    initialize_lora,
     match_hidden,
     model_fingerprint,
     model_parts,
@@ -159,11 +159,11 @@ class ModelSources:
 
     def _draw(self, decoder: Decoder) -> None:
         """Give first values to the weights that no file has."""
-        draw_lora(decoder, self.seed)
+        initialize_lora(decoder, self.seed)
         if decoder.hidden_match is not None:
-            decoder.hidden_match.draw(self.seed)
+            decoder.hidden_match.initialize(self.seed)
         if decoder.mtp is not None:
-            decoder.mtp.draw(decoder.pretrained, self.seed)
+            decoder.mtp.initialize(decoder.pretrained, self.seed)
 
     def _prepared(self, student: Decoder) -> Decoder:
         """The student with adapter, MTP layers, losses inside layers and activation checkpointing, in train mode."""

@@ -23,7 +23,7 @@ from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
-from stillhouse.models import draw_lora, eos_ids
+from stillhouse.models import eos_ids, initialize_lora
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.run.inputs import RunData
@@ -153,7 +153,7 @@ def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed
     """Run one step and return its loss. Afterwards the student has the step's gradient. seed: of an adapter."""
     for student in engine.student.decoders:
         student.eval()  # dropout would draw different numbers under each layout
-        draw_lora(student, seed, fresh=False)  # B is not zero then: a fresh adapter's A has a zero gradient
+        initialize_lora(student, seed, fresh=False)  # B is not zero then: a fresh adapter's A has a zero gradient
     micro_batches = engine.student.shard(step)
     source = source if engine.needs_teacher else NoTeacher()
     output = engine.forward_backward(micro_batches, source.request(micro_batches).result(), step.normalizer)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stillhouse.config import TrainConfig
 from stillhouse.engine.optimizer import make_optimizer
-from stillhouse.models import Decoder, add_lora, draw_lora, without_lora
+from stillhouse.models import Decoder, add_lora, initialize_lora, without_lora
 from stillhouse.models.adapter import base_name, is_lora
 from stillhouse.objective import CrossEntropy, Distill, OutputHead, linear_objective, reverse_kl
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
@@ -30,7 +30,7 @@ def adapted(family: str = "llama", *, fresh: bool = False, **options: Any) -> De
     tied, dtype = options.pop("tied", None), options.pop("dtype", torch.float32)
     decoder = Decoder(build(family, tied=tied, dtype=dtype))
     add_lora(decoder, **{"r": 4, "alpha": 10.0} | options)
-    draw_lora(decoder, 0, fresh=fresh)
+    initialize_lora(decoder, 0, fresh=fresh)
     return decoder
 
 
@@ -111,7 +111,7 @@ def test_a_fresh_adapter_changes_nothing_and_is_initialised_like_pefts(dtype: to
         if ".lora_A." in name:
             assert float(matrix.std()) == pytest.approx(limit / math.sqrt(3), rel=0.2)
     again, other = adapted(fresh=True, dtype=dtype, r=16), adapted(fresh=True, dtype=dtype, r=16)
-    draw_lora(other, 1)
+    initialize_lora(other, 1)
     initial = [name for name in matrices if ".lora_A." in name]
     assert all(torch.equal(matrices[name], again.get_parameter(name)) for name in initial)
     assert not any(torch.equal(matrices[name], other.get_parameter(name)) for name in initial)
@@ -180,7 +180,7 @@ def drop_under_tensor_parallel(rank: Rank, _: None) -> list[Tensor] | None:
     if rank.number >= 2:
         return None
     torch.manual_seed(0)
-    origin = ModelSource(lambda: adapted(dropout=0.5), lambda decoder: draw_lora(decoder, 0, fresh=False))
+    origin = ModelSource(lambda: adapted(dropout=0.5), lambda decoder: initialize_lora(decoder, 0, fresh=False))
     runner = build_runner(Layout(Degrees(tensor=2)), mesh, origin, None)
     (student,) = runner.decoders
     student.train()

@@ -127,7 +127,7 @@ def test_mtp_layers_are_proven_with_their_decoder() -> None:
     decoder = Decoder(build("qwen3"))
     add_mtp(decoder, 2, is_new=True)
     assert decoder.mtp is not None
-    decoder.mtp.draw(decoder.pretrained, 0)
+    decoder.mtp.initialize(decoder.pretrained, 0)
     prove_decoder(decoder)
     decoder.mtp.layers[1].register_forward_hook(lambda _, __, hidden: hidden + 0.01 * hidden.cumsum(1))
     with pytest.raises(ProofError, match="see each other"):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointError
 from transformers import AutoModelForCausalLM, OlmoeConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from stillhouse.models import Decoder, RouterAuxLoss, add_lora, balance_routers, draw_lora
+from stillhouse.models import Decoder, RouterAuxLoss, add_lora, balance_routers, initialize_lora
 
 ROWS, TOKENS, COEFFICIENT = 3, 11, 0.7
 SHAPE = {
@@ -149,7 +149,7 @@ def test_router_balance_beside_a_lora() -> None:
     for formula in (True, False):
         model, batch = decoder(THREE_LAYERS), Batch.make(0)
         add_lora(model, targets=["q_proj", "v_proj"])
-        draw_lora(model, 0, fresh=False)
+        initialize_lora(model, 0, fresh=False)
         if formula:
             (COEFFICIENT * batch.formula(model) / batch.targets_B.sum()).backward()
         else:

@@ -13,7 +13,7 @@ from stillhouse.generation import Sampling
 from stillhouse.generation.generate import Generator
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.student_copy import StudentCopy
-from stillhouse.models import Decoder, add_lora, draw_lora
+from stillhouse.models import Decoder, add_lora, initialize_lora
 from stillhouse.models.dtensors import local
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
 
@@ -80,7 +80,7 @@ def student(problem: Problem) -> Decoder:
     decoder = Decoder(build(problem.family, tied=problem.tied), verify=False)
     if problem.lora:
         add_lora(decoder, r=4, alpha=16.0)
-        draw_lora(decoder, 3, fresh=False)
+        initialize_lora(decoder, 3, fresh=False)
         for name, parameter in decoder.named_parameters():
             if "lora_B" in name:
                 values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))

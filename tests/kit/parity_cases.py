@@ -20,7 +20,7 @@ from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.parts import ROUTER_LOSS, HiddenStates, LossPart, MtpLoss, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
+from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, initialize_lora, match_hidden
 from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective import TEACHER, TopK
@@ -277,7 +277,7 @@ def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
     source = ModelSource(partial(build_student, student, case.mtp))
     if case.lora:
         # A and B are initialised on this rank; B must not be zero, or A would have no gradient
-        draw = partial(draw_lora, seed=2, fresh=False)
+        draw = partial(initialize_lora, seed=2, fresh=False)
         source = ModelSource(partial(with_lora, student, case.dtype), draw, teacher_is_base=case.lora == "base")
     if case.hidden:
         matched = student if case.lora == "base" else teacher
@@ -289,7 +289,7 @@ def with_hidden(build: Callable[[], Decoder], teacher: PreTrainedConfig, pairs: 
     student = build()
     match_hidden(student, pairs, teacher.num_hidden_layers, teacher.hidden_size)
     assert student.hidden_match is not None
-    student.hidden_match.draw(seed=3)
+    student.hidden_match.initialize(seed=3)
     return student
 
 
@@ -325,7 +325,7 @@ def build_student(config: PreTrainedConfig, mtp: str = "") -> Decoder:
 
         add_mtp(student, 2, is_new=True)
         assert student.mtp is not None
-        student.mtp.draw(student.pretrained, 3)
+        student.mtp.initialize(student.pretrained, 3)
         if mtp == "heads":
             freeze_main(student)
     elif config.model_type == "qwen3_moe":

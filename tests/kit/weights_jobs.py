@@ -11,7 +11,7 @@ from kit.shard_ranks import Rank
 from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.published_folder import Manifest, published_folder
 from stillhouse.models import Decoder
-from stillhouse.models.adapter import add_lora, draw_lora
+from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, empty_decoder, load_weights
 
 CPU = torch.device("cpu")
@@ -59,4 +59,4 @@ def _student(model: Path, lora: bool) -> Decoder:
 
 def _fill(model: Path, decoder: Decoder) -> None:
     load_weights(decoder, model, CPU)
-    draw_lora(decoder, 0, fresh=False)
+    initialize_lora(decoder, 0, fresh=False)

@@ -30,7 +30,7 @@ from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.sample import GenerationRequest, Sampling
 from stillhouse.loops.completion_engine import open_engine
 from stillhouse.models import Decoder
-from stillhouse.models.adapter import add_lora, draw_lora
+from stillhouse.models.adapter import add_lora, initialize_lora
 from stillhouse.parallel import single_process_runner
 from stillhouse.run.session import prepare
 from stillhouse.serving.client.apis.sglang import SglangApi
@@ -249,7 +249,7 @@ class Adapters:
         self.folder = folder
 
     def version(self, version: int) -> Path:
-        draw_lora(self.student, version, fresh=False)
+        initialize_lora(self.student, version, fresh=False)
         return publish(single_process_runner(self.student, None), self.folder, version)
 
 

@@ -23,7 +23,7 @@ from stillhouse.generation.publish_weights import BUCKET_BYTES, publish
 from stillhouse.generation.published_folder import MANIFEST
 from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
-from stillhouse.models.adapter import add_lora, draw_lora, is_lora
+from stillhouse.models.adapter import add_lora, initialize_lora, is_lora
 from stillhouse.parallel import Degrees, single_process_runner
 
 LAYOUTS = {
@@ -131,7 +131,7 @@ def test_of_an_adapter_the_adapter_alone_is_written(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "model")
     student = Decoder.from_pretrained(tmp_path / "model")
     add_lora(student, r=4, alpha=8, base=str(tmp_path / "model"))
-    draw_lora(student, 0, fresh=False)
+    initialize_lora(student, 0, fresh=False)
     one = publish(single_process_runner(student, None), tmp_path / "one", 7)
     assert read_manifest(one).kind == "adapter"
     assert {path.name for path in one.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json", MANIFEST}

@@ -29,7 +29,7 @@ class MtpLayers(nn.Module):
     """The layers of all depths. Embedding, head and rotary frequencies are the main model's.
 
     model: transformers' model of the layers. initial: a copy of the layers on the meta device, if they are new and
-    `draw` has to initialise them; None for layers with weights.
+    `initialize` has to initialise them; None for layers with weights.
     """
 
     layers: nn.ModuleList
@@ -64,7 +64,7 @@ class MtpLayers(nn.Module):
             yield hidden_BSD
 
     @torch.no_grad()
-    def draw(self, main: PreTrainedModel, seed: int) -> None:
+    def initialize(self, main: PreTrainedModel, seed: int) -> None:
         """Initialise new layers on this process by the family's own rule; does nothing for layers with weights.
 
         The values depend on the seed and the module's name, and not on the layout (`name_seed`). Only one module's
@@ -104,7 +104,7 @@ class MtpLayers(nn.Module):
 def new_layers(model: PreTrainedModel, depths: int, *, is_new: bool) -> MtpLayers:
     """Return layers without values on the model's device, and write their number into the model's configuration.
 
-    is_new: `draw` will initialise them; otherwise the caller reads them from a checkpoint.
+    is_new: `initialize` will initialise them; otherwise the caller reads them from a checkpoint.
     Raises ValueError for a model that cannot have MTP layers, and for a number of depths that it cannot have.
     """
     config = _require_structure(model)

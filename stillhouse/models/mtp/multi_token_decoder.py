@@ -54,7 +54,7 @@ class MultiTokenDecoder(nn.Module):
         """
         add_mtp(main, depths, is_new=True)
         assert main.mtp is not None
-        main.mtp.draw(main.pretrained, int(torch.randint(2**62, ())))
+        main.mtp.initialize(main.pretrained, int(torch.randint(2**62, ())))
         return cls(main, main.mtp.model, train_main=train_main, verify=verify)
 
     @classmethod
@@ -94,7 +94,7 @@ class MultiTokenDecoder(nn.Module):
         is a document of its own. The last k rows of a document have nothing to predict at depth k.
         """
 
-        def each_depth(
+        def all_depths(
             *, hidden_states: tuple[Tensor, ...], head: OutputHead, context: Any, depth: int = 0
         ) -> tuple[Any, ...]:
             if processor is None:
@@ -104,7 +104,7 @@ class MultiTokenDecoder(nn.Module):
                 for number, hidden_BSD in enumerate(hidden_states)
             )
 
-        return self.main(input_ids, position_ids, mtp_input_ids=input_ids, processor=each_depth, context=context)
+        return self.main(input_ids, position_ids, mtp_input_ids=input_ids, processor=all_depths, context=context)
 
     @property
     def mtp(self) -> MtpModel:
@@ -129,7 +129,7 @@ class MultiTokenDecoder(nn.Module):
 def add_mtp(decoder: Decoder, depths: int, *, is_new: bool) -> None:
     """Add MTP layers without values to a whole (unsharded) decoder.
 
-    is_new: `decoder.mtp.draw` will initialise them; otherwise the caller reads them from a checkpoint.
+    is_new: `decoder.mtp.initialize` will initialise them; otherwise the caller reads them from a checkpoint.
     Raises ValueError for a model that cannot have them.
     """
     decoder.mtp = new_layers(decoder.pretrained, depths, is_new=is_new).train(decoder.training)

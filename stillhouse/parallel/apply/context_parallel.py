@@ -56,13 +56,13 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
         mask = create_masks_for_generate(config, inputs_embeds, None, None, position_ids=position_ids)
         return {"attention_mask": mask}
 
-    decoder.backbone.register_forward_pre_hook(partial(_with_whole_masks, masks, dtype, group), with_kwargs=True)
+    decoder.backbone.register_forward_pre_hook(partial(_with_global_masks, masks, dtype, group), with_kwargs=True)
     if decoder.mtp is not None:
         model = decoder.mtp.model
         model.config._attn_implementation = name
         for number, layer in enumerate(decoder.mtp.layers):
             mtp_masks = partial(model.create_masks_for_mtp_layer, number, mtp_cache=None)
-            layer.register_forward_pre_hook(partial(_with_whole_masks, mtp_masks, dtype, group), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(_with_global_masks, mtp_masks, dtype, group), with_kwargs=True)
 
 
 def require_heads(config: PreTrainedConfig, context: int, tensor: int) -> None:
@@ -97,7 +97,7 @@ class NextTokens:
         return torch.cat([columns_BS, next_BK], 1)
 
 
-def _with_whole_masks(
+def _with_global_masks(
     masks: Callable[..., dict[str, Any]],
     dtype: torch.dtype,
     group: ProcessGroup,
@@ -109,14 +109,14 @@ def _with_whole_masks(
 
     masks: makes them from embeddings and position ids. dtype: of the embeddings.
     """
-    whole_BS = whole_sequences(options["position_ids"], group)
+    global_BS = gather_sequences(options["position_ids"], group)
     # transformers reads only the shape, dtype and device of the embeddings
-    embeddings = torch.empty((), dtype=dtype, device=whole_BS.device).expand(*whole_BS.shape, 1)
-    options |= masks(inputs_embeds=embeddings, position_ids=whole_BS)
-    return arguments, options | {"whole_position_ids": whole_BS}
+    embeddings = torch.empty((), dtype=dtype, device=global_BS.device).expand(*global_BS.shape, 1)
+    options |= masks(inputs_embeds=embeddings, position_ids=global_BS)
+    return arguments, options | {"global_position_ids": global_BS}
 
 
-def whole_sequences(columns_BS: Tensor, group: ProcessGroup | None) -> Tensor:
+def gather_sequences(columns_BS: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the whole sequences [B, S, …] of which each context rank has some columns, without gradients.
 
     group: the context ranks; None: this process has whole sequences. A collective of the group.
@@ -145,7 +145,7 @@ def _ulysses(
     """Run an attention function of transformers, `inner`, on the whole sequence and a part of the heads."""
     inputs = (_all_to_all(heads, 1, 2, group) for heads in (query_BHSD, key_BHSD, value_BHSD))
     # functions that separate packed documents by their position ids need the ids of the whole sequence
-    options["position_ids"] = options.pop("whole_position_ids", None)
+    options["position_ids"] = options.pop("global_position_ids", None)
     output_BSHD, _ = ALL_ATTENTION_FUNCTIONS[inner](module, *inputs, attention_mask, **options)
     return _all_to_all(output_BSHD, 1, 2, group), None
 
