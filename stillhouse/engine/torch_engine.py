@@ -25,7 +25,7 @@ from stillhouse.engine.torch_state import TorchState
 from stillhouse.models import NotFiniteError, OutputProcessor, evaluating
 from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
-from stillhouse.objective.divergence import forward_kl, total_variation
+from stillhouse.objective.formulas import forward_kl, total_variation
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Runner, StageInputs

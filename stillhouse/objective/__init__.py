@@ -4,17 +4,17 @@ It depends only on torch. Start with `linear_objective`; `reference.dense_object
 """
 
 from stillhouse.objective.correction import Correction
-from stillhouse.objective.divergence import (
+from stillhouse.objective.divergence import Divergence
+from stillhouse.objective.expression import parse_divergence
+from stillhouse.objective.formulas import (
     alpha_beta,
     forward_kl,
     jsd,
-    parse_divergence,
     reverse_kl,
     skew_forward_kl,
     skew_reverse_kl,
     total_variation,
 )
-from stillhouse.objective.formulas import Divergence
 from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective, routed_objective
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.log_probs import linear_log_probs

@@ -6,8 +6,8 @@
     α + β = 0          Σ ((p/q)^α − 1 − α log(p/q)) / α²
     α = β = 0          ½ Σ log²(q/p)
 
-`alpha_beta_class` chooses the class. p is the teacher's probability, q the student's, r = log(q/p); all of them,
-and h = ∂D/∂q, as in `formulas.py`.
+`AlphaBeta(α, β)` makes an object of the class for these exponents. p is the teacher's probability, q the student's,
+r = log(q/p); all of them, and h = ∂D/∂q, as in `divergence.py`.
 
 Sources: ABKD (arXiv 2505.04560) after Cichocki, Cruces and Amari, Entropy 2011, 13, 134.
 """
@@ -19,28 +19,51 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective import stable
-from stillhouse.objective.formulas import Divergence, Sides, shortest
+from stillhouse.objective.divergence import Definition, Divergence, Sides
 from stillhouse.objective.stable import difference, excess, expect, polynomial, terms
 
 
 @dataclass(frozen=True)
 class AlphaBeta(Divergence):
-    """The divergence where neither α nor β nor α + β is 0."""
+    """The alpha-beta divergence; (1, 0) is forward KL, (0, 1) reverse KL (ABKD, equation 3). c = 0.
 
+    It is an f-divergence only for α + β = 1: otherwise merging outcomes may increase it. A negative exponent raises
+    ValueError, since one probability of zero would make the divergence infinite. An exception is α + β = 0 (including
+    α = β = 0), which is computed as the limit and is finite if all logits are finite and (p/q)^α does not overflow.
+    Arguments close to a limiting case (α = 0, β = 0 or α + β = 0) lose digits: use the limit itself.
+    """
+
+    definition = Definition(
+        "alpha_beta",
+        "−(p^α q^β − α/(α+β) p^(α+β) − β/(α+β) q^(α+β)) / (αβ)",
+        "−(p^α q^(β−1) − q^(α+β−1)) / α",
+        "finite alpha ≥ 0 and beta ≥ 0, or alpha + beta = 0",
+        infinite="q = 0 < p, if β = 0; p = 0 < q, if α = 0; both, if α + β = 0",
+        example="0.2, 0.7",
+    )
     alpha: float
     beta: float
 
+    def __new__(cls, alpha: float, beta: float) -> "AlphaBeta":
+        """Return an object of the class for these exponents."""
+        if alpha + beta == 0:
+            return super().__new__(SumZero if alpha else BothZero)
+        if alpha == 0:
+            return super().__new__(AlphaZero)
+        return super().__new__(AlphaBeta if beta else BetaZero)
+
+    def __getnewargs__(self) -> tuple[float, float]:
+        return self.alpha, self.beta  # for copy and pickle
+
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.alpha) and math.isfinite(self.beta)):
-            raise ValueError(f"{self}: expected finite numbers")
-        if min(self.alpha, self.beta) < 0 and self.alpha + self.beta != 0:
-            raise ValueError(
-                f"{self}: a negative exponent is infinite at a probability of zero; "
-                "expected alpha ≥ 0 and beta ≥ 0, or alpha + beta = 0"
-            )
+        is_finite = math.isfinite(self.alpha) and math.isfinite(self.beta)
+        in_domain = is_finite and (self.alpha + self.beta == 0 or min(self.alpha, self.beta) >= 0)
+        self.require(in_domain, "a negative exponent is infinite at a probability of zero")
 
     def balanced(self, pair: Sides) -> Tensor:
-        """Where p and q are close, this is a power series in r from the second order on. p^(α+β) or q^(α+β), the one
+        """p^(α+β) (β (e^((α+β)r) − 1 − (α+β)r) − (α+β) (e^(βr) − 1 − βr)) / (αβ(α+β)).
+
+        Where p and q are close, this is a power series in r from the second order on. p^(α+β) or q^(α+β), the one
         with the larger of α and β, is factored out, because the terms then cancel least.
         """
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
@@ -77,9 +100,6 @@ class AlphaBeta(Divergence):
     def _slope_factor(self, ratio: Tensor) -> Tensor:
         """h / q^(α+β−1) = (1 − (p/q)^α) / α."""
         return -torch.expm1(-self.alpha * ratio) / self.alpha
-
-    def __str__(self) -> str:
-        return f"alpha_beta({shortest(self.alpha)}, {shortest(self.beta)})"
 
 
 class AlphaZero(AlphaBeta):
@@ -127,17 +147,6 @@ class BothZero(AlphaBeta):
 
     def _slope(self, pair: Sides) -> Tensor:
         return _ratio(pair)
-
-
-def alpha_beta_class(alpha: float, beta: float) -> type[AlphaBeta]:
-    """Return the class for these exponents."""
-    if alpha == 0 and beta == 0:
-        return BothZero
-    if alpha + beta == 0:
-        return SumZero
-    if alpha == 0:
-        return AlphaZero
-    return BetaZero if beta == 0 else AlphaBeta
 
 
 def _ratio(pair: Sides) -> Tensor:

@@ -1,95 +1,201 @@
-"""The divergences by name, and the parser for expressions of them.
+"""Divergences between the probabilities p of a teacher and q of a student, each as two pointwise functions.
 
-The formulas and their sources are in `formulas.py`. p is the teacher's probability, q the student's.
+    D(p, q)  = Σ_v f(log p_v, log q_v)                  summed over the vocabulary, or over other outcomes v
+    h_v      = ∂D/∂q_v                                  as if the q_v were independent of each other
+    ∂D/∂z_v  = q_v (h_v − Σ_u q_u h_u) / τ              the gradient by the logits z at temperature τ
+
+The functions return q·h instead of h: −p/q overflows where q underflows, but q·(−p/q) = −p does not.
+
+Over whole distributions Σ(q − p) is 0. So c (q − p) can be added to f, and c to h, for any constant c, without a
+change of D or its gradient. With the c that each divergence in `formulas.py` names, f is never negative, and f and h
+are 0 where p = q. Then a small divergence is a sum of small numbers, and it keeps its digits where student and
+teacher are close and both have one token with a probability near 1 (see `stable.py`). The pass sums these "balanced"
+functions:
+
+    balanced        f + c (q − p)
+    balanced_slope  q (h + c)
+
+`value` and `weighted_slope` are f and q·h as in textbooks, with c = 0. They are for sums over only a part of the
+outcomes (a top-k with the tail "drop"), which depend on c.
+
+All inputs are log-probabilities. A probability of zero is a log-probability of −inf: 0·log 0 is 0 here, never NaN,
+and a divergence that is truly infinite (forward KL where the teacher has mass and the student has none) is inf.
+Autograd can differentiate all functions; `reference.py` uses that, and the tests compare the slopes with it.
 """
 
-import operator
-from collections.abc import Callable, Sequence
-from functools import reduce
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields
+from typing import ClassVar, NamedTuple
 
-from stillhouse.objective.alpha_beta import alpha_beta_class
-from stillhouse.objective.expression import Summand, parse_sum, unknown_name
-from stillhouse.objective.formulas import (
-    Divergence,
-    ForwardKL,
-    JensenShannon,
-    ReverseKL,
-    SkewForwardKL,
-    SkewReverseKL,
-    TotalVariation,
-)
+from torch import Tensor
+
+from stillhouse.objective.stable import excess, expect, log_ratio
 
 
-def forward_kl() -> Divergence:
-    """KL(p‖q): the student must cover everything that the teacher covers. Tokens with p = 0 add nothing."""
-    return ForwardKL()
+class Pivot(NamedTuple):
+    """log q and log(q/p) of a row's argmax outcome, [rows, 1]."""
+
+    log_q: Tensor
+    ratio: Tensor
 
 
-def reverse_kl() -> Divergence:
-    """KL(q‖p): the student must avoid what the teacher avoids. Infinite if a token has q > 0 and p = 0."""
-    return ReverseKL()
+class Sides(NamedTuple):
+    """Teacher and student at some outcomes, elementwise.
 
-
-def jsd(beta: float, normalized: bool = False) -> Divergence:
-    """β·KL(p‖m) + (1 − β)·KL(q‖m) with m = βp + (1 − β)q, for β strictly between 0 and 1.
-
-    It tends to 0 for β → 0 and β → 1. `normalized=True` divides by β(1 − β); the result tends to forward KL for β → 0
-    and to reverse KL for β → 1.
+    ratio: log(q/p), with more correct digits than the difference log_q − log_p may have. It may be NaN where neither
+        side has mass: use it only in products with a probability (`expect`).
+    pivot: for divergences whose slope h is not small where p and q are close and near 1. They subtract the pivot's h
+        from every h. Over whole distributions this does not change the gradient, whichever outcome the pivot is.
     """
-    return JensenShannon(beta, normalized)
+
+    log_p: Tensor
+    log_q: Tensor
+    p: Tensor
+    q: Tensor
+    ratio: Tensor
+    pivot: Pivot | None
+
+    def is_pivot(self) -> Tensor:
+        assert self.pivot is not None
+        return (self.log_q == self.pivot.log_q) & (self.ratio == self.pivot.ratio)
 
 
-def skew_forward_kl(alpha: float) -> Divergence:
-    """KL(p‖m) with m = αp + (1 − α)q; α = 0 is forward KL (DistiLLM, equation 4)."""
-    return SkewForwardKL(alpha)
+def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivot | None = None) -> Sides:
+    """Return the `Sides` of two log-probabilities. ratio: log(q/p); None: computed as log q − log p."""
+    ratio = log_ratio(log_q, log_p) if ratio is None else ratio
+    return Sides(log_p, log_q, log_p.exp(), log_q.exp(), ratio, pivot)
 
 
-def skew_reverse_kl(alpha: float) -> Divergence:
-    """KL(q‖m) with m = (1 − α)p + αq; α = 0 is reverse KL (DistiLLM, equation 5)."""
-    return SkewReverseKL(alpha)
+class Definition(NamedTuple):
+    """What expressions, error messages and docs/objective.md take from a divergence.
 
-
-def total_variation() -> Divergence:
-    """½ Σ|p − q|, between 0 and 1."""
-    return TotalVariation()
-
-
-def alpha_beta(alpha: float, beta: float) -> Divergence:
-    """The alpha-beta divergence; (1, 0) is forward KL, (0, 1) reverse KL (ABKD, equation 3).
-
-    It is an f-divergence only for α + β = 1: otherwise merging outcomes may increase it. A negative exponent raises
-    ValueError, since one probability of zero would make the divergence infinite. An exception is α + β = 0 (including
-    α = β = 0), which is computed as the limit and is finite if all logits are finite and (p/q)^α does not overflow.
-    Arguments close to a limiting case (α = 0, β = 0 or α + β = 0) lose digits: use the limit itself.
+    name: in expressions and metrics. value, slope: f, and h up to a constant, as formulas.
+    domain: the parameters that are allowed. infinite: for which probabilities of zero the divergence is infinite.
+    example: the parameters of an example, if it needs any. synonyms: names that others give it.
     """
-    return alpha_beta_class(alpha, beta)(alpha, beta)
+
+    name: str
+    value: str
+    slope: str
+    domain: str = ""
+    infinite: str = ""
+    example: str = ""
+    synonyms: tuple[str, ...] = ()
 
 
-def parse_divergence(text: str) -> Divergence:
-    """Return the divergence of an expression, for example '0.9*forward_kl + 0.1*jsd(0.5, normalized=True)'.
+@dataclass(frozen=True)
+class Divergence(ABC):
+    """D(p, q) as two pointwise functions. Sums and positive multiples of divergences are divergences.
 
-    Raises ValueError for an unknown name (the message has the nearest known one), wrong arguments, or a weight ≤ 0.
+    The fields of a subclass are the divergence's parameters.
     """
-    summands = parse_sum(text)
-    for summand in summands:
-        if summand.name not in DIVERGENCES:
-            raise unknown_name(summand.name, DIVERGENCES)
-    return weighted_sum(summands)
+
+    definition: ClassVar[Definition]
+
+    @abstractmethod
+    def balanced(self, pair: Sides) -> Tensor:
+        """f + c·(q − p), elementwise, in nats, never negative; its sum over a whole distribution is D."""
+
+    @abstractmethod
+    def balanced_slope(self, pair: Sides) -> Tensor:
+        """q·(∂f/∂q + c), elementwise; c is a number per row such that the result is 0 or small where p = q."""
+
+    def __str__(self) -> str:
+        """The expression from which `parse_divergence` makes this divergence."""
+        values = [(field, getattr(self, field.name)) for field in fields(self)]
+        shown = [
+            shortest(value) if field.default is MISSING else f"{field.name}={value}"
+            for field, value in values
+            if value != field.default
+        ]
+        return f"{self.definition.name}({', '.join(shown)})" if shown else self.definition.name
+
+    def require(self, in_domain: bool, reason: str) -> None:
+        """Raise ValueError for parameters outside the domain."""
+        if not in_domain:
+            raise ValueError(f"{self}: expected {self.definition.domain}; {reason}")
+
+    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """f(log p, log q), elementwise, in nats."""
+        return self.balanced(sides(log_p, log_q))
+
+    def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """q·∂f/∂q, elementwise."""
+        return self.balanced_slope(sides(log_p, log_q))
+
+    def __add__(self, other: "Divergence") -> "Divergence":
+        return WeightedSum(weighted_parts(self) + weighted_parts(other))
+
+    def __mul__(self, coefficient: float) -> "Divergence":
+        if isinstance(coefficient, bool):  # would count as 1, but is probably an argument in the wrong place
+            raise ValueError(f"{coefficient}*({self}): expected a positive number")
+        parts = tuple((coefficient * weight, part) for weight, part in weighted_parts(self))
+        return parts[0][1] if len(parts) == 1 and parts[0][0] == 1 else WeightedSum(parts)
+
+    __rmul__ = __mul__
 
 
-def weighted_sum(summands: Sequence[Summand]) -> Divergence:
-    """Return the sum of one or more named divergences with their coefficients."""
-    return reduce(
-        operator.add, (summand.coefficient * summand.call(DIVERGENCES[summand.name]) for summand in summands)
-    )
+class KullbackLeibler(Divergence):
+    """KL(a‖b), where a and b are teacher and student, or student and teacher.
+
+    Its sums over unnormalized probabilities can be normalized afterwards (`statistics.py`). So they are computed in
+    the same sweep over the logits as the normalizers, and vocabulary shards gather both in the same collective.
+    """
+
+    #: whether a is the student
+    student_first: bool
+
+    def directed(self, pair: Sides) -> tuple[Tensor, Tensor, Tensor]:
+        """a, b and log(b/a)."""
+        return (pair.q, pair.p, -pair.ratio) if self.student_first else (pair.p, pair.q, pair.ratio)
+
+    def balanced(self, pair: Sides) -> Tensor:
+        return excess(*self.directed(pair))
+
+    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        first, _, ratio = self.directed(sides(log_p, log_q))
+        return -expect(first, ratio)
 
 
-DIVERGENCES: dict[str, Callable[..., Divergence]] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "skew_forward_kl": skew_forward_kl,
-    "skew_reverse_kl": skew_reverse_kl,
-    "total_variation": total_variation,
-    "alpha_beta": alpha_beta,
-}
+@dataclass(frozen=True)
+class WeightedSum(Divergence):
+    """Σ c_i D_i with every c_i > 0: values and slopes add."""
+
+    parts: tuple[tuple[float, Divergence], ...]
+
+    def __post_init__(self) -> None:
+        for weight, part in self.parts:
+            if isinstance(weight, bool) or not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(f"weight {weight} of {part}: expected a positive number")
+
+    def balanced(self, pair: Sides) -> Tensor:
+        return self._sum(part.balanced(pair) for _, part in self.parts)
+
+    def balanced_slope(self, pair: Sides) -> Tensor:
+        return self._sum(part.balanced_slope(pair) for _, part in self.parts)
+
+    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        return self._sum(part.value(log_p, log_q) for _, part in self.parts)
+
+    def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        return self._sum(part.weighted_slope(log_p, log_q) for _, part in self.parts)
+
+    def _sum(self, quantities: Iterable[Tensor]) -> Tensor:
+        first, *rest = (weight * quantity for (weight, _), quantity in zip(self.parts, quantities, strict=True))
+        return sum(rest, start=first)
+
+    def __str__(self) -> str:
+        return " + ".join(str(part) if weight == 1 else f"{shortest(weight)}*{part}" for weight, part in self.parts)
+
+
+def weighted_parts(divergence: Divergence) -> tuple[tuple[float, Divergence], ...]:
+    """Return the summands of a divergence with their weights; for a single divergence, itself with weight 1."""
+    return divergence.parts if isinstance(divergence, WeightedSum) else ((1.0, divergence),)
+
+
+def shortest(number: float) -> str:
+    """Return a short text that reads back as the same number; 1.0 becomes "1"."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)

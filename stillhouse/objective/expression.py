@@ -11,29 +11,17 @@ accepted; nothing is evaluated. An argument is a number, or a word where a name 
 import ast
 import difflib
 import inspect
+import operator
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
+from stillhouse.objective.divergence import Divergence
+from stillhouse.objective.formulas import DIVERGENCES
+
 Made = TypeVar("Made")
-
-
-#: an example of each name that needs an argument
-EXAMPLES = {
-    "jsd": "jsd(0.5)",
-    "skew_forward_kl": "skew_forward_kl(0.1)",
-    "skew_reverse_kl": "skew_reverse_kl(0.1)",
-    "alpha_beta": "alpha_beta(0.2, 0.7)",
-}
-#: what others call them
-USUAL_NAMES = {
-    **dict.fromkeys(("ce", "nll", "sft", "xent", "hard_loss"), "cross_entropy"),
-    **dict.fromkeys(("kl", "fkl", "kld", "kl_div", "soft_loss"), "forward_kl"),
-    **dict.fromkeys(("rkl", "mode_seeking"), "reverse_kl"),
-    **dict.fromkeys(("js", "gkd"), "jsd"),
-    **dict.fromkeys(("k1", "k2", "k3"), "sampled_kl"),
-}
 
 
 @dataclass(frozen=True)
@@ -45,21 +33,45 @@ class Summand:
     arguments: tuple[float | bool | str, ...] = ()
     keywords: tuple[tuple[str, float | bool | str], ...] = ()
 
-    def call(self, make: Callable[..., Made]) -> Made:
-        """Call `make` with the arguments. Raises ValueError for a wrong number or name of arguments."""
+    def call(self, make: Callable[..., Made], example: str = "") -> Made:
+        """Call `make` with the arguments. Raises ValueError for a wrong number or name of arguments.
+
+        example: arguments that are right, for the message if one is missing.
+        """
+        signature = inspect.signature(make)
         try:
-            return make(*self.arguments, **dict(self.keywords))
+            for bind in (signature.bind_partial, signature.bind):  # an argument too many before a missing one
+                bind(*self.arguments, **dict(self.keywords))
         except TypeError as error:
-            problem = str(error).removeprefix(f"{make.__name__}() ")
-            missing = re.fullmatch(r"missing \d+ required positional arguments?: (.*)", problem)
-            problem = f"its {missing[1]} is missing" if missing else problem
-            expected = ", ".join(
-                parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default}"
-                for parameter in inspect.signature(make).parameters.values()
-            )
+            missing = re.fullmatch(r"missing a required .*?argument: (.*)", str(error))
+            problem = f"its {missing[1]} is missing" if missing else str(error)
+            expected = ", ".join(str(one.replace(annotation=one.empty)) for one in signature.parameters.values())
             form = f"{self.name}({expected})" if expected else f"{self.name}, without arguments"
-            form += f", such as {EXAMPLES[self.name]}" if missing and self.name in EXAMPLES else ""
+            form += f", such as {self.name}({example})" if missing and example else ""
             raise ValueError(f"{self.name}: {problem}; expected {form}") from error
+        return make(*self.arguments, **dict(self.keywords))
+
+
+def parse_divergence(text: str) -> Divergence:
+    """Return the divergence of an expression, for example '0.9*forward_kl + 0.1*jsd(0.5, normalized=True)'.
+
+    Raises ValueError for an unknown name (the message has the nearest known one), wrong arguments, or a weight ≤ 0.
+    """
+    summands = parse_sum(text)
+    for summand in summands:
+        if summand.name not in DIVERGENCES:
+            raise unknown_name(summand.name)
+    return weighted_sum(summands)
+
+
+def weighted_sum(summands: Sequence[Summand]) -> Divergence:
+    """Return the sum of one or more named divergences with their coefficients."""
+    kinds = [DIVERGENCES[summand.name] for summand in summands]
+    parts = [
+        summand.coefficient * summand.call(kind, kind.definition.example)
+        for summand, kind in zip(summands, kinds, strict=True)
+    ]
+    return reduce(operator.add, parts)
 
 
 def parse_sum(text: str, take_words: Collection[str] = ()) -> list[Summand]:
@@ -76,13 +88,17 @@ def parse_sum(text: str, take_words: Collection[str] = ()) -> list[Summand]:
     return [_summand(node, sign, text, take_words) for node, sign in _summands(tree.body, 1.0)]
 
 
-def unknown_name(name: str, known: Iterable[str]) -> ValueError:
-    """Return the error for an unknown name; its message has the nearest known name."""
-    known = sorted(known)
-    usual = USUAL_NAMES.get(name.lower())
-    near = [usual] if usual in known else difflib.get_close_matches(name, known, n=1)
+def unknown_name(name: str, others: Mapping[str, Iterable[str]] | None = None) -> ValueError:
+    """Return the error for a name that is neither a divergence nor one of the others; it has the nearest known name.
+
+    others: further known names, and what other projects call them.
+    """
+    synonyms = {known: kind.definition.synonyms for known, kind in DIVERGENCES.items()} | dict(others or {})
+    known_names = sorted(synonyms)
+    near = [known for known in known_names if name.lower() in synonyms[known]]
+    near = near or difflib.get_close_matches(name, known_names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return ValueError(f"unknown name {name!r}{hint} (known: {', '.join(known)})")
+    return ValueError(f"unknown name {name!r}{hint} (known: {', '.join(known_names)})")
 
 
 def _summands(node: ast.expr, sign: float) -> list[tuple[ast.expr, float]]:

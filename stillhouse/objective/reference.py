@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.correction import Correction
-from stillhouse.objective.formulas import Divergence, sides
+from stillhouse.objective.divergence import Divergence, sides
 from stillhouse.objective.fused import ObjectiveOutput
 from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.keys import unique_names

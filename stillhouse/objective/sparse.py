@@ -3,7 +3,7 @@
 Each function reads the chunk's statistics from its `Tile` and adds weights · ∂value/∂logits to the tile's gradient.
 
 C rows of a chunk of T tokens, K ids per token, B outcomes (the ids and perhaps a bucket), M sampled ids per token.
-p is the teacher's probability, q the student's, D the divergence; f and h as in `formulas.py`.
+p is the teacher's probability, q the student's, D the divergence; f and h as in `divergence.py`.
 """
 
 import math
@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from stillhouse.objective.formulas import Divergence, Pivot, WeightedSum, sides, weighted_parts
+from stillhouse.objective.divergence import Divergence, Pivot, WeightedSum, sides, weighted_parts
 from stillhouse.objective.signals import Sampled, SparseSignal, first_occurrence, teacher_tail
 from stillhouse.objective.stable import expect, log_ratio, log_softmax
 from stillhouse.objective.tile.tile import TermResult, Tile
@@ -66,7 +66,7 @@ def over_outcomes(
     """Return the value [C] of each part of a divergence, and q·h [C, B], over B outcomes.
 
     is_whole: whether these are all outcomes, so that the probabilities of both sides sum to 1. Then the balanced
-    functions are summed (`formulas.py`), so that a rounding error in Σ(q − p) enters no value.
+    functions are summed (`divergence.py`), so that a rounding error in Σ(q − p) enters no value.
     """
     parts = [part for _, part in weighted_parts(divergence)]
     if not is_whole:

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from stillhouse.objective.correction import NO_CORRECTION, Correction
-from stillhouse.objective.divergence import DIVERGENCES, weighted_sum
-from stillhouse.objective.expression import Summand, parse_sum, unknown_name
-from stillhouse.objective.formulas import Divergence, weighted_parts
+from stillhouse.objective.divergence import Divergence, weighted_parts
+from stillhouse.objective.expression import Summand, parse_sum, unknown_name, weighted_sum
+from stillhouse.objective.formulas import DIVERGENCES
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.mixture import Mixture
@@ -32,8 +32,15 @@ from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
 from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
-#: the names of the grammar that are no divergences
-OTHERS = ("cross_entropy", "z_loss", "entropy", "uld", "sampled_kl", "policy_gradient")
+#: the names of the grammar that are no divergences, and what other projects call them
+OTHERS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("ce", "nll", "sft", "xent", "hard_loss"),
+    "z_loss": (),
+    "entropy": (),
+    "uld": (),
+    "sampled_kl": ("k1", "k2", "k3"),
+    "policy_gradient": (),
+}
 
 
 @dataclass(frozen=True)
@@ -321,7 +328,7 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
         if summand.name in DIVERGENCES:
             divergences.append(summand)
         elif summand.name not in OTHERS:
-            raise unknown_name(summand.name, [*DIVERGENCES, *OTHERS])
+            raise unknown_name(summand.name, OTHERS)
         elif summand.name in others:
             raise ValueError(f"{summand.name} comes twice in {text!r}; expected one coefficient for it")
         else:

@@ -14,7 +14,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from stillhouse.objective.formulas import Divergence, ForwardKL, ReverseKL, WeightedSum, weighted_parts
+from stillhouse.objective.divergence import Divergence, WeightedSum, weighted_parts
+from stillhouse.objective.formulas import ForwardKL, ReverseKL
 from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal, check_temperature
 from stillhouse.objective.sparse import sampled, sparse
 from stillhouse.objective.stable import expect

@@ -27,7 +27,7 @@ from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
-from stillhouse.objective.formulas import weighted_parts
+from stillhouse.objective.divergence import weighted_parts
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state

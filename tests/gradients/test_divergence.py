@@ -1,8 +1,10 @@
 """Divergences against the formulas of their papers, written out with plain probabilities, and their grammar."""
 
+import inspect
 import math
 from collections.abc import Callable
 from decimal import Decimal, localcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from stillhouse.objective import (
     skew_reverse_kl,
     total_variation,
 )
+from stillhouse.objective.formulas import DIVERGENCES
 
 
 def random_log_probs(rows: int = 40, vocabulary: int = 23, *, seed: int = 0, sharpness: float = 2.0) -> Tensor:
@@ -133,8 +136,12 @@ def test_teacher_probabilities_of_zero_are_finite(expression: str, dtype: torch.
         )
 
 
-def test_infinite_divergences_are_infinite_and_not_nan() -> None:
+def test_a_divergence_is_infinite_where_its_definition_says_so_and_never_nan() -> None:
     some, none = torch.tensor([-1.0]), torch.tensor([-math.inf])
+    for name, kind in DIVERGENCES.items():
+        divergence, infinite = parse_divergence(f"{name}({kind.definition.example})"), kind.definition.infinite
+        assert divergence.value(some, none).isfinite().item() == (infinite != "q = 0 < p"), name
+        assert divergence.value(none, some).isfinite().item() == (infinite != "p = 0 < q"), name
     assert forward_kl().value(some, none).item() == math.inf
     assert reverse_kl().value(none, some).item() == math.inf
     assert forward_kl().value(none, some).item() == 0
@@ -204,6 +211,14 @@ def test_normalized_jsd_is_right_near_its_ends_in_float32(beta: float, sharpness
 )
 def test_expression_reads_back_as_the_same_divergence(divergence: Divergence) -> None:
     assert parse_divergence(str(divergence)) == divergence
+
+
+def test_the_documentation_has_the_table_of_the_definitions() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "objective.md").read_text(encoding="utf-8")
+    for name, kind in DIVERGENCES.items():
+        call = f"{name}({', '.join(inspect.signature(kind).parameters)})"
+        _, value, slope, domain, infinite, *_ = kind.definition
+        assert f"| `{call}` | {value} | {slope} | {domain or 'none'} | {infinite or 'nowhere'} |\n" in page
 
 
 @pytest.mark.parametrize(

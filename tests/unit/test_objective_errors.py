@@ -43,7 +43,7 @@ from stillhouse.objective import (
     skew_forward_kl,
     skew_reverse_kl,
 )
-from stillhouse.objective.formulas import WeightedSum
+from stillhouse.objective.divergence import WeightedSum
 from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stillhouse.objective import DenseLogits, OutputHead, linear_objective
-from stillhouse.objective.divergence import forward_kl, jsd, reverse_kl
+from stillhouse.objective.formulas import forward_kl, jsd, reverse_kl
 from stillhouse.objective.terms import Entropy
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan

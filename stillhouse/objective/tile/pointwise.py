@@ -9,7 +9,7 @@
     gradient     ∂loss/∂logits = Σ_τ q_τ·(a + b·log q_τ) + Σ_pairs w·q·h + Σ_buckets c·q/q(outside) + u
                  with coefficients a, b, w, c, u per row: the gradient of all terms except at single ids.
 
-p is the teacher's probability, q the student's, τ the temperature; f and h as in `formulas.py`.
+p is the teacher's probability, q the student's, τ the temperature; f and h as in `divergence.py`.
 
 If student and teacher are close, the difference of their logits has more correct digits than the difference of their
 masses or of their log-probabilities. So log(q/p) is computed as the difference of the two l, minus the row's
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stillhouse.objective.formulas import Pivot, Sides, sides
+from stillhouse.objective.divergence import Pivot, Sides, sides
 from stillhouse.objective.stable import difference, expect
 from stillhouse.objective.tile.tile_plan import (
     STUDENT,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stillhouse.objective.formulas import KullbackLeibler
+from stillhouse.objective.divergence import KullbackLeibler
 from stillhouse.objective.stable import excess, expect, log_sum_exp
 from stillhouse.objective.tile.pointwise import finite
 from stillhouse.objective.tile.tile_plan import STUDENT, PairIndex, PointwisePlan, StudentSoftmax
@@ -35,7 +35,7 @@ class RowStatistics:
     tail: the student's log-probability of all tokens outside each bucket's ids together.
     mean_log_prob: the mean over the vocabulary of log q.
     vocabulary: the number of tokens of the vocabulary.
-    values, slopes: Σf and Σq·h of each pair, balanced (`formulas.py`).
+    values, slopes: Σf and Σq·h of each pair, balanced (`divergence.py`).
     """
 
     references: list[Tensor]

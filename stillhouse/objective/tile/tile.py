@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stillhouse.objective.formulas import Divergence
+from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.signals import RowIndex, Signal, SparseSignal
 from stillhouse.objective.tile.compiled import pointwise
 from stillhouse.objective.tile.pointwise import before_head, gradient, normalized_sums, raw_sums
@@ -153,7 +153,7 @@ class Tile:
         return ids_CK, gap_CK / temperature - self._log_mass(temperature)[:, None]
 
     def divergence(self, divergence: Divergence, signal: Signal, temperature: float) -> tuple[Tensor, Tensor]:
-        """Σf and Σq·h of a divergence (not a weighted sum of several), [C] each; f and h as in `formulas.py`."""
+        """Σf and Σq·h of a divergence (not a weighted sum of several), [C] each; f and h as in `divergence.py`."""
         at = self._plan.pair(divergence, signal, temperature)
         return self._known.values[at], self._known.slopes[at]
 

@@ -16,7 +16,7 @@ from typing import Literal, NewType, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
-from stillhouse.objective.formulas import Divergence, KullbackLeibler
+from stillhouse.objective.divergence import Divergence, KullbackLeibler
 from stillhouse.objective.signals import Signal, SparseSignal
 
 TileIndex = NewType("TileIndex", int)
