@@ -23,7 +23,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.engine.parts import LossPart
 from stillhouse.models import OutputProcessor
 from stillhouse.objective import ObjectiveOutput, Signals
-from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import DistributedStudent
 

@@ -28,7 +28,7 @@ from stillhouse.objective import (
     linear_objective,
     routed_objective,
 )
-from stillhouse.objective.keys import IS_SAMPLED, WEIGHTS
+from stillhouse.objective.metric_keys import IS_SAMPLED, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
 
 

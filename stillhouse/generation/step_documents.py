@@ -14,7 +14,7 @@ import numpy as np
 from stillhouse.data import DataReport, Documents
 from stillhouse.data.prefixes import offsets_of
 from stillhouse.generation.sample import Sample
-from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 
 #: the key of the version of the weights that wrote a token, among the tensors per token; −1 if none did
 POLICY_VERSION = "policy_version"

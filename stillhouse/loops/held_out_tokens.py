@@ -27,7 +27,7 @@ from stillhouse.objective import (
     logits_objective,
 )
 from stillhouse.objective.head import Projection, common_vocabulary, operand_dtype
-from stillhouse.objective.keys import unique_names
+from stillhouse.objective.metric_keys import unique_names
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.objective.top_k import largest
 from stillhouse.objective.vocab import AsyncAllGather

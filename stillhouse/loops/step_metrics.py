@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from stillhouse.engine.parts import ROUTER_LOSS
 from stillhouse.engine.parts.mtp import PREFIX
 from stillhouse.models.hidden_match import HIDDEN
-from stillhouse.objective.keys import CHUNK_TOKENS, WEIGHTS
+from stillhouse.objective.metric_keys import CHUNK_TOKENS, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
 
 #: the keys of a step's metrics that are no summand of the loss, or not in nats

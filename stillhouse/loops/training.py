@@ -24,7 +24,7 @@ from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.loops.session_objects import Session
 from stillhouse.loops.step_metrics import step_metrics
 from stillhouse.models import NotFiniteError
-from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import NoLog, RunLog, open_log
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name

@@ -17,7 +17,7 @@ from stillhouse.data import Documents
 from stillhouse.generation import Completion, Sample
 from stillhouse.loops.session_objects import Session
 from stillhouse.models.processors import cross_entropy
-from stillhouse.objective.keys import OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import OLD_LOG_PROBS
 from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.serving.client.engine_proof import PROBES, ROUNDED
 from stillhouse.signals import SignalsLostError

@@ -3,7 +3,6 @@
 It depends only on torch. Start with `linear_objective`; `reference.dense_objective` is the same in plain autograd.
 """
 
-from stillhouse.objective.correction import Correction
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.expression import parse_divergence
 from stillhouse.objective.formulas import (
@@ -17,9 +16,10 @@ from stillhouse.objective.formulas import (
 )
 from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective, routed_objective
 from stillhouse.objective.head import OutputHead
+from stillhouse.objective.importance_correction import Correction
 from stillhouse.objective.log_probs import linear_log_probs
 from stillhouse.objective.mixture import Mixture
-from stillhouse.objective.sampled import LogRatio, PolicyGradient, SampledKL
+from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL
 from stillhouse.objective.sampled_tokens import discounted_sum
 from stillhouse.objective.several import RoutedSignal, StudentHidden, detached
 from stillhouse.objective.signals import TEACHER, Chosen, DenseLogits, FullVocab, Sampled, Signal, Signals, TopK

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stillhouse.objective import stable
+from stillhouse.objective import numerics
 from stillhouse.objective.divergence import Definition, Divergence, Sides
-from stillhouse.objective.stable import difference, excess, expect, polynomial, terms
+from stillhouse.objective.numerics import difference, excess, expect, polynomial, terms
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class AlphaBeta(Divergence):
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
         of_p, of_q = (pair.p, pair.q) if total == 1 else (_power(pair.log_p, total), _power(pair.log_q, total))
         far = alpha / total * of_p + beta / total * of_q - torch.exp(alpha * pair.log_p + beta * pair.log_q)
-        near = (total * pair.ratio).abs() < stable.NEAR
-        small = pair.ratio.clamp(-stable.NEAR / total, stable.NEAR / total)
+        near = (total * pair.ratio).abs() < numerics.NEAR
+        small = pair.ratio.clamp(-numerics.NEAR / total, numerics.NEAR / total)
         outer, t, inner = (of_p, small, beta) if alpha >= beta else (of_q, -small, alpha)
         series = [inner * (total ** (n - 1) - inner ** (n - 1)) / math.factorial(n) for n in range(2, terms(t) + 1)]
         close = outer * t * t * polynomial(series, t)

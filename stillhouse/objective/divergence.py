@@ -9,7 +9,7 @@ The functions return q·h instead of h: −p/q overflows where q underflows, but
 Over whole distributions Σ(q − p) is 0. So c (q − p) can be added to f, and c to h, for any constant c, without a
 change of D or its gradient. With the c that each divergence in `formulas.py` names, f is never negative, and f and h
 are 0 where p = q. Then a small divergence is a sum of small numbers, and it keeps its digits where student and
-teacher are close and both have one token with a probability near 1 (see `stable.py`). The pass sums these "balanced"
+teacher are close and both have one token with a probability near 1 (`numerics.py`). The pass sums these "balanced"
 functions:
 
     balanced        f + c (q − p)
@@ -31,7 +31,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from stillhouse.objective.stable import excess, expect, log_ratio
+from stillhouse.objective.numerics import excess, expect, log_ratio
 
 
 class Pivot(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stillhouse.objective.alpha_beta import AlphaBeta
 from stillhouse.objective.divergence import Definition, Divergence, KullbackLeibler, Sides, sides
-from stillhouse.objective.stable import difference, excess, expect, interpolation, interpolation_logs, log_ratio
+from stillhouse.objective.numerics import difference, excess, expect, interpolation, interpolation_logs, log_ratio
 
 
 class ForwardKL(KullbackLeibler):

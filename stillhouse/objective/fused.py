@@ -24,7 +24,7 @@ from torch._compile import _disable_dynamo
 
 from stillhouse.objective.head import OutputHead, require_head
 from stillhouse.objective.input_checks import Leaves, check_leaves, check_pass, first_leaf
-from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.chunks import Totals, run_chunks
 from stillhouse.objective.tile.logits_provider import GivenLogits, HeadLogits, LogitsProvider

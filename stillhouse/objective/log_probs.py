@@ -16,7 +16,7 @@ from torch import Tensor
 from stillhouse.objective.fused import linear_objective
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.input_checks import check_device, check_leaves
-from stillhouse.objective.sampled import LogProb, check_sampled_tokens
+from stillhouse.objective.sampled_terms import LogProb, check_sampled_tokens
 from stillhouse.objective.signals import check_temperature
 from stillhouse.objective.terms import Entropy
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stillhouse.objective.correction import Correction
 from stillhouse.objective.divergence import Divergence, sides
 from stillhouse.objective.fused import ObjectiveOutput
 from stillhouse.objective.head import OutputHead, common_vocabulary
-from stillhouse.objective.keys import unique_names
+from stillhouse.objective.importance_correction import Correction
+from stillhouse.objective.metric_keys import unique_names
 from stillhouse.objective.mixture import Mixture
-from stillhouse.objective.sampled import LogRatio, PolicyGradient, SampledKL
+from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL
 from stillhouse.objective.signals import DenseLogits, FullVocab, Sampled, Signal, SparseSignal, teacher_tail
 from stillhouse.objective.sorted_l1 import SortedL1, sorted_l1
 from stillhouse.objective.spans import Continuation

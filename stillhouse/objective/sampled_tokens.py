@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.head import OutputHead, common_vocabulary
-from stillhouse.objective.keys import IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.signals import Signal
 from stillhouse.objective.teacher_log_probs import teacher_log_probs
 
@@ -23,7 +23,7 @@ from stillhouse.objective.teacher_log_probs import teacher_log_probs
 class SampledTokens:
     """The sampled tokens of a batch.
 
-    per_token: the tensors of `keys.py`, [T] each.
+    per_token: the tensors of `metric_keys.py`, [T] each.
     document_T: the document of each row.
     valid_index: the rows that count; None: all rows.
     student: the student's head.

@@ -14,8 +14,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
+from stillhouse.objective.numerics import expect
 from stillhouse.objective.signals import Signal
-from stillhouse.objective.stable import expect
 from stillhouse.objective.terms import SignalTerm
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan

@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from stillhouse.objective.sampled import SampledTerm
+from stillhouse.objective.sampled_terms import SampledTerm
 from stillhouse.objective.signals import Signal, TopK
 from stillhouse.objective.terms import labelled
 from stillhouse.objective.tile.tile import Tile

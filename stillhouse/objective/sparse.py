@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, Pivot, WeightedSum, sides, weighted_parts
+from stillhouse.objective.numerics import expect, log_ratio, log_softmax
 from stillhouse.objective.signals import Sampled, SparseSignal, first_occurrence, teacher_tail
-from stillhouse.objective.stable import expect, log_ratio, log_softmax
 from stillhouse.objective.tile.tile import TermResult, Tile
 
 #: the teacher's log-probability of every token outside its ids with the tail "zero" (NeMo RL's `log_infinitesimal`)

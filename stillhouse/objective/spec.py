@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from stillhouse.objective.correction import NO_CORRECTION, Correction
 from stillhouse.objective.divergence import Divergence, weighted_parts
 from stillhouse.objective.expression import Summand, parse_sum, unknown_name, weighted_sum
 from stillhouse.objective.formulas import DIVERGENCES
 from stillhouse.objective.head import OutputHead
-from stillhouse.objective.keys import ADVANTAGES, OLD_LOG_PROBS
+from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
+from stillhouse.objective.metric_keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.mixture import Mixture
-from stillhouse.objective.sampled import LogRatio, PolicyGradient, SampledKL, check_estimator
+from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL, check_estimator
 from stillhouse.objective.sampled_tokens import SampledTokens
 from stillhouse.objective.signals import Signal, Signals
 from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
@@ -136,8 +136,8 @@ class ObjectiveSpec:
         """Return the terms for one batch.
 
         signals: of all teachers that score its rows, by their names; empty if no term needs a teacher.
-        per_token: the tensors of `keys.py` for a batch of rollouts. If it has `OLD_LOG_PROBS`, there is a `LogRatio`,
-            too.
+        per_token: the tensors of `metric_keys.py` for a batch of rollouts. With `OLD_LOG_PROBS` among them there is a
+            `LogRatio`, too.
         document_T: the document of each row, for a discount.
         valid_index: the rows that count; None: all rows. The sampled terms ask the signal for no other rows.
         student: the student's head, if its vocabulary is smaller than a teacher's, or sharded.

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from stillhouse.objective.fused import linear_objective, logits_objective
 from stillhouse.objective.mixture import Mixture
-from stillhouse.objective.sampled import LogProb, check_sampled_tokens
+from stillhouse.objective.sampled_terms import LogProb, check_sampled_tokens
 from stillhouse.objective.signals import DenseLogits, FullVocab, Signal, SparseSignal, check_temperature
 from stillhouse.objective.vocab import VocabShard
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence, WeightedSum, weighted_parts
 from stillhouse.objective.formulas import ForwardKL, ReverseKL
+from stillhouse.objective.numerics import expect
 from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal, check_temperature
 from stillhouse.objective.sparse import sampled, sparse
-from stillhouse.objective.stable import expect
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
 

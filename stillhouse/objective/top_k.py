@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stillhouse.objective.stable import log_sum_exp
+from stillhouse.objective.numerics import log_sum_exp
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
 

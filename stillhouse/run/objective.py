@@ -15,7 +15,7 @@ from stillhouse.config import (
     as_config_error,
 )
 from stillhouse.engine.parts import MtpLoss
-from stillhouse.objective.correction import Correction
+from stillhouse.objective.importance_correction import Correction
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 from stillhouse.run.mtp_objective import depths_in_words, mtp_objective
 from stillhouse.signals import SignalStore

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from stillhouse.objective import OutputHead
 from stillhouse.objective.head import Projection, operand_dtype
+from stillhouse.objective.numerics import log_sum_exp
 from stillhouse.objective.signals import first_occurrence
-from stillhouse.objective.stable import log_sum_exp
 from stillhouse.objective.top_k import top_k
 from stillhouse.objective.vocab import AsyncAllGather
 

@@ -34,7 +34,7 @@ from stillhouse.objective import (
     OutputHead,
     linear_objective,
 )
-from stillhouse.objective.keys import IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.objective.tile.tile import Tile
 from stillhouse.parallel.pair import _targets

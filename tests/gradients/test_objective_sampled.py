@@ -47,7 +47,7 @@ from stillhouse.objective import (
     logits_objective,
     reverse_kl,
 )
-from stillhouse.objective.keys import IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import parse_objective
 
 SMALL = 7

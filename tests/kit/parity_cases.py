@@ -24,7 +24,7 @@ from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, in
 from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective import TEACHER, TopK
-from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import (
     Degrees,

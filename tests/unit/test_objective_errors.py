@@ -44,7 +44,7 @@ from stillhouse.objective import (
     skew_reverse_kl,
 )
 from stillhouse.objective.divergence import WeightedSum
-from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 
 NAN = math.nan

@@ -23,7 +23,7 @@ from stillhouse.objective import (
     logits_objective,
     parse_divergence,
 )
-from stillhouse.objective.keys import ADVANTAGES, OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 

@@ -23,7 +23,7 @@ from stillhouse.generation import (
     step_documents,
 )
 from stillhouse.generation.advantages import mean_and_deviation, with_advantages
-from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 
 
 def numbers(samples: Sequence[Sample]) -> list[int]:

@@ -22,7 +22,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
-from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import NextTokens
 from stillhouse.parallel.layer_loss_interface import MtpLayersRun

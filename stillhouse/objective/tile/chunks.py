@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from stillhouse.objective.keys import StatisticKeys, unique_names
+from stillhouse.objective.metric_keys import StatisticKeys, unique_names
 from stillhouse.objective.signals import RowIndex
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.logits_provider import LogitsProvider

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.divergence import Pivot, Sides, sides
-from stillhouse.objective.stable import difference, expect
+from stillhouse.objective.numerics import difference, expect
 from stillhouse.objective.tile.tile_plan import (
     STUDENT,
     Column,

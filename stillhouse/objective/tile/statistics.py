@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.divergence import KullbackLeibler
-from stillhouse.objective.stable import excess, expect, log_sum_exp
+from stillhouse.objective.numerics import excess, expect, log_sum_exp
 from stillhouse.objective.tile.pointwise import finite
 from stillhouse.objective.tile.tile_plan import STUDENT, PairIndex, PointwisePlan, StudentSoftmax
 

@@ -20,9 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stillhouse.objective.correction import NO_CORRECTION, Correction
+from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
+from stillhouse.objective.numerics import expect
 from stillhouse.objective.signals import check_temperature
-from stillhouse.objective.stable import expect
 from stillhouse.objective.terms import LabelTerm, check_scale, labelled
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
