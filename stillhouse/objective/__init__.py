@@ -15,14 +15,24 @@ from stillhouse.objective.formulas import (
     total_variation,
 )
 from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective, routed_objective
-from stillhouse.objective.head import OutputHead
+from stillhouse.objective.head import OutputHead, detached
 from stillhouse.objective.importance_correction import Correction
 from stillhouse.objective.log_probs import linear_log_probs
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL
 from stillhouse.objective.sampled_tokens import discounted_sum
-from stillhouse.objective.several import RoutedSignal, StudentHidden, detached
-from stillhouse.objective.signals import TEACHER, Chosen, DenseLogits, FullVocab, Sampled, Signal, Signals, TopK
+from stillhouse.objective.signals import (
+    TEACHER,
+    Chosen,
+    DenseLogits,
+    FullVocab,
+    RoutedSignal,
+    Sampled,
+    Signal,
+    Signals,
+    StudentHidden,
+    TopK,
+)
 from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
 from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.teacher_log_probs import teacher_log_probs

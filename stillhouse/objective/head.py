@@ -8,7 +8,7 @@ a weight are vocabulary entries.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,6 +62,13 @@ class OutputHead:
         logits = torch.nn.functional.linear(hidden, self.weight_VD, self.bias)
         logits = logits * self.scale if self.scale != 1.0 else logits
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def detached(head: OutputHead) -> OutputHead:
+    """Return the head without gradients. A frozen weight stays the same tensor."""
+    if not head.weight_VD.requires_grad:
+        return head
+    return replace(head, weight_VD=head.weight_VD.detach(), bias=None if head.bias is None else head.bias.detach())
 
 
 def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = None) -> int:

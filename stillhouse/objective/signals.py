@@ -14,7 +14,8 @@ log-probabilities; its `tail` defines how the mass outside the K ids counts:
                    `zero_outside_topk`).
 
 Row t of a signal is the distribution of token t + 1, which is labels_T[t].
-T tokens, E teacher width, V vocabulary, K ids per token, M sampled ids per token. p is the teacher's probability.
+T tokens, D and E widths of student and teacher, V vocabulary, K ids per token, M sampled ids per token.
+p is the teacher's probability.
 """
 
 import math
@@ -26,7 +27,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from stillhouse.objective.head import OutputHead
+from stillhouse.objective.head import OutputHead, detached
 
 Tail = Literal["bucket", "renormalize", "drop", "zero"]
 #: which tokens: their indices, or a slice of them
@@ -100,6 +101,31 @@ class FullVocab(Signal):
 
     def heads(self) -> list[OutputHead]:
         return [self.head]
+
+
+@dataclass(frozen=True, eq=False)
+class StudentHidden(Signal):
+    """The exact signal of a teacher that has the student's head: its hidden states [T, D] after the last norm."""
+
+    hidden_TD: Tensor
+
+    def opened(self, student: OutputHead) -> AbstractContextManager[Signal]:
+        return nullcontext(FullVocab(self.hidden_TD.detach(), detached(student)))
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedSignal(Signal):
+    """The signal of one of several teachers, each of which scores some of the T tokens.
+
+    signal: for all T tokens. index: the int64 numbers of its rows with a weight; no row is in those of two teachers.
+    The signal is opened only while its own rows are computed, so that one teacher's head at a time is in memory.
+    """
+
+    signal: Signal
+    index: Tensor
+
+    def rows(self, rows: RowIndex) -> Self:
+        raise ValueError("the rows of a routed signal cannot be cut: expected one teacher for all tokens")
 
 
 @dataclass(frozen=True, eq=False)
