@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from stillhouse.objective.signals import check_per_token
 from stillhouse.objective.terms import Term
 
 #: the tensors of a pass that receive a gradient, by their names in error messages. The first one is the hidden states
@@ -76,8 +77,7 @@ def _check_terms(terms: Sequence[Term], tokens: int, leaves: Leaves) -> None:
 def _check_weights(name: str, weights_T: Tensor | None, tokens: int) -> None:
     if weights_T is None:
         return
-    if weights_T.shape != (tokens,):
-        raise ValueError(f"{name} of shape {tuple(weights_T.shape)}: expected ({tokens},), one weight per token")
+    check_per_token(tokens, **{name: weights_T})
     _check_constant(name, weights_T)
     if weights_T.device.type == "cpu" and not weights_T.isfinite().all():
         raise ValueError(f"{name} holds NaN or infinity: expected finite weights, 0 for rows that do not count")

@@ -23,7 +23,7 @@ from torch import Tensor
 from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
 from stillhouse.objective.numerics import expect
 from stillhouse.objective.signals import check_temperature
-from stillhouse.objective.terms import LabelTerm, check_scale, labelled
+from stillhouse.objective.terms import LabelTerm, check_labels, check_scale, labelled
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
 
@@ -286,11 +286,7 @@ def check_estimator(estimator: str) -> None:
 
 def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor | None) -> None:
     """Require labels of the sampled tokens, and constants with a finite number at each of them. None: not needed."""
-    if labels_T.dim() != 1 or labels_T.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"labels_T of shape {tuple(labels_T.shape)} and dtype {labels_T.dtype}: expected the ids of the sampled "
-            "tokens, [tokens] of int32 or int64"
-        )
+    check_labels(labels_T)
     for name, values_T in per_token.items():
         if values_T is None:
             continue

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS
-from stillhouse.objective.signals import Signal
+from stillhouse.objective.signals import Signal, check_per_token
 from stillhouse.objective.teacher_log_probs import teacher_log_probs
 
 
@@ -38,12 +38,7 @@ class SampledTokens:
     teacher_heads: Sequence[OutputHead] = ()
 
     def __post_init__(self) -> None:
-        for name, values_T in self.per_token.items():
-            if values_T.shape != self.labels_T.shape:
-                raise ValueError(
-                    f"per_token[{name!r}] of shape {tuple(values_T.shape)}: expected {tuple(self.labels_T.shape)}, a "
-                    "number for each row"
-                )
+        check_per_token(len(self.labels_T), **{f"per_token[{name!r}]": one for name, one in self.per_token.items()})
 
     @property
     def weights_T(self) -> Tensor | None:

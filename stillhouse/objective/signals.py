@@ -160,11 +160,7 @@ class SparseSignal(Signal):
         check_pairs("ids_TK", self.ids_TK, "log_probs_TK", self.log_probs_TK)
         if self.tail not in get_args(Tail):
             raise ValueError(f"tail={self.tail!r}: expected one of {', '.join(get_args(Tail))}")
-        if self.tail_log_prob_T is not None and self.tail_log_prob_T.shape != self.ids_TK.shape[:1]:
-            raise ValueError(
-                f"tail_log_prob_T of shape {tuple(self.tail_log_prob_T.shape)}: expected ({self.tokens},), "
-                "one per token"
-            )
+        check_per_token(self.tokens, tail_log_prob_T=self.tail_log_prob_T)
 
 
 class TopK(SparseSignal):
@@ -203,6 +199,13 @@ def _rows_of(value: Any, rows: RowIndex) -> Any:
 def check_temperature(temperature: float) -> None:
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature={temperature}: expected a positive number")
+
+
+def check_per_token(tokens: int, **per_token: Tensor | None) -> None:
+    """Require one number per token in each tensor; None: absent."""
+    for name, values_T in per_token.items():
+        if values_T is not None and values_T.shape != (tokens,):
+            raise ValueError(f"{name} of shape {tuple(values_T.shape)}: expected ({tokens},), one number per token")
 
 
 def check_pairs(ids_name: str, ids: Tensor, values_name: str, values: Tensor) -> None:

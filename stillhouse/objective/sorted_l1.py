@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.numerics import expect
-from stillhouse.objective.signals import Signal
+from stillhouse.objective.signals import Signal, check_per_token
 from stillhouse.objective.terms import SignalTerm
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
@@ -37,10 +37,7 @@ class SortedTopK(Signal):
         shape = tuple(self.log_probs_TK.shape)
         if len(shape) != 2 or shape[1] == 0:
             raise ValueError(f"log_probs_TK of shape {shape}: expected [tokens, ranks], with one rank or more")
-        for name in ("tail_log_prob_T", "weights_T"):
-            actual = tuple(getattr(self, name).shape)
-            if actual != shape[:1]:
-                raise ValueError(f"{name} of shape {actual}: expected ({shape[0]},), one per token")
+        check_per_token(shape[0], tail_log_prob_T=self.tail_log_prob_T, weights_T=self.weights_T)
 
     def sorted_probabilities(self, dtype: torch.dtype) -> Tensor:
         """p_(1) ≥ … ≥ p_(K), then the mass outside, [T, B]."""

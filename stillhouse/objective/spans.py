@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.sampled_terms import SampledTerm
-from stillhouse.objective.signals import Signal, TopK
+from stillhouse.objective.signals import Signal, TopK, check_per_token
 from stillhouse.objective.terms import labelled
 from stillhouse.objective.tile.tile import Tile
 
@@ -36,10 +36,8 @@ class SpanSignal(Signal):
     continuation_weights_T: Tensor
 
     def __post_init__(self) -> None:
-        for name in ("first_weights_T", "continuation_weights_T"):
-            shape = tuple(getattr(self, name).shape)
-            if shape != (self.first.tokens,):
-                raise ValueError(f"{name} of shape {shape}: expected ({self.first.tokens},), one weight per token")
+        weights = {name: getattr(self, name) for name in ("first_weights_T", "continuation_weights_T")}
+        check_per_token(self.first.tokens, **weights)
 
 
 @dataclass(frozen=True, eq=False)

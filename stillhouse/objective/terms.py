@@ -144,10 +144,7 @@ class CrossEntropy(LabelTerm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.labels_T.dim() != 1:
-            raise ValueError(f"labels_T of shape {tuple(self.labels_T.shape)}: expected one dim, [tokens]")
-        if self.labels_T.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"labels_T of dtype {self.labels_T.dtype}: expected int32 or int64")
+        check_labels(self.labels_T)
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"label_smoothing={self.label_smoothing}: expected 0 ≤ label_smoothing < 1")
         if not 0.0 <= self.z_loss < math.inf:
@@ -286,6 +283,12 @@ class Entropy(Term):
 def labelled(name: str, label: str | None) -> str:
     """Return the name of a value or statistic of a term with this label."""
     return name if label is None else f"{name}/{label}"
+
+
+def check_labels(labels_T: Tensor) -> None:
+    if labels_T.dim() != 1 or labels_T.dtype not in (torch.int32, torch.int64):
+        shape_and_type = f"shape {tuple(labels_T.shape)} and dtype {labels_T.dtype}"
+        raise ValueError(f"labels_T of {shape_and_type}: expected one id per token, [tokens] of int32 or int64")
 
 
 def check_scale(scale: float) -> None:

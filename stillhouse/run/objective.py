@@ -65,7 +65,8 @@ class RunObjective:
         teachers, over = "", ""
         if self.teacher is not None and (self.spec.needs_teacher or self.objective.hidden):
             store = stores.get("teacher")
-            teachers, over = f" ← {_teacher_in_words(self.teacher, store)}", f"{_over(self.teacher, store)}, "
+            source = self.teacher.source_in_words if store is None else store.name
+            teachers, over = f" ← {source}", f"{_over(self.teacher, store)}, "
         elif self.teachers is not None and self.spec.needs_teacher:
             teachers = f" ← {_several_in_words(self.teachers, self.spec, stores)}"
         return (
@@ -150,10 +151,6 @@ def _shares(teachers: TeachersConfig) -> dict[str, TeacherShare]:
     }
 
 
-def _teacher_in_words(teacher: TeacherConfig, store: SignalStore | None) -> str:
-    return str(teacher.model) if store is None else store.name
-
-
 def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
     """What a teacher's divergence is taken over."""
     if store is None or store.signal.is_exact:
@@ -166,17 +163,13 @@ def _several_in_words(teachers: TeachersConfig, spec: ObjectiveSpec, stores: Map
     parts = []
     for name, teacher in teachers.named.items():
         share, store = spec.teachers[name], stores.get(f"teachers.{name}")
-        what = _teacher_in_words(teacher, store)
-        if teacher.student is not None:
-            what = (
-                "the student" if teacher.student == "live" else f"the student's average (decay {teacher.ema_decay:g})"
-            )
+        source = teacher.source_in_words if store is None else store.name
         details = [_over(teacher, store)]
         if teacher.prefix is not None:
             details.append("behind a prefix")
         if share.temperature is not None:
             details.append(f"temperature {share.temperature:g}")
         factor = "" if share.weight == 1 else f"{share.weight:.3g} × "
-        parts.append(f"{factor}{name}: {what} ({', '.join(details)})")
+        parts.append(f"{factor}{name}: {source} ({', '.join(details)})")
     how = f"one by column '{teachers.route}'" if teachers.route else f"sum of {teachers.sum}"
     return f"{how} of {'; '.join(parts)}"

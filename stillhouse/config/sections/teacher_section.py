@@ -87,6 +87,11 @@ class TeacherConfig(ModelConfig):
     def urls(self) -> list[str]:
         return url_list(self.url)
 
+    @property
+    def source_in_words(self) -> str:
+        """What gives the signals, for the objective in words."""
+        return str(self.model)
+
     def is_base_of(self, student: StudentConfig) -> bool:
         """Whether the teacher is the student without its adapter, so that one model in memory serves as both."""
         if student.adapter is None or self.signals_from != "model":
@@ -126,6 +131,11 @@ class NamedTeacherConfig(TeacherConfig):
     divergence of its documents."""
     temperature: float | None = Field(default=None, gt=0)
     """The temperature of this teacher's divergence; null: objective.temperature."""
+
+    @property
+    def source_in_words(self) -> str:
+        average = f"the student's average (decay {self.ema_decay:g})"
+        return {None: str(self.model), "live": "the student", "ema": average}[self.student]
 
 
 class TeachersConfig(Section):
