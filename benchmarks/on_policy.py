@@ -36,12 +36,11 @@ from benchmarks import task_models
 from benchmarks.on_policy_tables import draw, length_table, summary_of, table
 from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import metrics, run_config
-from stillhouse.config.task_spec import TaskSpec
-from stillhouse.data.task_problems import problem
 from stillhouse.generation import GenerationRequest, Sampling
 from stillhouse.generation.generate import Generator
 from stillhouse.models import Decoder
 from stillhouse.run.run import distill
+from stillhouse.tasks import TaskSpec, problem
 
 TASK, KEY = "reversal(2:12)", "eval/exact_match/reversal"
 TAUGHT, TARGET = 0.95, 0.9

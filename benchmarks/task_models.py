@@ -28,10 +28,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stillhouse.config.task_spec import TaskSpec
-from stillhouse.data.task_problems import Problem, problem
 from stillhouse.generation import Completion, GenerationRequest
 from stillhouse.loops.greedy_evaluation import evaluate_tasks
+from stillhouse.tasks import Problem, TaskSpec, problem
 
 CHARACTERS = "0123456789+-=abcdefghijklmnopqrstuvwxyz :()[]{}"
 PAD, END = "<pad>", "</s>"

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import click
 
-NAMES = ("sums", "reversal", "brackets")
+from stillhouse.tasks import TASKS, TaskSpec, problem
 
 
 @click.command()
-@click.argument("name", type=click.Choice(NAMES))
+@click.argument("name", type=click.Choice(list(TASKS)))
 @click.option("--count", type=click.IntRange(1), required=True, help="Number of problems.")
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Other seeds, other problems."
@@ -27,14 +27,11 @@ def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: boo
     \b
     stillhouse task sums --count 5000 --seed 0 --lengths 2:8 --out sums.jsonl
     """
-    from stillhouse.config.task_spec import TaskSpec
-
     spec = TaskSpec.of(name, lengths)
     if out.exists():
         raise ValueError(f"{out} exists: expected the name of a new file")
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent} is not a folder: expected one for {out.name}")
-    from stillhouse.data.task_problems import problem
     from stillhouse.output.disk import replace_text
 
     records = (problem(spec, seed, number, held_out=held_out).record(name) for number in range(count))

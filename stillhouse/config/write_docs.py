@@ -98,9 +98,7 @@ def write(folder: Path) -> None:
 def with_names(page: str) -> str:
     """The text of coming_from.md with a new table after each mark `<!-- names: … -->`."""
     return re.sub(
-        r"(?s)(<!-- names: (\w+) -->\n).*?(<!-- end -->)",
-        lambda mark: f"{mark[1]}{_names(mark[2])}{mark[3]}",
-        page,
+        r"(?s)(<!-- names: (\w+) -->\n).*?(<!-- end -->)", lambda mark: f"{mark[1]}{_names(mark[2])}{mark[3]}", page
     )
 
 

@@ -201,7 +201,8 @@ class Documents:
     def check_ids(self, rows: int, which: str, prefixes: Sequence[str] = ()) -> None:
         """Raise DataError for the first document with a token id that has no row in a head with `rows` rows.
 
-        which: "student" or "teacher", for the error. prefixes: the teachers whose prefixes are checked, too.
+        which: "student" or "teacher", for the error.
+        prefixes: the teachers whose prefixes are checked, too.
         """
         texts: list[tuple[Documents | Prefixes, str]] = [(self, "")]
         for name in filter(self.prefixes.__contains__, prefixes):

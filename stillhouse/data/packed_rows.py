@@ -3,10 +3,10 @@
 Labels are shifted only here: row t of the flattened micro-batch predicts the token at t+1 of the same document. So a
 document's last row predicts nothing, and the row of a prompt's last token predicts the first token of the completion.
 
-A teacher with a prefix reads more tokens than the student. So that the rows of both line up under every layout, the
-student's micro-batch has a gap before each document, as long as the longest prefix of this document over the teachers
-that are asked for. A gap is padding: the student reads tokens there that do not matter, as a document of their own.
-Each teacher has its prefix directly before the document, and padding before a shorter prefix.
+A teacher with a prefix reads more tokens than the student. The rows of both must have the same numbers under every
+layout. So the student's micro-batch has a gap before each document, as long as the longest prefix of this document
+over the named teachers. A gap is padding: the student reads arbitrary tokens there, as a separate document. A teacher
+has its prefix directly before the document, and padding before the prefix if it is shorter than the gap.
 
 B rows, S columns per row (the longest of the micro-batch), T = B·S.
 """
@@ -24,10 +24,10 @@ from stillhouse.data.micro_batch import NO_LABEL, MicroBatch
 def make_micro_batch(
     documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str] = ()
 ) -> MicroBatch:
-    """Pack documents into a micro-batch. rows: for each row, the numbers of its documents, in their order.
+    """Pack documents into a micro-batch.
 
-    gaps: names of teachers; before each document there is a gap as long as the longest prefix that one of these
-        teachers has for it.
+    rows: for each row, the numbers of its documents, in their order.
+    gaps: names of teachers. The gap before a document is as long as its longest prefix of these teachers.
 
     Raises ValueError if there is no row, or a row without a document.
     """
@@ -83,7 +83,7 @@ def _placed(
 def _packed_inputs(placed: Sequence[tuple[int, int, int]], ids: Sequence[np.ndarray]) -> dict[str, Tensor]:
     """Token ids and positions: `ids` of each document end at the document's end; other columns are padding."""
     shape_BS = placed[-1][0] + 1, max(stop for _, _, stop in placed)
-    # padding is a token of the data: the gradient of a family with a zero embedding (Gemma 3n, id 0) is not finite
+    # padding uses a token of the data: with id 0, whose embedding is zero in Gemma 3n, its gradient is not finite
     input_ids_BS = np.full(shape_BS, ids[0][0], dtype=np.int64)
     position_ids_BS = np.zeros(shape_BS, dtype=np.int64)
     ends_B = [0] * shape_BS[0]

@@ -1,8 +1,8 @@
 """Packs whole documents into sequences of at most `max_tokens`, and orders the sequences for training.
 
 Documents are packed once, by best fit in order of decreasing length. Only the order of the sequences changes from
-epoch to epoch: it is a permutation that depends on (seed, epoch) alone. So the data of a step follows from its
-number, and a resumed run continues exactly where it stopped without any saved state.
+epoch to epoch: it is a permutation that depends on (seed, epoch) alone. So a step's number determines its data, and a
+resumed run continues exactly where it stopped without any saved state.
 """
 
 from bisect import bisect_left, insort
@@ -28,7 +28,7 @@ class PackedSequences:
     shuffle: False keeps the order of the documents and of the sequences (for evaluation).
     gaps: the teachers for whose prefixes there is a gap before each document (see `packed_rows.py`).
     together: a column; only documents with the same value in it, and of the same set, share a sequence.
-    weights: of the sets, the shares of all tokens of a training (`sequence_order.py`); None: every sequence is used
+    weights: the share of each set in all tokens of a training (`sequence_order.py`). None: every sequence is used
         once per epoch.
 
     set_S: int64, the set of each sequence, or 0.
@@ -88,7 +88,7 @@ class PackedSequences:
         return self._members[self._borders[sequence] : self._borders[sequence + 1]]
 
     def micro_batch(self, sequences: Sequence[int] | np.ndarray, teacher: str | None = None) -> MicroBatch:
-        """These sequences as rows of one micro-batch. teacher: the one of `gaps` with prefixes that reads it."""
+        """These sequences as rows of one micro-batch. teacher: the teacher of `gaps` whose inputs are added."""
         rows = [self.members(sequence) for sequence in sequences]
         micro_batch = make_micro_batch(self.documents, rows, self.gaps)
         if teacher is None:
@@ -108,9 +108,9 @@ class PackedSequences:
     def step_sequences(self, step: int, sequences_per_step: int, total: int) -> np.ndarray:
         """The numbers of the sequences of optimizer step `step` (from 0), in a training on `total` sequences.
 
-        Of weighted sources, the sequences are those of `sequence_order.weighted_order`. Otherwise, a step may contain
-        the end of one epoch and the beginning of the next. Only the last step may have fewer sequences. So every
-        sequence is used once per epoch. Sequences of documents that are packed together follow each other. Raises
+        With weighted sources, `sequence_order.weighted_order` gives the sequences. Otherwise every sequence is used
+        once per epoch: a step may contain the end of one epoch and the beginning of the next, and only the last step
+        may have fewer sequences. Sequences with the same value in the column `together` follow each other. Raises
         ValueError for a step outside the training.
         """
         start, stop = step * sequences_per_step, min((step + 1) * sequences_per_step, total)
@@ -147,7 +147,8 @@ class PackedSequences:
 class PackedMicroBatches(StepMicroBatches):
     """Micro-batches of packed sequences, each built when it is accessed.
 
-    rows: for each micro-batch, the numbers of its sequences. teacher: see `PackedSequences.micro_batch`.
+    rows: for each micro-batch, the numbers of its sequences.
+    teacher: see `PackedSequences.micro_batch`.
     """
 
     def __init__(self, sequences: PackedSequences, rows: Sequence[np.ndarray], teacher: str | None = None):
@@ -204,12 +205,12 @@ class PackedMicroBatches(StepMicroBatches):
 
 
 def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
-    """Assign each length to a bin: the longest first, each to the fullest bin with enough room for it.
+    """Assign lengths to bins, the longest length first. Each goes to the fullest bin with enough room for it.
 
     Returns [D] int64, bins numbered in the order in which they were opened. Takes about D·log(capacity) time.
     """
     bins_D = np.empty(len(lengths_D), dtype=np.int64)
-    # by the room that is left in the bins; of the bins with equal room, the last one is used first
+    # bins by the room that is left in them; of bins with equal room, the last one is used first
     open_bins: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of open_bins, sorted
     opened = 0

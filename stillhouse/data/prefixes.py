@@ -1,8 +1,8 @@
-"""Prefixes of documents, as tokens: what one teacher reads in front of a document, and the student does not see.
+"""Prefixes of documents, as tokens. A teacher reads its prefix before the document; the student does not see it.
 
-A prefix is privileged context, such as the answer to a question. It is put in front of the document's tokens, which
-stay as they are: so a row of the student and a row of the teacher predict the same token. A BOS at the beginning of
-the document stays in front of both.
+A prefix is privileged context, such as the answer to a question. It is put before the document's tokens, which do not
+change. So a row of the student and the teacher's row of the same token predict the same next token. If the document
+begins with a BOS, the BOS stays before the prefix.
 
 D documents; N tokens of all prefixes, concatenated.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class EncodedPrefix:
-    """ids: token ids, [n] int32. after_bos: the document's first token is a BOS, which stays in front of them."""
+    """ids: token ids, [n] int32. after_bos: whether the document begins with a BOS, which stays before the prefix."""
 
     ids: np.ndarray
     after_bos: bool
@@ -25,8 +25,9 @@ class EncodedPrefix:
 class Prefixes:
     """One teacher's prefixes of D documents, concatenated.
 
-    tokens_N: int32. offsets: [D+1] int64, the prefix of document d is `offsets[d]:offsets[d+1]`. after_bos_D: bool,
-    whether the document's first token is a BOS, which stays in front of the prefix.
+    tokens_N: int32.
+    offsets: [D+1] int64, the prefix of document d is `offsets[d]:offsets[d+1]`.
+    after_bos_D: bool, whether the document begins with a BOS, which stays before the prefix.
     """
 
     tokens_N: np.ndarray
@@ -61,7 +62,7 @@ class Prefixes:
         return self.tokens_N[self.offsets[document] : self.offsets[document + 1]]
 
     def before(self, document: int, ids: np.ndarray) -> np.ndarray:
-        """All ids that the teacher reads: the prefix and these ids of the document, behind its BOS if it has one.
+        """All ids that the teacher reads: the prefix and these ids of the document, whose BOS comes first.
 
         With a BOS or without it, row i of the document is row `lengths_D[document] + i` of the teacher: both predict
         the document's token i + 1.

@@ -1,11 +1,11 @@
-"""Tokenized documents on disk: written once, proven when they are read, and mapped into memory.
+"""Tokenized documents on disk: written once, compared with their hashes when they are read, and mapped into memory.
 
 The folder of an entry is named by a hash of everything that decides its content: the bytes of the source's files, the
 tokenizer with its chat template, the options, the libraries' versions and the code of this package. It has
 
-    manifest.json     that hash, the report on the records, the sha256 of each other file, and that of all this
-    sources.arrow     `file:line` of each document
-    NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), and those of prefixes
+    manifest.json     that hash, the report on the records, the sha256 of each other file, and a sha256 of the
+    manifest sources.arrow     `file:line` of each document NAME.bin          an array: tokens (int32), targets
+    (bool), offsets (int64), keys (uint64), and those of prefixes
 
 An entry is written in a folder of another name and renamed when it is complete, so that it is read without a lock. A
 lock file lets one process write it while the others wait.
@@ -72,7 +72,7 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
             type(tokenizer).__name__,
             file_hash(Path(inspect.getfile(type(tokenizer)))),  # it may be the model's own code
             tokenizer.backend_tokenizer.to_str(),
-            tokenizer.split_special_tokens,  # not a part of that text
+            tokenizer.split_special_tokens,  # the text above does not have it
             tokenizer.chat_template,
             {role: str(token) for role, token in tokenizer.special_tokens_map.items()},
         ],
@@ -86,8 +86,9 @@ def cached_documents(
 ) -> Documents:
     """The documents of an entry, which is written first if there is none.
 
-    files: lists those of the source. key: see `entry_key`. load: reads the records; it writes the arrays of tokens
-    and targets to the given folder.
+    files: lists the source's files.
+    key: see `entry_key`.
+    load: reads the records; it writes the arrays of tokens and targets to the given folder.
 
     Raises ValueError for an entry that is not what was written, for a folder that cannot be used, and for files that
     change, come or go while they are read.
@@ -103,7 +104,7 @@ def cached_documents(
             if not path.exists():
                 _write(path, name, load, lambda: _states(files()) == before)
     except OSError as error:
-        if error.filename is not None and str(error.filename) in before:  # of the source, not of the cache
+        if error.filename is not None and str(error.filename) in before:  # an error of the source, not of the cache
             raise
         raise ValueError(
             f"{folder}: tokenized data cannot be cached here ({error.strerror or error}): make room, or set"
@@ -114,7 +115,7 @@ def cached_documents(
 
 def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchanged: Callable[[], bool]) -> None:
     prefix = f".partial-{name[:32]}-"
-    for left in path.parent.glob(f"{prefix}*"):  # of a process that was killed, because this one has the lock
+    for left in path.parent.glob(f"{prefix}*"):  # this process has the lock, so another process was killed
         shutil.rmtree(left)
     partial = path.parent / f"{prefix}{uuid.uuid4().hex}"
     partial.mkdir()

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config.task_spec import TaskSpec
 from stillhouse.data import Documents
 from stillhouse.data.render.templates import CompletionTemplate, Rendered
-from stillhouse.data.task_problems import exact_match, problem
 from stillhouse.generation import Completion, GenerationRequest, Sampling
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
@@ -24,6 +22,7 @@ from stillhouse.output.records import CHARACTERS, EvalSample
 from stillhouse.parallel import is_first, watchdog
 from stillhouse.preemption import OverdueError
 from stillhouse.signals import SignalsLostError
+from stillhouse.tasks import TaskSpec, exact_match, problem
 
 #: the most tokens of a prompt that is cut from a document without a prompt of its own
 PROMPT_TOKENS = 32

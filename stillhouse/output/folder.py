@@ -66,7 +66,7 @@ class RunFolder:
 
     @property
     def timeline(self) -> Path:
-        """Who did what when, of an on-policy run."""
+        """The timeline of an on-policy run: one line for each piece of work."""
         return self.path / "timeline.jsonl"
 
     @property
@@ -80,8 +80,8 @@ class RunFolder:
         return self.path / "eval_samples.jsonl"
 
     def identity(self) -> str:
-        """What tells this run from all others, also from those at the same path on other machines and from copies of
-        its folder. The first call writes a random number, so only one process may call this.
+        """A text that differs from that of all other runs, also of runs at the same path on other machines and of
+        copies of this folder. The first call writes a random number, so only one process may call this.
         """
         path = self.path / IDENTITY
         if not path.exists():

@@ -1,6 +1,6 @@
 """JSON and JSON-lines files of a run's folder.
 
-A run appends lines to a file that stays open, and finds out if they do not arrive there. A reader gets typed values,
+A run appends lines to a file that stays open, and gets an error if they are not written. A reader gets typed values,
 or an error that names the file and the place in it.
 """
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class LineFile:
-    """A file of JSON lines, to which this process appends. step: lines of later steps are removed first."""
+    """A file of JSON lines, to which this process appends. Lines of steps after `step` are removed first."""
 
     def __init__(self, path: Path, step: int):
         self._path = path
@@ -100,7 +100,7 @@ def _step(line: bytes, where: str) -> int:
 
 
 def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -> Iterator[tuple[str, int, T]]:
-    """Yield (file and line number, offset, what `parse` makes of the line) of every line.
+    """Yield (file and line number, offset, result of `parse`) of every line.
 
     parse: gets a line without its newline, and the file and line number for its error. Only a last line without a
     newline may be unreadable: it is left out, and `notes` gets a note for the page. Any other line that cannot be

@@ -33,12 +33,7 @@ _ON_POLICY = {
 
 
 def open_log(
-    folder: RunFolder,
-    progress: Progress,
-    steps: int,
-    track: Sequence[str],
-    values: Mapping[str, Any],
-    ranks: Ranks,
+    folder: RunFolder, progress: Progress, steps: int, track: Sequence[str], values: Mapping[str, Any], ranks: Ranks
 ) -> "RunLog | NoLog":
     """The log of a run on rank 0, which writes it; on all other ranks a `NoLog`, which writes nothing.
 

@@ -1,7 +1,7 @@
-"""The model card of an exported student: what it was distilled from, on which data, with which result.
+"""The model card of an exported student: its teacher, its data and its results.
 
-Figures and fingerprints are from the checkpoint, whose files are proven by their hashes, or from a log that the
-checkpoint proves. Of a path on the trainer's machine, only the last part is named.
+Figures and fingerprints are from the checkpoint, whose files match their hashes, or from a log whose hash is in the
+checkpoint. Of a path on the trainer's machine, the card names only the last part.
 """
 
 import os
@@ -28,10 +28,13 @@ _UNREADABLE = "{} cannot be read; restore it, or export without a model card (--
 
 @dataclass(frozen=True)
 class Exported:
-    """What is exported, besides what the run's folder and the checkpoint say.
+    """The facts of an export that are neither in the run's folder nor in the checkpoint.
 
-    objective: in words. processes: how many wrote the checkpoint. dtype: of the weights. adapter: "", "merged" or
-    "alone". has_template: whether there is a chat template.
+    objective: the objective in words.
+    processes: the number of processes that wrote the checkpoint.
+    dtype: the dtype of the weights.
+    adapter: "", "merged" or "alone".
+    has_template: whether there is a chat template.
     """
 
     objective: str

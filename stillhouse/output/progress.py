@@ -29,13 +29,15 @@ class DamagedCheckpointError(ValueError):
 
 @dataclass
 class Progress:
-    """The progress of a run.
+    """The progress of a run. A run continues only while the three hashes are the same.
 
-    step: steps done. tokens: target tokens trained on. seconds: time spent. metrics: the evaluation after this step,
-    or empty. data: a hash of each split's documents. models: a hash of the tokenizer and of each model's files.
-    configuration: a hash of the values that affect the weights. A run continues as before only while these hashes are
-    the same. log_bytes, log_sha256: the length and the hash of metrics.jsonl. started_from: the checkpoint of another
-    run that this run began with, if any.
+    step, tokens, seconds: the steps done, the target tokens trained on, and the time spent.
+    metrics: the evaluation after this step, or empty.
+    data: a hash of each split's documents.
+    models: a hash of the tokenizer and of each model's files.
+    configuration: a hash of the values that affect the weights.
+    log_bytes, log_sha256: the length and the hash of metrics.jsonl.
+    started_from: the checkpoint of another run that this run began with, if any.
     """
 
     __pydantic_config__ = _STRICT

@@ -1,9 +1,9 @@
-"""What a run writes for its report, one type for each file: the run makes them, the report checks them.
+"""The records that a run writes for its report, one type for each file. The report checks them when it reads them.
 
 timeline.jsonl: Span    samples.jsonl: Sample    eval_samples.jsonl: EvalSample    tokens.json: HeldOutTokens
 
-The keys of a file are the fields in their order. A value is checked where it is read (`json_lines.validated`), not
-where it is made. metrics.jsonl, whose keys differ from run to run, is in `metrics_file.py`.
+The keys of a file are the fields in their order. `json_lines.validated` checks the values that are read. The keys of
+metrics.jsonl differ from run to run: it is in `metrics_file.py`.
 """
 
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, ValidationInfo
 
-#: the parts of a job that work or wait, in the order of the page
+#: the parts of a job that have a lane of the timeline, in the order of the page
 Lane = Literal["rollout", "teacher", "trainer", "weights"]
 LANES: tuple[Lane, ...] = get_args(Lane)
-#: what the trainer does while it waits begins with this word
+#: `Span.what` of the trainer begins with this word while the trainer waits
 WAIT = "wait"
-#: kept of a prompt, from its end; of a completion, from its start
+#: the number of characters that are kept: the last ones of a prompt, the first ones of a completion
 CHARACTERS = 4000
 
 _LARGEST = 2**53  # every smaller integer is a float, too
@@ -33,7 +33,11 @@ def _not_before_start(stop: float, span: ValidationInfo) -> float:
 
 @dataclass(frozen=True)
 class Span:
-    """Who did what when. step: the optimizer step that the work is for. start, stop: seconds of the run."""
+    """One piece of work on the timeline.
+
+    step: the optimizer step that the work is for.
+    start, stop: seconds of the run.
+    """
 
     step: _Count
     lane: Lane
@@ -46,8 +50,9 @@ class Span:
 class SampleToken:
     """One token of a completion.
 
-    divergence: between teacher and student, in nats; None if it was not computed. version: of the weights that wrote
-    the token; None if the student did not write it. target: whether it is trained on.
+    divergence: between teacher and student, in nats; None if it was not computed.
+    version: the version of the weights that generated the token; None if the student did not generate it.
+    target: whether the student is trained on the token.
     """
 
     text: str
@@ -60,8 +65,10 @@ class SampleToken:
 class Sample:
     """A completion that a step was trained on.
 
-    length: of the completion in tokens; `tokens` may be only the first of them. reward, advantage: None without a
-    reward. staleness: optimizer steps between the weights that wrote the completion and those that learn from it.
+    length: the number of tokens of the completion. `tokens` may have only the first of them.
+    reward, advantage: None without a reward.
+    staleness: optimizer steps between the weights that generated the completion and the weights that are trained on
+        it.
     """
 
     step: _Count
@@ -80,8 +87,10 @@ class Sample:
 class EvalSample:
     """The student's completion of a held-out prompt at one evaluation.
 
-    number: of the prompt. source: file and line of the document. reference: how the document goes on. tokens: of the
-    whole completion.
+    number: the number of the prompt.
+    source: file and line of the document.
+    reference: the continuation of the prompt in the document.
+    tokens: the number of tokens of the full completion.
     """
 
     step: NonNegativeInt
@@ -98,9 +107,10 @@ class EvalSample:
 class TermAtToken:
     """What a term of the objective does at one token.
 
-    value: in nats. gradient: the norm of the gradient of scale · value with respect to the student's logits. raises,
-    lowers: (token text, entry of that gradient without its sign) of the logits that a step against the gradient
-    raises and lowers most, the largest first.
+    value: the term's value in nats.
+    gradient: the norm of the gradient of scale · value with respect to the student's logits.
+    raises, lowers: the logits that a step against this gradient raises and lowers most, the largest first, as (token
+        text, absolute value of the gradient's entry).
     """
 
     value: float
@@ -114,8 +124,9 @@ class Token:
     """One token of a held-out document, and the two distributions that predicted it.
 
     kl: KL(teacher ‖ student) in nats over the full vocabulary; None for a document's first token, which nothing
-    predicts. teacher, student: (token text, probability), most probable first. terms: by name; empty for a token that
-    is no target, and in the files of earlier versions.
+        predicts.
+    teacher, student: (token text, probability), most probable first.
+    terms: the terms by their names; empty for a token that is no target, and in files of earlier versions.
     """
 
     text: str

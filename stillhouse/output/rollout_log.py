@@ -1,9 +1,9 @@
-"""Two files in the folder of an on-policy run, written by rank 0: who did what when, and a few completions per step.
+"""Two files in the folder of an on-policy run, which rank 0 writes: the timeline, and a few completions per step.
 
 timeline.jsonl has one line for each piece of work, samples.jsonl one for each completion that is shown. Every line
 has the optimizer step that it belongs to. The lines of a file are in the order in which they were written, so a line
-of a later step can come before one of an earlier step. A run that continues from a checkpoint removes all lines of
-later steps, because it makes these steps again.
+of a later step can come before a line of an earlier step. A run that continues from a checkpoint removes all lines of
+later steps, because it repeats these steps.
 """
 
 import math
@@ -25,9 +25,9 @@ TOKENS = 512  # of a sample
 class RolloutLog:
     """Writes timeline.jsonl and samples.jsonl; a context manager that closes them.
 
-    folder: None, as on all ranks except rank 0, to write nothing
-    step: of the checkpoint that the run continues from; 0 without one
-    clock: gives the seconds of the run
+    folder: the run's folder. None writes nothing, as on all ranks except rank 0.
+    step: the step of the checkpoint that the run continues from, or 0.
+    clock: returns the seconds of the run.
     """
 
     def __init__(self, folder: RunFolder | None, step: int, clock: Callable[[], float]):
@@ -58,9 +58,9 @@ class RolloutLog:
 
 
 class Timeline:
-    """Collects who did what when, in seconds of the run; may be used from several threads.
+    """Collects the spans of work, in seconds of the run; may be used from several threads.
 
-    The clock is the host's. Work that a GPU does after its launch counts for what waits for it.
+    The clock is the host's. The time of a GPU's work counts for the span that waits for the GPU.
     """
 
     def __init__(self, clock: Callable[[], float], file: LineFile | None = None):
@@ -89,9 +89,10 @@ class Timeline:
                 self._trainer.setdefault(step, []).append((what, start, stop))
 
     def waiting(self, step: int) -> float:
-        """The share of a step's time in which the trainer waited: in spans whose `what` begins with "wait". The step
-        lasts from the start of the trainer's first span to the stop of its last one. 0 without spans. Forgets the
-        earlier steps."""
+        """The share of a step's time in which the trainer waited, in spans whose `what` begins with "wait".
+
+        The step lasts from the start of the trainer's first span to the stop of its last span; without spans, the
+        share is 0. The spans of earlier steps are removed."""
         with self._lock:
             spans = self._trainer.get(step, [])
             self._trainer = {later: kept for later, kept in self._trainer.items() if later >= step}

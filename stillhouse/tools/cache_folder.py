@@ -1,8 +1,8 @@
-"""The folder of a cache that is being written: complete shards are kept, whatever ends the command.
+"""The folder of a cache that is being written. Complete shards are kept if the command ends early.
 
-`cache.json` describes the cache before the first shard is written, so that a command for another cache is refused. A
-shard is complete when its record exists; a command that is started again computes only the missing ones. The
-index is written last: a folder without it is no cache for a reader.
+`cache.json` is written before the first shard and describes the cache, so that a command for another cache is
+refused. A shard is complete when its record exists. A command that is started again computes only the missing shards.
+The index is written last: a reader refuses a folder without an index.
 """
 
 import json
@@ -125,8 +125,8 @@ class _CacheFolder:
 class CacheTeacher:
     """The teacher of a cache that is written.
 
-    name, identity: of the model, and a hash of its files
-    decoder: the model, or its output head alone
+    name, identity: the model's name, and a hash of its files.
+    decoder: the model, or only its output head.
     """
 
     name: str
@@ -162,11 +162,11 @@ def write_documents(
 ) -> Manifest:
     """Write a cache, or the part of it that is missing, one shard in memory at a time. A collective of all processes.
 
-    description: its documents, rows and shards do not count
-    documents: the id and the rows of each
-    read: the signals of several documents, by their places in `documents`
-    save: writes the files of the teacher's folder for a signal
-    shard_bytes: the size of a shard before packing, which is what is in memory; None: `SHARD_BYTES`
+    description: the cache's description; its documents, rows and shards are ignored.
+    documents: the id and the rows of each document.
+    read: returns the signals of several documents, by their places in `documents`.
+    save: writes the files of the teacher's folder for a signal.
+    shard_bytes: the size of a shard before packing, as it is in memory. None: `SHARD_BYTES`.
 
     Raises ValueError for a folder in which something else was written.
     """

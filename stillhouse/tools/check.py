@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 def check(config: RunConfig) -> None:
-    """Print the findings. Raises the errors that the run itself would raise; an error about its folder comes last."""
+    """Print the findings. Raises the errors that the run would raise; an error about the run's folder comes last."""
     folder = RunFolder(Path(config.out))
     with closing(prepare(config, announce=is_first())) as session:
         occupied: ValueError | None = None
@@ -58,7 +58,7 @@ def check(config: RunConfig) -> None:
 
 
 def _state(session: Session, folder: RunFolder) -> str:
-    """Describe what the run would find in its folder. Raises ValueError if the run may not use the folder."""
+    """Describe the state of the run's folder. Raises ValueError if the run may not use the folder."""
     newest = next(iter(candidates(folder, session.checkpoint_config.resume, session.values)), None)
     if newest is not None and folder.owns(newest):
         require_unchanged_sources(newest, read_state(newest).progress, session.identity)
@@ -194,7 +194,7 @@ def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def single_losses(engine: Engine) -> Iterator[tuple[str, Engine]]:
-    """For each loss, its name and an engine with this loss alone and its scale. z_loss comes with cross_entropy."""
+    """For each loss, its name and an engine with only this loss and its scale. z_loss comes with cross_entropy."""
     for name, spec in _single_terms(engine.objective):
         yield name, engine.with_losses(spec)
     for part in engine.parts:

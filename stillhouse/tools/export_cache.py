@@ -18,9 +18,9 @@ from stillhouse.tools.write_cache import data_splits
 def export_distillkit(folder: Path, load_data: Callable[[], RunData], out: Path) -> Compression:
     """Write DistillKit's Parquet file and its compression configuration to a new folder, completely or not at all.
 
-    load_data: returns the documents whose signals are in the cache, which has only a hash of their tokens
+    The log-probabilities are written as they are stored. DistillKit's form cannot hold the mass outside of the ids.
 
-    The log-probabilities are written as they are stored; the mass outside of the ids has no place in that form.
+    load_data: returns the documents whose signals are in the cache, which has only a hash of their tokens.
 
     Raises ValueError for other signals than top-k ids, for documents that the cache lacks, and for rows that are
     missing, since DistillKit reads all of a document.

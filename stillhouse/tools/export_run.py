@@ -1,8 +1,8 @@
 """Exports the student of a run or a checkpoint as a plain Hugging Face folder: `stillhouse export`.
 
-A checkpoint has its student as whole tensors, whatever layout has written it (`export.py`). So an export needs one
-process, and one file of weights in memory at a time. The exception is an adapter that is merged into its base: then
-the whole model is in host memory.
+A checkpoint has its student as complete tensors, whatever layout wrote it. So an export needs one process, and one
+file of weights in memory at a time. The exception is an adapter that is merged into its base: then the full model is
+in host memory.
 """
 
 import json
@@ -43,9 +43,13 @@ _WEIGHTS, _STUDENT = ".safetensors", "student/"
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """How to export. merge: an adapter into its base; None: yes, if the student has one. dtype: None for the one that
-    was trained. shard_bytes: the largest size of one file. card: write README.md. mtp: with the MTP layers, if the
-    student has some.
+    """The options of an export.
+
+    merge: whether an adapter is merged into its base. None: yes, if the student has an adapter.
+    dtype: the dtype of the weights. None: the dtype of training.
+    shard_bytes: the largest size of one file.
+    card: whether README.md is written.
+    mtp: whether the student's MTP layers are exported, if it has some.
     """
 
     merge: bool | None = None
@@ -267,7 +271,7 @@ def _require_same_configuration(run: Path, setup: RunSetup, checkpoint: IntactCh
 
 
 def _objective(run: Path, setup: RunSetup) -> str:
-    """The objective in words. What a store of signals gives is known from the run's own file alone."""
+    """The objective in words. Only a file of the run tells which signals its store gave."""
     expected = setup.objective.loss_in_words()
     if all(teacher.signals_from not in STORES for teacher in setup.teachers.values()):
         return setup.objective.in_words({})
@@ -289,7 +293,7 @@ def _processes(checkpoint: IntactCheckpoint, tensor: int) -> int:
 
 
 def _command(run: Path, checkpoint: IntactCheckpoint, settings: ExportSettings) -> str:
-    """The command, with the last part of the run's path alone."""
+    """The command, with only the last part of the run's path."""
     merge = {None: "", True: " --merge", False: " --adapter"}[settings.merge]
     dtype = "" if settings.dtype is None else f" --dtype {settings.dtype}"
     mtp = "" if settings.mtp else " --no-mtp"

@@ -1,7 +1,7 @@
 """Writes a cache from the files of other projects: the command `stillhouse cache import`.
 
-A file of another project says neither which model has written it nor which token a row belongs to. So the teacher
-itself computes some of the documents, and files that disagree with it are refused.
+A file of another project names neither the model that wrote it nor the token of a row. So the teacher itself computes
+some of the documents, and files that disagree with it are refused.
 
 N tokens of a document, K ids per row, V vocabulary, E the teacher's width.
 """
@@ -25,8 +25,8 @@ from stillhouse.tools.cache_folder import CacheTeacher, write_documents
 
 #: how many documents the teacher computes, spread over all of them
 PROBES = 5
-#: hidden states: relative error; log-probabilities: mean error in nats. Another engine's kernels and bfloat16 cause
-#: about a tenth of these; a shift by one token, another layer or another model many times as much
+#: The largest relative error of hidden states, and the largest mean error of log-probabilities in nats. Other kernels
+#: and bfloat16 cause about a tenth of them; a shift by one token, another layer or another model causes far more.
 HIDDEN_ERROR, NATS = 0.1, 0.1
 
 ForeignFiles = DistillkitFiles | SpeculatorsFiles
@@ -46,8 +46,10 @@ def import_distillkit(
 ) -> Manifest:
     """Write a cache of top-k log-probabilities from DistillKit's Parquet files, or continue to write it.
 
-    teacher: a folder or hub id; it computes some documents, to compare. temperature: of the log-probabilities. The
-    mass outside of the ids is not in the files: it is computed as 1 − Σp, which has few digits on peaked rows.
+    The mass outside of the ids is not in the files: it is computed as 1 − Σp, which has few digits on peaked rows.
+
+    teacher: a folder or hub id. The teacher computes some documents, which are compared with the files.
+    temperature: the temperature of the log-probabilities.
 
     Raises ValueError, naming file and row, for rows that no teacher gives, and for files of another teacher.
     """

@@ -43,8 +43,9 @@ Name = TypeVar("Name")
 class Row:
     """The result for one layout.
 
-    loss, gradient: relative differences from the step in one process. The gradient is that of `parameter`, which
-    differs most. refused: why the layout is not possible.
+    loss, gradient: relative differences from the step in one process.
+    parameter: the parameter whose gradient differs most; `gradient` is its difference.
+    refused: the reason why the layout is not possible.
     """
 
     layout: str
@@ -150,7 +151,7 @@ def _generated(
 
 
 def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed: int) -> float:
-    """Run one step and return its loss. Afterwards the student has the step's gradient. seed: of an adapter."""
+    """Run one step and return its loss. The student then has the step's gradient. seed: initializes an adapter."""
     for student in engine.student.decoders:
         student.eval()  # dropout would draw different numbers under each layout
         initialize_lora(student, seed, fresh=False)  # B is not zero then: a fresh adapter's A has a zero gradient

@@ -21,7 +21,7 @@ from stillhouse.output.progress import Progress, read_state
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table. problem: what is wrong; if it is None, `detail` describes what was found."""
+    """One row of the table. problem: the error; if it is None, `detail` describes the result."""
 
     what: str
     detail: str = ""

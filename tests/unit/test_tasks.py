@@ -12,13 +12,11 @@ from kit.toy_tokenizer import toy_tokenizer
 
 from benchmarks.task_models import character_tokenizer, new_model
 from stillhouse import cli
-from stillhouse.cli.task import NAMES
 from stillhouse.config import ConfigError
-from stillhouse.config.task_spec import LENGTHS, SHORTEST, TaskSpec
 from stillhouse.data import load_documents
-from stillhouse.data.task_problems import Problem, exact_match, is_held_out, problem
 from stillhouse.generation import Completion, GenerationRequest
 from stillhouse.loops.greedy_evaluation import evaluate_tasks
+from stillhouse.tasks import SHORTEST, TASKS, Problem, TaskSpec, exact_match, is_held_out, problem
 
 #: of seed 7: problems 0 and 4 for training, problem 1 held out
 GOLDEN = {
@@ -52,14 +50,14 @@ def answer(task: str, prompt: str) -> str:
     return "".join(CLOSING[character] for character in reversed(stack))
 
 
-@pytest.mark.parametrize("task", LENGTHS)
+@pytest.mark.parametrize("task", TASKS)
 def test_the_problems_of_a_seed_are_those_of_every_machine(task: str) -> None:
     numbers = ((0, False), (4, False), (1, True))
     problems = [problem(TaskSpec.of(task), 7, number, held_out=held_out) for number, held_out in numbers]
     assert problems == [Problem(*golden) for golden in GOLDEN[task]]
 
 
-@pytest.mark.parametrize("task", LENGTHS)
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("held_out", [False, True])
 def test_answers_are_right_and_lengths_take_turns(task: str, held_out: bool) -> None:
     problems = [problem(TaskSpec(task, 2, 9), 1, number, held_out=held_out) for number in range(400)]
@@ -72,7 +70,7 @@ def test_answers_are_right_and_lengths_take_turns(task: str, held_out: bool) -> 
     assert first != other
 
 
-@pytest.mark.parametrize("task", LENGTHS)
+@pytest.mark.parametrize("task", TASKS)
 def test_no_problem_is_in_both_splits(task: str) -> None:
     """With short problems, of which few exist, so that both splits would meet if they could."""
     spec = TaskSpec(task, SHORTEST, SHORTEST)
@@ -118,8 +116,7 @@ def test_a_wrong_task_is_refused(text: str, message: str) -> None:
 def test_tasks_of_a_configuration() -> None:
     assert load("eval.tasks=[sums(2:4), reversal]").eval.tasks == ["sums(2:4)", "reversal"]
     assert TaskSpec.parse("sums(2:4)") == TaskSpec("sums", 2, 4)
-    assert TaskSpec.parse("reversal") == TaskSpec("reversal", *LENGTHS["reversal"])
-    assert list(NAMES) == list(LENGTHS)
+    assert TaskSpec.parse("reversal") == TaskSpec("reversal", *TASKS["reversal"].lengths)
     with pytest.raises(ConfigError, match="expected each task once"):
         load("eval.tasks=[sums(2:4), sums]")
 

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from stillhouse.config.section import FunctionPath, Section, Text
-from stillhouse.config.task_spec import TaskSpec
+from stillhouse.tasks import TaskSpec
 
 
 def _checked_tasks(tasks: list[str]) -> list[str]:

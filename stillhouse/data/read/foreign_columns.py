@@ -1,9 +1,9 @@
-"""Recognises the columns of ShareGPT and Alpaca, and converts their records to ours.
+"""Recognises the columns of ShareGPT and Alpaca, and converts their records to Stillhouse's.
 
     ShareGPT    conversations: [{from, value}, …], maybe system     becomes messages
     Alpaca      instruction, output, maybe input and system         becomes prompt and completion
 
-Our own columns win: a record that has them, too, is read by them, and the others are ignored as any other column.
+A record that also has Stillhouse's own columns is read by these; the foreign columns are then ignored.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _WITHOUT_INPUT = (
 
 
 class ForeignColumns(NamedTuple):
-    """convert: a record with our columns added; raises RecordError. words: what is done, for the run's output."""
+    """convert: adds Stillhouse's columns to a record; raises RecordError. words: a description for the output."""
 
     words: str
     convert: Callable[[Fields], Fields]
@@ -44,7 +44,7 @@ def own_forms(fields: Fields, *, prompts: bool = False) -> list[tuple[str, ...]]
 def foreign_columns(
     fields: Fields, tokenizer: PreTrainedTokenizerBase, *, prompts: bool = False
 ) -> ForeignColumns | None:
-    """The conversion of a dataset whose first record is this one; None if it needs none, or is of no known form.
+    """The conversion of a dataset whose first record has these fields; None if there is none for its columns.
 
     prompts: only prompts are read. Raises ValueError if the record has the columns of both projects.
     """
@@ -141,7 +141,7 @@ def _alpaca_text(fields: Fields) -> Fields:
 
 
 def _require_absent(fields: Fields, *columns: str) -> None:
-    """Raise RecordError for a record that also has one of our columns."""
+    """Raise RecordError for a record that also has one of Stillhouse's columns."""
     ours = [column for column in columns if fields.get(column) is not None]
     if ours:
         raise RecordError(

@@ -3,11 +3,11 @@
 With most templates, the text of the first n messages (and the generation prompt after them) is a prefix of the text
 of the whole conversation. The length of this prefix is then the edge of a turn.
 
-Templates of reasoning models break this, because they drop the thoughts of all turns but the last. For them, the
-first n messages and the whole conversation are rendered again with an anchor appended to the content of message n.
-Only the two texts after the anchor are compared: the one of the first n messages must be a prefix of the one of the
-whole conversation. Rendered without the anchor, both must still end with these texts. So the conversation is never
-searched for the edge of a turn, and nothing that a user wrote can be mistaken for one.
+With templates of reasoning models this does not hold, because they drop the thoughts of all turns but the last. For
+them, the first n messages and the whole conversation are rendered again with an anchor: a text that is appended to
+the content of message n. Only the two texts after the anchor are compared. The text of the first n messages must be a
+prefix of the text of the whole conversation. Rendered without the anchor, both must still end with these texts. So
+the conversation is never searched for the edge of a turn, and no text of a user can be mistaken for an edge.
 
 Two deviations are supported, both only in turns before the last message: a generation prompt that opens the thoughts
 although the earlier turn has none in the whole conversation, and text after the end marker that the template writes
@@ -29,8 +29,9 @@ ANCHOR = "StillhouseAnchor8f3a"
 class Turns:
     """Finds the assistant's turns in one conversation.
 
-    text(messages, prompt): renders messages; if `prompt` is true, the generation prompt follows. body: the whole
-    conversation as text. special: the tokenizer's added tokens.
+    text: a function (messages, prompt) → text. If `prompt` is true, the generation prompt follows the messages.
+    body: the whole conversation as text.
+    special: the tokenizer's added tokens.
     """
 
     text: Callable[[list[Message], bool], str]

@@ -1,8 +1,8 @@
 """Runs untrusted code in a separate process, so that it can neither hang this process nor use up its memory.
 
-Neither an alarm nor a thread can interrupt one long operation of the interpreter, such as 10**10**8; the kernel can
-end a process. The process is a fork, so it has the function with all its data, and waits for arguments. Arguments and
-results are sent as JSON.
+Neither an alarm nor a thread can interrupt one long operation of the interpreter, such as 10**10**8, but the kernel
+can end a process. The process is a fork, so it already has the function and its data. It waits for arguments.
+Arguments and results are sent as JSON.
 """
 
 import gc
@@ -26,9 +26,11 @@ class LimitError(ValueError):
 class Isolated:
     """Calls `function` in a separate process. The first call starts it; if it has ended, the next call restarts it.
 
-    seconds: limit of processor time for one call, which does not depend on the machine's load. memory_bytes: limit of
-    the memory that the process may take in addition to what it has at its start (enforced on Linux only). Arguments
-    and results are JSON's types. The function must report errors in its ordinary result: an exception ends the
+    seconds: limit of processor time for one call, which does not depend on the machine's load.
+    memory_bytes: limit of the memory that the process may take in addition to what it has at its start (enforced on
+        Linux only).
+
+    Arguments and results have JSON types. The function must report errors in its result; an exception ends the
     process.
     """
 

@@ -19,9 +19,9 @@ from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.tokenizers import tokenize
 
 Tokens = Literal["completion", "all"]
-#: "none" where a model writes the completions: a record is only read up to what it writes after
+#: "none" where a model writes the completions: only the part of a record before the completion is read
 Targets = Tokens | Literal["none"]
-#: who writes the beginning-of-sequence token (BOS) of a document; None if nobody does
+#: what writes the beginning-of-sequence token (BOS) of a document; None if nothing does
 BosFrom = Literal["tokenizer", "chat template"] | None
 
 
@@ -36,8 +36,10 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Encoded:
-    """ids: token ids, [n] int32. targets: which of them are to be predicted, [n] bool; never the first one.
+    """A tokenized record.
 
+    ids: token ids, [n] int32.
+    targets: which tokens are to be predicted, [n] bool; never the first token.
     joined_turns: the number of turns whose first token begins in the prompt.
     """
 
@@ -49,9 +51,10 @@ class Encoded:
 class Template(Protocol):
     """Turns records of one form into tokens.
 
-    columns: the columns that a record must have. extras: optional columns, which are part of the record's content if
-    present. splits: whether a long record is cut into pieces; otherwise it is cut at its end. bos_from: who writes
-    the BOS at the beginning of a document.
+    columns: the columns that a record must have.
+    extras: optional columns, which are part of the record's content if present.
+    splits: whether a long record is cut into pieces; otherwise it is cut at its end.
+    bos_from: what writes the BOS at the beginning of a document.
     """
 
     columns: tuple[str, ...]

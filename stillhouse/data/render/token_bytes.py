@@ -1,9 +1,9 @@
-"""The bytes that each token of a tokenizer stands for, which is what two different tokenizers have in common.
+"""The bytes that each token of a tokenizer stands for. Two different tokenizers can be compared by these bytes.
 
 Two kinds of tokenizers give exact bytes for every token: byte-level ones (GPT-2, Llama 3, Qwen), whose tokens are
 written in an alphabet of 256 characters, and those that write a space as "▁" (SentencePiece; Llama 2, Gemma). Some
-of them put a space before a text that the text does not have. Other tokenizers, such as WordPiece, lose white space,
-so that their tokens have no exact bytes: they are refused.
+of the latter put a space before a text. Other tokenizers, such as WordPiece, lose white space, so that their tokens
+have no exact bytes: they are refused.
 """
 
 import json
@@ -37,10 +37,12 @@ BYTE_OF = dict(_alphabet())
 class TokenBytes:
     """A tokenizer as a translation between ids and bytes.
 
-    special: the content of each special token. bytes_of: the bytes of each other one. id_of: the inverse. Of several
-    tokens with equal bytes, it has the first one, but prefers those that are not written as the number of a byte.
-    bos, eos, unknown: the ids of these roles, if there are any. prefix: the ids that the tokenizer puts before any
-    text.
+    special: the content of each special token.
+    bytes_of: the bytes of each other token.
+    id_of: the token of given bytes. Of several tokens with equal bytes, it has the first one that is not written as
+        the number of a byte, if there is one.
+    bos, eos, unknown: the ids of these roles, if there are any.
+    prefix: the ids that the tokenizer puts before any text.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -112,10 +114,10 @@ class TokenBytes:
         return self._adds_space if special is None else self._adds_space_after[special]
 
     def has_added_space(self, content: bytes) -> bool:
-        """Whether the first byte of a text is a space that the tokenizer has added, where it adds one.
+        """Whether the first byte of a text is a space that the tokenizer has added.
 
-        Some tokenizers add none to a text that begins with one. So a text has the same ids with one space at its
-        beginning and without it; then the text without the space is meant.
+        Some tokenizers add no space to a text that begins with one. For them, a text has the same ids with a space at
+        its beginning and without it. The text without the space is then assumed.
         """
         return content.startswith(b" ") and (self._adds_second_space or not content.startswith(b"  "))
 

@@ -53,13 +53,12 @@ class Figure:
 def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None = None) -> Path:
     """Write one self-contained page and return its path.
 
-    Args:
-        run_dir: the folder of a run, finished or not.
-        compare: folders of other runs, drawn into the same charts under their folders' names; at most 7.
-        out: the file to write; None: `run_dir/report.html`, and `run_dir/compare.html` for several runs.
+    run_dir: the folder of a run, finished or not.
+    compare: the folders of at most 7 other runs, drawn into the same charts under their folders' names.
+    out: the file to write. None: `run_dir/report.html`, and `run_dir/compare.html` for several runs.
 
-    Raises:
-        ValueError: a folder contains no run, a file is malformed, there are too many runs, or a run is given twice.
+    Raises ValueError if a folder contains no run, a file is malformed, there are too many runs, or a run is given
+    twice.
     """
     page = render(read_runs([Path(run_dir), *map(Path, compare)]))
     target = Path(run_dir) / ("compare.html" if compare else "report.html") if out is None else Path(out)

@@ -1,8 +1,8 @@
 """Reads the folder of a run into a `Run`: everything that the page shows of it.
 
 A killed run may lack any file except metrics.jsonl, and the last line of a file of JSON lines may be incomplete.
-`Run.notes` lists what is missing, and the page shows it. Other malformed content is an error that names the file and
-the place in the file. Of a completion that is not shown, the tokens are neither checked nor held.
+`Run.notes` lists what is missing, and the page shows these notes. Other malformed content is an error that names the
+file and the place in the file. The tokens of a completion that is not shown are neither checked nor kept in memory.
 """
 
 import json
@@ -39,11 +39,12 @@ EVAL_SAMPLES = 4000  # the newest ones
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What an on-policy run recorded.
+    """The records of an on-policy run.
 
-    spans: the newest ones, in the order of the file. samples: of some steps, in the order of steps. sampled_steps:
-    how many steps have samples. staleness: how many of the student's own completions in the file have which
-    staleness.
+    spans: the newest spans, in the order of the file.
+    samples: the samples of some steps, in the order of steps.
+    sampled_steps: the number of steps with samples.
+    staleness: for each staleness, the number of the student's own completions in the file.
     """
 
     spans: list[Span]
@@ -81,8 +82,7 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read everything that the page needs from a run folder.
 
-    Raises:
-        ValueError: there is no metrics.jsonl, or a file is malformed (with file and line, or file and key).
+    Raises ValueError if there is no metrics.jsonl, or if a file is malformed (with file and line, or file and key).
     """
     lines, notes = read_metrics(path / METRICS)
     config_text, config = _read_config(path / "config.yaml")

@@ -11,7 +11,7 @@ EVALUATIONS = 6  # of a held-out prompt that are shown directly; those between t
 
 @dataclass(frozen=True)
 class ShownSample:
-    """tokens: (token, what is known of it, whether other weights wrote the one before). cut: tokens not shown."""
+    """tokens: (token, its facts, whether other weights generated the token before it). cut: tokens not shown."""
 
     facts: list[str]
     prompt: str

@@ -1,6 +1,6 @@
-"""The timeline of an on-policy run: the last steps of the trainer, and who worked or waited in this time.
+"""The timeline of an on-policy run: the last steps of the trainer, and the work of all parts of the job in this time.
 
-It has a lane for each part of the job; work that goes on at the same time in one lane is in several rows.
+Each part of the job has a lane. Spans of one lane that overlap in time are in different rows.
 """
 
 import math
@@ -41,8 +41,10 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """first, last: the steps that are shown. start, seconds: of the run. between: the share of the time that is in
-    no step of the trainer. marks, ticks: (left in percent, text).
+    """first, last: the steps that are shown.
+    start, seconds: the time that is shown, in seconds of the run.
+    between: the share of this time that is in no step of the trainer.
+    marks, ticks: pairs (left in percent, text).
     """
 
     first: int

@@ -1,7 +1,7 @@
 """Trackers that get the metrics of a run in addition to metrics.jsonl: TensorBoard, wandb, trackio and mlflow.
 
-A run that is resumed continues its curves. It makes the steps after its checkpoint again, and `TrackerState` knows
-which of them each tracker has already. If a tracker fails during the run, a warning is printed once and the run goes
+A run that is resumed continues its curves. It repeats the steps after its checkpoint, and `TrackerState` knows the
+steps that each tracker has already. If a tracker fails during the run, a warning is printed once and the run goes
 on without it, because metrics.jsonl has everything. Each library is imported only if `track` names it.
 """
 
@@ -31,7 +31,7 @@ class Tracker(Protocol):
     def close(self, *, complete: bool) -> None: ...
 
 
-#: (the run's folder, what is known of the tracker's run, the configuration by dotted keys) → the tracker
+#: for each name in `track`, a function (run folder, state, configuration by dotted keys) → tracker
 OPENERS: dict[str, Callable[[RunFolder, TrackerState, Values], Tracker]] = {
     "wandb": open_wandb,
     "trackio": open_trackio,
@@ -43,14 +43,12 @@ def require_trackers(track: Sequence[str]) -> None:
     """Raise ConfigError if a tracker in `track` is not installed."""
     for name in track:
         spec = importlib.util.find_spec(name)
-        if (
-            spec is None or spec.origin is None
-        ):  # the latter is a folder of this name, which wandb makes where it runs
+        if spec is None or spec.origin is None:  # no origin: a folder of this name, such as wandb makes
             raise ConfigError("track", f"{name} is not installed; pip install 'stillhouse[{name}]'")
 
 
 class Trackers:
-    """The trackers of a run, except for TensorBoard. folder: of the run; `warn` prints a line."""
+    """The trackers of a run, except for TensorBoard. folder: the run's folder. warn: prints a line."""
 
     def __init__(
         self, folder: RunFolder, trackers: dict[str, Tracker], state: TrackerState, warn: Callable[[str], None]
@@ -92,7 +90,9 @@ def open_trackers(
 ) -> Trackers:
     """Open the trackers before lines of metrics.jsonl are removed.
 
-    log_bytes: the length of metrics.jsonl at the checkpoint that the run continues from. values: the configuration.
+    log_bytes: the length of metrics.jsonl at the checkpoint that the run continues from.
+    values: the configuration.
+
     Raises ValueError if a tracker cannot be started, or if trackers.json is damaged or of another run.
     """
     names = [name for name in dict.fromkeys(track) if name in OPENERS]

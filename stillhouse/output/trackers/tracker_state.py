@@ -13,9 +13,10 @@ FILE = "trackers.json"
 
 class TrackerState(BaseModel):
     """name: the name of the run's folder, so that a copy of the folder does not write into the original's curves.
-    id: distinguishes runs whose folders have the same name. mlflow: the id that mlflow has given the run. active: the
-    trackers that get each line of metrics.jsonl that is written now. sent: for each tracker and metric, the last step
-    that it has, as far as the log does not show it.
+    id: distinguishes runs whose folders have the same name.
+    mlflow: the id that mlflow has given the run.
+    active: the trackers that get each line of metrics.jsonl that is written now.
+    sent: for each tracker and metric, the last step that was sent, if metrics.jsonl does not show it.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)

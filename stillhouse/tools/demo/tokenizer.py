@@ -25,11 +25,7 @@ def train_tokenizer(documents: Iterable[Document]) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator((document.text for document in documents), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END,
-        eos_token=END,
-        pad_token=END,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
     )
 
 

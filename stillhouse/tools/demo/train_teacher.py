@@ -21,12 +21,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stillhouse.tools.demo.corpus import (
-    Document,
-    collect_split,
-    collect_teacher_sources,
-    name_hash,
-)
+from stillhouse.tools.demo.corpus import Document, collect_split, collect_teacher_sources, name_hash
 from stillhouse.tools.demo.tokenizer import encode, train_tokenizer
 
 Model = Callable[..., Any]  # the model itself, or its compiled form
