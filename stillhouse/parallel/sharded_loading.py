@@ -140,8 +140,7 @@ def read_weights(
 
 def _is_initialised(decoder: Decoder, name: str) -> bool:
     """Whether a tensor is not read, because a LoRA, new MTP layers or projectors initialise it themselves."""
-    is_new_mtp = is_mtp(name) and decoder.mtp is not None and decoder.mtp.is_new
-    return is_lora(name) or is_new_mtp or name.startswith(PROJECTORS)
+    return is_lora(name) or name.startswith(PROJECTORS) or (is_mtp(name) and bool(decoder.mtp and decoder.mtp.is_new))
 
 
 @torch.no_grad()

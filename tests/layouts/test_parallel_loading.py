@@ -170,6 +170,9 @@ def plan(model: PreTrainedModel, degree: int = 2) -> dict[str, str]:
 def test_heads_that_degrees_divide_and_sizes_of_each_layer() -> None:
     require_heads(build("llama").config, 2, 1)
     assert plan(build_packing("gemma3n_text"))["layers.*.mlp.down_proj"] == "rowwise"
+    doge = AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", **_SMALL))
+    doge.config.base_model_tp_plan = {"layers.*.mlp.up_proj": "colwise"}  # the attention is not sharded
+    assert plan(doge) == doge.config.base_model_tp_plan
 
 
 @pytest.mark.parametrize(

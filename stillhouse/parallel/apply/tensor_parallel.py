@@ -113,7 +113,9 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
         if ".self_attn" not in name or isinstance(module, nn.Linear) or plan_name(name) in plan:
             continue
         is_attention = name.endswith(".self_attn")
-        heads = counts - {getattr(module, "head_dim", None)}  # a vector of a head's width is used for all heads
+        styles = [plan.get(plan_name(f"{name}.{child}")) for child, _ in module.named_children()]
+        # a vector of a head's width is used for all heads; a plan may leave attention whole (Flint)
+        heads = counts - {getattr(module, "head_dim", None)} if "colwise" in styles else set()
         for key, weight in module.named_parameters(recurse=False):
             by_head = weight.dim() == 1 and len(weight) in heads if is_attention else weight.dim() == 2
             if by_head and plan_name(f"{name}.{key}") not in plan:
