@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from kit.families import FAMILIES, SOFTCAP, build
+from kit.tensors import assert_near
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
@@ -63,12 +64,6 @@ def gradients(module: nn.Module, loss: Tensor) -> dict[int, Tensor]:
     return grads
 
 
-def assert_same_gradients(actual: dict[int, Tensor], expected: dict[int, Tensor], tolerance: float) -> None:
-    assert actual.keys() == expected.keys()
-    for key, grad in expected.items():
-        assert float((actual[key] - grad).norm()) <= tolerance * float(grad.norm())
-
-
 @EACH_FAMILY
 @pytest.mark.parametrize(
     ("dtype", "tied"),
@@ -102,7 +97,7 @@ def test_loss_and_gradients_are_the_models_own(family: str, tied: bool) -> None:
     for processor in (mean_cross_entropy, engine_cross_entropy):
         loss = decoder(ids, processor=processor, context=ids)
         assert loss.item() == pytest.approx(model_loss.item(), rel=1e-6)
-        assert_same_gradients(gradients(decoder, loss), expected, tolerance=2e-6)
+        assert_near(gradients(decoder, loss), expected, 2e-6)
 
 
 def test_head_with_a_bias() -> None:
@@ -113,7 +108,7 @@ def test_head_with_a_bias() -> None:
     expected = gradients(model, model_loss)
     assert id(model.lm_head.bias) in expected
     loss = decoder(ids, processor=engine_cross_entropy, context=ids)
-    assert_same_gradients(gradients(decoder, loss), expected, tolerance=2e-6)
+    assert_near(gradients(decoder, loss), expected, 2e-6)
     assert torch.equal(decoder(ids), model(ids).logits)
 
 
@@ -157,7 +152,7 @@ def test_packed_equals_separate(family: str, attention: str) -> None:
 
     probe = torch.randn(separate.shape, generator=torch.Generator().manual_seed(1))
     expected = gradients(decoder, (separate * probe).sum())
-    assert_same_gradients(gradients(decoder, (packed * probe).sum()), expected, tolerance=1e-5)
+    assert_near(gradients(decoder, (packed * probe).sum()), expected, 1e-5)
 
 
 def test_a_mask_for_padding_works_and_one_over_packed_rows_is_refused() -> None:
@@ -211,7 +206,7 @@ def test_gradient_checkpointing_recomputes_layers_but_not_the_head(family: str) 
     decoder.gradient_checkpointing_enable()
     actual = gradients(decoder, decoder(ids, processor=counting, context=ids))
     assert runs == {"attention": 2 * len(layers), "processor": 1}
-    assert_same_gradients(actual, expected, tolerance=0.0)
+    assert_near(actual, expected, 0.0)
 
 
 def test_signal_is_exact_and_without_grad_whatever_the_mode() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from kit.families import build
 from kit.largest import Largest
-from kit.mtp_cases import EACH, LENGTHS, documents, labels_of, make, packed, positions
+from kit.mtp_cases import EACH_FAMILY, LENGTHS, documents, labels_of, make, packed, positions
+from kit.tensors import assert_near
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
@@ -108,7 +109,7 @@ def gradients(decoder: MultiTokenDecoder, losses: list[Tensor]) -> dict[str, Ten
 @pytest.mark.parametrize(
     ("family", "depths", "kind"),
     [
-        *(("glm4_moe", depths, kind) for depths in (1, 2) for kind in OBJECTIVES),
+        *(("glm4_moe", 2, kind) for kind in OBJECTIVES),
         ("deepseek_v3", 2, "jsd"),
         ("mellum", 1, "jsd"),
         ("qwen3", 2, "jsd"),
@@ -127,13 +128,11 @@ def test_loss_and_gradients_are_those_of_plain_logits(family: str, depths: int, 
     assert [int(output.metrics["tokens"]) for output in outputs] == labels[: depths + 1]
 
     actual, expected_gradients = gradients(decoder, [output.loss for output in outputs]), gradients(decoder, expected)
-    names = {name for name, parameter in decoder.named_parameters() if parameter.requires_grad}
-    assert actual.keys() == expected_gradients.keys() == names
-    for name, gradient in expected_gradients.items():
-        assert float((actual[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
+    assert actual.keys() == {name for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+    assert_near(actual, expected_gradients, 1e-5)
 
 
-@EACH
+@EACH_FAMILY
 def test_packed_rows_are_the_documents_at_every_depth(family: str, depths: int) -> None:
     decoder = make(family, depths, torch.float64)
     with torch.no_grad():
@@ -163,7 +162,7 @@ def test_no_depth_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
     assert largest.numbers < rows * tokens * vocabulary / 2
 
 
-@EACH
+@EACH_FAMILY
 def test_logits_are_the_layers_through_transformers_own_projection(family: str, depths: int) -> None:
     decoder, ids_BS = make(family, depths), packed(documents())
     with torch.no_grad():

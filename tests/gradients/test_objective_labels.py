@@ -5,7 +5,6 @@ import torch
 from kit.objective_cases import (
     T,
     V,
-    distance,
     generator,
     make_full,
     make_leaves,
@@ -14,6 +13,7 @@ from kit.objective_cases import (
     run,
     sums,
 )
+from kit.tensors import assert_equal_tensors, assert_near
 from torch import Tensor
 
 from stillhouse.objective import (
@@ -51,8 +51,8 @@ def test_two_teachers_give_the_sum_of_both_gradients_and_their_own_metrics() -> 
     ]
     both = run(linear_objective, make_leaves(), terms, chunk_tokens=9)
     alone = [run(linear_objective, make_leaves(), [term]) for term in terms]
-    for name, gradient in both.gradients.items():
-        assert distance(gradient, alone[0].gradients[name] + alone[1].gradients[name]) < 1e-12, name
+    first, second = (result.gradients for result in alone)
+    assert_near(both.gradients, {name: gradient + second[name] for name, gradient in first.items()}, 1e-12)
     assert set(sums(both.output)) == {
         *("tokens", "student_entropy", "forward_kl/code", "forward_kl/prose"),
         *(f"{name}/{label}" for name in STATISTICS for label in ("code", "prose")),
@@ -76,8 +76,7 @@ def test_a_label_changes_only_names(kind: str) -> None:
         run(linear_objective, make_leaves(), [Distill(signal, divergence, 0.7, label=label)]) for label in (None, "a")
     )
     assert torch.equal(named.output.loss, plain.output.loss)
-    for name, gradient in plain.gradients.items():
-        assert torch.equal(named.gradients[name], gradient), name
+    assert_equal_tensors(named.gradients, plain.gradients)
     unlabelled = ("tokens", "student_entropy", "chunk_tokens")
     expected = {name if name in unlabelled else f"{name}/a": each for name, each in plain.output.metrics.items()}
     assert list(named.output.metrics) == list(expected)

@@ -17,6 +17,7 @@ from kit.rollout_cases import fused, make_batch, spec_of
 from kit.shard_cases import Layout
 from kit.shard_problems import SHARDS
 from kit.shard_ranks import GATHER, RankPool, shared_pool
+from kit.tensors import assert_near
 from torch import Tensor
 
 from stillhouse.objective import (
@@ -210,8 +211,7 @@ def test_a_weighted_sum_of_teachers() -> None:
     assert {"sampled_forward_kl/code", "sampled_forward_kl/prose", "policy_gradient"} <= output.per_token.keys()
     _, one = fused(spec, leaves, batch, signals["code"])
     _, other = fused(replace(spec, temperature=1.4), leaves, batch, signals["prose"])
-    for name, gradient in actual.items():
-        assert distance(gradient, 2.0 * one[name] + 0.5 * other[name]) < 1e-12, name
+    assert_near(actual, {name: 2.0 * gradient + 0.5 * other[name] for name, gradient in one.items()}, 1e-12)
 
 
 def test_a_mixture_of_teachers() -> None:
@@ -227,8 +227,7 @@ def test_a_mixture_of_teachers() -> None:
         )
         one = replace(parse_objective(text), sampling_temperature=0.8, discount=0.5)
         parts.append(fused(one, leaves, batch, DenseLogits(temperature * log_p_TV))[1])
-    for name, gradient in actual.items():
-        assert distance(gradient, parts[0][name] + parts[1][name]) < 1e-12, name
+    assert_near(actual, {name: gradient + parts[1][name] for name, gradient in parts[0].items()}, 1e-12)
 
 
 def test_each_token_has_its_teacher() -> None:
@@ -251,8 +250,7 @@ def test_each_token_has_its_teacher() -> None:
     for name, is_its_T in (("code", is_code_T), ("prose", ~is_code_T)):
         its = replace(batch, weights_T=batch.weights_T * is_its_T)
         parts.append(fused(spec, leaves, its, {name: signals[name]})[1])
-    for name, gradient in actual.items():
-        assert distance(gradient, parts[0][name] + parts[1][name]) < 1e-12, name
+    assert_near(actual, {name: gradient + parts[1][name] for name, gradient in parts[0].items()}, 1e-12)
 
 
 # vocabulary shards

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kit.families import build
 from kit.runs import forward_backward, session_of
 from kit.teacher_gradients import named_gradients
+from kit.tensors import assert_equal_tensors, assert_near
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
@@ -132,8 +133,7 @@ def test_a_teachers_signal_is_the_same_however_it_comes() -> None:
     assert len(expected) > 10
     for model, signal in ((teacher, hidden), (None, exact)):
         actual = gradients(engine_of(student, model), batch, [{TEACHER: signal}])
-        assert actual.keys() == expected.keys()
-        assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
+        assert_equal_tensors(actual, expected)
 
 
 def test_a_teacher_may_read_other_tokens_than_the_student() -> None:
@@ -174,10 +174,7 @@ def test_models_get_every_input_of_a_micro_batch() -> None:
     student.zero_grad()
     logits_TV = student(**typed.inputs).flatten(0, 1)
     torch.nn.functional.cross_entropy(logits_TV, batch.labels_T).backward()
-    named = named_gradients(student)
-    assert actual.keys() == named.keys()
-    for name, gradient in named.items():
-        assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    assert_near(actual, named_gradients(student), 1e-5)
 
 
 def test_an_objective_without_a_teacher_requests_no_signals(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from kit.objective_cases import (
     Leaves,
     Result,
     T,
-    distance,
     make_full,
     make_labels,
     make_leaves,
     make_mixture,
     make_signal,
 )
+from kit.tensors import assert_near
 
 from stillhouse.objective import (
     CrossEntropy,
@@ -60,8 +60,7 @@ PLANS: dict[str, Callable[..., list[Term]]] = {"plain": plain_terms, "full": ful
 
 def assert_close(actual: Result, expected: Result) -> None:
     """Assert that two results differ by at most a few units in the last place of float32."""
-    for name, gradient in expected.gradients.items():
-        assert distance(actual.gradients[name], gradient) <= 4 * torch.finfo(torch.float32).eps, name
+    assert_near(actual.gradients, expected.gradients, 4 * torch.finfo(torch.float32).eps)
     # a small divergence is a difference of large sums
     for name, total in expected.output.metrics.items():
         torch.testing.assert_close(actual.output.metrics[name], total, rtol=1e-5, atol=1e-6, msg=name)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from kit.ranks import Ranks
 from kit.runs import Command
+from kit.tensors import assert_near
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -39,10 +40,7 @@ def weights(run: Path) -> dict[str, Tensor]:
 
 def assert_same_weights(run: Path, reference: Path, tolerance: float = 1e-4) -> None:
     """Compare each weight. tolerance: the largest difference, relative to the norm of the reference's weight."""
-    values, expected = weights(run), weights(reference)
-    assert values.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert (values[name] - weight).norm() <= tolerance * weight.norm(), name
+    assert_near(weights(run), weights(reference), tolerance)
 
 
 def assert_same_model(one: Path, other: Path) -> None:

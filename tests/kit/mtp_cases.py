@@ -55,9 +55,9 @@ MAKERS: dict[str, Callable[..., PreTrainedConfig]] = {
         Qwen3Config, **_SHAPE, head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
 }
-EACH = pytest.mark.parametrize(
+EACH_FAMILY = pytest.mark.parametrize(
     ("family", "depths"),
-    [("glm4_moe", 1), ("glm4_moe", 2), ("deepseek_v3", 2), ("mellum", 1), ("qwen3", 2)],
+    [("glm4_moe", 2), ("deepseek_v3", 2), ("mellum", 1), ("qwen3", 2)],
     ids=lambda value: str(value),
 )
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from kit.families import build
-from kit.mtp_cases import EACH, documents, labels_of, make, packed, positions
+from kit.mtp_cases import EACH_FAMILY, documents, labels_of, make, packed, positions
+from kit.tensors import assert_equal_tensors
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import MTPCandidateGenerator
@@ -25,7 +26,7 @@ from stillhouse.tools.demo.corpus import Document, split_of
 ROOT = Path(__file__).parents[2]
 
 
-@EACH
+@EACH_FAMILY
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_saved_layers_are_what_transformers_drafts_with(
     family: str, depths: int, sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -52,13 +53,13 @@ def test_saved_layers_are_what_transformers_drafts_with(
     for row, candidates, logits in drafts:
         with torch.no_grad():
             by_depth = decoder(candidates)[1:]
-        expected = torch.stack([each[:, row] for each in by_depth], 1)
+        expected = torch.stack([depth[:, row] for depth in by_depth], 1)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
         if not sampled:
             assert torch.equal(candidates[:, -depths:], expected.argmax(-1))
 
 
-@EACH
+@EACH_FAMILY
 def test_transformers_own_forward_drafts_the_same_tokens(family: str, depths: int) -> None:
     """Its inputs are the main model's hidden states after the final norm, and the tokens from the second one on."""
     decoder, ids_S = make(family, depths), documents()[3]
@@ -67,19 +68,16 @@ def test_transformers_own_forward_drafts_the_same_tokens(family: str, depths: in
     with torch.no_grad():
         tokens, _, _ = decoder.mtp(ids_S[None, 1:], outputs.hidden_states[-1], None, at, None)
         actual = decoder(torch.cat([ids_S[None], tokens], 1))[1:]
-    assert torch.equal(tokens[0], torch.stack([each[0, len(ids_S) - 2].argmax() for each in actual]))
+    assert torch.equal(tokens[0], torch.stack([logits[0, len(ids_S) - 2].argmax() for logits in actual]))
 
 
-@EACH
+@EACH_FAMILY
 def test_saved_and_loaded_is_the_same(family: str, depths: int, tmp_path: Path) -> None:
     decoder = make(family, depths)
     decoder.save_pretrained(tmp_path)
     again = MultiTokenDecoder.from_pretrained(tmp_path)
     assert again.depths == depths
-    actual, expected = again.state_dict(), decoder.state_dict()
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
+    assert_equal_tensors(again.state_dict(), decoder.state_dict())
     assert Decoder.from_pretrained(tmp_path).config.num_mtp_layers == depths
 
 
@@ -88,8 +86,7 @@ def test_at_a_released_size_plain_transformers_finds_the_layer(tmp_path: Path) -
     decoder = make(depths=1, **narrow)
     decoder.save_pretrained(tmp_path)
     loaded = MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path))
-    for name, tensor in decoder.layers.state_dict().items():
-        assert torch.equal(loaded.layers.state_dict()[name], tensor), name
+    assert_equal_tensors(loaded.layers.state_dict(), decoder.layers.state_dict())
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +97,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported |= {"parse_objective": parse_objective, "AutoModelForCausalLM": AutoModelForCausalLM}
     imported |= {"StepLoss": StepLoss, "TEACHER": TEACHER}
     names: dict[str, Any] = {"main": make().main, "teacher": Decoder(build("llama")), "tokens_of_the_step": 20}
-    names |= {"ids": packed(documents()), "labels": packed([labels_of(each) for each in documents()])}
+    names |= {"ids": packed(documents()), "labels": packed([labels_of(ids_N) for ids_N in documents()])}
     exec(training, imported | names | {"position_ids": positions()})
     assert names["main"].backbone.embed_tokens.weight.grad is not None
     exec(drafting, imported | {"decoder": make(), "prompt": documents()[0][None]})

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from kit.config_cases import MISTAKES, yaml_file
 from kit.families import build
 from kit.pages import code_blocks
+from kit.tensors import assert_near
 from proofs import proof_rows
 from ruamel.yaml import YAML
 
@@ -80,8 +81,7 @@ def test_before_and_after_are_the_same_loss_and_gradients(dtype: torch.dtype, er
         results.append((float(names["loss"].detach()), gradients))
     (loss, gradients), (our_loss, our_gradients) = results
     assert our_loss == pytest.approx(loss, rel=error)
-    for name, expected in gradients.items():
-        assert (our_gradients[name] - expected).norm() <= 10 * error * expected.norm(), name
+    assert_near(our_gradients, gradients, 10 * error)
     log_q, log_p = (
         (model.base_model(ids).last_hidden_state.double() @ model.lm_head.weight.double().T).log_softmax(-1)
         for model in (student, teacher)
