@@ -68,7 +68,7 @@ def test_weighted_slope_is_the_derivative_of_the_value(expression: str, sharpnes
         (lambda small: jsd(small, normalized=True), forward_kl()),
         (lambda small: jsd(1 - small, normalized=True), reverse_kl()),
     ],
-    ids=lambda each: str(each) if isinstance(each, Divergence) else "",
+    ids=lambda parameter: str(parameter) if isinstance(parameter, Divergence) else "",
 )
 def test_limits_are_continuous(family: Callable[[float], Divergence], limit: Divergence) -> None:
     log_p, log_q = random_log_probs(seed=0, sharpness=0.4), random_log_probs(seed=1, sharpness=0.4)

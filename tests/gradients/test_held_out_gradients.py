@@ -41,20 +41,20 @@ def expected(
     """For each term, by row: its value and its gradient, from all logits and plain operations."""
     hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T = made
     rows = min(len(weight_VD), len(weight_VE))
-    found = []
+    results = []
     for term in spec.terms(labels_T, {TEACHER: FullVocab(hidden_TE, OutputHead(weight_VE[:rows]))}):
         logits_TV = (hidden_TD @ weight_VD[:rows].T).requires_grad_()
         identity = OutputHead(torch.eye(rows, dtype=torch.float64))
         output = dense_objective(logits_TV, identity, [term], weights_T=weights_T)
         (gradient_TV,) = torch.autograd.grad(output.loss, logits_TV)
-        found.append(list(zip(output.per_token[term.name].tolist(), gradient_TV, strict=True)))
-    return found
+        results.append(list(zip(output.per_token[term.name].tolist(), gradient_TV, strict=True)))
+    return results
 
 
-def check(found: list[dict[str, Any]], spec: ObjectiveSpec, made: Any) -> None:
+def check(results: list[dict[str, Any]], spec: ObjectiveSpec, made: Any) -> None:
     weights_T, plain = made[-1], expected(spec, made)
-    assert len(found) == len(weights_T)
-    for row, of_row in enumerate(found):
+    assert len(results) == len(weights_T)
+    for row, of_row in enumerate(results):
         assert bool(of_row) == bool(weights_T[row])
         for (value, norm, raised, lowered), of_term in zip(of_row.values(), plain, strict=bool(of_row)):
             expected_value, gradient_V = of_term[row]
@@ -78,18 +78,18 @@ def test_values_and_gradients_are_those_of_autograd(
     made = batch(spec, rows, teacher_rows)
     hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T = made
     student, teacher = FullVocab(hidden_TD, OutputHead(weight_VD)), FullVocab(hidden_TE, OutputHead(weight_VE))
-    found = gradients_by_term(spec, student, teacher, labels_T, weights_T)
-    assert list(found[0]) == ["cross_entropy", str(spec.divergence), "entropy"]
-    check(found, spec, made)
+    results = gradients_by_term(spec, student, teacher, labels_T, weights_T)
+    assert list(results[0]) == ["cross_entropy", str(spec.divergence), "entropy"]
+    check(results, spec, made)
 
 
 @pytest.mark.parametrize(("rows", "teacher_rows", "ranks"), [(251, 251, 2), (251, 243, 4), (5, 4, 4)])
 def test_over_vocabulary_shards_they_are_those_of_one_process(rows: int, teacher_rows: int, ranks: int) -> None:
     """Some ranks have fewer rows than the requested number of tokens, or none below the teacher's rows."""
     spec = parse_objective(LOSS)
-    for found in shared_pool(4).call(gradients_over_shards, (rows, teacher_rows, ranks)):
-        if found is not None:
-            check(found, spec, batch(spec, rows, teacher_rows))
+    for results in shared_pool(4).call(gradients_over_shards, (rows, teacher_rows, ranks)):
+        if results is not None:
+            check(results, spec, batch(spec, rows, teacher_rows))
 
 
 def gradients_over_shards(rank: Rank, job: tuple[int, int, int]) -> list[dict[str, Any]] | None:

@@ -110,9 +110,9 @@ def test_gradients_are_those_of_plain_autograd(folder: Path, recomputed: bool) -
 
 
 def test_a_run_with_hidden_states_is_resumed_exactly_and_exports_a_plain_model(folder: Path) -> None:
-    whole, parts = ({"out": str(folder / name), "checkpoint.every": 3} for name in ("whole", "parts"))
+    undisturbed, parts = ({"out": str(folder / name), "checkpoint.every": 3} for name in ("whole", "parts"))
     path = folder / "run.yaml"
-    write_run(folder, **{"objective.hidden": PAIRS, **whole})
+    write_run(folder, **{"objective.hidden": PAIRS, **undisturbed})
     run("distill", path)
     write_run(folder, **{"objective.hidden": PAIRS, **parts, "train.steps": 6})
     run("distill", path)

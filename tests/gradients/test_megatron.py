@@ -61,11 +61,11 @@ def ranks() -> Iterator[RankPool]:
 )
 def test_gradients_are_those_of_logits_on_one_rank(ranks: RankPool, case: Case) -> None:
     differences = ranks.call(compare, case, limit=120)
-    assert any(each.loss is not None for each in differences)
-    for each in differences:
-        assert each.loss is None or each.loss < 1e-5
-        assert worst(each.gradients.items())[1] < 1e-5, each.gradients
-        assert each.largest < B * S * ROWS_V / case.layout.tensor / case.layout.context
+    assert any(difference.loss is not None for difference in differences)
+    for difference in differences:
+        assert difference.loss is None or difference.loss < 1e-5
+        assert worst(difference.gradients.items())[1] < 1e-5, difference.gradients
+        assert difference.largest < B * S * ROWS_V / case.layout.tensor / case.layout.context
 
 
 @pytest.mark.parametrize(
@@ -81,17 +81,17 @@ def test_gradients_are_those_of_logits_on_one_rank(ranks: RankPool, case: Case) 
     ids=lambda layout: layout.name,
 )
 def test_cross_entropy_at_every_depth_is_megatrons_own(ranks: RankPool, layout: Layout) -> None:
-    for found in ranks.call(compare_mtp, layout, limit=120):
-        assert len(found.losses) == 1 + layout.depths
-        for theirs, ours in found.losses:
+    for answer in ranks.call(compare_mtp, layout, limit=120):
+        assert len(answer.losses) == 1 + layout.depths
+        for theirs, ours in answer.losses:
             assert ours == pytest.approx(theirs, rel=1e-5)
-        assert worst(found.gradients.items())[1] < 1e-5, found.gradients
+        assert worst(answer.gradients.items())[1] < 1e-5, answer.gradients
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(depths=2, experts=2)], ids=lambda layout: layout.name)
 def test_a_schedule_plan_takes_the_flat_result_and_returns_its_gradient(ranks: RankPool, layout: Layout) -> None:
-    found = ranks.call(plan, Case(layout, "cross_entropy + jsd(0.5)"), limit=120)
-    assert worst(enumerate(found))[1] < 1e-6
+    errors = ranks.call(plan, Case(layout, "cross_entropy + jsd(0.5)"), limit=120)
+    assert worst(enumerate(errors))[1] < 1e-6
 
 
 @pytest.mark.gpu
@@ -152,8 +152,8 @@ def test_a_models_own_objective_beside_the_processor_is_refused(ranks: RankPool)
 
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_gradient_of_tapped_hidden_states_is_that_of_one_rank(ranks: RankPool, sequence: bool) -> None:
-    found = ranks.call(compare_tap, Layout(tensor=2, sequence=sequence), limit=120)
-    assert worst(enumerate(found))[1] < 1e-5
+    errors = ranks.call(compare_tap, Layout(tensor=2, sequence=sequence), limit=120)
+    assert worst(enumerate(errors))[1] < 1e-5
 
 
 def test_log_probs_come_through_megatrons_wrapper_of_half_precision(ranks: RankPool) -> None:

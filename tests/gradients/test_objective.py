@@ -59,7 +59,7 @@ from stillhouse.objective.tile.logits_provider import HeadLogits
 CELLS = [
     *((divergence, signal, "float64", 1.0) for divergence in ALL_DIVERGENCES for signal in ALL_SIGNALS),
     *((divergence, signal, "float32", 1.0) for divergence in ALL_DIVERGENCES for signal in ("full", "mixture")),
-    *((each, signal, "float32", 50.0) for each in DIVERGENCES_OF_PEAKED_ROWS for signal in ("full", "mixture")),
+    *((text, signal, "float32", 50.0) for text in DIVERGENCES_OF_PEAKED_ROWS for signal in ("full", "mixture")),
     *(
         ("jsd(0.3)", signal, dtype, sharpness)
         for signal in ALL_SIGNALS
@@ -297,6 +297,6 @@ def test_rows_of_a_tile_follow_the_budget_between_two_bounds(device: str) -> Non
 
 
 def test_the_choice_of_rows_is_in_the_metrics() -> None:
-    for given, chosen in ((None, T), (10, 10), (1000, T)):
-        output = run(linear_objective, make_leaves(), [Entropy(1.0)], chunk_tokens=given).output
+    for chunk_tokens, chosen in ((None, T), (10, 10), (1000, T)):
+        output = run(linear_objective, make_leaves(), [Entropy(1.0)], chunk_tokens=chunk_tokens).output
         assert output.metrics["chunk_tokens"] == chosen

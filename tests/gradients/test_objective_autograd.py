@@ -89,9 +89,9 @@ def test_two_losses_from_one_hidden_state_and_one_head(together: bool) -> None:
             losses[0].backward(retain_graph=True)
             (0.5 * losses[1]).backward()
         return [
-            each.grad
-            for each in (hidden, backbone, head.weight_VD, head.bias)
-            if each is not None and each.grad is not None
+            leaf.grad
+            for leaf in (hidden, backbone, head.weight_VD, head.bias)
+            if leaf is not None and leaf.grad is not None
         ]
 
     for actual, expected in zip(gradients(linear_objective), gradients(dense_objective), strict=True):
@@ -124,17 +124,17 @@ def test_only_the_loss_is_differentiable() -> None:
     output = run(linear_objective, make_leaves(), every_term()).output
     assert output.loss.requires_grad
     assert output.loss.shape == ()
-    assert not any(each.requires_grad for each in (*output.metrics.values(), *output.per_token.values()))
-    assert all(each.shape == (T,) for each in output.per_token.values())
+    assert not any(values.requires_grad for values in (*output.metrics.values(), *output.per_token.values()))
+    assert all(values.shape == (T,) for values in output.per_token.values())
 
 
 def test_a_teacher_receives_no_gradient() -> None:
     full, sparse = make_full(), make_signal("bucket")
     tensors = [full.hidden_TE, full.head.weight_VD, sparse.log_probs_TK, sparse.tail_log_prob_T]  # type: ignore[attr-defined]
-    for each in tensors:
-        each.requires_grad_()
+    for tensor in tensors:
+        tensor.requires_grad_()
     run(linear_objective, make_leaves(), [Distill(full, forward_kl()), Distill(sparse, jsd(0.3))])
-    assert all(each.grad is None for each in tensors)
+    assert all(tensor.grad is None for tensor in tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -144,20 +144,20 @@ def test_no_input_is_overwritten(dtype: torch.dtype) -> None:
     logits = torch.randn(T, V).to(dtype).requires_grad_()
     valid_index, normalizer = torch.arange(T), torch.tensor(3.0)
     inputs = [hidden, head.weight_VD, head.bias, logits, weights_T, valid_index, normalizer, *tensors_of(terms)]
-    before = [(each.detach().clone(), each._version) for each in inputs if each is not None]
+    before = [(tensor.detach().clone(), tensor._version) for tensor in inputs if tensor is not None]
     first = linear_objective(hidden, head, terms, weights_T=weights_T, valid_index=valid_index, normalizer=normalizer)
     second = logits_objective(logits, terms, weights_T=weights_T, normalizer=normalizer)
     (first.loss + second.loss).backward()
-    for each, (copy, version) in zip([each for each in inputs if each is not None], before, strict=True):
-        assert torch.equal(each.detach(), copy)
-        assert each._version == version
+    for tensor, (copy, version) in zip([tensor for tensor in inputs if tensor is not None], before, strict=True):
+        assert torch.equal(tensor.detach(), copy)
+        assert tensor._version == version
 
 
 def tensors_of(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in tensors_of(each)]
+        return [tensor for part in value for tensor in tensors_of(part)]
     return tensors_of(list(vars(value).values())) if hasattr(value, "__dict__") else []
 
 
@@ -222,7 +222,7 @@ def test_autocast_around_a_backbone() -> None:
         hidden = backbone(leaves.hidden)
         assert hidden.dtype == torch.bfloat16
         linear_objective(hidden, OutputHead(weight), every_term(dtype=torch.float32)).loss.backward()
-    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     terms = [converted(term, torch.float64) for term in every_term(dtype=torch.float32)]
     dense_objective(exact[0], OutputHead(exact[1]), terms).loss.backward()
     assert weight.grad.dtype == torch.float32

@@ -218,11 +218,11 @@ def test_half_precision_logits(dtype: torch.dtype) -> None:
     logits = normal(5, T, V).to("cuda", dtype).requires_grad_()
     exact = logits.detach().cpu().double().requires_grad_()
     teacher = normal(6, T, V)
-    for each in (logits, exact):
-        labels_T = torch.arange(T, device=each.device)
-        signal = DenseLogits(teacher.to(each.device, each.dtype))
+    for leaf in (logits, exact):
+        labels_T = torch.arange(T, device=leaf.device)
+        signal = DenseLogits(teacher.to(leaf.device, leaf.dtype))
         logits_objective(
-            each, [CrossEntropy(labels_T), Distill(signal, forward_kl())], normalizer=3.0
+            leaf, [CrossEntropy(labels_T), Distill(signal, forward_kl())], normalizer=3.0
         ).loss.backward()
     assert logits.grad is not None
     assert exact.grad is not None

@@ -78,7 +78,7 @@ def test_a_label_changes_only_names(kind: str) -> None:
     assert torch.equal(named.output.loss, plain.output.loss)
     assert_equal_tensors(named.gradients, plain.gradients)
     unlabelled = ("tokens", "student_entropy", "chunk_tokens")
-    expected = {name if name in unlabelled else f"{name}/a": each for name, each in plain.output.metrics.items()}
+    expected = {name if name in unlabelled else f"{name}/a": total for name, total in plain.output.metrics.items()}
     assert list(named.output.metrics) == list(expected)
     assert {"forward_kl/a", "jsd(0.3)/a", f"{divergence}/a", "teacher_entropy/a", "agreement/a"} < expected.keys()
     for name, total in expected.items():
@@ -87,7 +87,7 @@ def test_a_label_changes_only_names(kind: str) -> None:
 
 def test_the_students_entropy_is_reported_once() -> None:
     code, prose = teachers()
-    own_T = torch.rand(T, generator=generator(5))
+    row_weights_T = torch.rand(T, generator=generator(5))
 
     def entropies(*terms: Term) -> dict[str, float]:
         actual = metrics_of(list(terms))
@@ -95,17 +95,17 @@ def test_the_students_entropy_is_reported_once() -> None:
 
     cold = metrics_of([Distill(code, forward_kl())])["student_entropy"]
     warm = metrics_of([Distill(code, forward_kl(), temperature=2.0)])["student_entropy"]
-    own = metrics_of([Distill(code, forward_kl(), weights_T=own_T)])["student_entropy"]
+    scaled = metrics_of([Distill(code, forward_kl(), weights_T=row_weights_T)])["student_entropy"]
     first, second = Distill(code, forward_kl(), label="a"), Distill(prose, forward_kl(), label="b")
     assert entropies(first, second) == pytest.approx({"student_entropy": cold})
     assert entropies(Distill(code, jsd(0.5)), second) == pytest.approx({"student_entropy": cold})
     assert entropies(first, Distill(prose, jsd(0.5))) == pytest.approx({"student_entropy": cold})
     hot = Distill(prose, forward_kl(), temperature=2.0, label="b")
     assert entropies(first, hot) == pytest.approx({"student_entropy/a": cold, "student_entropy/b": warm})
-    weighted = Distill(prose, forward_kl(), weights_T=own_T, label="b")
-    assert entropies(first, weighted) == pytest.approx({"student_entropy/a": cold, "student_entropy/b": own})
+    weighted = Distill(prose, forward_kl(), weights_T=row_weights_T, label="b")
+    assert entropies(first, weighted) == pytest.approx({"student_entropy/a": cold, "student_entropy/b": scaled})
     assert entropies(Distill(code, forward_kl()), weighted) == pytest.approx(
-        {"student_entropy": cold, "student_entropy/b": own}
+        {"student_entropy": cold, "student_entropy/b": scaled}
     )
 
 

@@ -45,10 +45,10 @@ def of_leaves(make: Any, leaves: Leaves) -> tuple[Tensor, Tensor, dict[str, Tens
 def test_log_probs_are_those_of_logits(head: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 10))
     options, labels_T = HEADS[head], make_labels(vocabulary=240)
-    expected = of_leaves(lambda each: plain_log_probs(each, labels_T, temperature, options), make_leaves())
+    expected = of_leaves(lambda new: plain_log_probs(new, labels_T, temperature, options), make_leaves())
     actual = of_leaves(
-        lambda each: linear_log_probs(
-            each.hidden, OutputHead(each.weight, each.bias, **options), labels_T, temperature=temperature
+        lambda new: linear_log_probs(
+            new.hidden, OutputHead(new.weight, new.bias, **options), labels_T, temperature=temperature
         ),
         make_leaves(),
     )
@@ -63,19 +63,19 @@ def test_log_probs_in_bfloat16_are_as_exact_as_plain_ones(autocast: bool) -> Non
     dtype = torch.float32 if autocast else torch.bfloat16
     leaves, labels_T = make_leaves(dtype=dtype, bias=False), make_labels()
     exact = of_leaves(
-        lambda each: plain_log_probs(each, labels_T, 1.0, {}),
+        lambda new: plain_log_probs(new, labels_T, 1.0, {}),
         Leaves(leaves.hidden.double(), leaves.weight.double(), None),
     )
 
     def called(make: Any) -> Any:
-        def inside(each: Leaves) -> tuple[Tensor, Tensor]:
+        def inside(new: Leaves) -> tuple[Tensor, Tensor]:
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                return make(each)
+                return make(new)
 
         return inside
 
-    plain = of_leaves(called(lambda each: plain_log_probs(each, labels_T, 1.0, {})), leaves)
-    actual = of_leaves(called(lambda each: linear_log_probs(each.hidden, OutputHead(each.weight), labels_T)), leaves)
+    plain = of_leaves(called(lambda new: plain_log_probs(new, labels_T, 1.0, {})), leaves)
+    actual = of_leaves(called(lambda new: linear_log_probs(new.hidden, OutputHead(new.weight), labels_T)), leaves)
     assert actual[0].dtype == torch.float32
     for name, gradient in exact[2].items():
         assert actual[2][name].dtype == dtype

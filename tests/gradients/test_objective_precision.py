@@ -100,7 +100,7 @@ def test_tokens_without_probability_on_both_sides_leave_no_trace(expression: str
     """A masked column changes nothing, including the gradient, compared with logits without that column."""
     teacher, student = (torch.randn(5, 11, generator=generator(seed), dtype=torch.float64) for seed in (0, 1))
     labels_T = torch.arange(5)
-    wide = [torch.cat([each, torch.full((5, 2), -math.inf, dtype=torch.float64)], 1) for each in (teacher, student)]
+    wide = [torch.cat([side, torch.full((5, 2), -math.inf, dtype=torch.float64)], 1) for side in (teacher, student)]
     results = []
     for teacher_TV, student_TV in ((teacher, student), wide):
         logits = student_TV.clone().requires_grad_()
@@ -215,7 +215,7 @@ def terms_without(rows_by: str, far: float = -1000.0) -> list[Term]:
     """
     labels_T = LABELS.index_fill(0, DEAD, -100) if rows_by == "labels" else LABELS
     of_labels = {"weights_T": kept() if rows_by == "own weights" else None}
-    own = {"weights_T": None if rows_by == "weights_T" else kept()}
+    of_rows = {"weights_T": None if rows_by == "weights_T" else kept()}
     sparse, full = make_signal("bucket"), make_full()
     assert isinstance(sparse, TopK)
     poisoned = FullVocab(full.hidden_TE.index_fill(0, DEAD, math.nan), full.head)
@@ -230,13 +230,13 @@ def terms_without(rows_by: str, far: float = -1000.0) -> list[Term]:
         policy(near_T, opposite_T, kl_scale=0.1),
         policy(old_T, dual_clip=3.0),
         policy(old_T, clip_high=math.inf, surrogate="cispo"),
-        Distill(poisoned, jsd(0.3), **own),
-        Distill(poisoned, forward_kl(), **own),
-        Distill(Mixture([poisoned, make_signal("dense")], [2, 1]), jsd(0.3), **own),
-        Distill(poisoned_sparse, reverse_kl(), **own),
-        Entropy(0.2, **own),
+        Distill(poisoned, jsd(0.3), **of_rows),
+        Distill(poisoned, forward_kl(), **of_rows),
+        Distill(Mixture([poisoned, make_signal("dense")], [2, 1]), jsd(0.3), **of_rows),
+        Distill(poisoned_sparse, reverse_kl(), **of_rows),
+        Entropy(0.2, **of_rows),
         Continuation(labels_T, **of_labels),
-        SortedL1(make_sorted(torch.randn(T, V, generator=generator(5)).log_softmax(1), 8), **own),
+        SortedL1(make_sorted(torch.randn(T, V, generator=generator(5)).log_softmax(1), 8), **of_rows),
     ]
 
 

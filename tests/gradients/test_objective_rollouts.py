@@ -100,7 +100,7 @@ def test_without_marks_everything_is_as_before() -> None:
     batch = replace(make_batch(), per_token={})
     spec = parse_objective("0.3*cross_entropy + 0.7*reverse_kl - 0.01*entropy")
     first, second, third = spec.terms(batch.labels_T, {TEACHER: signal})
-    assert [each.weights_T for each in (first, second, third)] == [None, None, None]
+    assert [term.weights_T for term in (first, second, third)] == [None, None, None]
     output, gradients = fused(spec, make_leaves(), batch, signal)
     fresh = make_leaves()
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in vars(fresh).items()}
@@ -125,8 +125,8 @@ def test_a_batch_without_sampled_tokens_gives_an_exact_zero() -> None:
     spec = replace(
         parse_objective("sampled_kl + policy_gradient(teacher_kl=1)"), discount=0.9, correction=Correction("masked")
     )
-    for each in (none, empty):
-        output, gradients = fused(spec, make_leaves(), each, signal)
+    for variant in (none, empty):
+        output, gradients = fused(spec, make_leaves(), variant, signal)
         assert output.loss == 0
         assert output.metrics["sampled"] == output.metrics["log_ratio"] == 0
         assert all((gradient == 0).all() for gradient in gradients.values())
@@ -210,14 +210,14 @@ def test_targets_cut_and_move_what_they_hold() -> None:
     assert torch.equal(part.document_T, batch.document_T[index_T])
     for name, each_T in batch.per_token.items():
         assert torch.equal(part.per_token[name].nan_to_num(), each_T[index_T].nan_to_num()), name
-    further = context.at(1)
+    shifted = context.at(1)
     for row in range(T - 1):
         if (row + 1) % 13:
-            assert further.labels_T[row] == batch.labels_T[row + 1]
-            assert further.per_token[IS_SAMPLED][row] == batch.per_token[IS_SAMPLED][row + 1]
+            assert shifted.labels_T[row] == batch.labels_T[row + 1]
+            assert shifted.per_token[IS_SAMPLED][row] == batch.per_token[IS_SAMPLED][row + 1]
         else:
-            assert further.labels_T[row] < 0
-    assert torch.equal(part.at(1).per_token[IS_SAMPLED], further.per_token[IS_SAMPLED][index_T])
+            assert shifted.labels_T[row] < 0
+    assert torch.equal(part.at(1).per_token[IS_SAMPLED], shifted.per_token[IS_SAMPLED][index_T])
 
 
 def test_further_depths_have_what_is_left_of_an_objective() -> None:
@@ -228,8 +228,8 @@ def test_further_depths_have_what_is_left_of_an_objective() -> None:
     both = StepLoss(parse_objective("cross_entropy + 0.1*reverse_kl + policy_gradient + sampled_kl"))
     output = both(hidden_states=leaves.hidden[None], head=head, context=context, depth=1)
     assert output.per_token.keys() == {"cross_entropy", "reverse_kl"}
-    further = context.at(1)
-    is_other_T = (further.per_token[IS_SAMPLED] == 0) & (further.labels_T >= 0) & (further.weights_T != 0)
+    shifted = context.at(1)
+    is_other_T = (shifted.per_token[IS_SAMPLED] == 0) & (shifted.labels_T >= 0) & (shifted.weights_T != 0)
     assert torch.equal(output.per_token["cross_entropy"] != 0, is_other_T)
     alone = StepLoss(parse_objective("policy_gradient + sampled_kl"))
     with pytest.raises(ValueError, match=r"policy gradient .* at further depths of multi-token prediction: expected"):
@@ -267,7 +267,7 @@ def test_the_monitor_adds_nothing_to_the_gradient(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Tile, "add_at", lambda *_: added.append(1))
     batch, leaves = make_batch(), make_leaves()
     terms = parse_objective("entropy").terms(batch.labels_T, {}, batch.per_token)
-    assert [type(each) for each in terms] == [Entropy, LogRatio]
+    assert [type(term) for term in terms] == [Entropy, LogRatio]
     leaf = leaves.hidden.clone().requires_grad_()
     linear_objective(leaf, OutputHead(leaves.weight, leaves.bias), terms).loss.backward()
     assert added == []

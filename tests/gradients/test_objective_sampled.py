@@ -361,7 +361,7 @@ def gspo(log_q_T: Tensor, old_T: Tensor, sequence_T: Tensor, advantages_N: Tenso
 
 def test_the_documentations_sequence_level_ratios_are_gspos() -> None:
     page = (Path(__file__).parents[2] / "docs" / "objective.md").read_text(encoding="utf-8")
-    (code,) = (each for each in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "def gspo_loss" in each)
+    (code,) = (block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "def gspo_loss" in block)
     names: dict[str, Any] = {}
     exec(code, names)
     sequence_T, advantages_N = torch.arange(T) // 13, torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64)

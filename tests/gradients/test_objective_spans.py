@@ -90,12 +90,12 @@ def test_names_and_scales() -> None:
     torch.testing.assert_close(output.metrics["cross_entropy"], alone.metrics["cross_entropy"])
 
 
-def whole_uld(log_p_TV: Tensor, logits_TV: Tensor, tau: float) -> Tensor:
+def plain_uld(log_p_TV: Tensor, logits_TV: Tensor, tau: float) -> Tensor:
     """Σ_i |p_(i) − q_(i)| over all ranks, the shorter side padded with zeros, [T]."""
     q_TV = torch.softmax(logits_TV / tau, 1).sort(1, descending=True).values
     p_TV = log_p_TV.exp().sort(1, descending=True).values
     size = max(q_TV.shape[1], p_TV.shape[1])
-    p_TV, q_TV = (torch.nn.functional.pad(each, (0, size - each.shape[1])) for each in (p_TV, q_TV))
+    p_TV, q_TV = (torch.nn.functional.pad(probs_TV, (0, size - probs_TV.shape[1])) for probs_TV in (p_TV, q_TV))
     return (p_TV - q_TV).abs().sum(1)
 
 
@@ -109,7 +109,7 @@ def test_sorted_probabilities_of_all_ranks_are_uld(rows: int, tau: float) -> Non
     signal = make_sorted(log_p_TV, rows)
     actual = logits_objective(logits_TV, terms_of("2*uld", signal, tau, True), normalizer=7.0)
     (gradient_TV,) = torch.autograd.grad(actual.loss, logits_TV)
-    expected_T = tau**2 * whole_uld(log_p_TV, logits_TV, tau) * signal.weights_T
+    expected_T = tau**2 * plain_uld(log_p_TV, logits_TV, tau) * signal.weights_T
     (expected_TV,) = torch.autograd.grad(2 * expected_T.sum() / 7, logits_TV)
     assert distance(actual.loss, 2 * expected_T.sum() / 7) < 1e-12
     assert distance(gradient_TV, expected_TV) < 1e-12
@@ -125,8 +125,8 @@ def test_fewer_ranks_against_plain_autograd(ranks: int, sharpness: float) -> Non
     terms = [SortedL1(signal, 0.7, 1.3, weights_T=signal.weights_T), CrossEntropy(make_labels(), 0.2)]
     actual = assert_accurate(leaves, terms)
     logits_TV = leaves.hidden @ leaves.weight.T + leaves.bias  # type: ignore[operator]
-    whole_T = whole_uld(log_p_TV, logits_TV, 1.3) * signal.weights_T
-    assert (actual.output.per_token["uld"] <= whole_T + 1e-12).all()
+    exact_T = plain_uld(log_p_TV, logits_TV, 1.3) * signal.weights_T
+    assert (actual.output.per_token["uld"] <= exact_T + 1e-12).all()
 
 
 def test_equal_sides_have_no_distance_whatever_their_ids_are() -> None:
@@ -149,7 +149,7 @@ def test_ties_and_tokens_without_mass() -> None:
     top, low = float(q_V[0]), float(q_V[4])
     assert actual.loss.item() == pytest.approx(2 * (0.5 - top) + top + 2 * low)
     # the slopes are −1, −1, +1 and +1 for the tail; of the three equal tokens, any one may be the third
-    slopes = sorted(float(each) for each in gradient_TV[0, :3])
+    slopes = sorted(float(slope) for slope in gradient_TV[0, :3])
     mean = -2 * top + top + 2 * low
     assert slopes == pytest.approx([top * (-1 - mean)] * 2 + [top * (1 - mean)])
     assert gradient_TV[0, 3:].tolist() == pytest.approx([0.0, low * (1 - mean), low * (1 - mean)])

@@ -156,10 +156,10 @@ def test_padding_rows_get_no_probability(
     narrow = Leaves(wide.hidden, wide.weight[:V], wide.bias[:V])
     real = FullVocab(teacher.hidden_TE, OutputHead(teacher.head.weight_VD[:V]))
     padded = FullVocab(teacher.hidden_TE, OutputHead(teacher.head.weight_VD, **teacher_options))  # type: ignore[arg-type]
-    own: list[Term] = [CrossEntropy(make_labels(), label_smoothing=0.1), Entropy(0.1)]
-    expected = run(linear_objective, narrow, [*own, Distill(real, jsd(0.3))])
+    others: list[Term] = [CrossEntropy(make_labels(), label_smoothing=0.1), Entropy(0.1)]
+    expected = run(linear_objective, narrow, [*others, Distill(real, jsd(0.3))])
     for objective in (linear_objective, dense_objective):
-        actual = run(objective, wide, [*own, Distill(padded, jsd(0.3))], head=student_options)
+        actual = run(objective, wide, [*others, Distill(padded, jsd(0.3))], head=student_options)
         assert distance(actual.output.loss, expected.output.loss) < 1e-12
         assert distance(actual.gradients["hidden"], expected.gradients["hidden"]) < 1e-12
         for name in ("weight", "bias"):

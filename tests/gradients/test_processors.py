@@ -88,7 +88,7 @@ def log_probs_of(logits_TV: Tensor, temperature: float = 1.0) -> tuple[Tensor, T
 def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
-    actual = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    actual = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
     return actual
 
@@ -142,7 +142,7 @@ def test_selected_log_probs_under_a_loss_over_sequences(model: str, temperature:
         model,
         selected_log_probs(temperature=temperature),
         Targets(LABELS_BS),
-        lambda logits_TV: over_sequences(*(each.view(B, S) for each in log_probs_of(logits_TV, temperature))),
+        lambda logits_TV: over_sequences(*(values_T.view(B, S) for values_T in log_probs_of(logits_TV, temperature))),
         lambda made: over_sequences(*made),
     )
     assert isinstance(made, LogProbs)
@@ -175,7 +175,7 @@ def test_distillation_from_a_second_model(model: str) -> None:
     teacher_TV = logits_of(model, seed=1).detach()
 
     def plain(logits_TV: Tensor) -> Tensor:
-        log_p_TV, log_q_TV = (torch.log_softmax(each / 2.0, 1) for each in (teacher_TV, logits_TV))
+        log_p_TV, log_q_TV = (torch.log_softmax(logits / 2.0, 1) for logits in (teacher_TV, logits_TV))
         log_m_TV = ((log_p_TV.exp() + log_q_TV.exp()) / 2).log()
         jsd_TV = log_p_TV.exp() * (log_p_TV - log_m_TV) / 2 + log_q_TV.exp() * (log_q_TV - log_m_TV) / 2
         of_labels_T, _ = log_probs_of(logits_TV)
@@ -186,7 +186,7 @@ def test_distillation_from_a_second_model(model: str) -> None:
     context = DistillTargets(LABELS_BS, weights_BS, signals={TEACHER: signal})
     made = assert_as_from_logits(model, processor, context, plain)
     assert made.metrics["chunk_tokens"] == 5
-    assert all(each.grad is None for each in teacher.parameters())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
 def policy_targets(name: str, temperature: float, weights_BS: Tensor | None) -> PolicyTargets:
@@ -203,7 +203,7 @@ def policy_targets(name: str, temperature: float, weights_BS: Tensor | None) -> 
     old_T[KNOWN_T] = log_q_T[KNOWN_T] - ratios[:LABELLED].log()
     advantages_T[KNOWN_T] = advantages[:LABELLED]
     reference_T[KNOWN_T] = log_q_T[KNOWN_T] + torch.randn(LABELLED, generator=generator(4))
-    per_token = (each.view(B, S) for each in (advantages_T, old_T, reference_T))
+    per_token = (values_T.view(B, S) for values_T in (advantages_T, old_T, reference_T))
     return PolicyTargets(LABELS_BS, weights_BS, None, (), *per_token)
 
 
@@ -233,7 +233,7 @@ def test_policy_gradient(model: str, rows: str) -> None:
     )
     metrics = assert_as_from_logits(model, processor, context, plain).metrics
     # of eight consecutive tokens two are clipped: the fourth (large ratio, positive advantage) and the last
-    assert metrics["clipped"] == sum(each % 8 in (3, 7) for each in range(LABELLED)) > 1
+    assert metrics["clipped"] == sum(number % 8 in (3, 7) for number in range(LABELLED)) > 1
     assert metrics["tokens"] == counted_T.sum()
     assert metrics["reference_kl"] > 0
 
@@ -276,7 +276,7 @@ def test_without_a_label_anywhere_the_loss_is_0_and_reaches_every_parameter() ->
     actual = gradients(decoder.pretrained, loss)
     assert loss == 0
     assert actual.keys() == {key for key, _ in decoder.pretrained.named_parameters()}
-    assert not any(each.any() for each in actual.values())
+    assert not any(gradient.any() for gradient in actual.values())
 
 
 def test_a_depth_is_the_objective_at_its_own_targets() -> None:
@@ -292,7 +292,7 @@ def test_another_objective_for_further_depths() -> None:
     context = PolicyTargets(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T).shift_for_mtp(POSITIONS_BS, 1)
     processor = by_depth(policy_gradient(), cross_entropy())
     assert "policy_gradient" in at_depth(processor, context, 0).metrics
-    (actual, expected) = (at_depth(each, context, 1) for each in (processor, cross_entropy()))
+    (actual, expected) = (at_depth(candidate, context, 1) for candidate in (processor, cross_entropy()))
     assert torch.equal(actual.loss, expected.loss)
 
 

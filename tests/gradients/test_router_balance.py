@@ -62,7 +62,7 @@ class Batch:
         return cls(ids_BS, torch.arange(TOKENS) < lengths.roll(seed, 0), torch.tensor([5, 0, 3 + seed]))
 
     @classmethod
-    def whole(cls) -> "Batch":
+    def unpadded(cls) -> "Batch":
         """Return one sequence without padding."""
         ids_BS = torch.randint(251, (1, TOKENS), generator=torch.Generator().manual_seed(1))
         return cls(ids_BS, torch.ones(1, TOKENS, dtype=torch.bool), torch.tensor([TOKENS]))
@@ -99,7 +99,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_of_one_sequence_and_layer_is_transformers_own(family: str) -> None:
     """transformers computes its loss over all tokens and layers; for one sequence and layer it equals ours."""
-    batch, reference = Batch.whole(), decoder(FAMILIES[family])
+    batch, reference = Batch.unpadded(), decoder(FAMILIES[family])
     outputs = reference.pretrained(batch.ids_BS, output_router_logits=True, use_cache=False)
     (COEFFICIENT * outputs.aux_loss).backward()
 
@@ -163,7 +163,7 @@ def test_router_balance_beside_a_lora() -> None:
 
 
 def test_without_gradients_and_outside_of_the_context_nothing_is_balanced() -> None:
-    model, batch = decoder(FAMILIES["qwen3_moe"]), Batch.whole()
+    model, batch = decoder(FAMILIES["qwen3_moe"]), Batch.unpadded()
     balance_routers(model)
     balance = batch.loss()
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_models_and_routers_without_hooks_are_refused() -> None:
     with pytest.raises(ValueError, match="model type 'llama' has no routers with an auxiliary loss"):
         balance_routers(Decoder(build("llama"), verify=False))
     with pytest.raises(ValueError, match=r"expected balance_routers\(decoder\) before"):
-        decoder(FAMILIES["olmoe"]).balancing(Batch.whole().loss())
+        decoder(FAMILIES["olmoe"]).balancing(Batch.unpadded().loss())
 
 
 @pytest.mark.parametrize(

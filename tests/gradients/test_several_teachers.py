@@ -44,10 +44,10 @@ def server(folder: Path) -> Iterator[str]:
 
 def named(folder: Path, math: dict[str, Any] | None = None, code: dict[str, Any] | None = None) -> dict[str, Any]:
     """The settings of both teachers; None leaves one out."""
-    given = {"math": math, "code": code}
+    by_teacher = {"math": math, "code": code}
     return {
         f"teachers.{name}": {"model": str(folder / name), **keys} if not {"url", "student"} & keys.keys() else keys
-        for name, keys in given.items()
+        for name, keys in by_teacher.items()
         if keys is not None
     }
 
@@ -59,9 +59,9 @@ def session_with(folder: Path, **settings: Any) -> Session:
 def gradients(session: Session) -> dict[str, Tensor]:
     loss = forward_backward(session).sums["loss"]
     assert torch.isfinite(torch.tensor(loss))
-    found = named_gradients(session.student.pretrained)
+    named = named_gradients(session.student.pretrained)
     session.close()
-    return {"loss": torch.tensor(loss)} | found
+    return {"loss": torch.tensor(loss)} | named
 
 
 def jsd(p_log: Tensor, q_log: Tensor) -> Tensor:
@@ -170,8 +170,8 @@ def test_a_teacher_runs_only_on_its_own_documents(folder: Path) -> None:
     seen: dict[str, int] = {}
     for name, decoder in session.teachers.items():
 
-        def count(module: object, positional: object, given: dict[str, Any], name: str = name) -> None:
-            seen[name] = seen.get(name, 0) + given["input_ids"].numel()
+        def count(module: object, positional: object, inputs: dict[str, Any], name: str = name) -> None:
+            seen[name] = seen.get(name, 0) + inputs["input_ids"].numel()
 
         decoder.register_forward_pre_hook(count, with_kwargs=True)
     step = session.step_schedule.micro_batches(session.train, 0)
@@ -210,7 +210,7 @@ def test_an_average_of_the_student_as_its_teacher(folder: Path) -> None:
     assert isinstance(average, WeightAverage)
     assert any(not torch.equal(after[name], average.tensors[name]) for name in after)
 
-    found = gradients(session)
+    actual = gradients(session)
     assert all(torch.equal(parameter, after[name]) for name, parameter in session.student.named_parameters())
     for name, parameter in session.student.named_parameters():
         parameter.data.copy_(average.tensors[name])
@@ -223,7 +223,7 @@ def test_an_average_of_the_student_as_its_teacher(folder: Path) -> None:
     for name, parameter in live.student.named_parameters():
         parameter.data.copy_(after[name])
     for name, gradient in gradients(live).items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
 
 
 def test_the_average_follows_every_update(folder: Path) -> None:
@@ -244,15 +244,15 @@ def test_the_average_follows_every_update(folder: Path) -> None:
 def test_a_held_out_divergence_of_each_teacher_and_of_all(folder: Path) -> None:
     keys = {"objective.loss": "cross_entropy + forward_kl", "data.eval": 0.3}
     mixed = session_of(folder, cached=True, **keys, **named(folder, {"weight": 3.0}, {}))
-    found = evaluate(mixed)
+    actual = evaluate(mixed)
     for kind in ("forward_kl", "agreement", "teacher_entropy"):
-        parts = 0.75 * found[f"eval/{kind}/math"] + 0.25 * found[f"eval/{kind}/code"]
-        assert found[f"eval/{kind}"] == pytest.approx(parts, rel=1e-6)
+        parts = 0.75 * actual[f"eval/{kind}/math"] + 0.25 * actual[f"eval/{kind}/code"]
+        assert actual[f"eval/{kind}"] == pytest.approx(parts, rel=1e-6)
     alone = session_of(folder, **keys, **{"teacher.model": str(folder / "math")})
     reference = evaluate(alone)
-    assert found["eval/forward_kl/math"] == pytest.approx(reference["eval/forward_kl"], rel=1e-5)
-    assert found["eval/student_entropy"] == pytest.approx(reference["eval/student_entropy"], rel=1e-5)
-    assert found["eval/cross_entropy"] == pytest.approx(reference["eval/cross_entropy"], rel=1e-5)
+    assert actual["eval/forward_kl/math"] == pytest.approx(reference["eval/forward_kl"], rel=1e-5)
+    assert actual["eval/student_entropy"] == pytest.approx(reference["eval/student_entropy"], rel=1e-5)
+    assert actual["eval/cross_entropy"] == pytest.approx(reference["eval/cross_entropy"], rel=1e-5)
     routed_session = session_of(folder, cached=True, **keys, **named(folder, {}, {}), **{"teachers.route": "subject"})
     by_column = evaluate(routed_session)
     assert by_column["eval/student_entropy"] == pytest.approx(reference["eval/student_entropy"], rel=1e-5)
@@ -380,27 +380,27 @@ def test_a_mean_is_over_the_teachers_that_report_it(folder: Path, server: str) -
     settings = {"objective.loss": "forward_kl", "data.eval": 0.3}
     for route in ({}, {"teachers.route": "subject"}):
         session = session_of(folder, cached=True, **settings, **route, **named(folder, {}, draws))
-        found = evaluate(session)
+        actual = evaluate(session)
         session.close()
         for kind in ("forward_kl", "teacher_entropy", "agreement"):
-            assert f"eval/{kind}/code" not in found
-            assert found[f"eval/{kind}"] == found[f"eval/{kind}/math"]
+            assert f"eval/{kind}/code" not in actual
+            assert actual[f"eval/{kind}"] == actual[f"eval/{kind}/math"]
 
 
 def test_entropies_at_different_temperatures_have_no_mean(folder: Path) -> None:
     sums = {"tokens": 10.0, "tokens/a": 4.0, "tokens/b": 6.0, "student_entropy": 7.0, "jsd(0.5)/a": 8.0}
     sums |= {"jsd(0.5)/b": 3.0, "teacher_entropy/a": 2.0, "teacher_entropy/b": 9.0}
     spec = replace(parse_objective("jsd(0.5)"), teachers={name: TeacherShare(2.0) for name in "ab"})
-    found = means(sums, spec, mixes_temperatures=True)
-    assert found == {
+    actual = means(sums, spec, mixes_temperatures=True)
+    assert actual == {
         "jsd(0.5)": 1.1,
         "jsd(0.5)/a": 2.0,
         "jsd(0.5)/b": 0.5,
         "teacher_entropy/a": 0.5,
         "teacher_entropy/b": 1.5,
     }
-    found = means(sums, spec, mixes_temperatures=False)
-    assert (found["student_entropy"], found["teacher_entropy"]) == (0.7, 1.1)
+    actual = means(sums, spec, mixes_temperatures=False)
+    assert (actual["student_entropy"], actual["teacher_entropy"]) == (0.7, 1.1)
 
 
 def test_a_prefix_needs_the_columns_of_its_own_documents_alone(folder: Path, tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_a_family_that_cannot_be_cut_runs_in_one_process(folder: Path, family: s
     if not (folder / family).exists():
         save_model(folder / family, family, seed=3)
     model = {"model": str(folder / family)}
-    found = gradients(session_with(folder, **{"teachers.only": model}))
+    actual = gradients(session_with(folder, **{"teachers.only": model}))
     alone = gradients(session_of(folder, **LOSS, **{"teacher.model": model["model"]}))
     for name, gradient in alone.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-7, msg=name)

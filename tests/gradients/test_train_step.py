@@ -180,8 +180,8 @@ def test_bfloat16_is_for_products_only(tmp_path: Path) -> None:
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     assert rounded_loss == pytest.approx(loss, rel=0.01)
     assert rounded_loss != loss
-    whole, plain = (torch.cat([named[name].flatten() for name in expected]) for named in (gradients, expected))
-    assert 0 < (whole - plain).norm() / plain.norm() < 0.1
+    flat, plain = (torch.cat([named[name].flatten() for name in expected]) for named in (gradients, expected))
+    assert 0 < (flat - plain).norm() / plain.norm() < 0.1
     rounded.engine.update(1e-3)
     moments = [state["exp_avg_sq"] for state in rounded.engine.optimizer.state.values()]
     assert moments

@@ -23,11 +23,11 @@ from kit.megatron_models import (
     S,
     build,
     context_rows,
+    full_name,
     laid_out,
     load,
     micro_batch,
     shard_of,
-    whole_name,
 )
 from kit.shard_ranks import Rank
 from megatron.core import parallel_state
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return "-".join(each for each in (self.layout.name, self.objective.replace(" ", ""), self.teacher) if each)
+        return "-".join(part for part in (self.layout.name, self.objective.replace(" ", ""), self.teacher) if part)
 
     @property
     def spec(self) -> ObjectiveSpec:
@@ -67,8 +67,8 @@ def micro_batches(case: Case) -> list[MicroBatch]:
     return [micro_batch(number, case.layout.packed) for number in range(case.micro_batches)]
 
 
-def normalizer(given: Sequence[MicroBatch]) -> int:
-    return sum(int((each.labels_BS >= 0).sum()) for each in given)
+def normalizer(batches: Sequence[MicroBatch]) -> int:
+    return sum(int((batch.labels_BS >= 0).sum()) for batch in batches)
 
 
 @dataclass
@@ -93,8 +93,8 @@ class Reference:
 
 def compare(rank: Rank, case: Case) -> Difference:
     """A job: one step under a layout, compared with the reference."""
-    whole = micro_batches(case)
-    expected = reference(case, whole)
+    batches = micro_batches(case)
+    expected = reference(case, batches)
     layout = case.layout
     with laid_out(layout):
         model, teacher = build(layout, 0), build(layout, 1, width=48) if case.teacher == "full" else None
@@ -102,14 +102,14 @@ def compare(rank: Rank, case: Case) -> Difference:
         if teacher is not None:
             load(teacher, expected.teacher_weights, layout)
         place = parallel_state.get_context_parallel_rank()
-        parts = whole
+        parts = batches
         if layout.context > 1:
-            parts = [each.part(context_rows(layout.context, S)[place]) for each in whole]
+            parts = [batch.part(context_rows(layout.context, S)[place]) for batch in batches]
         with Largest() as largest:
-            made = step(case, model, teacher, parts, normalizer(whole))
-        loss = torch.tensor(sum(float(each.loss) for each in made))
+            made = step(case, model, teacher, parts, normalizer(batches))
+        loss = torch.tensor(sum(float(output.loss) for output in made))
         dist.all_reduce(loss, group=parallel_state.get_context_parallel_group())
-        scale = 1e-3 * torch.stack([each.norm() for each in expected.gradients.values()]).norm()
+        scale = 1e-3 * torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm()
         gradients = sum_shared(model, layout)
         return Difference(
             abs(float(loss) / expected.loss - 1) if made else None,
@@ -118,52 +118,52 @@ def compare(rank: Rank, case: Case) -> Difference:
         )
 
 
-def reference(case: Case, given: Sequence[MicroBatch]) -> Reference:
+def reference(case: Case, batches: Sequence[MicroBatch]) -> Reference:
     """Compute loss and gradients from the logits of the whole models, without communication."""
     layout = Layout(tied=case.layout.tied, packed=case.layout.packed)
     with laid_out(layout):
         model, teacher = build(layout, 0), build(layout, 1, width=48)
         head, loss = OutputHead(torch.eye(ROWS_V), vocab_size=VOCABULARY), torch.zeros(())
-        for each in given:
-            inputs = {"packed_seq_params": each.packed}
-            logits = model(each.input_ids_BS, each.position_ids_BS, None, **inputs).flatten(0, 1)
+        for batch in batches:
+            inputs = {"packed_seq_params": batch.packed}
+            logits = model(batch.input_ids_BS, batch.position_ids_BS, None, **inputs).flatten(0, 1)
             with torch.no_grad():
-                hidden = teacher(each.input_ids_BS, each.position_ids_BS, None, **inputs).flatten(0, 1)
-            signal = top_k(each) if case.teacher == "topk" else FullVocab(hidden, head)
-            labels_T = each.labels_BS.flatten()
+                hidden = teacher(batch.input_ids_BS, batch.position_ids_BS, None, **inputs).flatten(0, 1)
+            signal = top_k(batch) if case.teacher == "topk" else FullVocab(hidden, head)
+            labels_T = batch.labels_BS.flatten()
             loss += dense_objective(
                 logits,
                 head,
                 case.spec.terms(labels_T, {TEACHER: signal}),
                 weights_T=(labels_T >= 0).float(),
-                normalizer=normalizer(given),
+                normalizer=normalizer(batches),
             ).loss
         loss.backward()
     weights, teacher_weights = (
-        {name: each.detach() for name, each in one.named_parameters()} for one in (model, teacher)
+        {name: parameter.detach() for name, parameter in one.named_parameters()} for one in (model, teacher)
     )
-    gradients = {name: each.grad for name, each in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return Reference(float(loss), weights, teacher_weights, gradients)
 
 
 def step(
-    case: Case, model: GPTModel, teacher: GPTModel | None, given: Sequence[MicroBatch], tokens: int
+    case: Case, model: GPTModel, teacher: GPTModel | None, batches: Sequence[MicroBatch], tokens: int
 ) -> list[ObjectiveOutput]:
     """Run forward and backward with Megatron's schedule. Only the last stage returns outputs."""
     signals: list[Any] = []  # empty on all other stages than the last
     if teacher is not None:
         hook = MegatronProcessor(teacher, processors.full_vocab, vocab_size=VOCABULARY)
-        signals = schedule(teacher, hook, given, [None] * len(given), forward_only=True)
+        signals = schedule(teacher, hook, batches, [None] * len(batches), forward_only=True)
     if case.teacher == "topk":
-        signals = [top_k(each) for each in given]
-    named = [{TEACHER: signal} for signal in signals] or [{} for _ in given]
-    contexts = [DistillTargets(each.labels_BS, signals=its) for each, its in zip(given, named, strict=True)]
+        signals = [top_k(batch) for batch in batches]
+    named = [{TEACHER: signal} for signal in signals] or [{} for _ in batches]
+    contexts = [DistillTargets(batch.labels_BS, signals=its) for batch, its in zip(batches, named, strict=True)]
     hook = MegatronProcessor(model, StepLoss(case.spec, tokens, chunk_tokens=CHUNK), vocab_size=VOCABULARY)
-    return schedule(model, hook, given, contexts)
+    return schedule(model, hook, batches, contexts)
 
 
 def schedule(
-    model: GPTModel, hook: MegatronProcessor, given: Sequence[MicroBatch], contexts: Sequence[Any], **options: Any
+    model: GPTModel, hook: MegatronProcessor, batches: Sequence[MicroBatch], contexts: Sequence[Any], **options: Any
 ) -> list[Any]:
     """Run Megatron's schedule. Return the hook's result of each micro-batch on the last stage."""
 
@@ -185,9 +185,9 @@ def schedule(
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(zip(given, contexts, strict=True)),
+        data_iterator=iter(zip(batches, contexts, strict=True)),
         model=model,
-        num_microbatches=len(given),
+        num_microbatches=len(batches),
         seq_length=S,
         micro_batch_size=B,
         collect_non_loss_data=bool(options),
@@ -203,16 +203,16 @@ def sum_shared(model: GPTModel, layout: Layout) -> dict[str, Tensor]:
         assert grad is not None, name
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
-        if layout.tied and layout.pipeline > 1 and "embedding" in whole_name(name, layout) and "position" not in name:
+        if layout.tied and layout.pipeline > 1 and "embedding" in full_name(name, layout) and "position" not in name:
             dist.all_reduce(grad, group=parallel_state.get_embedding_group())
         dist.all_reduce(grad, group=parallel_state.get_context_parallel_group())
-        gradients[whole_name(name, layout)] = grad
+        gradients[full_name(name, layout)] = grad
     return gradients
 
 
-def apart(found: Tensor, whole: Tensor, least: Tensor) -> float:
-    expected = shard_of(whole, found.shape)
-    return float((found - expected).norm() / torch.maximum(expected.norm(), least))
+def apart(actual: Tensor, weight: Tensor, least: Tensor) -> float:
+    expected = shard_of(weight, actual.shape)
+    return float((actual - expected).norm() / torch.maximum(expected.norm(), least))
 
 
 def top_k(batch: MicroBatch, count: int = 7) -> TopK:

@@ -81,17 +81,17 @@ class Attention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, _: Any, packed_seq_params: Any = None, **__: Any
     ) -> Tensor:
-        query, key, value = (each[:, None] if each.dim() == 3 else each for each in (query, key, value))
+        query, key, value = (heads[:, None] if heads.dim() == 3 else heads for heads in (query, key, value))
         tokens = len(query)
         size = parallel_state.get_context_parallel_world_size()
         positions_S = context_rows(size, tokens * size)[parallel_state.get_context_parallel_rank()]
         positions_K = torch.cat(context_rows(size, tokens * size))
-        key, value = (_Gathered.apply(each) for each in (key, value))
+        key, value = (_Gathered.apply(heads) for heads in (key, value))
         sees_SK = positions_S[:, None] >= positions_K
         if packed_seq_params is not None:
             document_S = torch.bucketize(torch.arange(tokens), packed_seq_params.cu_seqlens_q[1:], right=True)
             sees_SK &= document_S[:, None] == document_S
-        heads = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        heads = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         made = nn.functional.scaled_dot_product_attention(*heads, attn_mask=sees_SK, enable_gqa=True)
         return made.permute(2, 0, 1, 3).flatten(2) if packed_seq_params is None else made[0].permute(1, 0, 2)
 
@@ -155,8 +155,8 @@ def build(layout: Layout, seed: int, width: int = 32) -> GPTModel:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     block = TransformerBlockSubmodules([layer] * (LAYERS // layout.pipeline), Norm)
     mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False) if layout.depths else None
-    for each in mtp.layer_specs if mtp else ():
-        each.submodules.enorm = each.submodules.hnorm = each.submodules.layer_norm = Norm
+    for layer in mtp.layer_specs if mtp else ():
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = Norm
     torch.manual_seed(seed)
     return MultiTokenGPTModel(
         config,
@@ -181,7 +181,7 @@ class MicroBatch:
     def part(self, rows_S: Tensor) -> "MicroBatch":
         """Return a context rank's part."""
         tensors = (self.input_ids_BS, self.position_ids_BS, self.labels_BS)
-        return MicroBatch(*(each[:, rows_S] for each in tensors), self.packed)
+        return MicroBatch(*(tensor[:, rows_S] for tensor in tensors), self.packed)
 
 
 def micro_batch(number: int, packed: bool) -> MicroBatch:
@@ -202,10 +202,10 @@ def load(model: GPTModel, weights: dict[str, Tensor], layout: Layout) -> None:
     """Copy this rank's part of the weights into the model."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(shard_of(weights[whole_name(name, layout)], parameter.shape))
+            parameter.copy_(shard_of(weights[full_name(name, layout)], parameter.shape))
 
 
-def whole_name(name: str, layout: Layout) -> str:
+def full_name(name: str, layout: Layout) -> str:
     """Return the name in the whole model: layers are numbered over all stages; a tied head is the embedding."""
     if layout.tied and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"
@@ -216,9 +216,9 @@ def whole_name(name: str, layout: Layout) -> str:
     return ".".join(parts)
 
 
-def shard_of(whole: Tensor, shape: torch.Size) -> Tensor:
+def shard_of(weight: Tensor, shape: torch.Size) -> Tensor:
     """Return this tensor rank's part of a weight, which is sharded along one dim or whole."""
-    for dim, (all_of_it, here) in enumerate(zip(whole.shape, shape, strict=True)):
+    for dim, (all_of_it, here) in enumerate(zip(weight.shape, shape, strict=True)):
         if all_of_it != here:
-            return whole.narrow(dim, parallel_state.get_tensor_model_parallel_rank() * here, here)
-    return whole
+            return weight.narrow(dim, parallel_state.get_tensor_model_parallel_rank() * here, here)
+    return weight

@@ -51,7 +51,7 @@ def compare_mtp(rank: Rank, layout: Layout) -> MtpDifference:
         inputs |= {"packed_seq_params": batch.packed}
         loss_BS = model(**inputs, labels=batch.labels_BS.clamp(min=0), loss_mask=mask_BS)
         (loss_BS * mask_BS).sum().backward()
-        expected = {name: each.grad.clone() for name, each in model.named_parameters()}
+        expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
         theirs = [(loss_BS * mask_BS).sum() / mask_BS.sum(), *MTPLossLoggingHelper.tracker["loss_values"]]
         model.zero_grad()
         hook = MegatronProcessor(model, processors.cross_entropy())
@@ -59,12 +59,12 @@ def compare_mtp(rank: Rank, layout: Layout) -> MtpDifference:
         counts = [(targets.at(depth).labels_T >= 0).sum() for depth in range(1 + layout.depths)]
         # calculate_per_token_loss scales the mean of a depth by the number of the main head's tokens
         scales = [1.0] + [counts[0] / count / layout.depths for count in counts[1:]]
-        sum(scale * each.loss for scale, each in zip(scales, made, strict=True)).backward()
-        whole = torch.stack([each.norm() for each in expected.values()]).norm()
+        sum(scale * output.loss for scale, output in zip(scales, made, strict=True)).backward()
+        norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
         return MtpDifference(
             [(float(a), float(b.loss / count)) for a, b, count in zip(theirs, made, counts, strict=True)],
             {
-                name: float((each.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), 1e-3 * whole))
-                for name, each in model.named_parameters()
+                name: float((weight.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), 1e-3 * norm))
+                for name, weight in model.named_parameters()
             },
         )

@@ -41,7 +41,7 @@ def plan_on_a_gpu(case: Case, store: str) -> float:
 
 def _flat_against_structured(case: Case, device: torch.device) -> float:
     model, (batch,) = build(case.layout, 0).to(device), micro_batches(case)
-    batch = MicroBatch(*(each.to(device) for each in (batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS)))
+    batch = MicroBatch(*(part.to(device) for part in (batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS)))
     context = DistillTargets(batch.labels_BS, signals={TEACHER: top_k(batch)})
     context = context.shift_for_mtp(batch.position_ids_BS, case.layout.depths)
     depths = 1 + case.layout.depths
@@ -49,26 +49,26 @@ def _flat_against_structured(case: Case, device: torch.device) -> float:
     gradients, names = [], []
     for flat in (False, True):
         hook = MegatronProcessor(model, StepLoss(case.spec, normalizer([batch])), flat=flat)
-        node, given = last_node(model, batch, hook, context), hidden.clone().requires_grad_()
+        node, hidden_states = last_node(model, batch, hook, context), hidden.clone().requires_grad_()
         if flat:
-            made = node.forward_impl(given) if device.type == "cpu" else node.forward(given)
+            made = node.forward_impl(hidden_states) if device.type == "cpu" else node.forward(hidden_states)
             assert isinstance(made, tuple)
             outputs = hook.unpack(made[0]) if depths > 1 else [hook.unpack(made[0])]
-            grad = torch.autograd.grad(sum(each.loss for each in outputs), made)
+            grad = torch.autograd.grad(sum(output.loss for output in outputs), made)
             back = node.default_backward_func(made, grad) if device.type == "cpu" else node.backward(grad)
-            gradients.append(given.grad if device.type == "cpu" else back)
+            gradients.append(hidden_states.grad if device.type == "cpu" else back)
         else:
-            made = node.forward_impl(given)
+            made = node.forward_impl(hidden_states)
             outputs = made if depths > 1 else [made]
-            sum(each.loss for each in outputs).backward()
-            gradients.append(given.grad)
-        names.append([list(each.metrics) for each in outputs])
+            sum(output.loss for output in outputs).backward()
+            gradients.append(hidden_states.grad)
+        names.append([list(output.metrics) for output in outputs])
     assert names[0] == names[1]
     return float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
 
 
 def last_node(model: GPTModel, batch: MicroBatch, hook: MegatronProcessor, context: Any) -> Any:
     options = {"output_processor": hook, "output_processor_context": context}
-    whole = model.build_schedule_plan(batch.input_ids_BS, batch.position_ids_BS, None, **options)
-    whole.pre_process.forward_impl()
-    return whole.post_process
+    plan = model.build_schedule_plan(batch.input_ids_BS, batch.position_ids_BS, None, **options)
+    plan.pre_process.forward_impl()
+    return plan.post_process

@@ -39,18 +39,18 @@ def compare_log_probs(rank: Rank, layout: Layout) -> tuple[float, float]:
         log_q = torch.log_softmax(model(batch.input_ids_BS, batch.position_ids_BS, None) / 0.7, -1)
         expected = log_q.gather(-1, tokens_BS[..., None])[..., 0], -(log_q.exp() * log_q).sum(-1)
         ratio(*expected).backward()
-        weights = {name: each.detach() for name, each in model.named_parameters()}
-        gradients = {name: each.grad for name, each in model.named_parameters()}
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        gradients = {name: weight.grad for name, weight in model.named_parameters()}
     with laid_out(layout):
         model = build(layout, 0)
         load(model, weights, layout)
         hook = MegatronProcessor(model, processors.selected_log_probs(temperature=0.7))
         options = {"output_processor": hook, "output_processor_context": Targets(tokens_BS)}
-        found = model(batch.input_ids_BS, batch.position_ids_BS, None, **options)
-        ratio(*found).backward()
-        scale = 1e-3 * torch.stack([each.norm() for each in gradients.values()]).norm()
+        actual = model(batch.input_ids_BS, batch.position_ids_BS, None, **options)
+        ratio(*actual).backward()
+        scale = 1e-3 * torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
         apart_by = [apart(grad, gradients[name], scale) for name, grad in sum_shared(model, layout).items()]
-    values = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
+    values = [float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True)]
     return worst(enumerate(values))[1], worst(enumerate(apart_by))[1]
 
 
@@ -70,15 +70,15 @@ def compare_tap(rank: Rank, layout: Layout) -> float:
 
     with laid_out(Layout()):
         model = tapped(Layout(), None)
-        weights = {name: each.detach() for name, each in model.named_parameters()}
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
         # the head has no gradient
-        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     with laid_out(layout):
         model = tapped(layout, weights)
         model.output_layer.weight.grad = torch.zeros_like(model.output_layer.weight)
-        scale = 1e-3 * torch.stack([each.norm() for each in gradients.values()]).norm()
-        found = sum_shared(model, layout)
-        return worst((name, apart(found[name], grad, scale)) for name, grad in gradients.items())[1]
+        scale = 1e-3 * torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        actual = sum_shared(model, layout)
+        return worst((name, apart(actual[name], grad, scale)) for name, grad in gradients.items())[1]
 
 
 def half(rank: Rank, layout: Layout) -> tuple[str, str, float]:
@@ -123,9 +123,9 @@ def gather_of_weights(rank: Rank, layout: Layout) -> tuple[bool, float]:
                         bucket.param_data[other * size : (other + 1) * size] = torch.nan
         wrapped.start_param_sync()
         with torch.no_grad():
-            found = wrapped(*inputs, **options).log_probs_BS
+            actual = wrapped(*inputs, **options).log_probs_BS
         waited = all(group.param_gather_handle is None for group in wrapped.bucket_groups)
-        return waited, float((found - expected).abs().max())
+        return waited, float((actual - expected).abs().max())
 
 
 def plain_with_depths(rank: Rank, _: None) -> None:

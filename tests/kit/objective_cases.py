@@ -205,11 +205,11 @@ def some_weights(tokens: int = T) -> Tensor:
 def every_term(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = torch.float64) -> list[Term]:
     """Make one term of each kind. Some have their own weights, and two share a signal."""
     full = make_full(tokens, vocabulary, dtype=dtype)
-    own = torch.rand(tokens, generator=generator(5)).to(dtype)
+    row_weights_T = torch.rand(tokens, generator=generator(5)).to(dtype)
     return [
         CrossEntropy(make_labels(tokens, vocabulary), 0.3, label_smoothing=0.1, z_loss=1e-2),
         Distill(full, forward_kl(), 0.7, 1.5, scale_by_temperature_squared=True),
-        Distill(full, 0.5 * forward_kl() + forward_kl(), 0.2, 1.5, weights_T=own),
+        Distill(full, 0.5 * forward_kl() + forward_kl(), 0.2, 1.5, weights_T=row_weights_T),
         Distill(make_signal("bucket", tokens, vocabulary, dtype=dtype), forward_kl(), 0.4),
         Distill(make_sampled(tokens, vocabulary, dtype), forward_kl(), 0.1, 0.8),
         Entropy(-0.05, 1.3),

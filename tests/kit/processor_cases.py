@@ -21,7 +21,7 @@ T = B * S
 DOCUMENTS = ((9, 8), (5, 12))  # of each row
 
 IDS_BS = torch.randint(3, V, (B, S), generator=generator(0))
-POSITIONS_BS = torch.stack([torch.cat([torch.arange(each) for each in lengths]) for lengths in DOCUMENTS])
+POSITIONS_BS = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in DOCUMENTS])
 
 
 def next_in_document() -> Tensor:

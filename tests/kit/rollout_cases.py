@@ -132,7 +132,7 @@ def plain_loss(spec: ObjectiveSpec, leaves: Leaves, log_p: Callable[[float], Ten
             advantages_T = advantages_T + spec.teacher_kl * summed_T
         gain_T = weight_T * advantages_T * at(log_q(sampling), labels_T)
         if spec.clip_low is not None or spec.clip_high is not None:
-            low, high = (0.2 if each is None else each for each in (spec.clip_low, spec.clip_high))
+            low, high = (0.2 if limit is None else limit for limit in (spec.clip_low, spec.clip_high))
             gain_T = torch.min(ratio_T * advantages_T, ratio_T.clamp(1 - low, 1 + high) * advantages_T)
         total_T = total_T - spec.policy_gradient * torch.where(sampled_T, gain_T, 0.0)
     return (batch.weights_T * torch.where(batch.weights_T == 0, 0.0, total_T)).sum() / NORMALIZER
@@ -187,4 +187,4 @@ def teacher() -> tuple[FullVocab, Tensor]:
 
 
 def without(batch: Batch, *names: str) -> Batch:
-    return replace(batch, per_token={name: each for name, each in batch.per_token.items() if name not in names})
+    return replace(batch, per_token={name: value_T for name, value_T in batch.per_token.items() if name not in names})

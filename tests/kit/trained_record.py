@@ -52,9 +52,9 @@ def trained(path: Path) -> list[TrainedStep]:
     """The steps whose updates are in the final weights: of each step the last one, as later steps follow from it."""
     steps: dict[int, TrainedStep] = {}
     for line in path.read_text().splitlines():
-        each = json.loads(line)
-        steps = {step: kept for step, kept in steps.items() if step < each["step"]}
-        steps[each["step"]] = TrainedStep(each["step"], each["numbers"], tuple(each["versions"]))
+        record = json.loads(line)
+        steps = {step: kept for step, kept in steps.items() if step < record["step"]}
+        steps[record["step"]] = TrainedStep(record["step"], record["numbers"], tuple(record["versions"]))
     return list(steps.values())
 
 

@@ -39,10 +39,10 @@ def folder(tmp_path: Path) -> Path:
 def test_the_run_is_that_of_a_tokenizer_with_the_template(folder: Path) -> None:
     run("distill", folder / "run.yaml", f"student.model={folder / 'student with it'}", f"out={folder / 'own'}")
     run("distill", folder / "run.yaml", f"data.chat_template={folder / 'chat.jinja'}", f"out={folder / 'given'}")
-    own, given = (contents(folder / name / "model") for name in ("own", "given"))
-    assert given.pop("tokenizer_config.json") is not None
-    own.pop("tokenizer_config.json")  # it has the path of the model
-    assert given == own
+    from_model, from_file = (contents(folder / name / "model") for name in ("own", "given"))
+    assert from_file.pop("tokenizer_config.json") is not None
+    from_model.pop("tokenizer_config.json")  # it has the path of the model
+    assert from_file == from_model
     run("export", folder / "given", "--out", folder / "exported")
     for made in ("given/model", "given/checkpoints/step-00000006/student", "exported"):
         assert AutoTokenizer.from_pretrained(folder / made).chat_template == TEMPLATE
@@ -60,8 +60,8 @@ def test_targets_are_the_assistants_words(folder: Path, source: str) -> None:
 
 
 def test_a_run_with_it_is_another_run(folder: Path) -> None:
-    plain, given = (write_run(folder, **{"data.chat_template": each}) for each in (None, str(folder / "chat.jinja")))
-    assert configuration_hash(dotted_values(plain)) != configuration_hash(dotted_values(given))
+    plain, other = (write_run(folder, **{"data.chat_template": path}) for path in (None, str(folder / "chat.jinja")))
+    assert configuration_hash(dotted_values(plain)) != configuration_hash(dotted_values(other))
     failed = run("check", folder / "run.yaml", "data.chat_template=null", code=1)
     assert "has no chat template; give 'text'" in failed.err
     assert "or set data.chat_template" in failed.err

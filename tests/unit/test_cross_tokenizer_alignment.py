@@ -36,8 +36,8 @@ def ids_of(made: PreTrainedTokenizerBase, text: str) -> np.ndarray:
 def test_the_alphabet_is_that_of_the_tokenizers_library() -> None:
     assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
     everything = "".join(map(chr, range(0x800))) + "€😀"
-    written = "".join(part for part, _ in pre_tokenizers.ByteLevel(False, False, False).pre_tokenize_str(everything))
-    assert bytes(BYTE_OF[character] for character in written) == everything.encode()
+    encoded = "".join(part for part, _ in pre_tokenizers.ByteLevel(False, False, False).pre_tokenize_str(everything))
+    assert bytes(BYTE_OF[character] for character in encoded) == everything.encode()
 
 
 @cache
@@ -51,22 +51,22 @@ def aligned(student: str, teacher: str, text: str) -> tuple[np.ndarray, AlignedD
 
 
 def as_texts(
-    student: str, teacher: str, ids: np.ndarray, found: AlignedDocument
+    student: str, teacher: str, ids: np.ndarray, document: AlignedDocument
 ) -> list[tuple[list[str], list[str]]]:
     """The tokens of each span as they are in the vocabularies."""
     return [
         (
             tokenizer(student).convert_ids_to_tokens([int(ids[at]) for at in span.student]),
-            tokenizer(teacher).convert_ids_to_tokens([int(found.teacher_tokens[at]) for at in span.teacher]),
+            tokenizer(teacher).convert_ids_to_tokens([int(document.teacher_tokens[at]) for at in span.teacher]),
         )
-        for span in found.spans
+        for span in document.spans
     ]
 
 
 def test_spans_by_hand() -> None:
     """Spaces, numbers, a character of two and one of four bytes, and the ends of sequence."""
-    ids, found = aligned("small", "large", "Hello  wörld 😀\n12")
-    spans = as_texts("small", "large", ids, found)
+    ids, document = aligned("small", "large", "Hello  wörld 😀\n12")
+    spans = as_texts("small", "large", ids, document)
     text = "H+e=He l+l+o=llo Ġ Ġw Ã ¶ r l+d=ld Ġ ð Ł ĺ Ģ Ċ 1 2 </s>=<|end|>"
     by_hand = [span.split("=") for span in text.split()]
     assert spans == [(sides[0].split("+"), sides[-1].split("+")) for sides in by_hand]
@@ -74,13 +74,13 @@ def test_spans_by_hand() -> None:
 
 def test_the_space_before_a_text_has_no_width() -> None:
     """The lone ▁ at the start stands for no byte; it goes with the token after it."""
-    ids, found = aligned("small", "pieces", "Hello wörld")
-    assert found.teacher_tokens[0] == tokenizer("pieces").bos_token_id
-    spans = as_texts("small", "pieces", ids, found)
+    ids, document = aligned("small", "pieces", "Hello wörld")
+    assert document.teacher_tokens[0] == tokenizer("pieces").bos_token_id
+    spans = as_texts("small", "pieces", ids, document)
     assert spans[0] == (["H"], ["▁", "H"])
     assert spans[-1] == (["</s>"], ["</s>"])
-    ids, found = aligned("pieces", "small", "Hello wörld")
-    assert as_texts("pieces", "small", ids, found)[0] == (["▁", "H"], ["H"])
+    ids, document = aligned("pieces", "small", "Hello wörld")
+    assert as_texts("pieces", "small", ids, document)[0] == (["▁", "H"], ["H"])
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
@@ -100,11 +100,11 @@ def check_alignment(student: str, teacher: str, text: str) -> None:
     one, other = tokenizer(student), tokenizer(teacher)
     one.split_special_tokens = True  # names of special tokens are text
     ids = ids_of(one, text)
-    (found,) = aligner_of(student, teacher).align([ids])
+    (document,) = aligner_of(student, teacher).align([ids])
     start, first = len(one("")["input_ids"]), len(other("")["input_ids"])
-    assert found.teacher_tokens[:first].tolist() == other("")["input_ids"]
-    assert found.teacher_tokens[-1] == other.eos_token_id
-    sides = [bytes_of(one, ids[start:-1]), bytes_of(other, found.teacher_tokens[first:-1])]
+    assert document.teacher_tokens[:first].tolist() == other("")["input_ids"]
+    assert document.teacher_tokens[-1] == other.eos_token_id
+    sides = [bytes_of(one, ids[start:-1]), bytes_of(other, document.teacher_tokens[first:-1])]
     if student == "mistral" and text.startswith(" ") and not text.startswith("  "):
         text = text[1:]  # both have the same ids
     for pieces in sides:
@@ -113,10 +113,10 @@ def check_alignment(student: str, teacher: str, text: str) -> None:
         assert b"".join(pieces) == text.encode()
     borders = [[sum(map(len, pieces[:count])) for count in range(len(pieces) + 1)] for pieces in sides]
     common = sorted(set(borders[0]) & set(borders[1]))
-    *spans, end = found.spans
+    *spans, end = document.spans
     assert (end.student, end.teacher) == (
         range(len(ids) - 1, len(ids)),
-        range(len(found.teacher_tokens) - 1, len(found.teacher_tokens)),
+        range(len(document.teacher_tokens) - 1, len(document.teacher_tokens)),
     )
     covered = [
         [b"".join(side[at - skip] for at in of) for side, skip, of in zip(sides, (start, first), span, strict=True)]
@@ -124,7 +124,7 @@ def check_alignment(student: str, teacher: str, text: str) -> None:
     ]
     assert covered == [[text.encode()[here:there]] * 2 for here, there in pairwise(common)]
     for side in (0, 1):
-        numbers = [number for span in found.spans for number in span[side]]
+        numbers = [number for span in document.spans for number in span[side]]
         assert numbers == sorted(set(numbers))
 
 
@@ -132,18 +132,18 @@ def check_alignment(student: str, teacher: str, text: str) -> None:
 def test_a_document_that_is_cut_within_characters(teacher: str) -> None:
     """The first document ends within the emoji, the second one begins there: its bytes have no counterpart."""
     student = tokenizer("small")
-    whole = np.array(student("one 😀 two", add_special_tokens=False)["input_ids"], dtype=np.int32)
-    pieces = TokenBytes(student).pieces(whole.tolist())
+    ids = np.array(student("one 😀 two", add_special_tokens=False)["input_ids"], dtype=np.int32)
+    pieces = TokenBytes(student).pieces(ids.tolist())
     inside = next(at for at, piece in enumerate(pieces) if piece == b"\x9f")
-    first, second = Aligner(student, tokenizer(teacher)).align([whole[:inside], whole[inside:]])
+    first, second = Aligner(student, tokenizer(teacher)).align([ids[:inside], ids[inside:]])
     assert covered_bytes(pieces[:inside], first) == b"one "
     assert covered_bytes(pieces[inside:], second) == b" two"
     texts = [tokenizer(teacher).decode(part.teacher_tokens, skip_special_tokens=True) for part in (first, second)]
     assert [text.strip() for text in texts] == ["one", "two"]
 
 
-def covered_bytes(pieces: list[bytes], found: AlignedDocument) -> bytes:
-    return b"".join(pieces[at] for span in found.spans for at in span.student)
+def covered_bytes(pieces: list[bytes], document: AlignedDocument) -> bytes:
+    return b"".join(pieces[at] for span in document.spans for at in span.student)
 
 
 def test_special_tokens() -> None:
@@ -152,8 +152,8 @@ def test_special_tokens() -> None:
     text = "<|im_start|>user\nHi<|im_end|></s>"
     ids = np.array(student(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     aligner = Aligner(student, teacher)
-    (found,) = aligner.align([ids])
-    spans = as_texts("small", "large", ids, found)
+    (document,) = aligner.align([ids])
+    spans = as_texts("small", "large", ids, document)
     as_text = teacher.convert_ids_to_tokens(aligner.teacher.encode(["<|im_start|>"])[0])
     assert len(as_text) > 1
     assert spans[0] == (["<|im_start|>"], as_text)
@@ -167,32 +167,32 @@ def test_special_tokens() -> None:
 def test_ids_match_if_they_stand_for_the_same_bytes(student: str, teacher: str) -> None:
     one, other = tokenizer(student), tokenizer(teacher)
     aligner = aligner_of(student, teacher)
-    found = {index: twin for index, twin in enumerate(aligner.student_of.tolist()) if twin >= 0}
-    assert {twin: index for index, twin in found.items()} == {
+    twins = {index: twin for index, twin in enumerate(aligner.student_of.tolist()) if twin >= 0}
+    assert {twin: index for index, twin in twins.items()} == {
         index: twin for index, twin in enumerate(aligner.teacher_of.tolist()) if twin >= 0
     }
-    own, others = vocabulary_bytes(one), vocabulary_bytes(other)
-    pieces = {own[twin]: others[index] for index, twin in found.items() if twin in own}
+    ours, others = vocabulary_bytes(one), vocabulary_bytes(other)
+    pieces = {ours[twin]: others[index] for index, twin in twins.items() if twin in ours}
     assert all(piece == same for piece, same in pieces.items())
-    assert pieces.keys() == set(own.values()) & set(others.values())
+    assert pieces.keys() == set(ours.values()) & set(others.values())
     if student == teacher:  # of two ids for a byte, that of the character is meant
-        assert all(index == twin for index, twin in found.items())
-        assert found.keys() >= {index for index in own if len(own[index]) > 1}
+        assert all(index == twin for index, twin in twins.items())
+        assert twins.keys() >= {index for index in ours if len(ours[index]) > 1}
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_the_first_token_of_the_teachers_tokens(student: str, teacher: str) -> None:
     one, other = tokenizer(student), tokenizer(teacher)
-    aligner, own = aligner_of(student, teacher), vocabulary_bytes(one)
-    found = {index: int(aligner.first_of[index]) for index in vocabulary_bytes(other)}
+    aligner, ours = aligner_of(student, teacher), vocabulary_bytes(one)
+    first_ids = {index: int(aligner.first_of[index]) for index in vocabulary_bytes(other)}
     for index, piece in vocabulary_bytes(other).items():
-        if piece in own.values():
-            assert own[found[index]] == piece
-        elif found[index] >= 0:
-            assert piece.startswith(own[found[index]])
-            assert own[found[index]]
+        if piece in ours.values():
+            assert ours[first_ids[index]] == piece
+        elif first_ids[index] >= 0:
+            assert piece.startswith(ours[first_ids[index]])
+            assert ours[first_ids[index]]
         elif are_characters(piece):
-            assert found[index] >= 0
+            assert first_ids[index] >= 0
 
 
 @pytest.mark.parametrize("student", ["pieces", "mistral"])
@@ -200,8 +200,8 @@ def test_the_first_token_of_the_teachers_tokens(student: str, teacher: str) -> N
 def test_the_first_token_of_a_student_that_writes_spaces(student: str, teacher: str) -> None:
     """Within a text, the first token has no added space; at its beginning it has."""
     one, other = tokenizer(student), tokenizer(teacher)
-    aligner, own = aligner_of(student, teacher), vocabulary_bytes(one)
-    by_bytes = {piece: index for index, piece in own.items()}
+    aligner, ours = aligner_of(student, teacher), vocabulary_bytes(one)
+    by_bytes = {piece: index for index, piece in ours.items()}
     known = {
         index: piece
         for index, piece in vocabulary_bytes(other).items()
@@ -211,7 +211,7 @@ def test_the_first_token_of_a_student_that_writes_spaces(student: str, teacher: 
     for index, piece in known.items():
         text = piece.decode()
         if piece in by_bytes:
-            assert own[aligner.first_of[index]] == piece
+            assert ours[aligner.first_of[index]] == piece
         else:
             assert aligner.first_of[index] == cut_within_a_text(one, text)[0], text
         assert aligner.first_of_text[index] == one(text, add_special_tokens=False)["input_ids"][0], text
@@ -228,19 +228,19 @@ def test_spaces_are_added_only_where_the_tokenizers_add_them(student: str, teach
     one, other = tokenizer(student), tokenizer(teacher)
     aligner, ends = aligner_of(student, teacher), (one.eos_token, other.eos_token)
     for text in ("one two", "  one two", f"one{ends[0]} two", f"one{ends[0]}  two", f"one{ends[0]}two"):
-        (found,) = aligner.align([np.array(one(text)["input_ids"], dtype=np.int32)])
-        assert found.teacher_tokens.tolist() == other(text.replace(*ends))["input_ids"], text
+        (document,) = aligner.align([np.array(one(text)["input_ids"], dtype=np.int32)])
+        assert document.teacher_tokens.tolist() == other(text.replace(*ends))["input_ids"], text
     if one.bos_token_id not in one("")["input_ids"]:
         return  # every document is taken for a whole text
     ids = one("one,  9 three", add_special_tokens=False)["input_ids"]
     cut = next(at for at in range(1, len(ids)) if bytes_of(one, ids[at:])[0].startswith(b" "))
     text = b"".join(bytes_of(one, ids[cut:])).decode()
-    (found,) = aligner.align([np.array(ids[cut:], dtype=np.int32)])
+    (document,) = aligner.align([np.array(ids[cut:], dtype=np.int32)])
     plain_ids = other(text, add_special_tokens=False)["input_ids"]
-    assert found.teacher_tokens.tolist() == (
+    assert document.teacher_tokens.tolist() == (
         cut_within_a_text(other, text) if teacher in ("pieces", "mistral") else plain_ids
     )
-    assert not found.begins
+    assert not document.begins
 
 
 def documents(made: PreTrainedTokenizerBase, texts: Sequence[str]) -> Documents:
@@ -250,9 +250,9 @@ def documents(made: PreTrainedTokenizerBase, texts: Sequence[str]) -> Documents:
 
 def test_documents_in_the_teachers_ids() -> None:
     student, teacher = tokenizer("small"), tokenizer("large")
-    found = Aligner(student, teacher).translate(documents(student, TEXTS[:4]))
-    assert [teacher.decode(found.tokens(number)) for number in range(4)] == [text + "<|end|>" for text in TEXTS[:4]]
-    assert found.sources[3] == "train.jsonl:4"
+    result = Aligner(student, teacher).translate(documents(student, TEXTS[:4]))
+    assert [teacher.decode(result.tokens(number)) for number in range(4)] == [text + "<|end|>" for text in TEXTS[:4]]
+    assert result.sources[3] == "train.jsonl:4"
 
 
 def test_a_teacher_that_changes_the_text_is_refused_by_the_document() -> None:

@@ -59,8 +59,8 @@ class Side:
 def spans(one: Side, other: Side) -> list[tuple[list[int], list[int]]]:
     """The places of the tokens between two common borders, and the ends."""
     borders = sorted({0, *one.ends} & {0, *other.ends})
-    found = [(one.between(*cut), other.between(*cut)) for cut in pairwise(borders)]
-    return [*found, ([len(one.ids) - 1], [len(other.ids) - 1])]
+    inner = [(one.between(*cut), other.between(*cut)) for cut in pairwise(borders)]
+    return [*inner, ([len(one.ids) - 1], [len(other.ids) - 1])]
 
 
 class Students:
@@ -110,14 +110,14 @@ def expected(folder: Path, one: PreTrainedTokenizerBase, other: PreTrainedTokeni
         with torch.no_grad():
             log_p_NV = teacher(torch.tensor(there.ids)[None]).logits[0].log_softmax(1)
         tokens += len(here.ids) - 1
-        for own, others in spans(here, there):
-            if own[0] == 0 or others[0] == 0:
+        for ours, others in spans(here, there):
+            if ours[0] == 0 or others[0] == 0:
                 continue
             log_p = sum(float(log_p_NV[at - 1, there.ids[at]]) for at in others)
-            begins = own[0] == here.first
-            p = outcomes(students, log_p_NV[others[0] - 1], there.ids[others[0]], log_p, here.ids[own[0]], begins)
-            total = total + divergence(p, log_q_NV[own[0] - 1])
-            for at in own[1:]:
+            begins = ours[0] == here.first
+            p = outcomes(students, log_p_NV[others[0] - 1], there.ids[others[0]], log_p, here.ids[ours[0]], begins)
+            total = total + divergence(p, log_q_NV[ours[0] - 1])
+            for at in ours[1:]:
                 total = total - math.exp(log_p) * log_q_NV[at - 1, here.ids[at]]
     (total / tokens).backward()
     return {"loss": (total / tokens).detach()} | named_gradients(student)
@@ -156,11 +156,11 @@ def test_loss_and_gradients_are_what_the_docs_say(tmp_path: Path, student: str, 
     )
     every = session.train.micro_batches([np.arange(len(session.train))])
     loss = forward_backward(session, every).sums["loss"]
-    found = named_gradients(session.student.pretrained)
+    actual = named_gradients(session.student.pretrained)
     session.close()
     reference = expected(tmp_path, tokenizer(student), tokenizer(teacher))
     assert loss == pytest.approx(float(reference.pop("loss")), rel=1e-4)
-    assert found.keys() == reference.keys()
+    assert actual.keys() == reference.keys()
     for name, gradient in reference.items():
-        error = float((found[name].double() - gradient).norm() / gradient.norm())
+        error = float((actual[name].double() - gradient).norm() / gradient.norm())
         assert error < 1e-4, name

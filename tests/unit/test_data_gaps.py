@@ -192,8 +192,8 @@ def hidden(model: Any, ids_BS: Tensor, positions_BS: Tensor | None = None) -> Te
     return outputs.last_hidden_state.flatten(0, 1)
 
 
-def distance(found_TD: Tensor, expected_TD: Tensor) -> float:
-    return float((found_TD - expected_TD).abs().max() / expected_TD.abs().max())
+def distance(actual_TD: Tensor, expected_TD: Tensor) -> float:
+    return float((actual_TD - expected_TD).abs().max() / expected_TD.abs().max())
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -217,7 +217,7 @@ def test_hidden_states_equal_those_of_each_document_alone(family: str) -> None:
             alone_SD = hidden(model, torch.from_numpy(documents.tokens(document).astype(np.int64))[None])
             assert distance(student_TD[rows_T], alone_SD) <= tolerance
             ids, shift = step.teacher_tokens(document, name)
-            whole_SD = hidden(model, torch.from_numpy(ids.astype(np.int64))[None])
-            assert distance(teacher_TD[rows_T], whole_SD[shift:]) <= tolerance
+            full_SD = hidden(model, torch.from_numpy(ids.astype(np.int64))[None])
+            assert distance(teacher_TD[rows_T], full_SD[shift:]) <= tolerance
             if shift and len(alone_SD) > 1:
-                assert distance(whole_SD[shift:], alone_SD) > 1e-3  # the prefix is read
+                assert distance(full_SD[shift:], alone_SD) > 1e-3  # the prefix is read

@@ -131,8 +131,8 @@ def test_everything_per_token_is_cut_and_padded_by_one_rule() -> None:
             == (expected_T[~is_padding_T] + 100).tolist()
         )
         for name, padding in (("labels_T", -1), ("weights_T", 0), ("document_T", -1)):
-            whole_T = torch.where(is_padding_T, padding, getattr(batch, name)[expected_T])
-            assert getattr(part, name).tolist() == whole_T.tolist(), name
+            padded_T = torch.where(is_padding_T, padding, getattr(batch, name)[expected_T])
+            assert getattr(part, name).tolist() == padded_T.tolist(), name
         assert part.valid_index.tolist() == part.weights_T.nonzero()[:, 0].tolist()
         assert part.valid_tokens == int(part.weights_T.sum())
     assert padded.position_ids_BS[:, 4:].tolist() == [[0, 1, 0, 1], [4, 5, 0, 1], [4, 5, 6, 7]]

@@ -32,11 +32,11 @@ PROBLEMS = [
 
 
 def same(actual: list[Any], expected: list[Any]) -> None:
-    for (ids, log_probs, versions, finish), (own_ids, own_log_probs, own_versions, own_finish) in zip(
+    for (ids, log_probs, *rest), (expected_ids, expected_log_probs, *expected_rest) in zip(
         actual, expected, strict=True
     ):
-        assert (ids, versions, finish) == (own_ids, own_versions, own_finish)
-        np.testing.assert_allclose(log_probs, own_log_probs, rtol=0, atol=1e-5)
+        assert (ids, rest) == (expected_ids, expected_rest)
+        np.testing.assert_allclose(log_probs, expected_log_probs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
@@ -46,9 +46,9 @@ def test_every_rank_has_the_completions_of_one_process(problem: Problem) -> None
     assert {version for _, _, versions, _ in after for version in versions} == {1}
     answers = [answer for answer in shared_pool(4).call(on_ranks, problem) if answer is not None]
     assert len(answers) == problem.degrees.processes
-    for given_before, given_after in answers:
-        same(given_before, before)
-        same(given_after, after)
+    for answer in answers:
+        for actual, expected in zip(answer, (before, after), strict=True):
+            same(actual, expected)
     assert all(answer == answers[0] for answer in answers), "the ranks differ"
 
 

@@ -259,10 +259,10 @@ def test_errors_name_what_came_and_what_was_expected(call: Callable[[], Any], wo
 
 
 def test_a_shard_that_does_not_fit_is_refused() -> None:
-    whole = OutputHead(torch.zeros(V, D), shard=VocabShard(0, V, None))
-    assert linear_objective(torch.zeros(T, D), whole, CE).loss > 0
+    head = OutputHead(torch.zeros(V, D), shard=VocabShard(0, V, None))
+    assert linear_objective(torch.zeros(T, D), head, CE).loss > 0
     with pytest.raises(ValueError, match=f"{V} rows: expected {2 * V}"):
-        replace(whole, shard=VocabShard(0, 2 * V, None))
+        replace(head, shard=VocabShard(0, 2 * V, None))
     with pytest.raises(ValueError, match="row 0 is held by none"):
         logits_objective(torch.zeros(T, V), CE, shard=VocabShard(V, 2 * V, None))
     with pytest.raises(ValueError, match="start ≤ stop"):
@@ -329,10 +329,10 @@ def test_forward_mode_is_refused(leaf: str) -> None:
     """The forward pass computes the gradients for backward, so a forward-mode tangent would silently be 0."""
     hidden, weight, bias = torch.zeros(T, D), torch.zeros(V, D), torch.zeros(V)
     calls: dict[str, tuple[Any, Tensor]] = {
-        "hidden_TD": (lambda each: linear_objective(each, OutputHead(weight, bias), CE).loss, hidden),
-        "head.weight_VD": (lambda each: linear_objective(hidden, OutputHead(each, bias), CE).loss, weight),
-        "head.bias": (lambda each: linear_objective(hidden, OutputHead(weight, each), CE).loss, bias),
-        "logits_TV": (lambda each: logits_objective(each, CE).loss, torch.zeros(T, V)),
+        "hidden_TD": (lambda leaf: linear_objective(leaf, OutputHead(weight, bias), CE).loss, hidden),
+        "head.weight_VD": (lambda leaf: linear_objective(hidden, OutputHead(leaf, bias), CE).loss, weight),
+        "head.bias": (lambda leaf: linear_objective(hidden, OutputHead(weight, leaf), CE).loss, bias),
+        "logits_TV": (lambda leaf: logits_objective(leaf, CE).loss, torch.zeros(T, V)),
     }
     call, primal = calls[leaf]
     with pytest.raises(ValueError, match=rf"{leaf} carries a forward-mode tangent \(torch.func.jvp\)"):
@@ -342,5 +342,5 @@ def test_forward_mode_is_refused(leaf: str) -> None:
     if leaf == "hidden_TD":
         with pytest.raises(ValueError, match="forward-mode tangent"):
             torch.func.jvp(
-                lambda each: linear_log_probs(each, OutputHead(weight), make_labels())[0], (primal,), (primal + 1,)
+                lambda leaf: linear_log_probs(leaf, OutputHead(weight), make_labels())[0], (primal,), (primal + 1,)
             )

@@ -41,7 +41,7 @@ STATISTICS = ("student_entropy", "teacher_entropy", "agreement")
 
 
 def entropy(p: list[float]) -> float:
-    return -sum(each * math.log(each) for each in p)
+    return -sum(share * math.log(share) for share in p)
 
 
 def metrics_of(terms: list[Term], weights_T: Tensor | None = None) -> dict[str, float]:
@@ -64,13 +64,13 @@ def test_dense_statistics_by_hand() -> None:
 
 
 def test_statistics_are_weighted_like_the_value_and_taken_at_the_terms_temperature() -> None:
-    own_T = torch.tensor([3.0, 0.0])
-    term = Distill(DenseLogits(2 * TEACHER.log()), forward_kl(), temperature=2.0, weights_T=own_T)
+    row_weights_T = torch.tensor([3.0, 0.0])
+    term = Distill(DenseLogits(2 * TEACHER.log()), forward_kl(), temperature=2.0, weights_T=row_weights_T)
     metrics = metrics_of([term, Entropy(1.0)], torch.tensor([0.5, 3.0]))
     assert metrics["tokens"] == 2
     assert metrics["teacher_entropy"] == pytest.approx(0.5 * 3 * entropy([0.5, 0.25, 0.25]), rel=1e-12)
     root = [0.25**0.5, 0.5**0.5, 0.25**0.5]
-    student = entropy([each / sum(root) for each in root])
+    student = entropy([weight / sum(root) for weight in root])
     assert metrics["student_entropy"] == pytest.approx(0.5 * 3 * student, rel=1e-12)
     assert metrics["agreement"] == 0
     at_one = [entropy([0.25, 0.5, 0.25]), entropy([0.2, 0.2, 0.6])]
@@ -112,8 +112,8 @@ def test_parts_of_a_cross_entropy_are_seen(smoothing: float, z_loss: float) -> N
     term = CrossEntropy(torch.tensor([1, -1]), 0.5, smoothing, z_loss, weights_T=torch.tensor([3.0, 1.0]))
     metrics = {key: value.item() for key, value in sums(logits_objective(logits, [term])).items()}
     mean = -(2 * math.log(0.25) + math.log(0.5)) / 3
-    whole = (1 - smoothing) * math.log(2) + smoothing * mean + z_loss * 49
-    expected = {"tokens": 2.0, "cross_entropy": 3 * whole}
+    total = (1 - smoothing) * math.log(2) + smoothing * mean + z_loss * 49
+    expected = {"tokens": 2.0, "cross_entropy": 3 * total}
     if smoothing or z_loss:
         expected["negative_log_likelihood"] = 3 * math.log(2)
     if z_loss:
@@ -125,20 +125,20 @@ def test_parts_of_a_cross_entropy_are_seen(smoothing: float, z_loss: float) -> N
 @pytest.mark.parametrize("squared", [False, True])
 def test_summands_of_a_divergence_are_seen(kind: str, squared: bool) -> None:
     """Each summand is reported as if it were a separate term; the term's value is their weighted sum."""
-    leaves, signal, own_T = make_leaves(), make_signal(kind, temperature=2.0), torch.rand(T)
+    leaves, signal, row_weights_T = make_leaves(), make_signal(kind, temperature=2.0), torch.rand(T)
     summands = [forward_kl(), jsd(0.3), reverse_kl()]
 
     def totals(divergence: Divergence) -> dict[str, float]:
-        term = Distill(signal, divergence, 0.3, 2.0, squared, weights_T=own_T)
+        term = Distill(signal, divergence, 0.3, 2.0, squared, weights_T=row_weights_T)
         metrics = run(linear_objective, leaves, [term], chunk_tokens=9).output.metrics
         return {key: value.item() for key, value in metrics.items()}
 
     metrics = totals(0.5 * forward_kl() + 2 * jsd(0.3) + reverse_kl() + 0.5 * forward_kl())
-    for each in summands:
-        assert metrics[str(each)] == pytest.approx(totals(each)[str(each)], rel=1e-12)
-    whole = metrics["forward_kl"] + 2 * metrics["jsd(0.3)"] + metrics["reverse_kl"]
-    assert metrics["0.5*forward_kl + 2*jsd(0.3) + reverse_kl + 0.5*forward_kl"] == pytest.approx(whole, rel=1e-12)
-    assert metrics.keys() - totals(forward_kl()).keys() == {str(each) for each in summands[1:]} | {
+    for summand in summands:
+        assert metrics[str(summand)] == pytest.approx(totals(summand)[str(summand)], rel=1e-12)
+    total = metrics["forward_kl"] + 2 * metrics["jsd(0.3)"] + metrics["reverse_kl"]
+    assert metrics["0.5*forward_kl + 2*jsd(0.3) + reverse_kl + 0.5*forward_kl"] == pytest.approx(total, rel=1e-12)
+    assert metrics.keys() - totals(forward_kl()).keys() == {str(summand) for summand in summands[1:]} | {
         "0.5*forward_kl + 2*jsd(0.3) + reverse_kl + 0.5*forward_kl"
     }
 

@@ -44,7 +44,7 @@ def value_and_gradient(spec: ObjectiveSpec) -> tuple[float, Tensor]:
 def plain(temperature: float = 1.0) -> dict[str, Tensor]:
     """Return the sums over tokens of the textbook formulas, for a student that requires gradients."""
     student, teacher, labels = problem()
-    log_q, log_p = (torch.log_softmax(each / temperature, 1) for each in (student, teacher))
+    log_q, log_p = (torch.log_softmax(logits / temperature, 1) for logits in (student, teacher))
     q, p = log_q.exp(), log_p.exp()
     m = (p + q) / 2
     smoothed = torch.nn.functional.cross_entropy(student, labels, label_smoothing=0.1, reduction="sum")
@@ -338,7 +338,7 @@ def test_weights_by_hand() -> None:
     ):
         weights, is_limited = Correction(kind, 2.0).weights(ratio)  # type: ignore[arg-type]
         assert weights.tolist() == expected
-        assert is_limited.tolist() == [bool(each) for each in limited]
+        assert is_limited.tolist() == [bool(flag) for flag in limited]
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.3, 0.99, 1.0])

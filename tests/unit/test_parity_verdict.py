@@ -27,14 +27,14 @@ def test_a_nan_in_any_position_is_called_different() -> None:
         kept = parameter.grad
         parameter.grad = kept.clone()
         parameter.grad.view(-1)[-1] = math.nan
-        found, error = worst(differences(engine, expected, 1e-3))
+        worst_name, error = worst(differences(engine, expected, 1e-3))
         parameter.grad = kept
-        assert Row("one NaN", 0.0, error, found).verdict == f"DIFFERENT in {name}"
+        assert Row("one NaN", 0.0, error, worst_name).verdict == f"DIFFERENT in {name}"
         # and the worst over ranks, of which another one has a finite error
-        assert math.isnan(worst([("other", 0.5), (found, error), ("third", math.inf)])[1])
+        assert math.isnan(worst([("other", 0.5), (worst_name, error), ("third", math.inf)])[1])
 
 
 @pytest.mark.parametrize("errors", list(permutations([0.1, math.nan, math.inf])))
 def test_a_nan_is_the_worst_in_any_order(errors: tuple[float, ...]) -> None:
     assert math.isnan(worst(enumerate(errors))[1])
-    assert worst(enumerate(each for each in errors if not math.isnan(each)))[1] == math.inf
+    assert worst(enumerate(error for error in errors if not math.isnan(error)))[1] == math.inf

@@ -197,5 +197,5 @@ def test_compared_on_policy_runs_share_the_curves(run_dir, tmp_path):
 
 def test_the_writers_names_are_the_readers():
     folder = RunFolder(Path())
-    written = {path.name for path in (folder.metrics, folder.timeline, folder.samples, folder.eval_samples)}
-    assert written == {name for name in (run_files.METRICS, *run_files.OPTIONAL_FILES) if name.endswith(".jsonl")}
+    files = {path.name for path in (folder.metrics, folder.timeline, folder.samples, folder.eval_samples)}
+    assert files == {name for name in (run_files.METRICS, *run_files.OPTIONAL_FILES) if name.endswith(".jsonl")}

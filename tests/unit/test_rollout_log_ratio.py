@@ -46,9 +46,9 @@ def test_an_engine_with_other_log_probabilities_is_warned_of(
         if warning == "with the same weights":
             server.faults = [shifted] * 9999
         lines = rollout_figures(distill(write_on_policy_run(tmp_path, **settings)))
-    found = [line for line in capsys.readouterr().out.splitlines() if "the engine's log-probabilities" in line]
-    assert bool(found) == bool(warning)
-    assert sum(warning in line for line in found) == bool(warning)  # once, beside that of older weights
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "the engine's log-probabilities" in line]
+    assert bool(warnings) == bool(warning)
+    assert sum(warning in line for line in warnings) == bool(warning)  # once, beside that of older weights
     fresh = [line.get("rollout/log_ratio_fresh") for line in lines]
     assert fresh[0] is not None
     assert any(schedule is not None for schedule in fresh[1:]) == (schedule != "one_step_off")

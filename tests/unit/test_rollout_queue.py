@@ -130,7 +130,7 @@ def test_a_checkpoint_is_written_although_no_server_answers() -> None:
 def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> None:
     """The engine answers the latest requests first, so that each step would leave the first ones behind."""
     engine = LateEngine(most=1)
-    engine.draw.shuffle = lambda waiting: waiting.sort(key=lambda each: -each[0].number)  # type: ignore[assignment]
+    engine.draw.shuffle = lambda waiting: waiting.sort(key=lambda entry: -entry[0].number)  # type: ignore[assignment]
     queue = queue_of(engine, ahead=2, in_order=False, slack=2)
     for step in range(STEPS):
         engine.update_weights(step, None)

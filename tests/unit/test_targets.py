@@ -35,22 +35,22 @@ def test_shift_for_mtp_stays_within_documents() -> None:
     context = DistillTargets(LABELS_BS, weights_BS, signals={TEACHER: signal}).shift_for_mtp(POSITIONS_BS, 2)
     document_T = ((POSITIONS_BS == 0).cumsum(1) + 10 * torch.arange(B)[:, None]).flatten().tolist()
     for depth in (1, 2):
-        further = context.at(depth)
-        assert further.weights_T is not None
+        shifted = context.at(depth)
+        assert shifted.weights_T is not None
         for row in range(T):
             if row + depth < T and document_T[row + depth] == document_T[row]:
-                assert further.labels_T[row] == LABELS_T[row + depth]
-                assert further.weights_T[row] == weights_BS.flatten()[row + depth]
-                assert further.signals[TEACHER].logits_TV[row] == row + depth  # type: ignore[attr-defined]
+                assert shifted.labels_T[row] == LABELS_T[row + depth]
+                assert shifted.weights_T[row] == weights_BS.flatten()[row + depth]
+                assert shifted.signals[TEACHER].logits_TV[row] == row + depth  # type: ignore[attr-defined]
             else:
-                assert further.labels_T[row] < 0
-                assert further.weights_T[row] == 0
+                assert shifted.labels_T[row] < 0
+                assert shifted.weights_T[row] == 0
     index_T = torch.tensor([20, 3, 4])
     part = context.rows(index_T)
     for depth in (0, 1, 2):
         assert torch.equal(part.at(depth).labels_T, context.at(depth).labels_T[index_T])
-        cut, whole = (targets.at(depth).signals[TEACHER].logits_TV for targets in (part, context))  # type: ignore[attr-defined]
-        assert torch.equal(cut, whole[index_T])
+        cut, uncut = (targets.at(depth).signals[TEACHER].logits_TV for targets in (part, context))  # type: ignore[attr-defined]
+        assert torch.equal(cut, uncut[index_T])
 
 
 @pytest.mark.parametrize(

@@ -207,19 +207,19 @@ def test_a_prompt_has_the_tokens_that_it_has_in_training(tmp_path: Path) -> None
     problems = [problem(spec, 5, number, held_out=True) for number in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(problem.record("brackets")) + "\n" for problem in problems))
     documents = load_documents(str(tmp_path / "a.jsonl"), tokenizer, max_tokens=512)
-    asked: list[GenerationRequest] = []
+    requested: list[GenerationRequest] = []
 
     def generate(requests: Sequence[GenerationRequest]) -> list[Completion]:
-        asked.extend(requests)
+        requested.extend(requests)
         return [completion_of(tokenizer.eos_token_id) for _ in requests]
 
     evaluate_tasks(generate, tokenizer, ["brackets"], 30, seed=5)
-    assert len(asked) == len(documents) == 30
-    for number, request in enumerate(asked):
+    assert len(requested) == len(documents) == 30
+    for number, request in enumerate(requested):
         prompt = documents.tokens(number)[~documents.targets(number)]
         assert request.prompt_ids.tolist() == prompt.tolist()
         assert request.prompt_ids.dtype == np.int32
-    assert [request.number for request in asked] == list(range(30))
+    assert [request.number for request in requested] == list(range(30))
 
 
 def completion_of(*ids: int, finish: str = "stop") -> Completion:
