@@ -63,8 +63,7 @@ def test_two_teachers_give_the_sum_of_both_gradients_and_their_own_metrics() -> 
             (both.output.metrics, sums(result.output)),
             (both.output.per_token, result.output.per_token),
         ):
-            for name, value in expected.items():
-                torch.testing.assert_close(numbers[name], value, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close({name: numbers[name] for name in expected}, expected, rtol=1e-12, atol=1e-12)
     reference = run(dense_objective, make_leaves(), terms).output
     assert reference.per_token.keys() == both.output.per_token.keys()
 
@@ -81,8 +80,7 @@ def test_a_label_changes_only_names(kind: str) -> None:
     expected = {name if name in unlabelled else f"{name}/a": total for name, total in plain.output.metrics.items()}
     assert list(named.output.metrics) == list(expected)
     assert {"forward_kl/a", "jsd(0.3)/a", f"{divergence}/a", "teacher_entropy/a", "agreement/a"} < expected.keys()
-    for name, total in expected.items():
-        assert torch.equal(named.output.metrics[name], total), name
+    assert_equal_tensors(named.output.metrics, expected)
 
 
 def test_the_students_entropy_is_reported_once() -> None:

@@ -21,6 +21,7 @@ from kit.rollout_cases import (
     teacher,
     without,
 )
+from kit.tensors import assert_equal_tensors
 from torch import Tensor
 
 from stillhouse.data import MicroBatch
@@ -178,8 +179,7 @@ def test_the_monitor_does_not_change_a_bit(text: str, vocabulary: int) -> None:
     assert output.metrics["log_ratio"] > 0
     assert "log_ratio" not in plain_output.metrics
     assert torch.equal(output.loss, plain_output.loss)
-    for name, gradient in expected.items():
-        assert torch.equal(gradients[name], gradient), name
+    assert_equal_tensors(gradients, expected)
 
 
 def test_the_monitor_reports_each_rows_ratio() -> None:

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from kit.objective_cases import (
-    F_DIVERGENCES,
     TAILS,
     T,
     V,
@@ -45,9 +44,9 @@ def terms_of(
 
 
 @pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("divergence", F_DIVERGENCES)
-def test_spans_against_plain_autograd(divergence: str, tail: str) -> None:
-    terms = terms_of(f"0.3*cross_entropy + {divergence}", make_spans(tail))
+def test_spans_against_plain_autograd(tail: str) -> None:
+    """Every divergence on a signal's first rows is in the matrix of test_objective.py."""
+    terms = terms_of("0.3*cross_entropy + 0.9*forward_kl + 0.1*jsd(0.3)", make_spans(tail))
     assert_accurate(make_leaves(), terms, weights_T=(torch.arange(T) % 5).double(), normalizer=11.0)
 
 

@@ -92,8 +92,7 @@ def gradients(model: Decoder) -> dict[str, Tensor]:
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, gradient in expected.items():
-        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

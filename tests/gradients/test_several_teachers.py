@@ -222,8 +222,7 @@ def test_an_average_of_the_student_as_its_teacher(folder: Path) -> None:
     live = session_with(folder, **{"teachers.slow": {"model": str(folder / "average")}})
     for name, parameter in live.student.named_parameters():
         parameter.data.copy_(after[name])
-    for name, gradient in gradients(live).items():
-        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+    torch.testing.assert_close(actual, gradients(live), rtol=1e-4, atol=1e-7)
 
 
 def test_the_average_follows_every_update(folder: Path) -> None:
@@ -448,5 +447,4 @@ def test_a_family_that_cannot_be_cut_runs_in_one_process(folder: Path, family: s
     model = {"model": str(folder / family)}
     actual = gradients(session_with(folder, **{"teachers.only": model}))
     alone = gradients(session_of(folder, **LOSS, **{"teacher.model": model["model"]}))
-    for name, gradient in alone.items():
-        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+    torch.testing.assert_close(actual, alone, rtol=1e-4, atol=1e-7)

@@ -62,5 +62,4 @@ def assert_close(actual: Result, expected: Result) -> None:
     """Assert that two results differ by at most a few units in the last place of float32."""
     assert_near(actual.gradients, expected.gradients, 4 * torch.finfo(torch.float32).eps)
     # a small divergence is a difference of large sums
-    for name, total in expected.output.metrics.items():
-        torch.testing.assert_close(actual.output.metrics[name], total, rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(actual.output.metrics, expected.output.metrics, rtol=1e-5, atol=1e-6)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kit.extract_jobs import Problem, problem, signals, unsharded_signals
 from kit.shard_ranks import RankPool, shared_pool
+from kit.tensors import assert_equal_tensors
 from torch import Tensor
 
 from stillhouse.objective import OutputHead
@@ -90,8 +91,7 @@ def test_shards_of_the_vocabulary_give_the_signals_of_the_whole(
     results = pool.call(signals, case)[: len(borders)]
     for by_kind in results:
         assert_equal(by_kind, oracle(case))
-    for name, tensor in results[0]["top_k"].items():
-        assert torch.equal(tensor, results[1]["top_k"][name])
+    assert_equal_tensors(results[0]["top_k"], results[1]["top_k"])
 
 
 def test_all_ids_and_no_rows() -> None:
