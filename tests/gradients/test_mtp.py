@@ -10,6 +10,7 @@ import torch
 from kit.families import build
 from kit.largest import Largest
 from kit.mtp_cases import EACH_FAMILY, LENGTHS, documents, labels_of, make, packed, positions
+from kit.teacher_gradients import named_gradients
 from kit.tensors import assert_near
 from torch import Tensor
 
@@ -103,7 +104,7 @@ def targets_of(teacher: Decoder, kind: str) -> DistillTargets:
 def gradients(decoder: MultiTokenDecoder, losses: list[Tensor]) -> dict[str, Tensor]:
     decoder.zero_grad()
     sum(scale * loss for scale, loss in zip(SCALES, losses, strict=False)).backward()  # type: ignore[union-attr]
-    return {name: parameter.grad for name, parameter in decoder.named_parameters() if parameter.grad is not None}
+    return named_gradients(decoder)
 
 
 @pytest.mark.parametrize(

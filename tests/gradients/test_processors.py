@@ -29,6 +29,7 @@ from kit.processor_cases import (
     T,
     at_depth,
 )
+from kit.teacher_gradients import named_gradients
 from kit.tensors import assert_equal_tensors, assert_near
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -88,7 +89,7 @@ def log_probs_of(logits_TV: Tensor, temperature: float = 1.0) -> tuple[Tensor, T
 def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
-    actual = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    actual = named_gradients(model)
     model.zero_grad()
     return actual
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit.families import build
+from kit.teacher_gradients import named_gradients
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 from transformers import AutoModelForCausalLM, OlmoeConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
@@ -87,10 +88,6 @@ def forward(model: Decoder, batch: Batch, loss: RouterAuxLoss) -> Tensor:
         return 0 * model(batch.ids_BS).sum()
 
 
-def gradients(model: Decoder) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -107,8 +104,8 @@ def test_the_loss_of_one_sequence_and_layer_is_transformers_own(family: str) -> 
     forward(model, batch, balance).backward()
     (loss,) = balance.losses.values()
     torch.testing.assert_close(loss / TOKENS, outputs.aux_loss.detach().to(loss), rtol=1e-6, atol=0)
-    assert_close(gradients(model), gradients(reference))
-    assert float(gradients(model)["backbone.layers.0.mlp.gate.weight"].norm()) > 0
+    assert_close(named_gradients(model), named_gradients(reference))
+    assert float(named_gradients(model)["backbone.layers.0.mlp.gate.weight"].norm()) > 0
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -136,7 +133,7 @@ def test_each_micro_batch_sequence_and_layer_counts_by_itself(order: str, recomp
                 thread.submit(results[number].backward).result()
         else:
             results[number].backward()
-    assert_close(gradients(model), gradients(reference))
+    assert_close(named_gradients(model), named_gradients(reference))
     for actual, expected in zip(losses, formulas, strict=True):
         assert actual.losses.keys() == {f"backbone.layers.{layer}.mlp.gate" for layer in (0, 2)}
         torch.testing.assert_close(sum(actual.losses.values()), expected.detach().float(), rtol=1e-5, atol=0)
@@ -155,7 +152,7 @@ def test_router_balance_beside_a_lora() -> None:
             balance_routers(model)
             model.gradient_checkpointing_enable()
             forward(model, batch, batch.loss()).backward()
-        actual.append(gradients(model))
+        actual.append(named_gradients(model))
     assert_close(actual[1], actual[0])
     assert all("lora" in name for name in actual[1])
     assert max(float(gradient.norm()) for gradient in actual[1].values()) > 1e-4
@@ -171,7 +168,7 @@ def test_without_gradients_and_outside_of_the_context_nothing_is_balanced() -> N
     with pytest.raises(RuntimeError, match="cannot run"), model.balancing(batch.loss()):
         raise RuntimeError("cannot run")
     (0 * model(batch.ids_BS).sum()).backward()
-    assert not any(gradient.any() for gradient in gradients(model).values())
+    assert not any(gradient.any() for gradient in named_gradients(model).values())
 
 
 # refusals
