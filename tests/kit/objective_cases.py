@@ -74,12 +74,7 @@ T, V, D = 37, 251, 16
 TAILS = ["bucket", "renormalize", "drop"]
 SIGNALS = ["full", "dense", *TAILS]
 ALL_SIGNALS = [*SIGNALS, "mixture"]
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"scale": 0.25},
@@ -142,7 +137,7 @@ def make_full(tokens: int = T, vocabulary: int = V, *, vocab_size: int | None = 
 def make_topk(
     log_probs_TV: Tensor, entries: int = 8, *, tail: str = "bucket", send_tail: bool = True, seed: int = 3
 ) -> TopK:
-    """Take the teacher's likeliest ids in random order. In every second row, the last id is absent."""
+    """Take the teacher's top ids in random order. In every second row, the last id is absent."""
     log_p_TK, ids_TK = log_probs_TV.topk(entries, dim=1)
     order = torch.randperm(entries, generator=generator(seed))
     log_p_TK, ids_TK = log_p_TK[:, order].contiguous(), ids_TK[:, order].contiguous()
