@@ -1,7 +1,5 @@
 """Opens the engine that the configuration names for completions."""
 
-import os
-
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +13,7 @@ from stillhouse.loops.session_objects import Session
 from stillhouse.loops.weights_proof import probe_prompts
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import is_first, log_rank0
-from stillhouse.serving.client import TOKEN_VARIABLE, ServedEngine, ServerError
+from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.serving.client.apis.server_api import server_api
 
 #: the tokens of a batch of completions, divided by those of a micro-batch: generation keeps far fewer activations
@@ -73,7 +71,6 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
             server_api(rollout.engine, is_tied=student.tied and takes_models),
             vocabulary=vocabulary,
             timeout=rollout.timeout,
-            token=os.environ.get(TOKEN_VARIABLE),
             warn=lambda line: log_rank0(f"warning: {line}"),
             own_weights=rollout.writer == "teacher",
             probes=[prompts.tokens(number).tolist() for number in probe_prompts(prompts)],

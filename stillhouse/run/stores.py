@@ -25,10 +25,8 @@ from stillhouse.run.inputs import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.objective import RunObjective
 from stillhouse.serving.client import (
-    TOKEN_VARIABLE,
     NeedsModelError,
     RemoteSignals,
-    SignalRequest,
     connect,
     prove,
 )
@@ -95,12 +93,9 @@ def _open_cache(section: str, teacher: TeacherConfig, *_: object) -> SignalCache
 def _connect(section: str, teacher: TeacherConfig, objective: RunObjective, _: int) -> RemoteSignals:
     with _store_errors(section, teacher):
         return connect(
-            teacher.urls,
-            SignalRequest(teacher.signal, teacher.top_k, objective.temperature_of(teacher), teacher.dtype),
-            api=teacher.api,
+            teacher,
+            objective.temperature_of(teacher),
             model_folder=None if teacher.model is None else _teacher_files(teacher),
-            timeout=teacher.timeout,
-            token=os.environ.get(TOKEN_VARIABLE),
             warn=lambda line: log_rank0(f"warning: {line}"),
         )
 

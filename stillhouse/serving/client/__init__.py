@@ -6,19 +6,17 @@ proof of a teacher's signals before the first step. `served_engine.py`: the engi
 """
 
 from stillhouse.serving.client.apis.server_api import NeedsModelError
-from stillhouse.serving.client.pool import TOKEN_VARIABLE, ServerError
-from stillhouse.serving.client.remote_signals import RemoteSignals, SignalRequest, connect
+from stillhouse.serving.client.pool import ServerError
+from stillhouse.serving.client.remote_signals import RemoteSignals, connect
 from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.client.signal_proof import Proof, prove
 
 __all__ = [
-    "TOKEN_VARIABLE",
     "NeedsModelError",
     "Proof",
     "RemoteSignals",
     "ServedEngine",
     "ServerError",
-    "SignalRequest",
     "connect",
     "prove",
 ]

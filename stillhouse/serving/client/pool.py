@@ -5,6 +5,7 @@ while, longer after every failure. No request is skipped: it ends with its answe
 """
 
 import asyncio
+import os
 import random
 import threading
 import time
@@ -120,7 +121,7 @@ class Server:
 class ServerPool:
     """The servers of one model.
 
-    timeout: seconds without an answer of any server after which requests fail. token: the bearer token, if any.
+    timeout: seconds without an answer of any server after which requests fail.
     warn: prints a line when a server fails or comes back. model: the name of the servers' model, for messages.
     answer_seconds: the limit for one answer; None: a quarter of the timeout. in_flight: the most requests of a
         server.
@@ -132,7 +133,6 @@ class ServerPool:
         self,
         urls: Sequence[str],
         timeout: float,
-        token: str | None = None,
         warn: Callable[[str], None] = lambda line: None,
         *,
         model: str = "teacher",
@@ -143,6 +143,7 @@ class ServerPool:
         answer_seconds = timeout / 4 if answer_seconds is None else answer_seconds
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self.timeout, self._warn = timeout, warn
+        token = os.environ.get(TOKEN_VARIABLE)
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._closed = False
         #: servers that have failed and answer again, until `take_returned`

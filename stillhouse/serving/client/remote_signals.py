@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from textwrap import shorten
@@ -14,6 +14,7 @@ import httpx2
 import numpy as np
 from transformers import AutoConfig
 
+from stillhouse.config import TeacherConfig
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import DataError, Documents
 from stillhouse.data.render.tokenizers import MAX_IDS
@@ -23,7 +24,7 @@ from stillhouse.serving.client.apis.server_api import NeedsModelError, Scores, S
 from stillhouse.serving.client.download import download_teacher
 from stillhouse.serving.client.pool import Call, ServerPool
 from stillhouse.signals.signal_checks import problem_in
-from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalKind, SignalSpec
+from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 from stillhouse.signals.signal_store import SignalStore
 
 if TYPE_CHECKING:
@@ -34,16 +35,6 @@ _NEEDS_MODEL = {
     "hidden": "hidden states from {name} need the teacher's output head",
     "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
 }
-
-
-@dataclass(frozen=True)
-class SignalRequest:
-    """The signal that a run requests from a server. dtype: "auto" is the dtype of the teacher's saved weights."""
-
-    signal: SignalKind = "hidden"
-    top_k: int = 64
-    temperature: float = 1.0
-    dtype: str = "auto"
 
 
 class RemoteSignals(SignalStore):
@@ -157,39 +148,38 @@ class RemoteSignals(SignalStore):
 
 
 def connect(
-    urls: Sequence[str],
-    request: SignalRequest,
+    teacher: TeacherConfig,
+    temperature: float,
     *,
-    api: str = "auto",
     model_folder: Path | None = None,
-    timeout: float = 600.0,
-    token: str | None = None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> RemoteSignals:
     """Ask the servers for their descriptions, and download the files of the teacher that the run needs.
 
-    model_folder: the teacher's configuration, tokenizer and weights, for servers that do not offer them. Raises
-    ValueError for servers of different teachers, and for a signal that they cannot give. Raises ServerError (an
-    OSError) for a server that does not answer.
+    temperature: of its divergence. model_folder: the teacher's configuration, tokenizer and weights, for servers that
+    do not offer them. Raises ValueError for servers of different teachers, and for a signal that they cannot give.
+    Raises ServerError (an OSError) for a server that does not answer.
     """
-    pool = ServerPool(urls, timeout, token, warn)
+    pool = ServerPool(teacher.urls, teacher.timeout, warn)
     with ExitStack() as on_error:
         on_error.callback(pool.close)
-        store = _connected(pool, request, api, model_folder)
+        store = _connected(pool, teacher, temperature, model_folder)
         on_error.pop_all()
     return store
 
 
-def _connected(pool: ServerPool, request: SignalRequest, api: str, model_folder: Path | None) -> RemoteSignals:
+def _connected(
+    pool: ServerPool, teacher: TeacherConfig, temperature: float, model_folder: Path | None
+) -> RemoteSignals:
     urls = [server.url for server in pool.servers]
-    engine = _api_of(pool, urls[0], api)
-    servers = [engine.describe(pool.asker(url), url) for url in urls]
+    api = _api_of(pool, urls[0], teacher.api)
+    servers = [api.describe(pool.asker(url), url) for url in urls]
     for server in servers[1:]:
         _require_same(servers[0], server)
-    _require_signal(engine, servers, request)
+    _require_signal(api, servers, teacher, temperature)
     folder = download_teacher(pool, servers[0]) if servers[0].files else model_folder
-    if folder is None and request.signal in _NEEDS_MODEL:
-        need = _NEEDS_MODEL[request.signal].format(name=engine.kind.name)
+    if folder is None and teacher.signal in _NEEDS_MODEL:
+        need = _NEEDS_MODEL[teacher.signal].format(name=api.kind.name)
         raise NeedsModelError(f"{need}; expected the model that the server has loaded")
     width, vocabulary, dtype = servers[0].width or 0, servers[0].vocabulary, "float32"
     if folder is not None:
@@ -204,7 +194,7 @@ def _connected(pool: ServerPool, request: SignalRequest, api: str, model_folder:
                 f"{columns} and {rows}"
             )
         width, vocabulary = columns, rows
-    return RemoteSignals(pool, engine, servers, _spec(request, dtype), width, vocabulary, folder)
+    return RemoteSignals(pool, api, servers, _spec(teacher, temperature, dtype), width, vocabulary, folder)
 
 
 def _identity(first: ServerInfo, teacher_folder: Path | None) -> str:
@@ -228,28 +218,30 @@ def _require_same(first: ServerInfo, other: ServerInfo) -> None:
             )
 
 
-def _require_signal(api: ServerApi, servers: Sequence[ServerInfo], request: SignalRequest) -> None:
+def _require_signal(
+    api: ServerApi, servers: Sequence[ServerInfo], teacher: TeacherConfig, temperature: float
+) -> None:
     for server in servers:
         known = api.kind.signals if server.signals is None else server.signals
-        if request.signal not in known:
+        if teacher.signal not in known:
             raise ValueError(
-                f"{server.url} ({api.kind.name}) cannot give the signal {request.signal}: expected "
+                f"{server.url} ({api.kind.name}) cannot give the signal {teacher.signal}: expected "
                 f"{' or '.join(sorted(known))}"
             )
         most = server.max_top_k
-        if request.signal in ("top_k", "chosen") and most is not None and request.top_k > most:
-            raise ValueError(f"{server.url} gives at most {most} ids per token, got top_k={request.top_k}")
-    if request.signal != "hidden" and not api.kind.any_temperature and request.temperature != 1.0:
+        if teacher.signal in ("top_k", "chosen") and most is not None and teacher.top_k > most:
+            raise ValueError(f"{server.url} gives at most {most} ids per token, got top_k={teacher.top_k}")
+    if teacher.signal != "hidden" and not api.kind.any_temperature and temperature != 1.0:
         raise ValueError(
-            f"{api.kind.name} gives {request.signal} only at temperature 1, whatever it is asked for; the objective "
-            f"has temperature {request.temperature:g}: expected the signal hidden, which gives every temperature"
+            f"{api.kind.name} gives {teacher.signal} only at temperature 1, whatever it is asked for; the objective "
+            f"has temperature {temperature:g}: expected the signal hidden, which gives every temperature"
         )
 
 
-def _spec(request: SignalRequest, saved_dtype: str) -> SignalSpec:
-    if request.signal != "hidden":
-        return SignalSpec(request.signal, "float32", request.top_k, request.temperature)
-    dtype = saved_dtype if request.dtype == "auto" else request.dtype
+def _spec(teacher: TeacherConfig, temperature: float, saved_dtype: str) -> SignalSpec:
+    if teacher.signal != "hidden":
+        return SignalSpec(teacher.signal, "float32", teacher.top_k, temperature)
+    dtype = saved_dtype if teacher.dtype == "auto" else teacher.dtype
     return SignalSpec("hidden", dtype if dtype in DTYPES else "float32")
 
 

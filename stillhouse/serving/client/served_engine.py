@@ -30,7 +30,7 @@ class ServedEngine:
 
     vocabulary: rows of the student's head; ids outside of it are never sent (one of them ends a vLLM) nor accepted.
     timeout: seconds without an answer of any server after which futures raise ServerError; also for one answer.
-    token: the bearer token. warn: is called with a line when a server fails or comes back.
+    warn: is called with a line when a server fails or comes back.
     own_weights: the servers write with the weights that they have, such as a teacher's, and are given none.
         Otherwise `update_weights` must be called before `generate`.
     probes: prompts that each server completes after it was given weights (see `engine_proof.py`), so that the caller
@@ -49,7 +49,6 @@ class ServedEngine:
         *,
         vocabulary: int,
         timeout: float,
-        token: str | None = None,
         warn: Callable[[str], None] = lambda line: None,
         own_weights: bool = False,
         probes: Sequence[Sequence[int]] = ((0,),),
@@ -57,9 +56,7 @@ class ServedEngine:
     ):
         self._sampling, self._api, self._vocabulary = sampling, api, vocabulary
         self._run, self._prefix = run, secrets.token_hex(4)
-        self._pool = ServerPool(
-            urls, timeout, token, warn, model="student", answer_seconds=timeout, in_flight=IN_FLIGHT
-        )
+        self._pool = ServerPool(urls, timeout, warn, model="student", answer_seconds=timeout, in_flight=IN_FLIGHT)
         self.weights = ServedWeights(self._pool, api, sampling, vocabulary, probes, warn, keep=own_weights)
         with ExitStack() as stack:
             stack.callback(self._pool.close)
