@@ -8,7 +8,8 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from kit.stub_servers import Fault, StubHandler, StubServer, Vllm, broken, busy, reset, stub_server
+from kit.stub_servers import Fault, StubHandler, StubServer, broken, busy, reset, stub_server
+from kit.stub_vllm import Vllm
 from kit.writer_cases import TEMPERATURE, VOCABULARY, Student, engine_of, requests_of, wait_for_tokens
 
 from stillhouse.generation.sample import Sampling

@@ -12,7 +12,9 @@ import pytest
 import torch
 from kit.families import build
 from kit.generation_requests import requests
-from kit.stub_servers import Sglang, StubHandler, StubServer, Vllm, stub_server
+from kit.stub_servers import StubHandler, StubServer, stub_server
+from kit.stub_sglang import Sglang
+from kit.stub_vllm import Vllm
 
 from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling

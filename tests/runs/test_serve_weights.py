@@ -18,7 +18,8 @@ from kit.on_policy_runs import write_on_policy_run
 from kit.ranks import Ranks
 from kit.runs import Command, run
 from kit.serving import Server, load_weights, publish_scaled
-from kit.stub_servers import Vllm, stub_server
+from kit.stub_servers import stub_server
+from kit.stub_vllm import Vllm
 from kit.weights_jobs import read_manifest
 from kit.writer_cases import Student, engine_of, requests_of
 from safetensors.torch import load_file, save_file

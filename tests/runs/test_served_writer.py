@@ -10,7 +10,8 @@ from kit.on_policy_runs import assert_same_rollouts, write_on_policy_run
 from kit.ranks import run_ranks
 from kit.runs import run
 from kit.serving import Server
-from kit.stub_servers import Vllm, stub_server
+from kit.stub_servers import stub_server
+from kit.stub_vllm import Vllm
 from kit.writer_cases import engine_of, requests_of, results
 from transformers import AutoTokenizer
 

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from kit.on_policy_runs import write_on_policy_run
-from kit.stub_servers import Sglang, StubServer, Vllm, stub_server
+from kit.stub_servers import StubServer, stub_server
+from kit.stub_sglang import Sglang
+from kit.stub_vllm import Vllm
 from kit.writer_cases import (
     KINDS,
     RECORDED,
@@ -105,7 +107,7 @@ def test_recorded_completions_of_a_real_vllm_are_read() -> None:
     top = VllmApi().top_log_probs(httpx2.Response(200, json=recorded))
     assert top == [-0.7838290333747864, -2.5308964252471924]
 
-    recorded = json.loads((RECORDED / "gen_not_likeliest.json").read_text())  # the sampled token has rank 893
+    recorded = json.loads((RECORDED / "gen_unlikely_token.json").read_text())  # the sampled token has rank 893
     assert recorded["request"]["json"] == VllmApi().body("student", [2, 3], Sampling(1, temperature=2.0), 1, 0, top=2)
     top = VllmApi().top_log_probs(httpx2.Response(200, json=recorded["response"]))
     assert top[:2] == [-6.712759017944336, -6.830646514892578]

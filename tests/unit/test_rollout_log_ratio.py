@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from kit.on_policy_runs import rollout_figures, write_on_policy_run
-from kit.stub_servers import StubHandler, Vllm, stub_server
+from kit.stub_servers import StubHandler, stub_server
+from kit.stub_vllm import Vllm
 
 from stillhouse.run.run import distill
 from stillhouse.serving.client.engine_proof import PROBE_TOKENS

@@ -14,7 +14,10 @@ import pytest
 import torch
 from kit.faulty_proxy import proxy_to
 from kit.runs import save_model, session_of, write_run
-from kit.stub_servers import Sglang, StubHandler, StubModel, StubServer, Vllm, busy, reset, stub_server
+from kit.stub_model import StubModel
+from kit.stub_servers import StubHandler, StubServer, busy, reset, stub_server
+from kit.stub_sglang import Sglang
+from kit.stub_vllm import Vllm
 from kit.teacher_gradients import assert_close, first_signals, gradients, gradients_of_signals, ids_signal
 from torch import Tensor
 from torch.nn.functional import normalize

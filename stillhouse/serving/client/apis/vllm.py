@@ -106,10 +106,6 @@ class _Token(_LogProb):
     top_logprobs: list[_LogProb] = []
 
 
-class _LogProbs(BaseModel):
-    content: list[_Token]
-
-
 class _Span(BaseModel):
     version: str
     start: int
@@ -120,7 +116,7 @@ class _Choice(BaseModel):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None = None
     token_ids: list[int]
-    logprobs: _LogProbs
+    tokens: list[_Token] = Field(validation_alias=AliasPath("logprobs", "content"))
     weight_versions: list[_Span] | None = None
 
 
@@ -186,7 +182,7 @@ class VllmApi(ServerApi):
     def parse(self, response: httpx2.Response, kind: Kind) -> Answer:
         generated = _generated(response)
         [choice] = generated.choices
-        tokens = choice.logprobs.content
+        tokens = choice.tokens
         if [token.token_id for token in tokens] != choice.token_ids:
             raise ValueError("the ids of the completion and of its log-probabilities differ")
         spans = [Span(span.version, span.start, span.end) for span in choice.weight_versions or []]
@@ -198,7 +194,7 @@ class VllmApi(ServerApi):
 
     def top_log_probs(self, response: httpx2.Response) -> list[float]:
         [choice] = _generated(response).choices
-        by_id = {top.token_id: top.logprob for token in choice.logprobs.content[:1] for top in token.top_logprobs}
+        by_id = {top.token_id: top.logprob for token in choice.tokens[:1] for top in token.top_logprobs}
         return sorted(by_id.values(), reverse=True)
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
