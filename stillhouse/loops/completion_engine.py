@@ -72,7 +72,7 @@ def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: i
             vocabulary=vocabulary,
             timeout=rollout.timeout,
             warn=lambda line: log_rank0(f"warning: {line}"),
-            own_weights=rollout.writer == "teacher",
+            keep_weights=rollout.writer == "teacher",
             probes=[prompts.tokens(number).tolist() for number in probe_prompts(prompts)],
             run=run,
         )

@@ -76,7 +76,7 @@ def scoring_bodies() -> list[tuple[str, str, bytes]]:
 
 
 def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
-    every = {
+    sampling = {
         "n": 1,
         "max_tokens": 3,
         "temperature": 0.7,
@@ -89,7 +89,7 @@ def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
         "logprobs": 1,
     }
     bodies = [
-        (GENERATE, {"token_ids": [5, 17, 250], "sampling_params": every, "return_token_ids": True}),
+        (GENERATE, {"token_ids": [5, 17, 250], "sampling_params": sampling, "return_token_ids": True}),
         (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}),
         (WEIGHTS, {"folder": str(weights), "version": "run-3"}),
     ]

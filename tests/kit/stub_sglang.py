@@ -24,17 +24,17 @@ class Sglang(StubHandler):
             "stop_token_ids": sampling["stop_token_ids"],
             "logprobs": body["top_logprobs_num"],
         }
-        written = self.model.write(tokens, options)
-        reason: dict[str, Any] = {"type": written["finish"]}
-        if written["finish"] == "stop":
-            reason["matched"] = written["ids"][-1]
+        completion = self.model.write(tokens, options)
+        reason: dict[str, Any] = {"type": completion["finish"]}
+        if completion["finish"] == "stop":
+            reason["matched"] = completion["ids"][-1]
         meta = {
             "finish_reason": reason,
-            "output_token_logprobs": [[row[0][1], row[0][0], None] for row in written["rows"]],
-            "output_top_logprobs": [[[value, token, None] for token, value in row] for row in written["rows"]],
+            "output_token_logprobs": [[row[0][1], row[0][0], None] for row in completion["rows"]],
+            "output_top_logprobs": [[[value, token, None] for token, value in row] for row in completion["rows"]],
             "weight_version": self.model.label,  # of the moment at which the answer is made
         }
-        self.answer({"text": "", "output_ids": written["ids"], "meta_info": meta})
+        self.answer({"text": "", "output_ids": completion["ids"], "meta_info": meta})
 
     def _score(self, tokens: list[int], body: dict[str, Any]) -> None:
         meta: dict[str, Any] = {"prompt_tokens": len(tokens), "completion_tokens": 0, "weight_version": "default"}

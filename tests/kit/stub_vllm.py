@@ -75,7 +75,7 @@ class Vllm(StubHandler):
         if name not in (None, "t") and name not in self.model.adapters:
             self.refuse(404, f"The model `{name}` does not exist.")
             return
-        written = self.model.write(body["token_ids"], options, name if name != "t" else None)
+        completion = self.model.write(body["token_ids"], options, name if name != "t" else None)
         most = max(1, options["logprobs"])  # the sampled token, wherever it ranks, is the first of them
         content = [
             {
@@ -84,14 +84,14 @@ class Vllm(StubHandler):
                 "rank": 1,
                 "top_logprobs": [{"token_id": token, "logprob": value, "rank": 1} for token, value in row[:most]],
             }
-            for row in written["rows"]
+            for row in completion["rows"]
         ]
         choice = {
             "index": 0,
-            "finish_reason": written["finish"],
+            "finish_reason": completion["finish"],
             "stop_reason": None,
-            "token_ids": written["ids"],
-            "weight_versions": written["spans"],
+            "token_ids": completion["ids"],
+            "weight_versions": completion["spans"],
             "logprobs": {"content": content},
         }
         self.answer({"request_id": "generate-tokens-1", "model": name or "t", "choices": [choice]})

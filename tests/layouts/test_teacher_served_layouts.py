@@ -34,7 +34,7 @@ def server(workspace: Path) -> Iterator[str]:
         yield started.url
 
 
-def rows_asked(proxy: Proxy) -> int:
+def requested_rows(proxy: Proxy) -> int:
     """How many rows were asked for in all requests."""
     requests = [decode_request(body, SAFETENSORS, 4096)[1] for body in proxy.bodies]
     return sum(len(document.rows) for documents in requests for document in documents)
@@ -55,18 +55,18 @@ def rows_asked(proxy: Proxy) -> int:
 def test_the_model_of_one_process_and_each_row_is_fetched_once(
     workspace: Path, server: str, layout: str, kind: str
 ) -> None:
-    asked, out = {}, {}
+    counts, out = {}, {}
     with proxy_to(server) as (proxy, url):
         settings = {"teacher.url": url, "teacher.signal": kind, "teacher.top_k": 9, "data.eval": 0.0}
         session_of(workspace, cached=True, **OBJECTIVE, **settings).close()
-        proof = rows_asked(proxy)
+        proof = requested_rows(proxy)
         for name, processes, override in (("one", 1, "seed=0"), ("two", 2, f"parallel.{layout}")):
             proxy.bodies.clear()
             out[name] = workspace / f"{kind} {layout} {name}"
             run_ranks(processes, "distill", workspace / "run.yaml", f"out={out[name]}", override)
-            asked[name] = rows_asked(proxy) - processes * proof
+            counts[name] = requested_rows(proxy) - processes * proof
     assert_same_weights(out["two"], out["one"])
-    assert asked["one"] == asked["two"] > 0
+    assert counts["one"] == counts["two"] > 0
 
 
 @pytest.mark.slow

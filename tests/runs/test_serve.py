@@ -56,7 +56,7 @@ def random_documents(count: int, seed: int = 0, most: int = 37, kind: SignalSpec
     return documents
 
 
-def own_hidden(decoder: Decoder, document: DocumentRows) -> torch.Tensor:
+def teacher_hidden(decoder: Decoder, document: DocumentRows) -> torch.Tensor:
     """The teacher's own hidden states of a document alone, in float64."""
     input_ids = torch.from_numpy(document.tokens).long()[None]
     with torch.no_grad():
@@ -64,9 +64,9 @@ def own_hidden(decoder: Decoder, document: DocumentRows) -> torch.Tensor:
     return hidden_SE[document.rows.start : document.rows.stop]
 
 
-def own_log_probs(decoder: Decoder, document: DocumentRows, temperature: float) -> torch.Tensor:
+def teacher_log_probs(decoder: Decoder, document: DocumentRows, temperature: float) -> torch.Tensor:
     head = decoder.output_head()
-    return (head.logits(own_hidden(decoder, document)) / temperature).detach().log_softmax(1)
+    return (head.logits(teacher_hidden(decoder, document)) / temperature).detach().log_softmax(1)
 
 
 def assert_same(server: Server, decoder: Decoder, kind: SignalSpec, documents: list[DocumentRows]) -> None:
@@ -74,11 +74,11 @@ def assert_same(server: Server, decoder: Decoder, kind: SignalSpec, documents: l
     for document, tensors in zip(documents, server.score(kind, documents), strict=True):
         assert len(next(iter(tensors.values()))) == len(document.rows)
         if kind.kind == "hidden":
-            exact_NE = own_hidden(decoder, document)
+            exact_NE = teacher_hidden(decoder, document)
             torch.testing.assert_close(tensors["hidden"].double(), exact_NE, rtol=1e-5, atol=1e-5)
             continue
         assert kind.temperature is not None
-        log_p_NV = own_log_probs(decoder, document, kind.temperature)
+        log_p_NV = teacher_log_probs(decoder, document, kind.temperature)
         if kind.kind == "top_k":
             assert kind.top_k is not None
             ids_NK = log_p_NV.topk(kind.top_k)[1]
@@ -116,7 +116,7 @@ def test_hidden_states_in_a_half_precision_are_rounded_once(server: Server, deco
     documents = random_documents(3)
     for dtype in ("bfloat16", "float16"):
         for document, tensors in zip(documents, server.score(SignalSpec("hidden", dtype), documents), strict=True):
-            expected = own_hidden(decoder, document).float().to(tensors["hidden"].dtype).float()
+            expected = teacher_hidden(decoder, document).float().to(tensors["hidden"].dtype).float()
             torch.testing.assert_close(tensors["hidden"].float(), expected, rtol=2e-2, atol=1e-3)
 
 
@@ -184,7 +184,7 @@ def test_completions_have_the_form_of_vllm(server: Server, decoder: Decoder, nam
     for choice, prompt in zip(answer.json()["choices"], prompts, strict=True):
         assert choice["prompt_token_ids"] == prompt
         document = DocumentRows(np.array(prompt, dtype=np.int32), range(len(prompt)))
-        log_p_NV = own_log_probs(decoder, document, 1.0)
+        log_p_NV = teacher_log_probs(decoder, document, 1.0)
         assert choice["token_ids"] == [int(log_p_NV[-1].argmax())]
         assert choice["prompt_logprobs"][0] is None
         for log_p_V, token, entries in zip(log_p_NV, prompt[1:], choice["prompt_logprobs"][1:], strict=False):

@@ -68,19 +68,19 @@ def test_two_processes_share_what_a_served_teacher_writes(folder: Path, teacher:
     assert_same_rollouts(folder / "ranks", folder / "in_process", *SAME)
 
 
-def own_engine(*servers: Any, api: Any = None) -> ServedEngine:
-    return engine_of(*servers, sampling=Sampling(4), api=api or StillhouseApi(), vocabulary=400, own_weights=True)
+def teacher_engine(*servers: Any, api: Any = None) -> ServedEngine:
+    return engine_of(*servers, sampling=Sampling(4), api=api or StillhouseApi(), vocabulary=400, keep_weights=True)
 
 
 def test_servers_with_different_weights_are_refused(teacher: Server, student: Server) -> None:
     with pytest.raises(ValueError, match=f"{student.url} has other weights than {teacher.url}"):
-        own_engine(teacher, student)
+        teacher_engine(teacher, student)
 
 
 def test_a_run_goes_on_with_the_same_weights_alone(tmp_path: Path, teacher: Server, student: Server) -> None:
-    first, other, run = own_engine(teacher), own_engine(student), RunFolder(tmp_path)
+    first, other, run = teacher_engine(teacher), teacher_engine(student), RunFolder(tmp_path)
     require_same_writer(first, run)
-    require_same_writer(own_engine(teacher), run)
+    require_same_writer(teacher_engine(teacher), run)
     with pytest.raises(ValueError, match="the servers have other weights than when this run began"):
         require_same_writer(other, run)
     (tmp_path / WRITER).write_text((tmp_path / WRITER).read_text()[:-9])
@@ -93,8 +93,8 @@ def test_a_run_goes_on_with_the_same_weights_alone(tmp_path: Path, teacher: Serv
 
 
 def test_another_tokenizer_is_refused(folder: Path, teacher: Server) -> None:
-    engine, tokenizer = own_engine(teacher), AutoTokenizer.from_pretrained(folder / "student")
-    with stub_server(Vllm, folder / "teacher") as server, closing(own_engine(server, api=VllmApi())) as of_vllm:
+    engine, tokenizer = teacher_engine(teacher), AutoTokenizer.from_pretrained(folder / "student")
+    with stub_server(Vllm, folder / "teacher") as server, closing(teacher_engine(server, api=VllmApi())) as of_vllm:
         engine.require_tokenizer(tokenizer, TEXT)
         of_vllm.require_tokenizer(tokenizer, TEXT)
         tokenizer.add_tokens(["five", "is 5"])
@@ -110,7 +110,7 @@ def test_another_tokenizer_is_refused(folder: Path, teacher: Server) -> None:
 
 
 def test_weights_that_change_during_the_run_end_it(folder: Path) -> None:
-    with stub_server(Vllm, folder / "teacher") as server, closing(own_engine(server, api=VllmApi())) as engine:
+    with stub_server(Vllm, folder / "teacher") as server, closing(teacher_engine(server, api=VllmApi())) as engine:
         versions = [completion.versions_N for completion in results(engine, requests_of(3))]
         assert {int(version) for versions_N in versions for version in versions_N} == {0}
         server.model.label = "other"

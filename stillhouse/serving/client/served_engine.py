@@ -31,14 +31,14 @@ class ServedEngine:
     vocabulary: rows of the student's head; ids outside of it are never sent (one of them ends a vLLM) nor accepted.
     timeout: seconds without an answer of any server after which futures raise ServerError; also for one answer.
     warn: is called with a line when a server fails or comes back.
-    own_weights: the servers write with the weights that they have, such as a teacher's, and are given none.
+    keep_weights: the servers write with the weights that they have, such as a teacher's, and are given none.
         Otherwise `update_weights` must be called before `generate`.
     probes: prompts that each server completes after it was given weights (see `engine_proof.py`), so that the caller
         can score them (`weights.probed`, `weights.set_proved`).
     run: the identity that published weights must name; empty: any.
 
     The constructor raises ValueError for a server that does not give the log-probabilities that training needs; with
-    own_weights they are not needed, and the servers must have the same weights.
+    keep_weights they are not needed, and the servers must have the same weights.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class ServedEngine:
         vocabulary: int,
         timeout: float,
         warn: Callable[[str], None] = lambda line: None,
-        own_weights: bool = False,
+        keep_weights: bool = False,
         probes: Sequence[Sequence[int]] = ((0,),),
         run: str = "",
     ):
         self._sampling, self._api, self._vocabulary = sampling, api, vocabulary
         self._run, self._prefix = run, secrets.token_hex(4)
         self._pool = ServerPool(urls, timeout, warn, model="student", answer_seconds=timeout, in_flight=IN_FLIGHT)
-        self.weights = ServedWeights(self._pool, api, sampling, vocabulary, probes, warn, keep=own_weights)
+        self.weights = ServedWeights(self._pool, api, sampling, vocabulary, probes, warn, keep=keep_weights)
         with ExitStack() as stack:
             stack.callback(self._pool.close)
             self.weights.connect()
