@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import slow
 from kit.runs import Command, contents, metrics, run, save_model, session_of, wait_for, write_records, write_run
 
@@ -164,33 +165,22 @@ def test_a_folder_that_another_process_is_writing_to(here: Path) -> None:
     assert "contains another run" in again.err
 
 
-def pretend_torchrun() -> None:
-    os.environ["WORLD_SIZE"] = "8"
+def test_another_number_of_processes_than_the_layout_needs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "there is one, without torchrun" in fails(here, "parallel.fsdp=2", code=USAGE)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    error = fails(here, "parallel.tensor=3", code=USAGE)
+    assert error.startswith("parallel: fsdp 2 × tensor 3 needs 6 processes, but torchrun started 8")
 
 
-def test_more_processes_than_the_layout_needs(here: Path) -> None:
-    before = contents(here)
-    command = Command("distill", here / "run.yaml", "parallel.tensor=3", hook=pretend_torchrun)
-    assert command.wait() == USAGE
-    assert "parallel: fsdp 2 × tensor 3 needs 6 processes, but torchrun started 8" in command.err
-    assert contents(here) == before
-
-
-def run_out_of_memory() -> None:
-    """Raise the GPU allocator's error in backward, where it is most frequent; this test needs no GPU."""
-    import torch
+def test_out_of_memory_names_the_key_to_lower(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward, where it is most frequent, raises the GPU allocator's error; this test needs no GPU."""
 
     def backward(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
 
-    torch.Tensor.backward = backward  # type: ignore[method-assign]
-
-
-def test_out_of_memory_names_the_key_to_lower(here: Path) -> None:
-    command = Command("distill", here / "run.yaml", hook=run_out_of_memory)
-    assert command.wait() == FAILED
-    assert "Traceback" not in command.err
-    assert "error: CUDA out of memory. Tried to allocate 2.00 GiB. Lower train.micro_batch_tokens" in command.err
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
+    failed = run("distill", here / "run.yaml", code=FAILED)
+    assert "error: CUDA out of memory. Tried to allocate 2.00 GiB. Lower train.micro_batch_tokens" in failed.err
 
 
 def test_held_out_documents_that_are_trained_on_are_a_warning(here: Path) -> None:

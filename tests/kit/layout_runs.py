@@ -1,12 +1,11 @@
 """Runs of one configuration in one or several processes, and the comparison of what they write."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from kit.ranks import Ranks
-from kit.runs import Command
+from kit.runs import Ended, run
 from kit.tensors import assert_near
 from safetensors.torch import load_file
 from torch import Tensor
@@ -14,23 +13,15 @@ from torch import Tensor
 LIMIT = 180
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A run that has ended. code: the first exit code that is not 0. out, err: the texts of all its processes."""
-
-    code: int
-    out: str
-    err: str
-
-
-def distill(folder: Path, out: str, processes: int, *overrides: str, succeeds: bool = True) -> Ended:
-    """Run the configuration of a folder to its end, which has to be as `succeeds` says."""
+def distill(folder: Path, out: str, processes: int, *overrides: str, code: int = 0) -> Ended:
+    """Run the configuration of a folder to its end, in this process or in several new ones."""
     arguments = ("distill", folder / "run.yaml", f"out={folder / out}", *overrides)
-    commands = [Command(*arguments)] if processes == 1 else Ranks(processes, *arguments)
-    codes = [commands[0].wait(LIMIT)] if isinstance(commands, list) else commands.wait(LIMIT)
-    texts = ["".join(texts) for texts in zip(*((command.out, command.err) for command in commands), strict=True)]
-    ended = Ended(next(filter(None, codes), 0), *texts)
-    assert (ended.code == 0) == succeeds, ended
+    if processes == 1:
+        return run(*arguments, code=code)
+    ranks = Ranks(processes, *arguments)
+    codes = ranks.wait(LIMIT)
+    ended = Ended(next(filter(None, codes), 0), "".join(rank.out for rank in ranks), ranks.err)
+    assert ended.code == code, ended
     return ended
 
 

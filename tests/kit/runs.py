@@ -1,12 +1,12 @@
-"""Complete small runs for tests: model folders, data, a configuration, and the command line in a new process.
+"""Complete small runs for tests: model folders, data, a configuration, and the command line.
 
-`write_run` writes a student, a teacher, data and a configuration to a folder. `Command` runs `stillhouse` in a
-process that the fork server starts in a tenth of a second. It is a real process with an exit code and a pid, and
-tests can kill it.
+`write_run` writes a student, a teacher, data and a configuration to a folder. `run` runs `stillhouse` in the process
+of the test; `Command` runs it in a process that the fork server starts, which has a pid and which tests can kill.
 """
 
 import atexit
 import functools
+import io
 import json
 import os
 import random
@@ -16,9 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from kit.families import build
 from kit.fork_server import fork_server
@@ -37,21 +41,36 @@ ROOT = Path(__file__).parents[2]
 
 
 def save_model(
-    folder: Path,
-    family: str = "llama",
-    *,
-    tied: bool | None = None,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    change: Callable[[Any], None] | None = None,
-    text: list[str] | None = None,
+    folder: Path, family: str = "llama", *, change: Callable[[Any], None] | None = None, **options: Any
 ) -> Path:
-    """Save a small model with a toy tokenizer as a Hugging Face folder. `change` edits the model before that."""
-    tokenizer = toy_tokenizer(backend=toy_backend(text=text))
-    model = build(family, tied=tied, seed=seed, vocab_size=len(tokenizer), dtype=dtype)
+    """Save a small model with a toy tokenizer as a Hugging Face folder. options: of `build_model`.
+
+    `change` edits the model before that. Models without a change are built once per process, and then copied.
+    """
     if change is not None:
-        with torch.no_grad():
-            change(model)
+        return build_model(folder, family, change, **options)
+    return shutil.copytree(_model_of(family, **options), folder, dirs_exist_ok=True)
+
+
+@functools.cache
+def _model_of(family: str, **options: Any) -> Path:
+    return build_model(Path(tempfile.mkdtemp(dir=_logs())), family, **options)
+
+
+def build_model(
+    folder: Path,
+    family: str,
+    change: Callable[[Any], object] = lambda _: None,
+    *,
+    text: tuple[str, ...] = tuple(TEXT),
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Path:
+    """Build and save the model of `save_model`. text: what the tokenizer is trained on. options: of `build`."""
+    tokenizer = toy_tokenizer(backend=toy_backend(text=text))
+    model = build(family, vocab_size=len(tokenizer), dtype=dtype, **options)
+    with torch.no_grad():
+        change(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -186,14 +205,30 @@ class Command:
         return path.read_text() if path.exists() else ""
 
 
-def run(*arguments: str | Path, code: int = 0) -> Command:
-    """Run a command to its end. Assert the expected exit code, and that there is no traceback."""
-    command = Command(*arguments)
-    ended = command.wait(180)
-    assert ended == code, f"exit code {ended}, expected {code}:\n{command.out}{command.err}"
-    assert "Traceback" not in command.err
-    assert (code == 0) == ("error: " not in command.err)
-    return command
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended. code: the first exit code that is not 0. out, err: the texts of all its processes."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*arguments: str | Path, code: int = 0) -> Ended:
+    """Run a command in this process. Assert the expected exit code. The global state of the process is restored."""
+    out, err = io.StringIO(), io.StringIO()
+    states = random.getstate(), np.random.get_state()
+    torch.set_num_threads(1)
+    try:
+        with patch.dict(os.environ), redirect_stdout(out), redirect_stderr(err), torch.random.fork_rng(devices=[]):
+            actual = cli.run([str(argument) for argument in arguments])
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    ended = Ended(actual, out.getvalue(), err.getvalue())
+    assert actual == code, ended
+    assert (code == 0) == ("error: " not in ended.err)
+    return ended
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:

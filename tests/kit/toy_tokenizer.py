@@ -7,6 +7,7 @@ reasoning models: it drops the thoughts of turns before the last question and wr
 even if they are empty.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +49,7 @@ TEMPLATES = {"plain": PLAIN_TEMPLATE, "generation": GENERATION_TEMPLATE, "reason
 Chat = Literal["plain", "generation", "reasoning"]
 
 
-def toy_backend(*, text: list[str] | None = None, vocabulary: int = 400) -> Tokenizer:
+def toy_backend(*, text: Sequence[str] = TEXT, vocabulary: int = 400) -> Tokenizer:
     """Train the `tokenizers` object: byte-level BPE over all 256 bytes; special tokens have the ids 0 to 5."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -59,7 +60,7 @@ def toy_backend(*, text: list[str] | None = None, vocabulary: int = 400) -> Toke
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(text or TEXT, trainer)
+    backend.train_from_iterator(text, trainer)
     return backend
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from kit.report_runs import make_run
-from kit.runs import save_model
+from kit.runs import build_model
 from transformers.utils.logging import disable_progress_bar
 
 from stillhouse.data import load_tokenizer
@@ -22,6 +22,6 @@ torch.set_num_threads(1)
 disable_progress_bar()
 with tempfile.TemporaryDirectory() as folder:
     for family in ("llama", "qwen3"):
-        load_causal_lm(save_model(Path(folder) / family, family))
+        load_causal_lm(build_model(Path(folder) / family, family))
         load_tokenizer(f"{folder}/{family}")
     write_report(make_run(Path(folder) / "run", steps=2))

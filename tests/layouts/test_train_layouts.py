@@ -21,7 +21,6 @@ from kit.odd_lines import LINE, vanished, vanishing, with_odd_line
 from kit.ranks import TORCHRUN, Ranks, under_torchrun
 from kit.runs import metrics, save_model, wait_for, write_run
 
-from stillhouse.cli import USAGE
 from stillhouse.libraries import FEATURES, is_supported
 
 
@@ -138,12 +137,6 @@ def test_an_impossible_layout_ends_with_one_error(workspace: Path, overrides: li
     assert not (workspace / "refused").exists()
 
 
-def test_usage_is_the_exit_code_of_a_wrong_layout(workspace: Path) -> None:
-    run = distill(workspace, "refused", 1, "parallel.fsdp=2", succeeds=False)
-    assert run.code == USAGE
-    assert "there is one, without torchrun" in run.err
-
-
 @pytest.mark.slow
 def test_parity_is_a_command(workspace: Path) -> None:
     run = under_torchrun("parity", workspace / "run.yaml")
@@ -189,7 +182,7 @@ def test_a_value_that_is_not_finite_is_found_as_in_one_process(failing_runs: Pat
     keys = [f"parallel.{key}" for key in layout.split()]
     for processes, out, overrides in ((1, f"{what} one process", []), (2, f"{what} {layout}", keys)):
         student = f"student.model={failing_runs / what}"
-        error = distill(failing_runs, out, processes, student, *overrides, succeeds=False).err
+        error = distill(failing_runs, out, processes, student, *overrides, code=1).err
         assert error.count("No weight was changed by this step") == 1
         errors += re.findall(rf"step (\d+): the {what} is not finite .*?: (.*?)\. No weight was changed", error)
         shutil.rmtree(failing_runs / out)

@@ -15,17 +15,6 @@ from stillhouse.cli.arguments import settings_layer
 from stillhouse.config import load_config
 
 HEAVY = ["torch", "transformers", "datasets", "numpy", "pydantic", "ruamel.yaml", "stillhouse.config"]
-COMMAND = [sys.executable, "-m", "stillhouse"]
-
-
-def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*COMMAND, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
 
 
 def imported(code: str) -> list[str]:
@@ -163,10 +152,12 @@ def test_a_failure_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_traceback_is_shown_only_where_asked_for(shown: bool) -> None:
-    process = start("distill", "seed=a", STILLHOUSE_TRACEBACK="1" if shown else "")
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 2
+def test_a_traceback_is_shown_only_where_asked_for(
+    shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STILLHOUSE_TRACEBACK", "1" if shown else "")
+    assert cli.run(["distill", "seed=a"]) == 2
+    stderr = capsys.readouterr().err
     assert ("Traceback" in stderr) == shown
     assert "error: student.model: required" in stderr
 
@@ -175,7 +166,8 @@ def test_a_traceback_is_shown_only_where_asked_for(shown: bool) -> None:
 def test_an_interrupted_run_says_how_to_continue(tmp_path: Path) -> None:
     pipe = tmp_path / "run config.yaml"
     os.mkfifo(pipe)
-    process = start("distill", str(pipe), "seed=1")
+    command = [sys.executable, "-m", "stillhouse", "distill", str(pipe), "seed=1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     # this returns when the command opens its configuration; the command then waits for content forever
     with pipe.open("w"):
         process.send_signal(signal.SIGINT)

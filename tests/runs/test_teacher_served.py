@@ -163,7 +163,7 @@ def test_a_server_that_ignores_the_temperature_is_refused(folder: Path, server: 
 
 
 def test_another_tokenizer_template_or_end_is_refused(folder: Path, tmp_path: Path) -> None:
-    other = save_model(tmp_path / "other", "qwen3", text=["zebra quagga zebra quagga okapi okapi"] * 9)
+    other = save_model(tmp_path / "other", "qwen3", text=("zebra quagga zebra quagga okapi okapi",) * 9)
     with Server(other) as started, pytest.raises(ValueError, match="student and teacher have different tokenizers"):
         session_of(folder, cached=True, **{"teacher.url": started.url})
     for name, key, value in (("eos", "eos_token", "<pad>"), ("chat_template", "chat_template", "{{ messages }}")):

@@ -34,7 +34,7 @@ from stillhouse.output.progress import Progress
 from stillhouse.run.session import Session, prepare
 from stillhouse.run.setup import RunSetup
 
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 
 
 def write_cycles(folder: Path, **settings: Any) -> Any:

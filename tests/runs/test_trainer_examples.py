@@ -240,7 +240,7 @@ def test_without_arguments_an_example_explains_itself(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_teacher_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
-    other = save_model(tmp_path / "other", text=["other words, so that the ids mean something else"])
+    other = save_model(tmp_path / "other", text=("other words, so that the ids mean something else",))
     options = ["--teacher", str(other), "--student", str(folder / "student"), "--data", str(folder / "train.jsonl")]
     options += ["--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false"]
     with pytest.raises(ValueError, match="student and teacher have different tokenizers"):

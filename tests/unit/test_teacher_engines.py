@@ -198,7 +198,7 @@ def test_what_vllm_cannot_give_is_refused(folder: Path, case: str) -> None:
 
 
 def test_an_engine_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
-    foreign = save_model(tmp_path / "other", "qwen3", text=["zebra quagga zebra quagga okapi okapi"] * 9)
+    foreign = save_model(tmp_path / "other", "qwen3", text=("zebra quagga zebra quagga okapi okapi",) * 9)
     message = r"has another tokenizer than the student: it makes \d+ ids of a text of \d+"
     with stub_server(Vllm, foreign) as server, pytest.raises(ConfigError, match=message):
         session_of(folder, cached=True, **{"teacher.url": server.url}, **TOP_K)
