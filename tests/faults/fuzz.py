@@ -91,10 +91,10 @@ def work(subject: str, seed: int, first: int, mutations: int) -> None:
 
 def run(subject: str, mutations: int, seed: int = 0, first: int = 0) -> Campaign:
     """Run all mutations from `first` on in workers."""
-    found = Campaign(subject, seed)
-    while found.mutations < mutations:
-        at = first + found.mutations
-        rest = mutations - found.mutations
+    campaign = Campaign(subject, seed)
+    while campaign.mutations < mutations:
+        at = first + campaign.mutations
+        rest = mutations - campaign.mutations
         command = [
             sys.executable,
             __file__,
@@ -112,24 +112,24 @@ def run(subject: str, mutations: int, seed: int = 0, first: int = 0) -> Campaign
             ready = worker.stdout.readline() == "ready\n"
             for line in worker.stdout:
                 kind, details = json.loads(line)
-                add(found, first, kind, details)
+                add(campaign, first, kind, details)
             status = worker.wait()
             log.seek(0)
             tail = log.read()[-3000:]
         assert ready, f"the worker did not start:\n{tail}"
-        if found.mutations < mutations:
-            add(found, first, "FAILED", f"the process ended with status {status}:\n{tail}")
-    return found
+        if campaign.mutations < mutations:
+            add(campaign, first, "FAILED", f"the process ended with status {status}:\n{tail}")
+    return campaign
 
 
-def add(found: Campaign, first: int, kind: str, details: str) -> None:
-    found.kinds[kind] += 1
+def add(campaign: Campaign, first: int, kind: str, details: str) -> None:
+    campaign.kinds[kind] += 1
     if kind == "FAILED":
-        found.failures.append({"mutation": first + found.mutations, "details": details})
-        print(f"{found.subject} {first + found.mutations}: {details}", file=sys.stderr, flush=True)
-    found.mutations += 1
-    if found.mutations % 500 == 0:
-        print(f"{found.subject}: {found.mutations:,} {dict(found.kinds)}", file=sys.stderr, flush=True)
+        campaign.failures.append({"mutation": first + campaign.mutations, "details": details})
+        print(f"{campaign.subject} {first + campaign.mutations}: {details}", file=sys.stderr, flush=True)
+    campaign.mutations += 1
+    if campaign.mutations % 500 == 0:
+        print(f"{campaign.subject}: {campaign.mutations:,} {dict(campaign.kinds)}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -140,22 +140,22 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, help="result file (JSON); with all: benchmarks/results/fuzz-*.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
+    options = parser.parse_args()
+    if options.worker:
         with contextlib.suppress(BrokenPipeError):
-            work(given.subject, given.seed, given.first, given.mutations)
+            work(options.subject, options.seed, options.first, options.mutations)
         return
-    subjects = ["configurations", "data", "models", "published"] if given.subject == "all" else [given.subject]
+    subjects = ["configurations", "data", "models", "published"] if options.subject == "all" else [options.subject]
     with ThreadPoolExecutor(len(subjects)) as pool:  # each thread waits for its worker
-        found = list(pool.map(lambda each: run(each, given.mutations, given.seed, given.first), subjects))
-    if given.out is not None or given.subject == "all":
+        campaigns = list(pool.map(lambda name: run(name, options.mutations, options.seed, options.first), subjects))
+    if options.out is not None or options.subject == "all":
         from benchmarks.record import result_file, write_result
 
-        content = {"seed": given.seed, "campaigns": [vars(campaign) for campaign in found]}
-        write_result(given.out or result_file("fuzz"), content)
+        content = {"seed": options.seed, "campaigns": [vars(campaign) for campaign in campaigns]}
+        write_result(options.out or result_file("fuzz"), content)
     else:
-        print(json.dumps(vars(found[0]), indent=1))
-    sys.exit(any(campaign.failures for campaign in found))
+        print(json.dumps(vars(campaigns[0]), indent=1))
+    sys.exit(any(campaign.failures for campaign in campaigns))
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ def test_any_other_end_is_a_failure(error: BaseException) -> None:
 
 @pytest.mark.slow
 def test_a_campaign_continues_after_an_input_that_ends_its_process() -> None:
-    found = run("crashing", 9)
-    assert found.mutations == 9
-    assert found.kinds == {"loaded": 6, "FAILED": 3}
-    assert [failure["mutation"] for failure in found.failures] == [2, 5, 8]
-    assert all("status -9" in str(failure["details"]) for failure in found.failures)
+    campaign = run("crashing", 9)
+    assert campaign.mutations == 9
+    assert campaign.kinds == {"loaded": 6, "FAILED": 3}
+    assert [failure["mutation"] for failure in campaign.failures] == [2, 5, 8]
+    assert all("status -9" in str(failure["details"]) for failure in campaign.failures)

@@ -80,7 +80,7 @@ def test_code_that_comes_with_a_model_is_not_run_by_any_way_in(
 ) -> None:
     folder = foreign(tmp_path / "foreign", known)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for load in (Decoder.from_pretrained, empty_decoder, lambda each: load_tokenizer(str(each))):
+    for load in (Decoder.from_pretrained, empty_decoder, lambda path: load_tokenizer(str(path))):
         with contextlib.suppress(ValueError):  # a known type is loaded with transformers' own class
             load(folder)
     assert not (folder / MARKER).exists()
@@ -96,8 +96,8 @@ def test_every_call_that_could_run_foreign_code_passes_trust_remote_code() -> No
                 continue
             owner = ast.unparse(node.func.value)
             if node.func.attr in ("from_pretrained", "from_config") and owner.startswith("Auto"):
-                given = {keyword.arg for keyword in node.keywords}
-                silent += [] if given & {"trust_remote_code", None} else [f"{path}:{node.lineno}"]
+                keywords = {keyword.arg for keyword in node.keywords}
+                silent += [] if keywords & {"trust_remote_code", None} else [f"{path}:{node.lineno}"]
     assert len(files) > 50
     assert not silent
 
@@ -177,7 +177,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 def test_a_damaged_configuration(tmp_path: Path, values: dict[str, Any]) -> None:
     folder = save_model(tmp_path / "model")
     edit(folder / "config.json", **values)
-    for load in (Decoder.from_pretrained, lambda each: load_weights(empty_decoder(each), each, torch.device("cpu"))):
+    for load in (Decoder.from_pretrained, lambda path: load_weights(empty_decoder(path), path, torch.device("cpu"))):
         with pytest.raises(ValueError, match=f"{folder}") as error:
             load(folder)
         readable(error)

@@ -96,12 +96,12 @@ def test_a_run_whose_initial_checkpoint_is_gone_or_damaged(complete_run: Path, t
     run("distill", *arguments)
     shutil.rmtree(tmp_path / "out" / "model")
     shutil.rmtree(start)
-    own = tmp_path / "out" / "checkpoints"
-    assert f"resuming from {own}/step-00000006" in run("distill", *arguments).out
+    checkpoints = tmp_path / "out" / "checkpoints"
+    assert f"resuming from {checkpoints}/step-00000006" in run("distill", *arguments).out
     shutil.rmtree(tmp_path / "out" / "model")
-    zeroed(own / "step-00000006")
-    resumed = run("distill", *arguments, f"checkpoint.resume={own}/step-00000006", "checkpoint.fallback=true")
-    assert f"resuming from {own}/{NEWEST}" in resumed.out
+    zeroed(checkpoints / "step-00000006")
+    resumed = run("distill", *arguments, f"checkpoint.resume={checkpoints}/step-00000006", "checkpoint.fallback=true")
+    assert f"resuming from {checkpoints}/{NEWEST}" in resumed.out
     assert contents(tmp_path / "out" / "model") == contents(complete_run / "out" / "model")
 
 

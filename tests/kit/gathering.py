@@ -89,10 +89,10 @@ def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor] | 
         return LossOutput(head.weight_VD.sum() * LOSS_FACTORS[rank.number] + 0 * hidden_states.sum())
 
     side = Side.of(case, case.layout, mesh)
-    own = side.shard(StepMicroBatches(batches(case, 0)))
-    signals = side.source.request(own).result()
+    step = side.shard(StepMicroBatches(batches(case, 0)))
+    signals = side.source.request(step).result()
     side.runner.forward_backward(
-        [StageInputs(*each, scaled_head_sum, autocast=torch.bfloat16) for each in zip(own, signals, strict=True)]
+        [StageInputs(*inputs, scaled_head_sum, autocast=torch.bfloat16) for inputs in zip(step, signals, strict=True)]
     )
     grad = side.engine.student.decoders[0].output_weight.grad
     assert grad is not None

@@ -9,9 +9,7 @@ Bitwise equality holds on the machine and torch version that the file names; els
 import argparse
 import hashlib
 import json
-import os
 import platform
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.layout_runs import distill
 from kit.runs import metrics, save_model, write_run
 from safetensors.torch import load_file
 
@@ -48,11 +47,11 @@ RUNS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true")
-    found = {"machine": machine(), "runs": all_runs()}
+    actual = {"machine": machine(), "runs": all_runs()}
     if not parser.parse_args().check:
-        FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        FILE.write_text(json.dumps(actual, indent=1) + "\n", encoding="utf-8")
         return
-    differences = compare(json.loads(FILE.read_text(encoding="utf-8")), found)
+    differences = compare(json.loads(FILE.read_text(encoding="utf-8")), actual)
     print("\n".join(differences) or "the same")
     sys.exit(bool(differences))
 
@@ -74,11 +73,7 @@ def all_runs() -> dict[str, Any]:
 def recorded(run: Run, folder: Path) -> dict[str, Any]:
     folder.mkdir()
     write_run(folder, family=run.family, **run.settings)
-    launcher = [sys.executable]
-    if run.processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.processes)]
-    command = [*launcher, "-m", "stillhouse", "distill", str(folder / "run.yaml")]
-    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    distill(folder, "out", run.processes)
     lines = metrics(folder / "out")
     return {
         "losses": [line["loss/total_nats_per_token"] for line in lines if "train/gradient_norm" in line],
@@ -124,12 +119,12 @@ def weights(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"weights_sha256": digest.hexdigest(), "weights": sizes}
 
 
-def compare(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def compare(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
     """Return the differences, one line for each."""
-    same_machine = expected["machine"] == found["machine"]
+    same_machine = expected["machine"] == actual["machine"]
     differences = []
     for name, run in expected["runs"].items():
-        here = found["runs"].get(name, {})
+        here = actual["runs"].get(name, {})
         exact = same_machine and (name not in RUNS or RUNS[name].processes == 1)
         if exact:
             differences += [f"{name}: {key} differs" for key in run if run[key] != here.get(key)]

@@ -106,14 +106,14 @@ class Case:
     def name(self) -> str:
         kind = f"{self.family}-{self.layout.degrees}".replace(" × ", "-").replace(" ", "")
         schedule = f"-{self.layout.schedule}-{self.micro_batches}" if self.layout.degrees.pipeline > 1 else ""
-        own = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
+        separate = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
         kept = "-bf16" if self.dtype == torch.bfloat16 else ""
         flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
         flags |= {"other_tokens": self.other_tokens, "waiting_teacher": self.waiting_teacher}
         flags |= {"hidden": bool(self.hidden)}
         objective = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
         objective += "" if self.optimizer == "adamw" else f"-{self.optimizer}"
-        more = objective + own + "".join(f"-{flag}" for flag, given in flags.items() if given)
+        more = objective + separate + "".join(f"-{flag}" for flag, is_set in flags.items() if is_set)
         more += f"-mtp-{self.mtp}" if self.mtp else ""
         return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
 
@@ -203,7 +203,7 @@ class Side:
         return self.engine.student.shard(step, training=training)
 
     def requests(self, steps: list[StepMicroBatches]) -> Iterator[tuple[ShardedMicroBatches, PendingSignals]]:
-        return request_ahead(self.source, (self.shard(each) for each in steps))
+        return request_ahead(self.source, (self.shard(step) for step in steps))
 
     def step(self, micro_batches: ShardedMicroBatches, signals: PendingSignals) -> dict[str, float]:
         normalizer = micro_batches.of_all_ranks.normalizer
@@ -356,8 +356,10 @@ def batches(case: Case, step: int) -> list[MicroBatch]:
     step_batches = [batch(1000 * step + number, empty=number % 3 == 1) for number in range(count)]
     if not case.other_tokens:
         return step_batches
-    others = [{**each.inputs, "input_ids": each.input_ids_BS.flip(1)} for each in step_batches]
-    return [replace(each, teacher_inputs=inputs) for each, inputs in zip(step_batches, others, strict=True)]
+    return [
+        replace(micro_batch, teacher_inputs=micro_batch.inputs | {"input_ids": micro_batch.input_ids_BS.flip(1)})
+        for micro_batch in step_batches
+    ]
 
 
 def batch(seed: int, empty: bool) -> MicroBatch:

@@ -71,7 +71,7 @@ class Server:
                 command.process.kill()
             print(*(command.out + command.err for command in self.commands))
             return
-        if self.first.process.is_alive():
+        if self.commands and self.first.process.is_alive():
             self.end()
         for command in self.commands:
             assert command.wait(60) == 0, f"{command.out}{command.err}"
@@ -80,6 +80,12 @@ class Server:
     def end(self) -> None:
         for command in self.commands:
             command.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the server of one process. The end of the block then expects nothing of it."""
+        command = self.commands.pop()
+        command.process.kill()
+        command.process.join()
 
     @property
     def port(self) -> int:

@@ -46,9 +46,9 @@ chat_template.TEMPLATE_SECONDS = 2.0  # the campaign loads thousands of template
 
 
 def configurations(folder: Path) -> Load:
-    given = load_config(None, ["student.model=a", "teacher.model=b", "data.train=c", "out=d", "student.adapter.r=4"])
-    texts = [EXAMPLE.encode(), dump_config(given).encode()]
-    values = given.model_dump(mode="json")
+    config = load_config(None, ["student.model=a", "teacher.model=b", "data.train=c", "out=d", "student.adapter.r=4"])
+    texts = [EXAMPLE.encode(), dump_config(config).encode()]
+    values = config.model_dump(mode="json")
     keys = list(value_fields(RunConfig))
     path = folder / "run.yaml"
 
@@ -200,7 +200,7 @@ def published(folder: Path) -> Load:
 
 def odd_file(draw: random.Random, path: Path) -> None:
     """Put something else than a regular file in the place of a file, or make the manifest name it elsewhere."""
-    manifest, own = path.parent / MANIFEST, path.with_name(f"own {path.name}")
+    manifest, moved = path.parent / MANIFEST, path.with_name(f"own {path.name}")
     match draw.randrange(9):
         case 0:
             path.unlink()
@@ -209,11 +209,11 @@ def odd_file(draw: random.Random, path: Path) -> None:
             path.unlink()
             path.symlink_to(draw.choice(["/dev/zero", "/dev/stdin", path, "/", "/etc/passwd", "nowhere"]))
         case 2:
-            path.rename(own)
-            path.symlink_to(own)
+            path.rename(moved)
+            path.symlink_to(moved)
         case 3:
-            path.rename(own)
-            os.link(own, path)
+            path.rename(moved)
+            os.link(moved, path)
         case 4:
             path.unlink()
             path.mkdir()

@@ -51,16 +51,16 @@ def pool() -> RankPool:
 @pytest.mark.parametrize("signal", ALL_SIGNALS)
 def test_every_divergence_on_every_signal(pool: RankPool, signal: str) -> None:
     """2, 3 and 4 ranks with uneven shards, several chunks, and weights of zero; over 3 ranks in float64."""
-    named = {each: partial(problems.distillation, each, signal) for each in ALL_DIVERGENCES}
+    named = {name: partial(problems.distillation, name, signal) for name in ALL_DIVERGENCES}
     check(pool, over(Layout(SHARDS[2]), named) + over(Layout(FOUR), named))
-    named = {each: partial(problems.distillation, each, signal, torch.float64) for each in ALL_DIVERGENCES}
+    named = {name: partial(problems.distillation, name, signal, torch.float64) for name in ALL_DIVERGENCES}
     check(pool, over(Layout(SHARDS[3]), named), within=1e-11)
 
 
 def test_every_other_term(pool: RankPool) -> None:
-    named = {each: partial(problems.other_term, each) for each in OTHER_TERMS}
+    named = {name: partial(problems.other_term, name) for name in OTHER_TERMS}
     check(pool, [case for n in SHARDS for case in over(Layout(SHARDS[n]), named)])
-    named = {each: partial(problems.other_term, each, V, torch.float64) for each in OTHER_TERMS}
+    named = {name: partial(problems.other_term, name, V, torch.float64) for name in OTHER_TERMS}
     check(pool, over(Layout(FOUR), named), within=1e-11)
 
 
@@ -70,7 +70,7 @@ def test_every_other_term(pool: RankPool) -> None:
     ids=["ceil", "balanced", "ranks without a row", "ranks in another order"],
 )
 def test_ten_rows_over_four_ranks(pool: RankPool, borders: Borders) -> None:
-    named = {each: partial(problems.other_term, each, 10) for each in OTHER_TERMS}
+    named = {name: partial(problems.other_term, name, 10) for name in OTHER_TERMS}
     for expression in ("forward_kl", "jsd(0.3)", "alpha_beta(0, 0)"):
         for signal in ("full", "dense", "bucket"):
             named[f"{expression} on {signal}"] = partial(problems.distillation, expression, signal, vocabulary=10)
@@ -81,7 +81,7 @@ def test_ten_rows_over_four_ranks(pool: RankPool, borders: Borders) -> None:
 def test_peaked_rows(pool: RankPool, signal: str) -> None:
     """The logits have standard deviation 30: the maxima of two ranks may differ by a hundred."""
     peaked = partial(problems.distillation, signal=signal, sharpness=30.0)
-    check(pool, over(Layout(FOUR), {each: partial(peaked, each) for each in DIVERGENCES_OF_PEAKED_ROWS}))
+    check(pool, over(Layout(FOUR), {name: partial(peaked, name) for name in DIVERGENCES_OF_PEAKED_ROWS}))
 
 
 def test_heads_with_a_scale_a_softcap_and_no_bias(pool: RankPool) -> None:
@@ -97,7 +97,7 @@ def test_half_precision(pool: RankPool) -> None:
     make = partial(problems.distillation, dtype=torch.bfloat16)
     divergences = ONE_ROUND + TWO_ROUNDS
     kinds = ("full", "bucket", "mixture")
-    named = {f"{each} on {kind}": partial(make, each, kind) for each in divergences for kind in kinds}
+    named = {f"{name} on {kind}": partial(make, name, kind) for name in divergences for kind in kinds}
     check(pool, over(Layout(FOUR), named), within=3e-3)
 
 
@@ -139,7 +139,7 @@ PADDED: dict[str, tuple[tuple[int, int, int | None, int | None], Layout]] = {
 def test_padded_rows_and_other_row_counts(pool: RankPool) -> None:
     cases = [Case(name, partial(problems.heads_of, *rows), layout) for name, (rows, layout) in PADDED.items()]
     for case, outcomes in zip(cases, check(pool, cases), strict=True):
-        vocabulary = min(each for each in PADDED[case.name][0] if each is not None)
+        vocabulary = min(rows for rows in PADDED[case.name][0] if rows is not None)
         for (start, _), outcome in zip(case.layout.student, outcomes, strict=True):
             padding = slice(max(vocabulary - start, 0), None)
             assert not outcome.gradients["weight"][padding].any(), case.name
@@ -197,11 +197,11 @@ def test_no_tokens_at_all(pool: RankPool) -> None:
         assert empty.loss == 0
         assert empty.metrics.keys() == full.metrics.keys()
         assert not any(empty.metrics.values())
-        assert {name: each.shape for name, each in empty.gradients.items() if name != "hidden"} == {
-            name: each.shape for name, each in full.gradients.items() if name != "hidden"
+        assert {name: gradient.shape for name, gradient in empty.gradients.items() if name != "hidden"} == {
+            name: gradient.shape for name, gradient in full.gradients.items() if name != "hidden"
         }
         assert empty.gradients["hidden"].shape == (0, D)
-        assert not any(each.any() for each in empty.gradients.values())
+        assert not any(gradient.any() for gradient in empty.gradients.values())
 
 
 def test_rows_without_weight_may_hold_anything(pool: RankPool) -> None:
@@ -252,7 +252,7 @@ def test_all_metrics_are_those_of_the_whole_vocabulary(pool: RankPool) -> None:
     ids=["other borders", "whole teachers with more rows", "padding", "a shard of padding", "ranks without a row"],
 )
 def test_mixtures_of_heads_with_other_row_counts(pool: RankPool, rows: tuple[Any, ...], layout: Layout) -> None:
-    named = {each: partial(problems.mixture_of, each, *rows) for each in ("forward_kl", "jsd(0.3)")}
+    named = {name: partial(problems.mixture_of, name, *rows) for name in ("forward_kl", "jsd(0.3)")}
     for outcomes in check(pool, over(layout, named)):
         for (start, _), outcome in zip(layout.student, outcomes, strict=True):
             assert not outcome.gradients["weight"][max((rows[2] or rows[0]) - start, 0) :].any()
@@ -276,7 +276,7 @@ def test_random_layouts(pool: RankPool, seed: int) -> None:
 
     def borders(rows: int, ranks: int) -> Borders:
         held = cut(0, *sorted(torch.randint(0, rows + 1, (ranks - 1,), generator=random).tolist()), rows)
-        return tuple(held[each] for each in torch.randperm(ranks, generator=random).tolist())
+        return tuple(held[place] for place in torch.randperm(ranks, generator=random).tolist())
 
     cases = []
     for ranks in (2, 3, 4):

@@ -47,13 +47,13 @@ def pool() -> RankPool:
 
 def test_partial_gradients_of_the_hidden_states(pool: RankPool) -> None:
     """With reduce_hidden_grad=False each rank has its shard's part of the gradient; the parts sum to the whole."""
-    named: dict[str, Any] = {each: partial(problems.other_term, each) for each in OTHER_TERMS}
+    named: dict[str, Any] = {name: partial(problems.other_term, name) for name in OTHER_TERMS}
     for expression in (*ONE_ROUND, *TWO_ROUNDS):
         for signal in ("full", "bucket"):
             named[f"{expression} on {signal}"] = partial(problems.distillation, expression, signal)
     cases = over(Layout(FOUR, reduce_hidden_grad=False), named)
     for outcomes in check(pool, cases):
-        first, second = (each.gradients["hidden"] for each in outcomes[:2])
+        first, second = (outcome.gradients["hidden"] for outcome in outcomes[:2])
         assert distance(first, second) > 0.1
 
 
@@ -226,7 +226,7 @@ def split(layout: Layout, result: Result, share_hidden: bool) -> list[Outcome]:
     output, gradients = result.output, result.gradients
     outcomes = []
     for start, stop in layout.student:
-        local = {name: each if name == "hidden" else each[start:stop] for name, each in gradients.items()}
+        local = {name: gradient if name == "hidden" else gradient[start:stop] for name, gradient in gradients.items()}
         local["hidden"] = local["hidden"] / (len(layout.student) if share_hidden else 1)
         outcomes.append(
             Outcome(output.loss.detach(), output.metrics, output.per_token, local, Counter(), Counter(), 0)
@@ -237,9 +237,9 @@ def split(layout: Layout, result: Result, share_hidden: bool) -> list[Outcome]:
 @pytest.mark.parametrize("reduce_hidden_grad", [True, False])
 def test_a_gradient_that_is_too_large_is_noticed(reduce_hidden_grad: bool) -> None:
     problem, layout = problems.other_term("all"), Layout(FOUR, None, reduce_hidden_grad)
-    expected, own = oracle(problem), plain(problem)
-    assert complaints(layout, split(layout, own, not reduce_hidden_grad), problem, expected) == []
-    too_large = split(layout, own, not reduce_hidden_grad)
+    expected, plain_result = oracle(problem), plain(problem)
+    assert complaints(layout, split(layout, plain_result, not reduce_hidden_grad), problem, expected) == []
+    too_large = split(layout, plain_result, not reduce_hidden_grad)
     for outcome in too_large:
         outcome.gradients["hidden"] = outcome.gradients["hidden"] * 4
     (complaint,) = complaints(layout, too_large, problem, expected)

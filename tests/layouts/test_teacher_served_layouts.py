@@ -84,15 +84,16 @@ def test_fifty_steps_have_the_losses_of_the_teacher_in_the_job(workspace: Path, 
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_within_a_request_and_started_again(workspace: Path) -> None:
-    with Server(workspace / "teacher") as second, proxy_to("") as (proxy, url):
-        first = Server(workspace / "teacher").__enter__()
-        proxy.upstream = first.url
+    with (
+        Server(workspace / "teacher") as first,
+        Server(workspace / "teacher") as second,
+        proxy_to(first.url) as (proxy, url),
+    ):
         write_run(workspace, cached=True, **OBJECTIVE, **{"teacher.url": url, "out": str(workspace / "killed")})
         proxy.faults = [slow_answer] * 1000
         command = Command("distill", workspace / "run.yaml")
         wait_for(lambda: proxy.scored > 5)
-        first.first.send(signal.SIGKILL)
-        first.client.close()
+        first.kill()
         threading.Timer(2.0, lambda: setattr(proxy, "upstream", second.url)).start()
         assert command.wait(LIMIT) == 0, command.err
     assert "fails, and is asked again" in command.out

@@ -124,16 +124,18 @@ REFUSED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [(overrides.split(), message) for overrides, message in REFUSED.items()],
-    ids=list(REFUSED),
-)
-def test_an_impossible_layout_ends_with_one_error(workspace: Path, overrides: list[str], message: str) -> None:
-    run = under_torchrun("distill", workspace / "run.yaml", f"out={workspace / 'refused'}", *overrides)
-    assert run.returncode != 0
-    assert sum(line.startswith("error") for line in run.stderr.splitlines()) == 1, run.stderr
-    assert f"error: {message}" in run.stderr or message in run.stderr
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_an_impossible_layout_is_refused_by_all_ranks(workspace: Path, overrides: str) -> None:
+    arguments = ("distill", workspace / "run.yaml", f"out={workspace / 'refused'}", *overrides.split())
+    ranks = Ranks(2, *arguments)
+    assert all(ranks.wait()), ranks.texts
+    for rank, start in zip(ranks, ("error: ", "error on rank 1: "), strict=True):
+        assert rank.err.startswith(start)
+        assert REFUSED[overrides] in rank.err
+    if overrides == "parallel.tensor=4":  # torchrun ends the other rank before it prints its error
+        run = under_torchrun(*arguments)
+        assert run.returncode != 0
+        assert sum(line.startswith("error") for line in run.stderr.splitlines()) == 1, run.stderr
     assert not (workspace / "refused").exists()
 
 

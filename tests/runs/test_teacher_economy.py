@@ -67,7 +67,7 @@ def first_step(session: Session) -> Gradients:
 
 
 def distance(one: Gradients, other: Gradients) -> float:
-    return float(torch.stack([(each - other[1][name]).norm() for name, each in one[1].items()]).norm())
+    return float(torch.stack([(weight - other[1][name]).norm() for name, weight in one[1].items()]).norm())
 
 
 def dequantized(weight: Any) -> Tensor:
@@ -82,14 +82,14 @@ def dequantized(weight: Any) -> Tensor:
 def plain(request: pytest.FixtureRequest, folder: Path) -> tuple[str, Path]:
     """A kind, and a folder with a plain teacher whose weights are the dequantized ones of that kind."""
     quantized = load_causal_lm(folder / "teacher", quantize=request.param)
-    changed = {name: dequantized(each) for name, each in quantized.named_parameters() if is_quantized(each)}
+    changed = {name: dequantized(weight) for name, weight in quantized.named_parameters() if is_quantized(weight)}
     assert changed
 
     def change(model: Any) -> None:
-        for name, each in model.named_parameters():
+        for name, weight in model.named_parameters():
             if name in changed:
-                assert not torch.equal(each, changed[name]), f"{name} is the same in fewer bits"
-                each.copy_(changed[name])
+                assert not torch.equal(weight, changed[name]), f"{name} is the same in fewer bits"
+                weight.copy_(changed[name])
 
     return request.param, save_teacher(folder / f"plain-{request.param}", change)
 
@@ -98,10 +98,10 @@ def test_a_quantized_teacher_gives_the_gradients_of_its_dequantized_weights(
     folder: Path, plain: tuple[str, Path]
 ) -> None:
     kind, other = plain
-    found = gradients(folder, **{"teacher.quantize": kind})
+    actual = gradients(folder, **{"teacher.quantize": kind})
     exact, expected = gradients(folder), gradients(folder, **{"teacher.model": str(other)})
-    assert_close(found, expected, TOLERANCE[kind])
-    assert distance(found, expected) < 0.2 * distance(found, exact)
+    assert_close(actual, expected, TOLERANCE[kind])
+    assert distance(actual, expected) < 0.2 * distance(actual, exact)
 
 
 def test_one_of_several_teachers_may_be_quantized(folder: Path, plain: tuple[str, Path]) -> None:
@@ -111,10 +111,11 @@ def test_one_of_several_teachers_may_be_quantized(folder: Path, plain: tuple[str
         named = {"a": {"model": str(folder / "teacher")}, "b": {"model": str(folder / "teacher"), **quantized}}
         return {f"teachers.{name}": keys for name, keys in named.items()}
 
-    found, expected = (
-        session_of(folder, cached=True, **teachers(**each)) for each in ({"quantize": kind}, {"model": str(other)})
+    actual, expected = (
+        session_of(folder, cached=True, **teachers(**options))
+        for options in ({"quantize": kind}, {"model": str(other)})
     )
-    assert_close(first_step(found), first_step(expected), TOLERANCE[kind])
+    assert_close(first_step(actual), first_step(expected), TOLERANCE[kind])
 
 
 def test_quantized_weights_take_less_memory(folder: Path) -> None:
@@ -133,8 +134,8 @@ def test_a_served_quantized_teacher_is_proven_and_is_another_teacher(folder: Pat
         assert server.info()["quantize"] == kind
         assert server.info()["teacher"] == f"{exact.info()['teacher']}-{kind}"
         served = {"teacher.url": server.url, "teacher.model": str(folder / "teacher")}
-        found = gradients(folder, **served, **{"teacher.prove": "always"})
-        assert_close(found, gradients(folder, **{"teacher.model": str(other)}), TOLERANCE[kind])
+        actual = gradients(folder, **served, **{"teacher.prove": "always"})
+        assert_close(actual, gradients(folder, **{"teacher.model": str(other)}), TOLERANCE[kind])
         with pytest.raises(ConfigError, match="serve different teachers: identity is"):
             session_of(folder, cached=True, **{"teacher.url": [server.url, exact.url]})
 
@@ -146,8 +147,8 @@ def test_a_cache_of_a_quantized_teacher(folder: Path, plain: tuple[str, Path], t
     of_teacher = [SignalCache(tmp_path / name).manifest.teacher_hash for name in ("cache", "exact")]
     assert of_teacher[0] == f"{of_teacher[1]}-{kind}"
     assert "quantization_config" not in json.loads((tmp_path / "cache" / "teacher" / "config.json").read_text())
-    found = gradients(folder, **{"teacher.cache": str(tmp_path / "cache")})
-    assert_close(found, gradients(folder, **{"teacher.model": str(other)}), TOLERANCE[kind])
+    actual = gradients(folder, **{"teacher.cache": str(tmp_path / "cache")})
+    assert_close(actual, gradients(folder, **{"teacher.model": str(other)}), TOLERANCE[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,7 +156,7 @@ def test_a_damaged_weight_is_found_although_quantizing_hides_it(tmp_path: Path, 
     save_teacher(tmp_path / "teacher")
     path = tmp_path / "teacher" / "model.safetensors"
     weights = load_file(path)
-    name = next(each for each in weights if each.endswith("up_proj.weight"))
+    name = next(name for name in weights if name.endswith("up_proj.weight"))
     weights[name][3, 5] = float("nan")
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"'{name}' in .*model\.safetensors has values that are NaN or infinite"):
@@ -184,7 +185,7 @@ def test_an_offloaded_teacher_gives_the_same_gradients(
 ) -> None:
     """A run refuses this on a CPU, where the weights are copied for nothing."""
 
-    def found(*, offload: bool) -> tuple[float, dict[str, Tensor]]:
+    def actual(*, offload: bool) -> tuple[float, dict[str, Tensor]]:
         teacher = {"model": str(folder / "teacher"), "offload": offload}
         if several:
             config = write_run(folder, cached=True, **{"teachers.a": teacher})
@@ -193,25 +194,25 @@ def test_an_offloaded_teacher_gives_the_same_gradients(
         monkeypatch.setattr(preflight, "_require_offload", lambda *_: None)
         return first_step(prepare(config, announce=False))
 
-    assert_close(found(offload=True), found(offload=False))
+    assert_close(actual(offload=True), actual(offload=False))
 
 
 def test_waiting_weights_are_on_the_device_only_while_they_are_used() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
     model[1].weight.data = model[0].weight.data.T
-    before = [each.data_ptr() for each in model.parameters()]
+    before = [weight.data_ptr() for weight in model.parameters()]
     inputs = torch.randn(3, 5)
     expected = model(inputs)
     weights = WaitingWeights(model, CPU)
     with weights.on_device():
-        copies = [weakref.ref(each.untyped_storage()) for each in model.parameters()]
-        assert all(each.data_ptr() not in before for each in model.parameters())
+        copies = [weakref.ref(weight.untyped_storage()) for weight in model.parameters()]
+        assert all(weight.data_ptr() not in before for weight in model.parameters())
         torch.testing.assert_close(model(inputs), expected)
-    assert [each.data_ptr() for each in model.parameters()] == before
-    assert all(each() is None for each in copies)
+    assert [weight.data_ptr() for weight in model.parameters()] == before
+    assert all(copy() is None for copy in copies)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), weights.on_device():
         model(inputs[:, 1:])
-    assert [each.data_ptr() for each in model.parameters()] == before
+    assert [weight.data_ptr() for weight in model.parameters()] == before
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,9 @@ class Reference:
         if "(sample" not in source:
             return torch.tensor(self._rendered([system, *messages]))
         prompt = messages[:-1]
-        own = self._rendered(prompt, add_generation_prompt=True)
-        assert ids[: len(own)] == own
-        return torch.tensor(self._rendered([system, *prompt], add_generation_prompt=True) + ids[len(own) :])
+        prefix = self._rendered(prompt, add_generation_prompt=True)
+        assert ids[: len(prefix)] == prefix
+        return torch.tensor(self._rendered([system, *prompt], add_generation_prompt=True) + ids[len(prefix) :])
 
     def _rendered(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -109,7 +109,7 @@ class Reference:
         total = torch.stack([(q.exp() * (q - p)).sum() for p, q in pairs]).sum() / sum(len(p) for p, _ in pairs)
         self.student.zero_grad()
         total.backward()
-        return total.item(), {name: each.grad for name, each in self.student.named_parameters()}
+        return total.item(), {name: parameter.grad for name, parameter in self.student.named_parameters()}
 
     def forward_kl(self, documents: Documents) -> float:
         with torch.no_grad():
@@ -121,13 +121,13 @@ class Reference:
 def first_step(session: Session) -> tuple[ShardedMicroBatches, Documents, list[int]]:
     """The micro-batches of the first step, and its documents."""
     if session.plan is not None:
-        own = first_rollouts(session, RunFolder(Path(str(session.values["out"]))))
+        micro_batches = first_rollouts(session, RunFolder(Path(str(session.values["out"]))))
     else:
-        own = session.shard(session.step_schedule.micro_batches(session.train, 0))
-    whole: Any = own.of_all_ranks
+        micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+    whole: Any = micro_batches.of_all_ranks
     assert isinstance(whole, StepMicroBatches)
     chosen = sorted(document for number in range(len(whole)) for document in whole.documents_of(number))
-    return own, whole.sequences.documents, chosen
+    return micro_batches, whole.sequences.documents, chosen
 
 
 #: the run's folder and configuration, and its teacher
@@ -154,17 +154,17 @@ def test_gradients_and_held_out_divergence_are_those_of_whole_logits(case: Case)
     folder, path, teacher = case
     session = session_at(path)
     reference = Reference(folder, teacher, session)
-    own, documents, chosen = first_step(session)
+    micro_batches, documents, chosen = first_step(session)
     held_out = evaluate(session)["eval/forward_kl"]
-    signals = session.source_for(session.engine).request(own).result()
-    loss = session.engine.forward_backward(own, signals, own.of_all_ranks.normalizer).sums["loss"]
-    found = named_gradients(session.student.pretrained)
+    signals = session.source_for(session.engine).request(micro_batches).result()
+    loss = session.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer).sums["loss"]
+    actual = named_gradients(session.student.pretrained)
     session.close()
     assert session.evaluation is not None
     assert held_out == pytest.approx(reference.forward_kl(session.evaluation.documents), rel=1e-5)
     expected_loss, expected = reference.gradients(documents, chosen)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert_same_as_float64(found, expected)
+    assert_same_as_float64(actual, expected)
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_two_processes_train_as_whole_logits_say(case: Case) -> None:
     _, documents, chosen = first_step(session)
     session.close()
     loss, gradients = reference.gradients(documents, chosen)
-    norm = math.sqrt(sum(float(each.square().sum()) for each in gradients.values()))
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
     assert session.evaluation is not None
     held_out = reference.forward_kl(session.evaluation.documents)
     out = folder / "two"
