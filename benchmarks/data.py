@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.record import result_file, write_result
-from stillhouse.data import load_documents, load_tokenizer
+from stillhouse.data import LoadOptions, load_documents, load_tokenizer
 
 CASES = ("imports", "without a cache", "first start", "second start", "third start")
 
@@ -56,7 +56,7 @@ def measure(case: str, folder: Path) -> dict[str, Any]:
     if case != "imports":
         cache = None if case == "without a cache" else folder / "cache"
         started = time.perf_counter()
-        documents = load_documents(folder / "train.jsonl", tokenizer, max_tokens=2048, cache=cache)
+        documents = load_documents(folder / "train.jsonl", tokenizer, LoadOptions(max_tokens=2048), cache=cache)
         figures["seconds"] = round(time.perf_counter() - started, 2)
         figures["fingerprint"] = documents.fingerprint()[:16]
         figures["documents"], figures["tokens"] = len(documents), len(documents.tokens_N)

@@ -1,7 +1,7 @@
 """Data: reads records, turns them into tokens and masks, packs and batches them. Labels are shifted only here."""
 
 from stillhouse.data.data_report import DataReport
-from stillhouse.data.document_loader import load_documents
+from stillhouse.data.document_loader import LoadOptions, load_documents
 from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import MicroBatch
 from stillhouse.data.packed_rows import make_micro_batch
@@ -22,6 +22,7 @@ __all__ = [
     "DataError",
     "DataReport",
     "Documents",
+    "LoadOptions",
     "MicroBatch",
     "NoSourceError",
     "PackedMicroBatches",

@@ -1,9 +1,9 @@
 """Makes documents from records: reads, tokenizes, cuts and counts them.
 
-A text longer than the limit is cut into pieces, which are separate documents; each begins with the last token of the
-one before it, so that no prediction is lost. A prompt with completion or a conversation is cut at its end. The report
-counts both, and every record that was skipped or has no target token. A document and a teacher's prefix together have
-the same limit.
+A text longer than the limit is cut into pieces, which are separate documents. A piece begins with the last token of
+the piece before it, so that no prediction is lost. A conversation, or a prompt with its completion, is cut at its
+end. The report counts both, and every record that was skipped or has no target token. The limit applies to a document
+together with a teacher's prefix.
 """
 
 import functools
@@ -12,9 +12,8 @@ import io
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -42,90 +41,81 @@ from stillhouse.data.token_cache import TARGETS, TOKENS, cached_documents, entry
 from stillhouse.display import first_line, name_list
 
 _BATCH = 512  # records tokenized at once
-_PART = 2**22  # tokens looked at at once
+_PART = 2**22  # tokens that are searched at once
 _REASONS = 5  # reasons for skips that a report keeps
 
 
-def load_documents(
-    source: str | os.PathLike[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int,
-    tokens: Tokens = "completion",
-    on_error: Literal["raise", "skip"] = "raise",
-    columns: Sequence[str] = (),
-    allowed: Mapping[str, Collection[Any]] = MappingProxyType({}),
-    prefixes: Mapping[str, str] = MappingProxyType({}),
-    reader: str | None = None,
-    prompts: bool = False,
-    keep_records: bool = False,
-    cache: Path | None = None,
-) -> Documents:
-    """Read and tokenize a dataset (see `read_records` for what `source` may be).
+@dataclass(frozen=True)
+class LoadOptions:
+    """How records become documents.
 
     max_tokens: the longest document, with its longest prefix.
     tokens: which tokens are targets if a record has a prompt or several roles.
     on_error: "raise" for a record that cannot be used, or "skip" it and count it.
     columns: further columns to keep, which every record must have.
     allowed: the only values that some of these columns may have.
-    prefixes: by teacher, the template of what it reads in front of a document (see `PrefixTemplate`).
+    prefixes: for each teacher, the template of the text that it reads before a document (see `PrefixTemplate`).
     reader: the column, one of `columns`, that names the teacher of each document. No other teacher reads it, and
         only this teacher's prefix is made for it.
-    prompts: read only what a model writes after (see `record_forms.py`); such a document has no targets, and is
-        refused instead of cut.
+    prompts: read only the text after which a model writes (see `record_forms.py`). Such a document has no targets,
+        and one that is too long is refused, not cut.
     keep_records: keep the records themselves, too.
-    cache: a folder from which the tokens are mapped if they were made before (`token_cache.py`); without effect for a
-        hub id, with a tokenizer that is not a fast one, and with keep_records.
+
+    Raises ValueError if `max_tokens` is less than 2.
+    """
+
+    max_tokens: int
+    tokens: Tokens = "completion"
+    on_error: Literal["raise", "skip"] = "raise"
+    columns: Sequence[str] = ()
+    allowed: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    reader: str | None = None
+    prompts: bool = False
+    keep_records: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 2:
+            raise ValueError(f"max_tokens must be at least 2 (an input token and a target), got {self.max_tokens}")
+
+    @property
+    def targets(self) -> Targets:
+        return "none" if self.prompts else self.tokens
+
+
+def load_documents(
+    source: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: LoadOptions,
+    cache: Path | None = None,
+) -> Documents:
+    """Read and tokenize a dataset (see `read_records` for what `source` may be).
+
+    cache: a folder from which the tokens are mapped if they were made before (`token_cache.py`). It has no effect for
+        a hub id, with a tokenizer that is not a fast one, and with `keep_records`.
 
     Raises ValueError for a missing or empty dataset and for a prefix that is no template, DataError (`file:line:
     reason`) for a record that cannot be used and for columns of no known form.
     """
-    if max_tokens < 2:
-        raise ValueError(
-            f"max_tokens must be at least 2 (one input token and one token to predict), got {max_tokens}"
-        )
-    options = _Options(
-        os.fspath(source),
-        max_tokens,
-        "none" if prompts else tokens,
-        on_error == "skip",
-        list(columns),
-        {name: list(values) for name, values in allowed.items()},
-        list(prefixes.items()),
-        reader,
-        keep_records,
-    )
+    name = os.fspath(source)
 
     def load(folder: Path | None) -> Documents:
-        with _Loader(tokenizer, options, folder) as loader:
+        with _Loader(name, tokenizer, options, folder) as loader:
             for record in read_records(source):
                 loader.add(record)
             return loader.finish()
 
-    if cache is None or keep_records or not tokenizer.is_fast or (files := local_files(source)) is None:
+    if cache is None or options.keep_records or not tokenizer.is_fast or (files := local_files(source)) is None:
         return load(None)
-    key = functools.partial(entry_key, files, tokenizer, asdict(options))
+    # the order of the prefixes counts, and JSON objects have none
+    decisive = asdict(options) | {"source": name, "prefixes": list(options.prefixes.items())}
+    key = functools.partial(entry_key, files, tokenizer, decisive)
     return cached_documents(cache, lambda: local_files(source) or [], key, load)
 
 
 @dataclass(frozen=True)
-class _Options:
-    """What decides the documents of a source: see `load_documents`. targets: "none" if only prompts are read."""
-
-    source: str
-    max_tokens: int
-    targets: Targets
-    skip: bool
-    columns: list[str]
-    allowed: dict[str, list[Any]]
-    prefixes: list[tuple[str, str]]
-    reader: str | None
-    keep_records: bool
-
-
-@dataclass(frozen=True)
 class _Waiting:
-    """A record before it is tokenized. values: of the columns to keep. prefixes: the text for each teacher."""
+    """A record before it is tokenized. values: of the kept columns. prefixes: the text of each teacher's prefix."""
 
     rendered: Rendered
     where: str
@@ -142,10 +132,10 @@ class _Waiting:
 class _Loader:
     """Collects documents record by record, tokenizing a batch at a time."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: _Options, folder: Path | None):
+    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase, options: LoadOptions, folder: Path | None):
         self.tokenizer, self.options = tokenizer, options
-        self.prefix_templates = {name: PrefixTemplate(name, template) for name, template in options.prefixes}
-        self.report = DataReport(options.source)
+        self.prefix_templates = {name: PrefixTemplate(name, text) for name, text in options.prefixes.items()}
+        self.report = DataReport(source)
         self.template: Template | None = None
         self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
@@ -225,9 +215,9 @@ class _Loader:
         return np.memmap(file.name, dtype=dtype, mode="r")
 
     def _template_for(self, first: Record) -> Template:
-        """Let the first record decide the template and whose columns it has. Raises RecordError.
+        """Choose the template and the conversion of columns by the first record. Raises RecordError.
 
-        Raises DataError for what concerns the whole dataset, so that it is never skipped.
+        Raises DataError for an error that concerns all records, so that it is never skipped.
         """
         targets = self.options.targets
         try:
@@ -258,7 +248,7 @@ class _Loader:
         )
 
     def _reject(self, error: DataError) -> None:
-        if not self.options.skip:
+        if self.options.on_error == "raise":
             raise error
         self.report.skipped += 1
         if len(self.report.reasons) < _REASONS:
@@ -344,9 +334,9 @@ class _Loader:
 
 
 def _pieces(encoded: Encoded, max_tokens: int) -> list[Encoded]:
-    """Pieces of at most `max_tokens`, each of which begins with the last token of the piece before it.
+    """Pieces of at most `max_tokens`. Each piece begins with the last token of the piece before it.
 
-    So that token is read, not predicted, in the later piece, and every token behind the text's first one is predicted
+    The later piece reads this token and does not predict it. So every token after the text's first one is predicted
     once.
     """
     pieces = []

@@ -1,10 +1,9 @@
 """The order of a training's sequences: permutations, and weighted sources that take turns.
 
-A weight is a share of the tokens. A source's share of the sequences is therefore its weight divided by the mean
-tokens of its sequences. With the share s of the sequences, the k-th sequence of a source (from 0) has the time
-(k + 1/2) / s, and all sources' sequences follow each other by their times: so each step has nearly the right shares.
-A source begins anew, in another order, when it ends. The order depends on the seed alone, so that a step's number
-determines its data.
+A weight is a share of the tokens. A source's share s of the sequences is therefore proportional to its weight divided
+by the mean number of tokens of its sequences. The k-th sequence of a source (from 0) gets the time (k + 1/2) / s. The
+sequences of all sources are sorted by these times, so each step has nearly the right shares. A source that ends
+begins again in another order. The order depends on the seed alone, so that a step's number determines its data.
 
 S sequences.
 """
@@ -20,15 +19,17 @@ def weighted_order(
 ) -> np.ndarray:
     """The numbers of the sequences of a training on `total` sequences, [total] int64.
 
-    source_S: the source of each sequence. tokens_S: its tokens. weights: of the sources, above 0. A longer training
-    begins with the order of a shorter one. Raises ValueError if a source has no sequence.
+    A longer training begins with the order of a shorter one. Raises ValueError if a source has no sequence.
+
+    source_S, tokens_S: the source and the number of tokens of each sequence.
+    weights: the weights of the sources, above 0.
     """
     members = [np.flatnonzero(source_S == number) for number in range(len(weights))]
     if empty := [number for number, sequences in enumerate(members) if not len(sequences)]:
         raise ValueError(f"source number {empty[0] + 1} of the mixture has no documents to train on")
     rates = np.array([weight / tokens_S[of].mean() for weight, of in zip(weights, members, strict=True)])
     shares = rates / rates.sum()
-    # a source is behind its share by less than one sequence
+    # no source is behind its share by a sequence or more
     counts = np.ceil((total + len(weights)) * shares).astype(np.int64) + 1
     times = np.concatenate([(np.arange(count) + 0.5) / share for count, share in zip(counts, shares, strict=True)])
     sequences = [_repeated(of, int(count), seed) for of, count in zip(members, counts, strict=True)]

@@ -20,6 +20,7 @@ from stillhouse.config import (
 )
 from stillhouse.data import (
     Documents,
+    LoadOptions,
     NoSourceError,
     PackedSequences,
     check_same_tokenizer,
@@ -216,23 +217,22 @@ def load_data(
     """
     named = {} if teachers is None else teachers.named
     route = None if teachers is None else teachers.route
+    cache = user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache)
 
     def load(key: str, source: str, rollout: RolloutConfig | None = None) -> Documents:
+        options = LoadOptions(
+            max_tokens=data.max_tokens - (0 if rollout is None else rollout.max_new_tokens),
+            tokens=objective.tokens,
+            on_error=data.on_error,
+            columns=() if route is None else (route,),
+            allowed={} if route is None else {route: list(named)},
+            prefixes={name: teacher.prefix for name, teacher in named.items() if teacher.prefix},
+            reader=route,
+            prompts=rollout is not None,
+            keep_records=rollout is not None,
+        )
         try:
-            return load_documents(
-                source,
-                tokenizer,
-                max_tokens=data.max_tokens - (0 if rollout is None else rollout.max_new_tokens),
-                tokens=objective.tokens,
-                on_error=data.on_error,
-                columns=() if route is None else (route,),
-                allowed={} if route is None else {route: list(named)},
-                prefixes={name: teacher.prefix for name, teacher in named.items() if teacher.prefix},
-                reader=route,
-                prompts=rollout is not None,
-                keep_records=rollout is not None,
-                cache=user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache),
-            )
+            return load_documents(source, tokenizer, options, cache)
         except NoSourceError as error:
             share = " (a share is written as a number, such as 0.05)" if source.endswith("%") else ""
             raise ConfigError(key, f"{error}{share}") from error

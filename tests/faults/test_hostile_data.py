@@ -11,7 +11,7 @@ from kit.mutations import readable
 from kit.runs import run, write_records, write_run
 from kit.toy_tokenizer import toy_tokenizer
 
-from stillhouse.data import DataError, load_documents
+from stillhouse.data import DataError, LoadOptions, load_documents
 from stillhouse.data.render import chat_template
 
 
@@ -42,10 +42,10 @@ RAISING = {
 @pytest.mark.parametrize("template", RAISING.values(), ids=RAISING)
 def test_a_chat_template_that_raises(conversations: Path, template: str) -> None:
     with pytest.raises(DataError, match=r"the chat template refuses the messages|the assistant's tokens") as error:
-        load_documents(conversations, chat(template), max_tokens=32)
+        load_documents(conversations, chat(template), LoadOptions(max_tokens=32))
     assert readable(error).startswith(f"{conversations}:1: ")
     with pytest.raises(ValueError, match="nothing to train on; of 2 records 2 were skipped"):
-        load_documents(conversations, chat(template), max_tokens=32, on_error="skip")
+        load_documents(conversations, chat(template), LoadOptions(max_tokens=32, on_error="skip"))
 
 
 ENDLESS = {
@@ -60,14 +60,14 @@ def test_a_chat_template_without_an_end(conversations: Path, template: str, monk
     monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.5)
     for on_error in ("raise", "skip"):  # the template itself is wrong, so every record fails
         with pytest.raises(DataError, match=r"took more than 0\.5 seconds|MemoryError|GiB of memory") as error:
-            load_documents(conversations, chat(template), max_tokens=32, on_error=on_error)
+            load_documents(conversations, chat(template), LoadOptions(max_tokens=32, on_error=on_error))
         assert readable(error).startswith(f"{conversations}:1: the chat template")
 
 
 def test_a_chat_template_of_endless_text(conversations: Path) -> None:
     endless = "{% for a in range(99999) %}{{ 'a' * 99 }}{% endfor %}"
     with pytest.raises(DataError, match=r"the chat template renders has 9,899,901 characters; expected at most"):
-        load_documents(conversations, chat(endless), max_tokens=32)
+        load_documents(conversations, chat(endless), LoadOptions(max_tokens=32))
 
 
 def test_the_process_of_a_template_ends_with_it(conversations: Path) -> None:
@@ -87,7 +87,7 @@ def test_an_empty_saved_dataset(tmp_path: Path) -> None:
     datasets.DatasetDict().save_to_disk(tmp_path / "no-split")
     for name in ("none", "no-split"):
         with pytest.raises(ValueError, match="dataset is empty"):
-            load_documents(tmp_path / name, toy_tokenizer(), max_tokens=32)
+            load_documents(tmp_path / name, toy_tokenizer(), LoadOptions(max_tokens=32))
 
 
 def test_a_saved_dataset_whose_offsets_point_anywhere(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_saved_dataset_whose_offsets_point_anywhere(tmp_path: Path) -> None:
     assert content.count(offsets) == 1
     file.write_bytes(content.replace(offsets, (11).to_bytes(4, "little") + (2**31 - 1).to_bytes(4, "little")))
     with pytest.raises(ValueError, match="not a readable saved dataset"):
-        load_documents(tmp_path, toy_tokenizer(), max_tokens=32)
+        load_documents(tmp_path, toy_tokenizer(), LoadOptions(max_tokens=32))
 
 
 @pytest.mark.parametrize("digits", [4000, 5000])
@@ -108,11 +108,11 @@ def test_long_numbers_and_deep_nesting_in_records(tmp_path: Path, digits: int) -
     path.write_text(
         f'{{"text": {"9" * digits}}}\n{{"text": "fine"}}\n{{"text": "fine", "x": {nested}}}\n{"[" * 9999}\n'
     )
-    documents = load_documents(path, toy_tokenizer(), max_tokens=32, on_error="skip")
+    documents = load_documents(path, toy_tokenizer(), LoadOptions(max_tokens=32, on_error="skip"))
     assert len(documents) >= 1
     assert all(len(reason) < 400 for reason in documents.report.reasons)
     with pytest.raises(DataError) as error:
-        load_documents(path, toy_tokenizer(), max_tokens=32)
+        load_documents(path, toy_tokenizer(), LoadOptions(max_tokens=32))
     assert readable(error).startswith(f"{path}:1: ")
 
 
@@ -139,9 +139,9 @@ def test_a_record_of_too_many_characters_is_refused_or_skipped(tmp_path: Path) -
     ):
         write_records(path, records)
         with pytest.raises(DataError, match=r"characters; expected at most 4,000,000 in one record") as error:
-            load_documents(path, tokenizer, max_tokens=32)
+            load_documents(path, tokenizer, LoadOptions(max_tokens=32))
         assert readable(error).startswith(f"{path}:2: ")
-        assert load_documents(path, tokenizer, max_tokens=32, on_error="skip").report.skipped == 1
+        assert load_documents(path, tokenizer, LoadOptions(max_tokens=32, on_error="skip")).report.skipped == 1
 
 
 def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
@@ -152,6 +152,6 @@ def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
             file.write("a" * 2**20)
         file.write('"}\n{"text": "fine, too"}\n')
     with pytest.raises(DataError, match=f"{path}:2: longer than 33,554,432 bytes"):
-        load_documents(path, toy_tokenizer(), max_tokens=32)
-    documents = load_documents(path, toy_tokenizer(), max_tokens=32, on_error="skip")
+        load_documents(path, toy_tokenizer(), LoadOptions(max_tokens=32))
+    documents = load_documents(path, toy_tokenizer(), LoadOptions(max_tokens=32, on_error="skip"))
     assert documents.sources == [f"{path}:1", f"{path}:3"]

@@ -10,7 +10,7 @@ from kit.toy_tokenizer import Chat, toy_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from stillhouse.data import DataReport, Documents, Prefixes, load_documents
+from stillhouse.data import DataReport, Documents, LoadOptions, Prefixes, load_documents
 from stillhouse.data.prefixes import offsets_of
 
 #: ids of the toy tokenizer
@@ -34,12 +34,13 @@ def load_records(
     """
     path = folder / "train.jsonl"
     path.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records))
-    return load_documents(path, tokenizer or toy_tokenizer(chat=chat), max_tokens=max_tokens, **options)
+    return load_documents(path, tokenizer or toy_tokenizer(chat=chat), LoadOptions(max_tokens=max_tokens, **options))
 
 
 def write_fingerprint(folder: str, result: str) -> None:
     """Load `folder/a.jsonl` with a cache in the folder, and write the documents' fingerprint to a file."""
-    documents = load_documents(Path(folder) / "a.jsonl", toy_tokenizer(), max_tokens=32, cache=Path(folder) / "cache")
+    path, cache = Path(folder) / "a.jsonl", Path(folder) / "cache"
+    documents = load_documents(path, toy_tokenizer(), LoadOptions(max_tokens=32), cache)
     Path(result).write_text(documents.fingerprint())
 
 

@@ -24,6 +24,7 @@ from stillhouse.config.schema import value_fields
 from stillhouse.config.write_docs import EXAMPLE
 from stillhouse.config.yaml_text import write_yaml
 from stillhouse.data import (
+    LoadOptions,
     PackedSequences,
     check_vocabulary,
     load_documents,
@@ -112,9 +113,9 @@ def data(folder: Path) -> Load:
         documents = load_documents(
             target,
             draw.choice(tokenizers),
-            max_tokens=TOKENS,
-            tokens=draw.choice(["completion", "all"]),
-            on_error=draw.choice(["raise", "skip"]),
+            LoadOptions(
+                max_tokens=TOKENS, tokens=draw.choice(["completion", "all"]), on_error=draw.choice(["raise", "skip"])
+            ),
         )
         documents.report.summary()
         packed = PackedSequences(documents, max_tokens=TOKENS, seed=0)
@@ -152,7 +153,7 @@ def models(folder: Path) -> Load:
         tokenizer_fingerprint(tokenizer)
         if any("token" in path.name or path.suffix == ".jinja" for path in changed):
             for records in (texts, chats):
-                load_documents(records, tokenizer, max_tokens=TOKENS)
+                load_documents(records, tokenizer, LoadOptions(max_tokens=TOKENS))
         decoder = Decoder.from_pretrained(target)
         check(decoder, len(tokenizer))
         check_vocabulary(tokenizer, decoder.vocabulary_rows, "student")

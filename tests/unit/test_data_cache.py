@@ -21,14 +21,14 @@ from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.checkpoint.identity import configuration_hash
 from stillhouse.config.read_config import dotted_values
-from stillhouse.data import Documents, load_documents, make_micro_batch, token_cache
+from stillhouse.data import Documents, LoadOptions, load_documents, make_micro_batch, token_cache
 from stillhouse.data.read.data_source import local_files, read_records
 from stillhouse.data.token_cache import cached_documents, entry_key, user_folder
 from stillhouse.hashing import json_hash
 
 
 def load(folder: Path, cache: Path | None, **options: Any) -> Documents:
-    return load_documents(folder / "a.jsonl", toy_tokenizer(), cache=cache, **{"max_tokens": 32} | options)
+    return load_documents(folder / "a.jsonl", toy_tokenizer(), LoadOptions(**{"max_tokens": 32} | options), cache)
 
 
 def write(folder: Path, count: int = 40, seed: int = 0) -> None:
@@ -78,15 +78,15 @@ def test_whatever_decides_the_tokens_is_in_the_key(tmp_path: Path) -> None:
         assert same(load(tmp_path, cache, **options), load(tmp_path, None, **options))
         assert len(entries(cache)) == number
     other = toy_tokenizer(adds_eos=True)
-    load_documents(path, other, max_tokens=32, cache=cache)
+    load_documents(path, other, LoadOptions(max_tokens=32), cache=cache)
     other.chat_template = "{{ messages }}"
-    load_documents(path, other, max_tokens=32, cache=cache)
+    load_documents(path, other, LoadOptions(max_tokens=32), cache=cache)
     assert len(entries(cache)) == 7
     path.write_text(json.dumps({"text": "a <|im_end|> b"}))
     for splits in (False, True):  # an attribute that the text of the backend does not have
         other.split_special_tokens = splits
-        plain = load_documents(path, other, max_tokens=32)
-        assert same(load_documents(path, other, max_tokens=32, cache=cache), plain)
+        plain = load_documents(path, other, LoadOptions(max_tokens=32))
+        assert same(load_documents(path, other, LoadOptions(max_tokens=32), cache=cache), plain)
         assert (other.convert_tokens_to_ids("<|im_end|>") in plain.tokens_N) == (not splits)
     path.write_text(text)
     load(tmp_path, cache)
@@ -137,8 +137,8 @@ def test_a_tokenizers_own_code_is_in_the_key(tmp_path: Path, monkeypatch: pytest
         (tmp_path / f"own_{change}.py").write_text(code.replace("CHANGE", change))
         kind = importlib.import_module(f"own_{change}").Own
         tokenizer = kind(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
-        documents = load_documents(tmp_path / "a.jsonl", tokenizer, max_tokens=64, cache=tmp_path / "cache")
-        assert same(documents, load_documents(tmp_path / "a.jsonl", tokenizer, max_tokens=64))
+        documents = load_documents(tmp_path / "a.jsonl", tokenizer, LoadOptions(max_tokens=64), tmp_path / "cache")
+        assert same(documents, load_documents(tmp_path / "a.jsonl", tokenizer, LoadOptions(max_tokens=64)))
         assert len(entries(tmp_path / "cache")) == number
 
 
@@ -180,7 +180,7 @@ def test_only_the_files_that_are_read_decide(tmp_path: Path) -> None:
     write(source)
 
     def of(folder: Path) -> Documents:
-        return load_documents(folder, toy_tokenizer(), max_tokens=32, cache=source / "cache")
+        return load_documents(folder, toy_tokenizer(), LoadOptions(max_tokens=32), cache=source / "cache")
 
     first = of(source)
     (source / "run").mkdir()
@@ -210,7 +210,7 @@ def test_a_file_that_comes_or_goes_while_the_others_are_read(tmp_path: Path) -> 
 
     def read_after(change: Callable[[], object]) -> Documents:
         change()
-        return load_documents(source, toy_tokenizer(), max_tokens=32)
+        return load_documents(source, toy_tokenizer(), LoadOptions(max_tokens=32))
 
     for change in (lambda: shutil.copy(source / "a.jsonl", second), second.unlink):
         with pytest.raises(ValueError, match="a file changed while it was read: start again"):

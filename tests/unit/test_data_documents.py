@@ -11,7 +11,7 @@ import pytest
 from kit.documents import ANSWER, EOS, QUESTION, load_records
 from kit.toy_tokenizer import toy_tokenizer
 
-from stillhouse.data import DataError, Documents, load_documents
+from stillhouse.data import DataError, Documents, LoadOptions, load_documents
 
 CHAT = [QUESTION, ANSWER]
 
@@ -42,7 +42,7 @@ def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
     # Parquet adds `name: null` to the messages without a name
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     lines = load_records(tmp_path, records, chat="plain")
-    parquet = load_documents(tmp_path / "a.parquet", toy_tokenizer(chat="plain"), max_tokens=64)
+    parquet = load_documents(tmp_path / "a.parquet", toy_tokenizer(chat="plain"), LoadOptions(max_tokens=64))
     assert parquet.fingerprint() == lines.fingerprint()
     assert parquet.keys_D.tolist() == lines.keys_D.tolist()
 

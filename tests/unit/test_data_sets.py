@@ -13,7 +13,7 @@ from kit.runs import forward_backward, metrics, run, session_of, write_run, writ
 from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError
-from stillhouse.data import Documents, PackedSequences, load_documents
+from stillhouse.data import Documents, LoadOptions, PackedSequences, load_documents
 from stillhouse.loops.held_out_metrics import evaluate
 from stillhouse.output.progress import folder_name
 from stillhouse.run.session import Session, data_reports, prepare
@@ -27,7 +27,7 @@ def load_sources(folder: Path) -> dict[str, Documents]:
     paths = {
         f"{number}": write_texts(folder / f"{number}.jsonl", count, number) for number, count in enumerate(SIZES)
     }
-    return {name: load_documents(path, toy_tokenizer(), max_tokens=32) for name, path in paths.items()}
+    return {name: load_documents(path, toy_tokenizer(), LoadOptions(max_tokens=32)) for name, path in paths.items()}
 
 
 def weighted(folder: Path, seed: int = 0) -> PackedSequences:

@@ -13,7 +13,7 @@ from kit.toy_tokenizer import toy_tokenizer
 from benchmarks.task_models import character_tokenizer, new_model
 from stillhouse import cli
 from stillhouse.config import ConfigError
-from stillhouse.data import load_documents
+from stillhouse.data import LoadOptions, load_documents
 from stillhouse.generation import Completion, GenerationRequest
 from stillhouse.loops.greedy_evaluation import evaluate_tasks
 from stillhouse.tasks import SHORTEST, TASKS, Problem, TaskSpec, exact_match, is_held_out, problem
@@ -206,7 +206,7 @@ def test_a_prompt_has_the_tokens_that_it_has_in_training(tmp_path: Path) -> None
     tokenizer, spec = toy_tokenizer(adds_bos=True, adds_eos=True), TaskSpec.of("brackets")
     problems = [problem(spec, 5, number, held_out=True) for number in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(problem.record("brackets")) + "\n" for problem in problems))
-    documents = load_documents(str(tmp_path / "a.jsonl"), tokenizer, max_tokens=512)
+    documents = load_documents(str(tmp_path / "a.jsonl"), tokenizer, LoadOptions(max_tokens=512))
     requested: list[GenerationRequest] = []
 
     def generate(requests: Sequence[GenerationRequest]) -> list[Completion]:

@@ -5,30 +5,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from stillhouse.data.read.open_files import format_of, open_bytes
+from stillhouse.data.read.open_files import MAX_BYTES, format_of, open_bytes
 from stillhouse.data.record import DataError, Record
 
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
-CSV = tuple(DELIMITERS)
 
-
-def read_csv(path: Path, most_bytes: int) -> Iterator[Record]:
+def read_csv(path: Path, delimiter: str) -> Iterator[Record]:
     """The records of a file in UTF-8, whose first line has the names of the columns. All values are strings.
 
-    most_bytes: of a line, and of a field. Empty lines are left out. Raises DataError for a file without a usable
-    header, and for damaged quotes, because nobody knows where the next record begins.
+    Empty lines are left out. Raises DataError for a missing or unusable header and for damaged quotes.
     """
-    csv.field_size_limit(most_bytes)  # the limit of the whole process, by default 128 KiB
-    suffix = format_of(path)
+    csv.field_size_limit(MAX_BYTES)  # this changes the limit for all of the process; the default is 128 KiB
     with open_bytes(path) as file:
-        rows = csv.reader(_lines(file, most_bytes), delimiter=DELIMITERS[suffix], strict=True)
+        rows = csv.reader(_lines(file), delimiter=delimiter, strict=True)
         names: list[str] | None = None
         while True:
             where = f"{path}:{rows.line_num + 1}"
             try:
                 values = next(rows, None)
             except csv.Error as error:
-                raise DataError(where, f"not valid {suffix[1:].upper()}: {error}") from error
+                raise DataError(where, f"not valid {format_of(path)[1:].upper()}: {error}") from error
             if values is None:
                 return
             if values and names is not None:
@@ -37,12 +32,12 @@ def read_csv(path: Path, most_bytes: int) -> Iterator[Record]:
                 names = _header(where, values)
 
 
-def _lines(file: BinaryIO, most_bytes: int) -> Iterator[str]:
+def _lines(file: BinaryIO) -> Iterator[str]:
     """Lines that end at a newline only. Bytes that are not UTF-8 become lone surrogates, which `_damaged` finds."""
     encoding = "utf-8-sig"
-    while line := file.readline(most_bytes + 1):
-        if len(line) > most_bytes:
-            raise csv.Error(f"a line is longer than {most_bytes:,} bytes; expected shorter records")
+    while line := file.readline(MAX_BYTES + 1):
+        if len(line) > MAX_BYTES:
+            raise csv.Error(f"a line is longer than {MAX_BYTES:,} bytes; expected shorter records")
         yield line.decode(encoding, "surrogateescape")
         encoding = "utf-8"
 

@@ -7,21 +7,25 @@ returned with a description of the problem, and the caller decides whether it st
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from stillhouse.data.read.arrow import is_saved, read_hub, read_parquet, read_saved, saved_files
-from stillhouse.data.read.csv_files import CSV, read_csv
+from stillhouse.data.read.csv_files import read_csv
 from stillhouse.data.read.json_records import read_json
 from stillhouse.data.read.open_files import COMPRESSED, format_of, kind_of, require_regular
 from stillhouse.data.record import NoSourceError, Record
 
-PARQUET = ".parquet"
-#: endings of files that can be read; all but Parquet also with one of `COMPRESSED` behind it
-SUFFIXES = (".jsonl", ".json", *CSV, PARQUET)
-#: longest line of JSON or CSV; a longer line is not read completely
-MAX_BYTES = 32 * 2**20
-_EXPECTED = f"{', '.join(SUFFIXES)}, or of a text file with {' or '.join(COMPRESSED)} behind it"
+#: the reader of a file's records by the suffix of its name; one of `COMPRESSED` may follow a suffix of `TEXT_READERS`
+TEXT_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": read_json,
+    ".json": read_json,
+    ".csv": partial(read_csv, delimiter=","),
+    ".tsv": partial(read_csv, delimiter="\t"),
+}
+READERS = TEXT_READERS | {".parquet": read_parquet}
+_EXPECTED = f"{', '.join(READERS)}, or of a text file with {' or '.join(COMPRESSED)} behind it"
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
 
 
@@ -94,12 +98,10 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _is_readable(path: Path) -> bool:
-    return format_of(path) in SUFFIXES and not (path.suffix in COMPRESSED and format_of(path) == PARQUET)
+    return format_of(path) in (TEXT_READERS if path.suffix in COMPRESSED else READERS)
 
 
 def _read_file(path: Path) -> Iterator[Record]:
     if not _is_readable(path):
         raise ValueError(f"{path}: its format is not known; expected a name that ends in {_EXPECTED}")
-    if path.suffix == PARQUET:
-        return read_parquet(path)
-    return (read_csv if format_of(path) in CSV else read_json)(path, MAX_BYTES)
+    return READERS[format_of(path)](path)

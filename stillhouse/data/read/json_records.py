@@ -9,32 +9,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from stillhouse.data.read.open_files import format_of, open_bytes
+from stillhouse.data.read.open_files import MAX_BYTES, format_of, open_bytes
 from stillhouse.data.record import DataError, Record, describe
 from stillhouse.display import first_line
 
 
-def read_json(path: Path, most_bytes: int) -> Iterator[Record]:
-    """JSON Lines; a file named .json may also be one array. most_bytes: of a line; a longer one is a problem."""
+def read_json(path: Path) -> Iterator[Record]:
+    """The records of a file of JSON Lines; a file named .json may also be one array."""
     if format_of(path) == ".json" and _is_array(path):
         yield from _read_array(path)
         return
     with open_bytes(path) as file:  # bytes, so that only \n ends a line and a wrong encoding is an error of one line
-        for number, line in enumerate(_lines(file, most_bytes), start=1):
-            if len(line) > most_bytes:
-                yield Record(
-                    f"{path}:{number}", problem=f"longer than {most_bytes:,} bytes; expected shorter records"
-                )
+        for number, line in enumerate(_lines(file), start=1):
+            if len(line) > MAX_BYTES:
+                yield Record(f"{path}:{number}", problem=f"longer than {MAX_BYTES:,} bytes; expected shorter records")
             elif line.strip():
                 yield _parse_line(f"{path}:{number}", line)
 
 
-def _lines(file: BinaryIO, most_bytes: int) -> Iterator[bytes]:
-    """The lines of a file; of a line longer than `most_bytes`, only its first `most_bytes + 1` bytes."""
-    while line := file.readline(most_bytes + 1):
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; of a line longer than `MAX_BYTES`, only its first `MAX_BYTES + 1` bytes."""
+    while line := file.readline(MAX_BYTES + 1):
         rest = line
-        while len(rest) > most_bytes and not rest.endswith(b"\n"):
-            rest = file.readline(most_bytes + 1)
+        while len(rest) > MAX_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_BYTES + 1)
         yield line
 
 

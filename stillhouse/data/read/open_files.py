@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 COMPRESSED = (".gz", ".zst")
+#: the longest line of JSON, and the longest line and field of CSV; a longer one is not read completely
+MAX_BYTES = 32 * 2**20
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",

@@ -1,7 +1,7 @@
 """Aligns the tokens of two tokenizers on the same text: spans between positions where both have a token border.
 
-A document is kept as the student's ids alone, so its text is recovered from their bytes. The teacher's tokenizer then
-reads the same text. Special tokens are not part of the text. They are translated one by one:
+A document is stored as the student's ids, so its text is recovered from their bytes. The teacher's tokenizer then
+tokenizes the same text. Special tokens are not part of the text. They are translated one by one:
 
     what begins a text of the student   what begins a text of the teacher
     the end (or begin) of a sequence    the teacher's token of the same role; without one, as the next line says
@@ -30,7 +30,7 @@ from stillhouse.data.prefixes import offsets_of
 from stillhouse.data.record import DataError
 from stillhouse.data.render.token_bytes import TokenBytes
 
-#: a character has at most this many bytes after its first one
+#: a UTF-8 character has at most this many bytes after its first one
 MAX_CONTINUATION_BYTES = 3
 ABSENT = -1
 _BATCH = 512  # documents tokenized at once
@@ -45,10 +45,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class AlignedDocument:
-    """The teacher's tokens of a document, and the spans in ascending order. All ranges have a token or more.
+    """The teacher's tokens of a document, and the spans in ascending order. No range of a span is empty.
 
-    A token that has no counterpart is in no span. begins: the first student tokens of texts before which the
-    student's tokenizer puts a space.
+    A token that has no counterpart is in no span.
+    begins: the first student token of each text before which the student's tokenizer puts a space.
     """
 
     teacher_tokens: np.ndarray
@@ -58,10 +58,11 @@ class AlignedDocument:
 
 @dataclass
 class _Draft:
-    """A document that is being translated. parts: each part's student tokens, and a text or the teacher's ids.
+    """A document that is being translated.
 
-    begins: whether it begins as a text does, and not in the middle of one. behind_space: the numbers of the student
-    tokens before which its tokenizer puts a space.
+    parts: the student tokens of each part, with its text or the teacher's ids.
+    begins: whether the document begins where its text begins, not in the middle of the text.
+    behind_space: the numbers of the student tokens before which the student's tokenizer puts a space.
     """
 
     begins: bool
@@ -71,9 +72,12 @@ class _Draft:
 
 @dataclass
 class _Text:
-    """A text without special tokens. ends: after each student token, the bytes so far. first: where `text` begins.
+    """A text without special tokens.
 
-    is_inner: whether the teacher's tokenizer puts no space before it. ids: the teacher's.
+    ends: the number of bytes up to the end of each student token.
+    first: the byte at which `text` begins.
+    is_inner: whether the teacher's tokenizer puts no space before it.
+    ids: the teacher's token ids.
     """
 
     text: str
@@ -86,10 +90,11 @@ class _Text:
 class Aligner:
     """Translates documents of the student's ids into the teacher's.
 
-    teacher_of: for each id of the student, the teacher's id with the same bytes or the same role, or -1. student_of:
-    the inverse; each id has at most one counterpart. first_of: for each id of the teacher, the student's token for
-    its bytes, or else the first of those into which the student's tokenizer cuts them within a text; -1 if there is
-    none. first_of_text: the same where the student's tokenizer puts a space before a text.
+    teacher_of: for each id of the student, the teacher's id with the same bytes or the same role, or -1.
+    student_of: the inverse; each id has at most one counterpart.
+    first_of: for each id of the teacher, the student's token with the same bytes. Without one, the first token into
+        which the student's tokenizer cuts these bytes within a text; -1 if there is none.
+    first_of_text: the same at the beginning of a text, where the student's tokenizer puts a space.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -139,7 +144,7 @@ class Aligner:
         return first_of
 
     def align(self, documents: Sequence[np.ndarray]) -> list[AlignedDocument]:
-        """Raises ValueError for a document whose text is not exactly what the teacher's tokens stand for."""
+        """Align one document. Raises ValueError if the teacher's tokens do not stand for exactly the same text."""
         drafts = [self._draft(tokens) for tokens in documents]
         all_texts = [part for draft in drafts for _, part in draft.parts if isinstance(part, _Text)]
         for inner in (False, True):
@@ -174,7 +179,7 @@ class Aligner:
             raise DataError(documents.sources[number], str(error)) from error
 
     def _translated(self, index: int, *, inner: bool) -> list[int]:
-        """The teacher's ids of a special token of the student. inner: not at the beginning of a text."""
+        """The teacher's ids for a special token of the student. inner: whether a text continues before the token."""
         for role, teacher_role in ((self.student.eos, self.teacher.eos), (self.student.bos, self.teacher.bos)):
             if index == role and teacher_role is not None:
                 return [teacher_role]
@@ -214,7 +219,7 @@ class Aligner:
         return len(ids) == 1 and ids[0] in self.teacher.special and self.teacher.adds_space(ids[0])
 
     def _begin(self, ids: list[int]) -> int:
-        """How many tokens at the beginning of a document the tokenizer put there, before the text."""
+        """The number of tokens that the tokenizer put before the text, at the beginning of a document."""
         prefix = self.student.prefix
         if prefix and ids[: len(prefix)] == prefix:
             return len(prefix)
@@ -274,9 +279,10 @@ def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:
 
 
 def _cuts(ends: np.ndarray, borders: np.ndarray, first: int = 0) -> list[int]:
-    """For each border, how many tokens are before it. A token without bytes is after a border, except at the end.
+    """For each border, the number of tokens before it. A token without bytes is after a border, except at the end.
 
-    ends: after each token, the bytes so far. first: the bytes before the first token.
+    ends: the number of bytes up to the end of each token.
+    first: the number of bytes before the first token.
     """
     before = np.where(borders <= first, 0, np.searchsorted(ends, borders) + 1)
     before[borders == (ends[-1] if len(ends) else first)] = len(ends)
