@@ -36,17 +36,9 @@ class ObjectiveOutput:
     """The result of a pass. All tensors are float32, or float64 for float64 inputs.
 
     `loss`: scalar, Σ_tokens weight · Σ_terms scale · value, divided by the normalizer; differentiable.
-    `metrics`: detached sums over tokens. Each token is multiplied by its weight in the term (the objective's weight
-    times the term's own). The sums are not scaled by the term's scale and not divided by the normalizer. They are
-    `tokens`, the count of rows with a non-zero weight; every term's value under the term's name; and statistics:
-        a distillation term has `student_entropy` and `teacher_entropy` (at its temperature), `agreement` (top-1),
-        `teacher_mass` (the mass that a sparse signal covers) and, if its divergence is a sum, each summand's value
-        under its expression (`forward_kl`), multiplied by the term's τ² but not by the summand's coefficient;
-        a cross-entropy with label smoothing or z-loss has `negative_log_likelihood`, the plain −log q_y; with z-loss
-        it also has `z_loss`, that summand of its value; both are 0 without a label.
-    The second term of the same name gets "#2" after its name; the second term of the same class gets "#2" after its
-    statistics' names, or the next free number. A `label` of a distillation term follows its name and its statistics'
-    names ("forward_kl/label"; see `StatisticKeys`). The keys depend only on the terms, not on the rows.
+    `metrics`: detached sums over tokens, of each term's value and statistics; docs/objective.md has their keys, which
+        depend only on the terms, not on the rows. Each token is multiplied by its weight in the term (the objective's
+        weight times the term's own). The sums are not scaled by the term's scale and not divided by the normalizer.
     The metric `chunk_tokens` is not a sum: it is the largest number of rows of a tile, chosen by memory or given.
     `per_token`: detached [T], each term's unweighted value under its name; 0 where its weight is 0.
     """

@@ -14,10 +14,9 @@ from stillhouse.config import (
     TeachersConfig,
     as_config_error,
 )
-from stillhouse.engine.parts import MtpLoss
+from stillhouse.engine.parts import PARTS, LossPart, LossSections
 from stillhouse.objective.importance_correction import Correction
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
-from stillhouse.run.mtp_objective import depths_in_words, mtp_objective
 from stillhouse.signals import SignalStore
 
 
@@ -33,13 +32,13 @@ class RunObjective:
 
     @cached_property
     def spec(self) -> ObjectiveSpec:
-        """The parsed objective. Raises ConfigError if it, or that of MTP layers, is impossible."""
+        """The parsed objective. Raises ConfigError if it, or a loss beside it, is impossible."""
         objective = self.objective
         with as_config_error("objective.loss"):
             spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
         self._require_uld(spec)
         spec = self._on_rollouts(spec)
-        self._mtp(spec)  # raises ConfigError
+        self._parts(spec)  # raises ConfigError
         if self.teachers is not None:
             spec = replace(spec, teachers=_shares(self.teachers), is_mixture=self.teachers.sum == "distributions")
         elif self.teacher is None and spec.needs_teacher:
@@ -47,9 +46,9 @@ class RunObjective:
         return spec
 
     @property
-    def mtp(self) -> MtpLoss | None:
-        """The objective of the student's MTP layers; None if it has none."""
-        return self._mtp(self.spec)
+    def parts(self) -> list[LossPart]:
+        """The losses beside the objective."""
+        return self._parts(self.spec)
 
     def temperature_of(self, teacher: TeacherConfig) -> float:
         """The temperature of a teacher's divergence."""
@@ -76,11 +75,8 @@ class RunObjective:
 
     def loss_in_words(self) -> str:
         """The beginning of the sentence, which the configuration alone decides."""
-        hidden = "".join(
-            f" + {pair.scale:g}*{pair.loss} of layers {pair.student} and {pair.teacher}"
-            for pair in self.objective.hidden
-        )
-        return f"minimise {self.spec.in_words()}{depths_in_words(self.student.mtp)}{hidden}"
+        sections = self._sections(self.spec)
+        return f"minimise {self.spec.in_words()}{''.join(kind.in_words(sections) for kind in PARTS)}"
 
     def _targets_in_words(self) -> str:
         """Which tokens are targets. Plain texts have no prompts, and all their tokens are."""
@@ -90,11 +86,13 @@ class RunObjective:
         share = "" if rollout.is_on_student_alone else f" ({rollout.share:.0%}; the others are the dataset's)"
         return f" (completions), written by the {rollout.writer}{share}, schedule {rollout.schedule}"
 
-    def _mtp(self, spec: ObjectiveSpec) -> MtpLoss | None:
-        if self.student.mtp is None:
-            return None
+    def _sections(self, spec: ObjectiveSpec) -> LossSections:
         has_teacher = self.teacher is not None or self.teachers is not None
-        return mtp_objective(self.student.mtp, self.objective, spec, has_teacher=has_teacher)
+        return LossSections(self.objective, self.student, spec, has_teacher)
+
+    def _parts(self, spec: ObjectiveSpec) -> list[LossPart]:
+        sections = self._sections(spec)
+        return [part for kind in PARTS if (part := kind.from_config(sections)) is not None]
 
     def _require_uld(self, spec: ObjectiveSpec) -> None:
         """Raise ConfigError if `uld` is without `teacher.cross_tokenizer`, or another divergence is with it."""

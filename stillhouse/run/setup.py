@@ -14,11 +14,9 @@ from stillhouse.config.read_config import dotted_values
 from stillhouse.config.rules import check_rules
 from stillhouse.engine.build_engine import ENGINES
 from stillhouse.engine.engine import Engine
-from stillhouse.engine.parts import HiddenStates, LossPart, RouterBalancing
 from stillhouse.models import ProofError
 from stillhouse.parallel import (
     Degrees,
-    DistributedStudent,
     Layout,
     Mesh,
     Ranks,
@@ -141,7 +139,7 @@ class RunSetup:
             train=config.train,
             autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
             chunk_tokens=config.objective.chunk_tokens,
-            parts=self._loss_parts(student),
+            parts=[part.distributed(student) for part in self.objective.parts],
             average=average,
         )
         sources = TeacherSources(
@@ -167,17 +165,6 @@ class RunSetup:
             return self.own_layouts.get("teacher")
         teacher = self.config.teacher
         return Layout(offload=True) if teacher is not None and teacher.offload else None
-
-    def _loss_parts(self, student: DistributedStudent) -> list[LossPart]:
-        """The losses inside the student that the configuration asks for."""
-        parts, context_group = list[LossPart](), student.mesh.group("context")
-        if (mtp := self.objective.mtp) is not None:
-            parts.append(replace(mtp, group=context_group))
-        if coefficient := self.config.objective.router_aux_loss:
-            parts.append(RouterBalancing(coefficient, context_group))
-        if (match := student.decoders[0].hidden_match) is not None:
-            parts.append(HiddenStates(match.all_pairs))
-        return parts
 
 
 def with_precision(config: RunConfig) -> RunConfig:

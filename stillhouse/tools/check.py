@@ -32,7 +32,6 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import read_state
 from stillhouse.parallel import is_first
-from stillhouse.run.mtp_objective import mtp_in_words
 from stillhouse.run.session import Session, data_reports, prepare
 
 #: how many characters of the sample document are shown
@@ -78,7 +77,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
         yield _row(name, f"{store.signal}, from {store.name}")
     for part in session.engine.parts:
         if student.mtp is not None and isinstance(part, MtpLoss):
-            yield _row("mtp", mtp_in_words(student.mtp, session.student, part))
+            yield _row("mtp", part.layers_in_words(student.mtp, session.student))
     if session.adapter_in_words is not None:
         yield _row("adapter", session.adapter_in_words)
     teachers = session.teacher_configs

@@ -190,11 +190,12 @@ class Side:
         parts: list[LossPart] = []
         if case.mtp:
             of_student = case.mtp != "teacher"
-            parts.append(MtpLoss(case.spec, 2, 0.7, of_student=of_student, group=runner.mesh.group("context")))
+            parts.append(MtpLoss(case.spec, 2, 0.7, of_student=of_student))
         elif case.family == "qwen3_moe":
-            parts.append(RouterBalancing(0.5, runner.mesh.group("context")))
-        if (match := runner.decoders[0].hidden_match) is not None:
-            parts.append(HiddenStates(match.all_pairs))
+            parts.append(RouterBalancing(0.5))
+        if runner.decoders[0].hidden_match is not None:
+            parts.append(HiddenStates())
+        parts = [part.distributed(runner) for part in parts]
         train = TRAIN.model_copy(update={"optimizer": case.optimizer})
         autocast = torch.bfloat16 if bf16 else None
         return cls(TorchEngine(runner, case.spec, train=train, autocast=autocast, parts=parts), source, runner)

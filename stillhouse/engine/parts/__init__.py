@@ -1,6 +1,6 @@
 """The losses that arise inside the student, beside the objective at its head.
 
-A new one is a file here with the interface of `LossPart`; `run/setup.py` makes it from its configuration section.
+A new one is a file here with the interface of `LossPart`, its name in `PARTS`, and its configuration section.
 
 student.mtp                 mtp.py       the objective of the depths of multi-token prediction, at the head
 objective.hidden            hidden.py    between hidden states of layers of student and teacher
@@ -8,8 +8,11 @@ objective.router_aux_loss   router.py    load balancing of a mixture of experts,
 """
 
 from stillhouse.engine.parts.hidden import HiddenStates
-from stillhouse.engine.parts.loss_part import LossPart
+from stillhouse.engine.parts.loss_part import LossPart, LossSections
 from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.engine.parts.router import ROUTER_LOSS, RouterBalancing
 
-__all__ = ["ROUTER_LOSS", "HiddenStates", "LossPart", "MtpLoss", "RouterBalancing"]
+#: all kinds, in the order in which the objective in words has them
+PARTS: tuple[type[LossPart], ...] = (MtpLoss, RouterBalancing, HiddenStates)
+
+__all__ = ["PARTS", "ROUTER_LOSS", "HiddenStates", "LossPart", "LossSections", "MtpLoss", "RouterBalancing"]

@@ -1,24 +1,40 @@
 """The loss between hidden states of student and teacher (`models/hidden_match.py`) as a part of the step's loss."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
 from stillhouse.data import MicroBatch
-from stillhouse.engine.parts.loss_part import LossPart
+from stillhouse.engine.parts.loss_part import LossPart, LossSections
 from stillhouse.models import Decoder, HiddenMatchLoss, HiddenPair, recorded
+from stillhouse.parallel import DistributedStudent
 from stillhouse.parallel.layer_loss_interface import LayerLoss
 
 
 @dataclass(frozen=True)
 class HiddenStates(LossPart):
-    """pairs: of layers of student and teacher, on all stages."""
+    """pairs: of layers of student and teacher, on all stages. Empty: not known before `distributed`."""
 
-    pairs: tuple[HiddenPair, ...]
+    pairs: tuple[HiddenPair, ...] = ()
 
     key = "objective.hidden"
     needs_teacher = True
+
+    @classmethod
+    def from_config(cls, sections: LossSections) -> Self | None:
+        return cls() if sections.objective.hidden else None
+
+    @classmethod
+    def in_words(cls, sections: LossSections) -> str:
+        pairs = sections.objective.hidden
+        return "".join(f" + {one.scale:g}*{one.loss} of layers {one.student} and {one.teacher}" for one in pairs)
+
+    def distributed(self, student: DistributedStudent) -> Self:
+        match = student.decoders[0].hidden_match
+        assert match is not None
+        return replace(self, pairs=match.all_pairs)
 
     def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> "_LayersOfStage":
         return _LayersOfStage(student, HiddenMatchLoss(micro_batch.weights_T, normalizer))

@@ -1,13 +1,27 @@
-"""The interface of a loss beside the objective: what the engine, the stages and the head ask of it."""
+"""The interface of a loss beside the objective: what the configuration, the engine, the stages and the head need."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from stillhouse.config import ObjectiveConfig, StudentConfig
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.parallel import DistributedStudent
 from stillhouse.parallel.layer_loss_interface import LayerLosses
+
+
+@dataclass(frozen=True)
+class LossSections:
+    """The configuration's sections about losses, the parsed `objective.loss`, and whether the run has a teacher."""
+
+    objective: ObjectiveConfig
+    student: StudentConfig
+    spec: ObjectiveSpec
+    has_teacher: bool
 
 
 class LossPart(LayerLosses, Protocol):
@@ -22,6 +36,20 @@ class LossPart(LayerLosses, Protocol):
 
     @property
     def needs_teacher(self) -> bool: ...
+
+    @classmethod
+    def from_config(cls, sections: LossSections) -> Self | None:
+        """Return the loss that the configuration has; None: it has none. Raises ConfigError if it is impossible."""
+        ...
+
+    @classmethod
+    def in_words(cls, sections: LossSections) -> str:
+        """Return what the loss adds to the objective in words."""
+        return ""
+
+    def distributed(self, student: DistributedStudent) -> Self:
+        """Return the loss for a student that is distributed over a mesh."""
+        return self
 
     def at_head(
         self,

@@ -10,21 +10,22 @@ B rows, S tokens per row, T = B·S tokens in the rows' order, D width.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stillhouse.config import ConfigError, MtpConfig, as_config_error
 from stillhouse.data import MicroBatch
-from stillhouse.engine.parts.loss_part import LossPart
+from stillhouse.engine.parts.loss_part import LossPart, LossSections
 from stillhouse.models import Decoder
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
-from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import NextTokens
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+from stillhouse.parallel import DistributedStudent, NextTokens
 from stillhouse.parallel.layer_loss_interface import MtpLayersRun
 
 #: the prefix of a depth's metrics: mtp_1/forward_kl is the forward KL of depth 1
@@ -55,6 +56,55 @@ class MtpLoss(LossPart):
     @property
     def needs_teacher(self) -> bool:
         return self.objective.needs_teacher and not self.of_student
+
+    @classmethod
+    def from_config(cls, sections: LossSections) -> Self | None:
+        mtp, objective, spec = sections.student.mtp, sections.objective, sections.spec
+        if mtp is None:
+            return None
+        if mtp.objective is not None:
+            with as_config_error("student.mtp.objective"):
+                parsed = parse_objective(mtp.objective, objective.temperature, objective.scale_by_temperature_squared)
+            if parsed.needs_rollouts or parsed.uld is not None:
+                raise ConfigError(
+                    "student.mtp.objective",
+                    f"got '{mtp.objective}': expected a sum of cross_entropy, z_loss, entropy and divergences",
+                )
+            spec = replace(parsed, teachers=spec.teachers, is_mixture=spec.is_mixture)
+        if mtp.signal == "student":
+            if spec.divergence is None:
+                raise ConfigError("student.mtp.signal", f"got student, but '{spec.in_words()}' has no divergence")
+            return cls(replace(spec, teachers={}, is_mixture=False), mtp.depths, mtp.scale, of_student=True)
+        if spec.needs_teacher and not sections.has_teacher:
+            raise ConfigError(
+                "student.mtp.objective",
+                f"got '{mtp.objective}', which needs a teacher: set teacher.model, or student.mtp.signal=student",
+            )
+        return cls(spec, mtp.depths, mtp.scale)
+
+    @classmethod
+    def in_words(cls, sections: LossSections) -> str:
+        mtp = sections.student.mtp
+        if mtp is None:
+            return ""
+        objective = "the same" if mtp.objective is None else mtp.objective
+        signal = " from the student itself" if mtp.signal == "student" else ""
+        frozen = ", the student is frozen" if mtp.train == "heads" else ""
+        return f" (+ {mtp.scale:g} × {objective}{signal} at {_tokens(mtp)}{frozen})"
+
+    def layers_in_words(self, mtp: MtpConfig, student: Decoder) -> str:
+        """Return the student's MTP layers in words. student: the part of it in this process."""
+        count = "on the last stage"
+        if student.mtp is not None:
+            parameters = sum(parameter.numel() for parameter in student.mtp.parameters())
+            count = f"{parameters:,} parameters, {'new' if student.mtp.is_new else 'from the checkpoint'}"
+        signal = " from the student itself" if self.of_student else ""
+        trained = "with the student" if mtp.train == "all" else "alone, the student is frozen"
+        objective = f"{mtp.scale:g} × ({self.objective.in_words()}){signal}"
+        return f"{_tokens(mtp)}, {count}; minimise {objective}, trained {trained}"
+
+    def distributed(self, student: DistributedStudent) -> Self:
+        return replace(self, group=student.mesh.group("context"))
 
     def student_inputs(self, micro_batch: MicroBatch, student: Decoder) -> Mapping[str, Tensor]:
         return MtpLayersRun(self._next_tokens).student_inputs(micro_batch, student)
@@ -97,3 +147,7 @@ class MtpLoss(LossPart):
         extended = targets.extended(self._next_tokens, (rows, columns)).shift_for_mtp(more_BS, depths)
         place_BS = torch.arange(more_BS.numel(), device=more_BS.device).view(more_BS.shape)
         return extended.rows(place_BS[:, :columns].flatten())
+
+
+def _tokens(mtp: MtpConfig) -> str:
+    return f"{mtp.depths} further token{'s' if mtp.depths > 1 else ''}"

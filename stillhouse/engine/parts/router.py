@@ -1,14 +1,16 @@
 """The load-balancing loss of the student's routers (`models/moe.py`) as a part of the step's loss."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stillhouse.data import MicroBatch
-from stillhouse.engine.parts.loss_part import LossPart
+from stillhouse.engine.parts.loss_part import LossPart, LossSections
 from stillhouse.models import Decoder, RouterAuxLoss
+from stillhouse.parallel import DistributedStudent
 from stillhouse.parallel.layer_loss_interface import LayerLoss
 
 #: the key of the routers' load-balancing loss among a step's sums
@@ -26,6 +28,14 @@ class RouterBalancing(LossPart):
 
     key = "objective.router_aux_loss"
     needs_teacher = False
+
+    @classmethod
+    def from_config(cls, sections: LossSections) -> Self | None:
+        coefficient = sections.objective.router_aux_loss
+        return cls(coefficient) if coefficient else None
+
+    def distributed(self, student: DistributedStudent) -> Self:
+        return replace(self, group=student.mesh.group("context"))
 
     def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> "_RoutersOfStage":
         targets_B = (micro_batch.labels_T >= 0).view(micro_batch.shape_BS).sum(1)
