@@ -46,7 +46,7 @@ class StepLoss:
     Besides the objective's own metrics there are `weights`, the sum of the rows' weights, by which the sums of
     entropies and agreement are divided for a mean, and with routed signals, for each teacher, `weights/<name>` and
     the number of its rows, `tokens/<name>`. The depths of multi-token prediction have the objective
-    `spec.at_further_depths()`.
+    `spec.at_mtp_depths()`.
     """
 
     objective: ObjectiveSpec
@@ -98,7 +98,7 @@ class StepLoss:
         objective, per_token = self.objective, targets.per_token
         if depth:
             # tokens are sampled from depth 0: only the kind of each token matters at the other depths
-            objective = objective.at_further_depths() if objective.needs_rollouts else objective
+            objective = objective.at_mtp_depths() if objective.needs_rollouts else objective
             per_token = {name: value_T for name, value_T in per_token.items() if name == IS_SAMPLED}
         if valid_index is None and objective.needs_rollouts:
             assert targets.weights_T is not None

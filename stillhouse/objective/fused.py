@@ -27,7 +27,7 @@ from stillhouse.objective.input_checks import Leaves, check_leaves, check_pass, 
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile.chunks import Totals, run_chunks
-from stillhouse.objective.tile.logits_provider import GivenLogits, HeadLogits, LogitsProvider
+from stillhouse.objective.tile.logits_provider import HeadLogits, LogitsProvider, TensorLogits
 from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
 
 
@@ -123,7 +123,7 @@ def logits_objective(
     if shard is not None:
         check_shard(shard, logits_TV.shape[1])
     check_pass(leaves, terms, weights_T, normalizer, None, None)
-    provider = GivenLogits(logits_TV, shard, terms)
+    provider = TensorLogits(logits_TV, shard, terms)
     return _objective([(provider, terms, None)], leaves, weights_T, normalizer, None)
 
 

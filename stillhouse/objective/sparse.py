@@ -51,7 +51,7 @@ def sparse(
     else:
         log_p_CB, log_q_CB = log_p_CK, log_q_CK
     statistics["teacher_entropy"] = entropy(log_p_CB)
-    values, slope_CB = over_outcomes(divergence, log_p_CB, log_q_CB, is_whole=signal.tail != "drop")
+    values, slope_CB = over_outcomes(divergence, log_p_CB, log_q_CB, is_complete=signal.tail != "drop")
     if tile.needs_gradient:
         _add_sparse_gradient(tile, signal, temperature, slope_CB, log_q_CB, weights_C)
     first, *rest = (weight * value_C for (weight, _), value_C in zip(weighted_parts(divergence), values, strict=True))
@@ -61,15 +61,15 @@ def sparse(
 
 
 def over_outcomes(
-    divergence: Divergence, log_p_CB: Tensor, log_q_CB: Tensor, *, is_whole: bool
+    divergence: Divergence, log_p_CB: Tensor, log_q_CB: Tensor, *, is_complete: bool
 ) -> tuple[list[Tensor], Tensor]:
     """Return the value [C] of each part of a divergence, and q·h [C, B], over B outcomes.
 
-    is_whole: whether these are all outcomes, so that the probabilities of both sides sum to 1. Then the balanced
+    is_complete: whether these are all outcomes, so that the probabilities of both sides sum to 1. Then the balanced
     functions are summed (`divergence.py`), so that a rounding error in Σ(q − p) enters no value.
     """
     parts = [part for _, part in weighted_parts(divergence)]
-    if not is_whole:
+    if not is_complete:
         values = [part.value(log_p_CB, log_q_CB).sum(1) for part in parts]
         return values, divergence.weighted_slope(log_p_CB, log_q_CB)
     ratio_CB = log_ratio(log_q_CB, log_p_CB)

@@ -109,7 +109,7 @@ class ObjectiveSpec:
         """Whether nothing but rewards gives an advantage. With teacher_kl, rewards are added if there are any."""
         return self.policy_gradient is not None and not self.teacher_kl
 
-    def at_further_depths(self) -> "ObjectiveSpec":
+    def at_mtp_depths(self) -> "ObjectiveSpec":
         """Return the objective of further depths of multi-token prediction: without sampled_kl and policy_gradient.
 
         Tokens are sampled from depth 0 alone. Raises ValueError if nothing remains.

@@ -166,7 +166,7 @@ class HeadLogits(LogitsProvider):
         return self.hidden_TD[rows].masked_fill(~kept_C[:, None], 0.0)
 
 
-class GivenLogits(LogitsProvider):
+class TensorLogits(LogitsProvider):
     """Given logits. The gradient has the logits' dtype, but float32 for float16 logits, whose range is too small."""
 
     scale, softcap = 1.0, None
