@@ -46,24 +46,21 @@ _PYTHONS = (
     OSError,
 )
 #: libraries whose errors derive directly from Exception; panics of Rust code even derive from BaseException
-_LIBRARIES = (
-    *("datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors"),
-    *("mlflow", "sqlite3", "trackio", "wandb"),
-)
+_LIBRARIES = (*("datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors", "sqlite3"),)
 
 
 class reading(AbstractContextManager[object]):
     """Within the block, turn a library's error into ValueError("{what}: {the error's first line}").
 
     passes: our own error types, which are not changed.
+    library: one more library whose errors derive directly from Exception.
     """
 
-    def __init__(self, what: str, *, passes: type[Exception] | tuple[()] = ()):
-        self.what = what
-        self.passes = passes
+    def __init__(self, what: str, *, passes: type[Exception] | tuple[()] = (), library: str = ""):
+        self.what, self.passes, self.libraries = what, passes, {*_LIBRARIES, library}
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, self.passes) and _about_files(error):
+        if error is not None and not isinstance(error, self.passes) and _about_files(error, self.libraries):
             raise ValueError(f"{self.what}: {first_line(error)}") from error
 
 
@@ -81,14 +78,14 @@ class writing(AbstractContextManager[object]):
             raise OSError(int(number[1]), os.strerror(int(number[1])), os.fspath(self.folder)) from error
 
 
-def _about_files(error: BaseException) -> bool:
+def _about_files(error: BaseException, libraries: set[str]) -> bool:
     if type(error).__name__ == "OutOfMemoryError":  # of torch, for a GPU; by name, so as not to import torch
         return False
     # tokenizers raises instances of Exception itself
     return (
         isinstance(error, _PYTHONS)
         or type(error) is Exception
-        or any(kind.__module__.partition(".")[0] in _LIBRARIES for kind in type(error).__mro__)
+        or any(kind.__module__.partition(".")[0] in libraries for kind in type(error).__mro__)
     )
 
 

@@ -253,6 +253,7 @@ def test_gradients_that_mix_parts_and_wholes_are_refused(tmp_path: Path, monkeyp
     """The gate gives the hidden states a part of their gradient, which reaches all parameters before it."""
     monkeypatch.setattr(LlamaAttention, "__init__", LlamaAttention.__init__)  # taken back after the test
     with_gates()
+    save_model(tmp_path / "student", change=lambda model: None, seed=1)  # not a copy of a model without gates
     write_run(tmp_path, teacher=False)
     ranks = Ranks(2, "distill", tmp_path / "run.yaml", "parallel.tensor=2", hook=with_gates)
     assert all(ranks.wait(120)), ranks.texts

@@ -94,7 +94,7 @@ class TeacherConfig(ModelConfig):
 
     def is_base_of(self, student: StudentConfig) -> bool:
         """Whether the teacher is the student without its adapter, so that one model in memory serves as both."""
-        if student.adapter is None or self.signals_from != "model":
+        if student.adapter is None or self.url is not None:
             return False
         same = all(getattr(student, key) == getattr(self, key) for key in ("model", "revision", "attention"))
         return same and self.quantize is None and self.dtype in ("auto", student.dtype) and self.parallel is None

@@ -72,7 +72,7 @@ class Trackers:
 
     def _use(self, name: str, when: str, call: Callable[[], None]) -> None:
         try:
-            with reading(name):
+            with reading(name, library=name):
                 call()
         except ValueError as error:
             cause = error.__cause__

@@ -37,7 +37,7 @@ def open_mlflow(folder: RunFolder, state: TrackerState, values: Mapping[str, Any
     mlflow = imported("mlflow", "track")
     where = f"{mlflow.get_tracking_uri()}; set MLFLOW_TRACKING_URI to a store that works"
     texts = {_name(key): str(value)[:_LONGEST] for key, value in values.items()}
-    with reading(f"track: mlflow cannot start or continue a run at {where}"):
+    with reading(f"track: mlflow cannot start or continue a run at {where}", library="mlflow"):
         client = mlflow.MlflowClient()
         if state.mlflow is None:
             state.mlflow = client.create_run(_experiment(client), run_name=state.name).info.run_id

@@ -23,7 +23,7 @@ class TrackioRun:
 def open_trackio(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> TrackioRun:
     """Start the run, or continue the run of the same name: trackio knows runs by their names, so the id is in it."""
     trackio = imported("trackio", "track")
-    with reading("track: trackio cannot start a run"):
+    with reading("track: trackio cannot start a run", library="trackio"):
         run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "stillhouse"),
             name=f"{state.name}-{state.id}",

@@ -26,7 +26,8 @@ class WandbRun:
 def open_wandb(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> WandbRun:
     """Start the run, or continue the run with the same id. Raises ValueError if wandb cannot start it."""
     wandb = imported("wandb", "track")
-    with reading("track: wandb cannot start a run; log in with `wandb login`, or set WANDB_MODE=offline"):
+    hint = "log in with `wandb login`, or set WANDB_MODE=offline"
+    with reading(f"track: wandb cannot start a run; {hint}", library="wandb"):
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "stillhouse"),
             name=os.environ.get("WANDB_NAME", state.name),
