@@ -42,7 +42,7 @@ from stillhouse.config.section import PathText, Section
 from stillhouse.config.sections.objective_section import ObjectiveConfig
 from stillhouse.config.yaml_text import read_yaml
 from stillhouse.engine.loss import StepLoss
-from stillhouse.models.megatron_processor import MegatronProcessor
+from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, Signal, Signals, TopK

@@ -137,8 +137,8 @@ class Rollouts:
             self.engine.close()
 
     def can_take(self, step: int) -> bool:
-        """Whether the samples of a later step are finished; only those asked for two steps ahead can be early."""
-        if not self.schedule.in_order or self.schedule.ahead < 2 or step > self.schedule.last_step:
+        """Whether the samples of a later step are finished; only the schedule two_step_off can have them early."""
+        if self.config.schedule != "two_step_off" or step > self.schedule.last_step:
             return False
         return self._of_queue(lambda queue: queue.has_requested(step) and queue.is_ready(step))
 

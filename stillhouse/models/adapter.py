@@ -194,7 +194,7 @@ def _shortened(names: list[str], model: PreTrainedModel) -> list[str]:
 
 def _require_adapted(model: PreTrainedModel, names: list[str]) -> None:
     """Raise ValueError if peft adapted other modules than these: it takes some names for experts' names."""
-    adapted = {name for name, module in model.named_modules() if lora_parts(module)}
+    adapted = {name for name, module in model.named_modules() if _is_lora_layer(module)}
     if different := sorted(adapted ^ set(names)):
         raise ValueError(
             f"peft does not put a LoRA on the layers that were asked for in model type '{model.config.model_type}' "
@@ -203,4 +203,10 @@ def _require_adapted(model: PreTrainedModel, names: list[str]) -> None:
 
 
 def _lora_layers(decoder: Decoder) -> list[Any]:
-    return [module for module in decoder.modules() if lora_parts(module)]
+    return [module for module in decoder.modules() if _is_lora_layer(module)]
+
+
+def _is_lora_layer(module: nn.Module) -> bool:
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(module, LoraLayer)

@@ -85,11 +85,11 @@ class Definition(NamedTuple):
     synonyms: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Divergence(ABC):
     """D(p, q) as two pointwise functions. Sums and positive multiples of divergences are divergences.
 
-    The fields of a subclass are the divergence's parameters.
+    A subclass is a frozen dataclass, whose fields are the divergence's parameters.
     """
 
     definition: ClassVar[Definition]
@@ -106,7 +106,7 @@ class Divergence(ABC):
         """The expression from which `parse_divergence` makes this divergence."""
         values = [(field, getattr(self, field.name)) for field in fields(self)]
         shown = [
-            shortest(value) if field.default is MISSING else f"{field.name}={value}"
+            shortest(value) if field.default is MISSING else f"{field.name}={type(field.default)(value)}"
             for field, value in values
             if value != field.default
         ]

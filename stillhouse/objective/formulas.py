@@ -16,6 +16,7 @@ from stillhouse.objective.divergence import Definition, Divergence, KullbackLeib
 from stillhouse.objective.numerics import difference, excess, expect, interpolation, interpolation_logs, log_ratio
 
 
+@dataclass(frozen=True)
 class ForwardKL(KullbackLeibler):
     """KL(p‖q): the student must cover everything that the teacher covers. c = 1: f is E(p, q)."""
 
@@ -31,6 +32,7 @@ class ForwardKL(KullbackLeibler):
         return -log_p.exp()
 
 
+@dataclass(frozen=True)
 class ReverseKL(KullbackLeibler):
     """KL(q‖p): the student must avoid what the teacher avoids. c = −1: f is E(q, p)."""
 
@@ -161,6 +163,7 @@ class SkewReverseKL(_Skewed):
         return self.balanced_slope(sides(log_p, log_q)) + (1 - self.alpha) * log_q.exp()
 
 
+@dataclass(frozen=True)
 class TotalVariation(Divergence):
     """½ Σ|p − q|, between 0 and 1. c = 0; the slope of the argmax is subtracted from all."""
 

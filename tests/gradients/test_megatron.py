@@ -28,7 +28,7 @@ from kit.shard_ranks import RankPool
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from stillhouse.models import processors
-from stillhouse.models.megatron_processor import MegatronProcessor
+from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.tools.parity import worst
 
 CASES = [

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models import processors
-from stillhouse.models.megatron_processor import MegatronProcessor
+from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, ObjectiveOutput, OutputHead, TopK
 from stillhouse.objective.reference import dense_objective

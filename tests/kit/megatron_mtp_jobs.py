@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from stillhouse.models import processors
-from stillhouse.models.megatron_processor import MegatronProcessor
+from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processor_targets import Targets
 
 

@@ -21,7 +21,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from stillhouse.models import processors
-from stillhouse.models.megatron_processor import MegatronProcessor
+from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processor_targets import Targets
 from stillhouse.tools.parity import worst
 

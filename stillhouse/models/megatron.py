@@ -187,7 +187,7 @@ def _require_hook(model: nn.Module) -> None:
     if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
         raise ValueError(
             f"{name} with mtp_num_layers: Megatron would also minimise its own cross-entropy from logits, beside the "
-            "processor; expected stillhouse.models.megatron_processor.MultiTokenGPTModel"
+            "processor; expected stillhouse.models.megatron.MultiTokenGPTModel"
         )
     if getattr(config, "defer_embedding_wgrad_compute", False):
         raise ValueError(
