@@ -1,7 +1,8 @@
 """Facts of model families: where the parts of a model are, how it makes logits, and its plans for parallelism.
 
-They are read from transformers' configurations and modules; no family is recognised by its name. A family that gives
-one of these facts another name needs a change in this file only.
+They are read from transformers' configurations and modules; no family is recognised by its name. A family with
+another name for a setting, a plan or a head needs a change in this file only. Pipelines and context parallelism also
+need a backbone with the attributes `STAGE_PARTS`; a family without them is refused there, by name.
 """
 
 import re
