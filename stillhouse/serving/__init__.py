@@ -1,1 +1,1 @@
-"""Servers of signals and completions, and the clients of ours, of vLLM and of SGLang."""
+"""A server of signals and completions, and clients for it, for vLLM and for SGLang."""

@@ -1,14 +1,14 @@
-"""The body of `POST /v1/score` and of its answer: one safetensors file each, of D documents with N rows together.
+"""The bodies of `POST /v1/score` and of its answer: one safetensors file each, for D documents with N rows in total.
 
     request     token_ids [·] int32     the tokens of all documents, one after the other
                 offsets [D+1] int64     the tokens of document d are offsets[d]:offsets[d+1]
-                rows [D, 2] int32       the rows of each document that are asked for: from, and up to but without
-                ids [N, K] int32        "chosen": the ids whose log-probabilities are asked for
+                rows [D, 2] int32       the requested rows of each document, as a range [start, stop)
+                ids [N, K] int32        "chosen": the ids whose log-probabilities are requested
     answer      offsets [D+1] int64     the rows of document d are offsets[d]:offsets[d+1] of the following tensors
                 hidden, ids, …          the tensors of the signal (`SignalSpec.tensors`)
 
-The header of each has one key, `score`, with JSON: `ScoreOptions` in a request, and the same with the identity of the
-teacher under `teacher` in an answer. A request may be JSON instead (`ScoreBody`).
+The header of each file has one key, `score`, with JSON: `ScoreOptions` in a request; in an answer, the same options
+and the teacher's identity under `teacher`. A request may be JSON instead (`ScoreBody`).
 """
 
 import json
@@ -32,7 +32,7 @@ class _FailFast(FailFast):
     __hash__ = object.__hash__  # unions hash their members
 
 
-#: of a list with millions of wrong values, only the first one is reported
+#: a list of which only the first wrong value is reported, because millions may be wrong
 FirstWrong = Annotated[list[T], _FailFast()]
 
 KEY = "score"
@@ -46,13 +46,13 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class StrictBody(BaseModel):
-    """A body in which a field that is not known, or of another type, is refused."""
+    """A body that is refused if a field is unknown or has another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ScoreOptions(StrictBody):
-    """Which signal is asked for."""
+    """The options of a request that choose the signal."""
 
     signal: SignalKind = "hidden"
     dtype: str = "float32"
@@ -60,7 +60,7 @@ class ScoreOptions(StrictBody):
     temperature: float | None = Field(default=None, gt=0)
 
     def spec(self) -> SignalSpec:
-        """Raises ValueError for options that do not go together."""
+        """Raises ValueError for options that do not fit together."""
         temperature = self.temperature
         if temperature is None and self.signal != "hidden":
             temperature = 1.0
@@ -68,7 +68,7 @@ class ScoreOptions(StrictBody):
 
 
 class ScoreBody(ScoreOptions):
-    """A request in JSON. rows: from, and up to but without; left out: all rows. ids: per document, row and id."""
+    """A request in JSON. rows: a range [start, stop) per document; absent: all rows. ids: [document][row][id]."""
 
     token_ids: FirstWrong[FirstWrong[int]] = Field(min_length=1)
     rows: FirstWrong[tuple[int, int]] | None = None
@@ -95,7 +95,7 @@ def document_tensors(documents: Sequence[DocumentRows]) -> dict[str, Tensor]:
 
 
 def decode_request(content: bytes, content_type: str, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
-    """Raises ValueError, in one line, for anything that is not a request of at most so many documents."""
+    """Raises ValueError, in one line, unless it is a valid request of at most `most_documents` documents."""
     if content_type not in (JSON, SAFETENSORS):
         raise ValueError(f"content type '{content_type}': expected {JSON} or {SAFETENSORS}")
     try:
@@ -116,7 +116,7 @@ def decode_request(content: bytes, content_type: str, most_documents: int) -> tu
 
 
 def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Tensor]]) -> bytes:
-    """teacher: the identity of the teacher. parts: the signal's tensors for each document of the request."""
+    """teacher: the teacher's identity. parts: for each document of the request, the signal's tensors."""
     names = list(parts[0])
     tensors = {name: torch.cat([part[name] for part in parts]).contiguous() for name in names}
     tensors["offsets"] = _offsets([len(part[names[0]]) for part in parts])
@@ -126,9 +126,9 @@ def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Te
 def decode_answer(
     content: bytes, signal: SignalSpec, width: int, documents: Sequence[DocumentRows]
 ) -> tuple[str, list[dict[str, Tensor]]]:
-    """The identity of the teacher, and the signal's tensors for each document.
+    """Return the teacher's identity, and the signal's tensors for each document.
 
-    Raises ValueError for an answer that is truncated, of another request, or of other shapes.
+    Raises ValueError if the answer is truncated, belongs to another request, or has tensors of other shapes.
     """
     options, tensors = _decoded(content, "the answer")
     teacher = options.pop("teacher", None)
@@ -199,7 +199,7 @@ def _with_ids(
 
 
 def _decoded(content: bytes, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The JSON of a body's header and its tensors."""
+    """Return the JSON of a body's header, and the body's tensors."""
     with reading(f"{what} is not a safetensors body"):
         tensors = load(content)
         options = header_of(content)
@@ -209,7 +209,7 @@ def _decoded(content: bytes, what: str) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def header_of(content: bytes) -> Any:
-    """The JSON that a safetensors body has under `KEY` in its header."""
+    """The JSON value of `KEY` in the header of a safetensors body."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     return json.loads(header["__metadata__"][KEY])
 

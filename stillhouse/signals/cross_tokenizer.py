@@ -1,24 +1,24 @@
 """Signals of a teacher with another tokenizer, translated to the student's tokens: approximations.
 
-The teacher reads the same text in its own tokens. Its top-k ids and the log-probability of every actual token
-come from another store, and become one of two signals at the student's rows (`SpanSignal`, `SortedTopK`):
+The teacher reads the same text in its own tokens. Another store gives its top-k ids and the log-probability of each
+token of the text. This module makes one of two signals for the student's rows from them (`SpanSignal`, `SortedTopK`):
 
     gold   GOLD's merged probabilities, as one top-k signal over the student's ids
     uld    the sorted probabilities at rows where both tokenizers begin a span (arXiv 2402.12030)
 
 With gold, a span has student tokens y_0 … y_k and teacher tokens x_0 … x_l. At the row that predicts y_0, the
-teacher's next token is one of these disjoint events, and each counts for one outcome of the student:
+teacher's text continues with one of these disjoint events. The probability of each counts for one student token:
 
     x_0 and then x_1 … x_l             y_0; its probability is P = Π_j p(x_j)
     x_0 and then something else        the student's token for the bytes of x_0; p(x_0) − P
     one of the other top-k ids         the student's token for its bytes
     any other id                       the tail
 
-The token for some bytes is the one with these bytes, or else the first of those into which the student's tokenizer
-cuts them within a text: a text that begins with these bytes most likely begins with that token. Where the student's
-tokenizer puts a space before a text, it is the first token with that space (▁the). Bytes that form neither whole
-characters nor a token count for the tail. The probabilities of events for one token add up, and those of all outcomes
-are 1.
+The student's token for some bytes is the token with exactly these bytes. If there is none, it is the first token that
+the student's tokenizer makes of them within a text, because a text with these bytes most likely begins with it. Where
+the student's tokenizer puts a space before a text, the first token with that space is used (▁the). If the bytes are
+no complete characters and no token has them, the probability counts for the tail. Probabilities for the same token
+are added; the probabilities of all outcomes sum to 1.
 
 N rows of a document, R rows of the teacher, K ids of the teacher per row, B = K + 2 outcomes (K ids, y_0, x_0).
 """
@@ -50,7 +50,7 @@ class AlignedSpec(SignalSpec):
     """The signal for every row of the student, from a teacher that gives top_k = K ids.
 
     ids            [N, B] int32       with gold: the student's ids; -1 is none
-    log_probs      [N, B] float32     their log-probabilities; with uld [N, K], the teacher's, whatever the ids
+    log_probs      [N, B] float32     their log-probabilities; with uld [N, K]: the teacher's K largest, in order
     tail_log_prob  [N]                the log of the mass of all other outcomes
     weight         [N]                1 at rows that predict the first token of a span, else 0
     continuation   [N]                with gold: the span's probability at rows that predict a later token, else 0
@@ -88,10 +88,10 @@ class AlignedSpec(SignalSpec):
 
 
 class CrossTokenizerStore(SignalStore):
-    """Signals for the student's documents, from a store for the same texts in the teacher's tokens.
+    """Signals for the student's documents, made from the signals for the same texts in the teacher's tokens.
 
-    inner: the teacher, which gives "top_k" with a label
-    student, teacher: their tokenizers
+    inner: the teacher's store, whose signal must be "top_k" with a label
+    student, teacher: the tokenizers of student and teacher
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -186,7 +186,7 @@ class CrossTokenizerStore(SignalStore):
         x_0_S, log_x_0_S = teacher.labels_R[starts_S], teacher.log_labels_R[starts_S]
         ids_SK, log_p_SK = teacher.ids_RK[starts_S], teacher.log_probs_RK[starts_S]
         log_p_SK = log_p_SK.masked_fill((ids_SK < 0) | (ids_SK == x_0_S[:, None]), -math.inf)
-        # x_0 without its continuation: p(x_0) − P, from the probability of the continuation alone
+        # x_0 without x_1 … x_l: log(p(x_0) − P) = log p(x_0) + log(1 − P / p(x_0))
         log_later_S = (log_p_S - log_x_0_S).masked_fill(log_p_S == -math.inf, -math.inf)
         log_rest_S = log_x_0_S + _log1m_exp(log_later_S)
         student_SB = self._student_ids(torch.cat([ids_SK, x_0_S[:, None]], 1), begins_S)
@@ -203,7 +203,7 @@ class CrossTokenizerStore(SignalStore):
         return ids_SB, torch.cat([log_y_0_S[:, None], log_p_SB], 1), tail_S
 
     def _student_ids(self, ids_SB: Tensor, begins_S: Tensor) -> Tensor:
-        """The student's first token of each id, or -1. A head may have more rows than its tokenizer has ids."""
+        """The student's token for the bytes of each teacher id; -1 if it has none, as for rows without a token."""
         first_of = torch.from_numpy(np.stack([self.aligner.first_of, self.aligner.first_of_text])).long()
         is_known_SB = (ids_SB >= 0) & (ids_SB < first_of.shape[1])
         return first_of[begins_S.long()[:, None], ids_SB.masked_fill(~is_known_SB, 0)].masked_fill(
@@ -213,9 +213,9 @@ class CrossTokenizerStore(SignalStore):
 
 @dataclass(frozen=True)
 class _TeacherRows:
-    """The teacher's signal at some rows of a document, in float64, without the label's entry.
+    """The teacher's signal at some rows of a document, in float64, with the labels apart from the K ids.
 
-    labels_R, log_labels_R: the token that follows each row, and its log-probability
+    labels_R, log_labels_R: the token that follows each row, and the log-probability of that token
     """
 
     rows: range
@@ -227,11 +227,11 @@ class _TeacherRows:
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor], document: DocumentRows) -> "_TeacherRows":
-        """tensors: of "top_k" with a label, for these rows of the teacher's document"""
+        """tensors: the tensors of "top_k" with a label, for these rows of the teacher's document"""
         rows = document.rows
         labels_R = torch.from_numpy(document.tokens[rows.start + 1 : rows.stop + 1].astype(np.int64))
         ids_RB, log_probs_RB = tensors["ids"].long(), tensors["log_probs"].double()
-        # the last entry is the label, where it is not among the K ids
+        # the last entry is the label, unless the label is among the K ids
         is_label_RB = ids_RB == labels_R[:, None]
         assert bool(is_label_RB.any(1).all())
         log_labels_R = log_probs_RB.masked_fill(~is_label_RB, -math.inf).amax(1)
@@ -245,11 +245,11 @@ class _TeacherRows:
         return torch.zeros(len(spans), dtype=torch.float64).index_add_(0, owner_N, self.log_labels_R[row_N])
 
     def starts_of(self, spans: Sequence[Span]) -> Tensor:
-        """Where the row is that predicts the first teacher token of each span, int64."""
+        """The index in `rows` of the row that predicts each span's first teacher token, int64."""
         return torch.tensor([span.teacher.start - 1 for span in spans], dtype=torch.int64) - self.rows.start
 
     def sorted_at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The K largest log-probabilities, and the mass outside of them; the label's is a part of it."""
+        """The K largest log-probabilities, and the log of the mass outside them (the label's mass included)."""
         tail_N = self.tail_R[rows]
         is_outside_N = (self.ids_RK[rows] != self.labels_R[rows][:, None]).all(1)
         log_label_N = self.log_labels_R[rows].masked_fill(~is_outside_N, -math.inf)
@@ -266,9 +266,9 @@ def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[Span], teacher: 
 
 
 def _needed_spans(rows: range, spans: Sequence[Span]) -> list[Span]:
-    """The spans with a token that one of these rows predicts, if rows of both sides predict the span's first token.
+    """The spans that overlap with the tokens that these rows predict.
 
-    Row t predicts token t + 1, so the first token of a document has no row.
+    Spans at the beginning of a document are left out: row t predicts token t + 1, so no row predicts the first token.
     """
     return [
         span
@@ -286,7 +286,7 @@ def _teacher_rows(spans: Sequence[Span]) -> range:
 
 
 def _summed_by_id(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
-    """The probabilities of equal ids of a row added up, in descending order of ids; the entries left over are -1."""
+    """Sum the probabilities of equal ids in each row, in descending order of ids; the repeated ids become -1."""
     ids_SB, order_SB = ids_SB.sort(1, descending=True)
     log_p_SB = log_p_SB.gather(1, order_SB)
     is_new_SB = torch.ones_like(ids_SB, dtype=torch.bool)
@@ -299,7 +299,7 @@ def _summed_by_id(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _places(starts_S: Tensor, stops_S: Tensor) -> tuple[Tensor, Tensor]:
-    """All integers of S ranges, [N], and the range that each of them is of."""
+    """For all N integers of S ranges: the number of the range that has the integer, and the integer. [N] each"""
     lengths_S = stops_S - starts_S
     owner_N = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
     before_S = lengths_S.cumsum(0) - lengths_S

@@ -24,7 +24,7 @@ from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 
 class Ranked(NamedTuple):
-    """Asks for the tensors of `ranked_log_probs`, each row's id being the next token; the last row has none."""
+    """Requests the tensors of `ranked_log_probs`. The label of a row is the next token; the last row has no label."""
 
     top_k: int
 
@@ -37,7 +37,7 @@ class SignalRows(NamedTuple):
 
     index_C: int64, the rows
     values_CX: what the signal needs for each row. "chosen": the K ids. `Ranked` and signals with a label: the token
-        that follows. "sampled": M random numbers from 0 up to but without 1, float64. Others: nothing
+        that follows. "sampled": M random numbers in [0, 1), float64. Other signals: an empty tensor
     """
 
     index_C: Tensor
@@ -69,9 +69,9 @@ class SignalRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Extract:
-    """Gives the tensors of `SignalSpec.tensors` or of `ranked_log_probs` on the CPU.
+    """Returns the tensors of `SignalSpec.tensors` or of `ranked_log_probs` on the CPU.
 
-    Under tensor parallelism, all ranks have the same rows and get the same tensors.
+    Under tensor parallelism, all ranks pass the same rows and get the same tensors.
     """
 
     wanted: Wanted

@@ -1,12 +1,12 @@
 """A teacher's log-probabilities of some ids, from its hidden states: the tensors of stored signals.
 
-All log-probabilities are computed from the logits of the whole vocabulary, in float32 at least. The mass outside of
-the ids is a sum of its own: 1 − Σp has no correct digit where the ids have nearly all of the mass. If the vocabulary
-is sharded over ranks (tensor parallelism), each rank computes a few numbers per row from its own part of the
-vocabulary, one all-gather gives them to all ranks, and every rank has the same result.
+All log-probabilities are computed from the logits of the full vocabulary, in float32 at least. The mass outside the
+ids is summed separately, because 1 − Σp has no correct digit where the ids have nearly all of the mass. If the
+vocabulary is sharded over ranks (tensor parallelism), each rank computes a few numbers per row from its own shard,
+one all-gather exchanges these numbers, and all ranks return the same result.
 
-C rows, E the teacher's width, V vocabulary (this rank's part of it), K ids per row, R ranks over which the vocabulary
-is sharded, S values per row.
+C rows, E the teacher's width, V vocabulary (this rank's shard), K ids per row, R ranks over which the vocabulary is
+sharded, S values per row.
 """
 
 import math
@@ -30,9 +30,9 @@ ROWS = 256
 def top_k_log_probs(
     hidden_CE: Tensor, head: OutputHead, k: int, temperature: float, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The top-k ids of each row, their log-probabilities and the log of the mass outside them.
+    """The top-k ids of each row, their log-probabilities and the log of the mass outside these ids.
 
-    Raises ValueError if the vocabulary has fewer ids.
+    Raises ValueError if the vocabulary has fewer than k ids.
     """
     _require_ids(k, head)
     parts = []
@@ -50,11 +50,11 @@ def labelled_log_probs(
     temperature: float,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """The top-k ids of each row and its label, their log-probabilities, and the log of the mass outside all of them.
+    """The top-k ids and the label of each row, their log-probabilities, and the log of the mass outside all of them.
 
-    Returns ids and log_probs [C, K+1] and tail_log_prob [C]. The last entry is the label; its id is -1 and its
-    log-probability -inf if it is among the K ids. Raises ValueError if the vocabulary has fewer ids, and if this
-    rank has only a part of the head.
+    Returns ids and log_probs [C, K+1] and tail_log_prob [C]. The last entry is the label; if the label is among the
+    K ids, the last entry has id -1 and log-probability -inf. Raises ValueError if the vocabulary has fewer than K
+    ids, or if the head is sharded over ranks.
     """
     if head.shard is not None and not head.shard.is_alone:
         raise ValueError("a label's log-probability needs the whole vocabulary on one rank: expected tensor=1")
@@ -75,10 +75,10 @@ def labelled_log_probs(
 def chosen_log_probs(
     hidden_CE: Tensor, head: OutputHead, ids_CK: Tensor, temperature: float, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The log-probabilities of given ids, and the log of the mass outside them.
+    """The log-probabilities of given ids, and the log of the mass outside these ids.
 
-    An id that is negative, or that repeats an earlier one of its row, is an absent entry: it gets −inf. Raises
-    ValueError for an id beyond the vocabulary.
+    An id that is negative, or that repeats an earlier id of its row, is an absent entry: its log-probability is −inf.
+    Raises ValueError for an id beyond the vocabulary.
     """
     if ids_CK.numel() and int(ids_CK.max()) >= head.rows:
         raise ValueError(
@@ -99,7 +99,7 @@ def chosen_log_probs(
 def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: int) -> dict[str, Tensor]:
     """The log-probability and the rank of one id per row, and the top-k ids, as `prompt_logprobs` needs them.
 
-    Temperature 1. Returns log_prob [C], rank [C] int64 (1 for the most likely id; ids with equal logits count), ids
+    Temperature 1. Returns log_prob [C], rank [C] int64 (the number of ids with at least the label's logit), ids
     [C, K] and log_probs [C, K]; K may be 0. Raises ValueError if the vocabulary has fewer than K ids.
     """
     _require_ids(k, head)
@@ -128,7 +128,7 @@ def _require_ids(k: int, head: OutputHead) -> None:
 
 
 def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits of given ids (−inf for absent entries), the largest logit, and the mass outside in units of it.
+    """The logits of given ids (−inf for absent entries), the largest logit m, and Σ exp(logit − m) of other ids.
 
     logits_CV is overwritten.
     """
@@ -138,7 +138,7 @@ def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) ->
     if columns:
         largest_C1 = logits_CV.amax(1, keepdim=True)
         columns_CK = ids_CK.long() - start
-        # the ids of other ranks and absent entries are sent to a column of their own, which is dropped
+        # absent entries and the ids of other ranks go to one additional column, which is dropped
         columns_CK = columns_CK.masked_fill(~present_CK | (columns_CK < 0) | (columns_CK >= columns), columns)
         is_chosen_CV = torch.zeros(len(logits_CV), columns + 1, dtype=torch.bool, device=logits_CV.device)
         is_chosen_CV = is_chosen_CV.scatter_(1, columns_CK, True)[:, :columns]
@@ -153,7 +153,7 @@ def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) ->
 
 
 def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
-    """The logits of given ids, as far as this rank has them; −inf for all others. [C, K]"""
+    """The logits of given ids, [C, K]; −inf for ids that are outside this rank's shard."""
     start, columns = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
     columns_CK = ids_CK.long() - start
     is_held_CK = (ids_CK >= 0) & (columns_CK >= 0) & (columns_CK < columns)
@@ -163,7 +163,7 @@ def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
 
 
 def _logits(hidden_CE: Tensor, head: OutputHead, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """The logits of a few rows at a time, over the temperature."""
+    """Yield the logits of at most `ROWS` rows at a time, divided by the temperature."""
     projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD), head.shard)
     for start in range(0, len(hidden_CE), ROWS):
         rows = slice(start, start + ROWS)

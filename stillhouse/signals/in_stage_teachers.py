@@ -36,10 +36,10 @@ class InStageTeacher(SignalSource):
 class SelfTeacher(SignalSource):
     """The student as its own teacher: with its present weights and a privileged prompt, or with averaged weights.
 
-    It runs in eval mode and without gradients, immediately before each step, because it needs the step's weights.
+    The teacher runs in eval mode and without gradients, just before each step, because it needs the step's weights.
 
-    autocast: the dtype of the student's matrix products; None: that of its weights
-    average: the weights of the teacher; None: the student's present ones
+    autocast: the dtype of the student's matrix products; None: the dtype of its weights
+    average: the weights of the teacher; None: the student's present weights
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SelfTeacher(SignalSource):
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         """Compute the signals at once.
 
-        On processes with the student's last stage, they are `StudentHidden`, or `FullVocab` with the averaged head.
+        On processes with the student's last stage, they are `StudentHidden` or, with averaged weights, `FullVocab`.
         """
         processor: OutputProcessor = _hidden if self._average is None else _WithHead()
         read = [batch.as_read_by_teacher for batch in micro_batches]
@@ -67,7 +67,7 @@ def student_forward(
     processor: OutputProcessor,
     autocast: torch.dtype | None,
 ) -> Sequence[Any]:
-    """What the processor returns for each micro-batch from the student in eval mode."""
+    """Run the student in eval mode, and return the processor's output for each micro-batch."""
     with evaluating(*student.decoders):
         return student.forward([StageInputs(batch, {}, processor, autocast=autocast) for batch in micro_batches])
 
@@ -77,7 +77,7 @@ def _hidden(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int
 
 
 class _WithHead:
-    """Gives exact signals with a copy of the averaged head. One copy serves all micro-batches of a step."""
+    """Returns exact signals with a copy of the averaged head. All micro-batches of a step share one copy."""
 
     def __init__(self) -> None:
         self._head: OutputHead | None = None

@@ -1,7 +1,7 @@
-"""A teacher in this process as a store of signals: it is asked by documents, and runs when it is asked.
+"""A teacher in this process as a store of signals: each read names documents and runs the teacher on them.
 
-In its own tokens a document has other rows than in the student's, so such a teacher cannot run in the student's
-stages. Each process that reads signals holds the whole teacher.
+It is used to write a cache, and for a teacher with another tokenizer: the rows of a document then differ from the
+student's, so the teacher cannot run in the student's stages. Each reading process has a full copy of the teacher.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +20,13 @@ from stillhouse.signals.signal_store import SignalStore
 
 
 class LocalModelStore(SignalStore):
-    """A model in this job, whose forward is a part of the step.
+    """A teacher in this process. Its forward pass runs in `read`.
 
-    name: of the teacher
-    identity: a hash of its files
-    load: returns the model on a device
-    tokens: how many tokens run through the model at a time, unless a single document has more
-    packs_all: whether the documents of a read are packed together before they are cut into batches: less padding
+    name: the teacher's name
+    identity: a hash of the teacher's files
+    load: loads the model onto a device and returns it
+    tokens: the most tokens per forward pass, unless a single document has more
+    packs_all: whether all documents of a read are packed before they are divided into batches, for less padding
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class LocalModelStore(SignalStore):
         self._running = Lock()
 
     def require(self, documents: Documents, what: str) -> None:
-        """Remember the longest document and the largest id: `start` checks whether the model reads them."""
+        """Remember the longest document and the largest id: `start` checks whether the model can read them."""
         self._longest = max(self._longest, int(documents.lengths_D.max(initial=0)))
         self._largest_id = max(self._largest_id, int(documents.tokens_N.max(initial=0)))
 
     def start(self, device: torch.device) -> None:
-        """Load the model, unless it is loaded. Raises ValueError if it does not fit the documents."""
+        """Load the model on the first call. Raises ValueError if it cannot read the documents of `require`."""
         if self._decoder is None:
             decoder = self._load(device).requires_grad_(False)
             check_document_length(decoder.pretrained, self._longest, "teacher")

@@ -1,7 +1,7 @@
-"""Which process of the teacher's layout sends which columns of a micro-batch to which process of the student's.
+"""Transfers of a micro-batch's columns from the ranks of the teacher's layout to the ranks of the student's layout.
 
-Routing is a pure function of the micro-batch shapes and the two layouts, so every process computes the
-same transfers.
+Routing is a pure function of the micro-batch shapes and the two layouts, so every process computes the same
+transfers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ class MicroBatchShape:
 
     rows, tokens: rows, and tokens per row, before padding
     teacher_BS, student_BS: the padded shapes
-    teacher_number: its number among the micro-batches on which the teacher runs
+    teacher_number: the micro-batch's number among those on which the teacher runs
     """
 
     rows: int
@@ -32,7 +32,7 @@ class MicroBatchShape:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Columns start:stop of a micro-batch, from rank `sender` to rank `receiver`; columns of the whole sequence."""
+    """Columns start:stop of a micro-batch's full, unsharded sequence, from rank `sender` to rank `receiver`."""
 
     micro_batch: int
     sender: int
@@ -53,8 +53,8 @@ def shapes_of(
 
     chosen: the numbers of the micro-batches on which the teacher runs
 
-    The others have 0 rows here, because the teacher sends nothing for them; so do the repeated micro-batches without
-    targets that the student's layout adds.
+    All other micro-batches have 0 rows here, because the teacher sends nothing for them. The repeated micro-batches
+    without targets that the student's layout adds have 0 rows, too.
     """
     student_shapes = padded_shapes(whole_BS, student.degrees, uniform_shapes=uniform_shapes)
     shapes = [MicroBatchShape(0, 0, (0, 0), student_BS) for student_BS in student_shapes]
@@ -69,8 +69,8 @@ def route(shapes: Sequence[MicroBatchShape], teacher_DCT: Tensor, student_DCT: T
 
     teacher_DCT, student_DCT: the ranks of each layout's last stage, by their data, context and tensor coordinates
 
-    Each process of the student's last stage receives each of its columns once, without the padding. The teacher's
-    ranks on one tensor axis have the same columns, so each of them sends to some of the student's tensor ranks.
+    Each process of the student's last stage receives each of its columns once, without the padding. All tensor ranks
+    of the teacher have the same columns, so they divide the student's tensor ranks among themselves as receivers.
     """
     teacher_data, teacher_context, teacher_tensor = teacher_DCT.shape
     student_data, student_context, student_tensor = student_DCT.shape
@@ -89,7 +89,7 @@ def route(shapes: Sequence[MicroBatchShape], teacher_DCT: Tensor, student_DCT: T
 
 
 def local_columns(transfer: Transfer, shape_BS: tuple[int, int], mesh: Mesh) -> slice:
-    """Return where the columns of a transfer are in this process's part of a micro-batch."""
+    """Return a transfer's columns relative to the first column of this process's shard of the micro-batch."""
     first = mesh.coordinate("context") * (shape_BS[1] // mesh.degrees.context)
     return slice(transfer.start - first, transfer.stop - first)
 
@@ -97,7 +97,7 @@ def local_columns(transfer: Transfer, shape_BS: tuple[int, int], mesh: Mesh) -> 
 def empty_part(shape: MicroBatchShape, mesh: Mesh, width: int, dtype: torch.dtype) -> Tensor:
     """Return zeros [B, S, E] for this process's columns of a micro-batch in the student's layout.
 
-    They are all one zero in memory where the teacher does not run, so that nothing arrives.
+    If the teacher does not run on the micro-batch, nothing is received, and the zeros are one expanded element.
     """
     rows, tokens = shape.student_BS
     size = rows, tokens // mesh.degrees.context, width

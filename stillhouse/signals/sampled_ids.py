@@ -20,8 +20,8 @@ def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
 
     document: its id of 16 bytes
 
-    A row's numbers depend on the document, the row and the number of draws alone. They are made of the generator's
-    raw output, which numpy never changes between versions.
+    A row's numbers depend only on the document, the row and the number of draws. They are computed from the
+    generator's raw output, which numpy never changes between versions.
     """
     generator = np.random.Philox(key=int.from_bytes(document, "little"))
     raw = generator.random_raw(rows.stop * draws).reshape(rows.stop, draws)[rows.start :]
@@ -29,11 +29,11 @@ def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
 
 
 def draw(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Draw M ids per row with replacement: the inverse of the cumulative distribution, in float64.
+    """Draw M ids per row with replacement, by inverting the cumulative distribution in float64.
 
-    Returns ids [C, M] int32, the different ids of each row in ascending order and then -1, and counts [C, M] uint8.
-    A row whose logits are not finite numbers (NaN, or no finite one) has no ids. Raises ValueError if this rank has
-    only a part of the head.
+    Returns ids [C, M] int32, the distinct ids of each row in ascending order and then -1, and counts [C, M] uint8.
+    A row has no ids if one of its logits is NaN or +inf, or if all of them are −inf. Raises ValueError if the head is
+    sharded over ranks.
     """
     if head.shard is not None and not head.shard.is_alone:
         raise ValueError("draws need the whole vocabulary on one rank: expected tensor=1, or another signal")
@@ -45,7 +45,7 @@ def draw(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperature: f
         cumulative_CV = logits_CV.sub_(logits_CV.amax(1, keepdim=True)).exp_().cumsum(1)
         total_C1 = cumulative_CV[:, -1:].contiguous()
         ids_CM = torch.searchsorted(cumulative_CV, chunk_CM.to(total_C1) * total_C1, right=True)
-        # a product that rounds to the total belongs to the last id that has any mass
+        # if the product rounds to the total, the draw is the last id that has any mass
         ids_CM = torch.minimum(ids_CM, torch.searchsorted(cumulative_CV, total_C1))
         distinct_CM, counts_CM = distinct(ids_CM.cpu())
         undefined_C = ~total_C1[:, 0].isfinite().cpu()
@@ -55,7 +55,7 @@ def draw(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperature: f
 
 
 def distinct(ids_CM: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's different ids in ascending order and then -1, int32; how often each occurs and then 0, uint8."""
+    """The distinct ids of each row in ascending order and then -1, int32; the count of each and then 0, uint8."""
     sorted_CM = ids_CM.sort(1).values
     is_new_CM = torch.ones_like(sorted_CM, dtype=torch.bool)
     is_new_CM[:, 1:] = sorted_CM[:, 1:] != sorted_CM[:, :-1]

@@ -1,7 +1,7 @@
-"""Runs a teacher on a batch of documents and gives each of them what its request asks for.
+"""Runs a teacher on a batch of documents and computes the signal that is requested for each document.
 
-The documents of a batch may belong to different requests and ask for different signals: the layers run once for all
-of them, packed into rows as in training, and each signal is then computed from the hidden states of its own rows.
+The requests of a batch may name different signals. The layers run once for all documents, packed into rows as in
+training; each signal is then computed from the hidden states of its own rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from stillhouse.signals.signal_spec import DocumentRows
 
 
 class ScoreRequest(NamedTuple):
-    """Rows of a document, and what is wanted of them."""
+    """Rows of a document, and the signal that is requested for them."""
 
     document: DocumentRows
     wanted: Wanted
@@ -31,28 +31,28 @@ class ScoreRequest(NamedTuple):
         return len(self.document.tokens)
 
 
-#: what a request gets: its tensors, or why it has none
+#: the result of a request: its tensors, or the error if they are not finite
 Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError
 
 
 class Scorer:
-    """A teacher, whole or this rank's part of it. Under tensor parallelism all ranks score the same batches."""
+    """A full teacher, or this rank's shard of it. Under tensor parallelism all ranks score the same batches."""
 
     def __init__(self, runner: Runner, device: torch.device):
         self._runner, self._device = runner, device
         self._decoder = runner.decoders[0].eval()
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        """The outcome of each request, with tensors on the CPU. One without finite signals gets an error of its own.
+        """Return the tensors of each request on the CPU, or a `NotFiniteError` in their place if they are not finite.
 
-        Raises RuntimeError where the forward pass fails, as with too little memory.
+        Raises RuntimeError if the forward pass fails, for example for lack of memory.
         """
         return [_checked(tensors) for tensors in self.tensors(requests)]
 
     def tensors(self, requests: Sequence[ScoreRequest], batch_tokens: int | None = None) -> list[dict[str, Tensor]]:
-        """The tensors of each request on the CPU, whatever numbers they have.
+        """Return the tensors of each request on the CPU, without a check that they are finite.
 
-        batch_tokens: how many tokens run at a time, unless a document has more; None: all of them
+        batch_tokens: the most tokens per forward pass, unless a document has more; None: one pass for all documents
         """
         documents = _documents([request.document.tokens for request in requests])
         longest, one_row = int(documents.lengths_D.max()), self._decoder.packs_one_row
@@ -89,7 +89,7 @@ class Scorer:
 
 @dataclass(frozen=True)
 class _ExtractAll:
-    """The output processor: several signals, each from its own rows."""
+    """An output processor that computes several signals, each from its own rows."""
 
     rows: Mapping[Wanted, SignalRows]
 

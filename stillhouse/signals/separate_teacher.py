@@ -1,9 +1,9 @@
-"""A teacher that runs before the student, mostly in a layout of its own: it sends hidden states, never its logits.
+"""A teacher that runs before the student, mostly in its own layout, and sends hidden states, never logits.
 
 The teacher's layers and its last norm have their own runner, which computes the hidden states of all micro-batches of
 a step. Each process of the student's last stage then receives the hidden states of its own micro-batches. The
-student's last stage also holds the teacher's head, distributed like the student's head, and applies it to these
-hidden states (`TeacherHidden`).
+student's last stage also has the teacher's head, sharded like the student's head, and applies it to these hidden
+states (`TeacherHidden`).
 
 B rows, S tokens per row of a micro-batch, E the teacher's width.
 """
@@ -42,16 +42,14 @@ class SeparateTeacher(SignalSource):
     """The layers of a teacher in their own layout and mesh, for a student in another layout.
 
     source: the teacher's model
-    layout, mesh: of the teacher
-    student_layout, student_mesh: of the student
     head: the teacher's head; None on processes without the student's last stage
-    keep_head: whether the decoder also has the teacher's output head
+    keep_head: whether the model in `decoders` also has the teacher's output head
 
-    With layout.offload, the weights are in host memory between requests; a single process then moves all of them to
-    the device for each request, and several processes leave it to FSDP.
+    With layout.offload, the weights are in host memory between requests. A single process moves all of them to the
+    device for each request; with several processes, FSDP moves them.
 
-    Constructing one is a collective of all processes. Raises ValueError for a model that the layout does not fit, and
-    for a family whose models cannot be cut into stages.
+    The constructor is a collective of all processes. It raises ValueError for a model that does not fit the layout,
+    and for a model family that cannot be divided into pipeline stages.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class SeparateTeacher(SignalSource):
         self._head = head
         layers = source if keep_head else replace(source, build=partial(only_layers, source.build))
         self._runner = build_runner(layout, mesh, layers, None, prove=False)
-        decoder = self._runner.decoders[0]  # the first part where the process has several stages
+        decoder = self._runner.decoders[0]  # of the first stage, if the process has several
         self.decoders = {"teacher": decoder}
         self._device, self._width = mesh.device, decoder.width
         self._dtype = next(decoder.parameters()).dtype
@@ -86,15 +84,15 @@ class SeparateTeacher(SignalSource):
             self._transfer = _HiddenTransfer(mesh, student_mesh, teacher_DCT, student_DCT, self._width, self._dtype)
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        """Compute the signals of this process's micro-batches at once; an earlier request would hold memory longer.
+        """Compute the signals of this process's micro-batches at once; in advance, they would occupy memory longer.
 
-        They are `TeacherHidden` on processes with the student's last stage; the others have none.
+        They are `TeacherHidden` on processes with the student's last stage; all other processes get no signals.
         """
         return self.request_some(micro_batches, range(len(micro_batches.of_all_ranks)))
 
     @torch.no_grad()
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> ReadySignals:
-        """The same, but the teacher runs only on the micro-batches with these numbers; the others get zeros."""
+        """As `request`, but the teacher runs only on the micro-batches with these numbers; all others get zeros."""
         transfer, teacher_micro_batches = self._transfer, self._shard(micro_batches, numbers)
         inputs = [StageInputs(batch.as_read_by_teacher, {}, _hidden_states) for batch in teacher_micro_batches]
         with self._on_device():
@@ -148,7 +146,7 @@ class _HiddenTransfer:
     ):
         self.mesh, self._student_mesh, self._width, self._dtype = mesh, student_mesh, width, dtype
         self._teacher_DCT, self._student_DCT = teacher_DCT, student_DCT
-        # NCCL: all processes of a group must take part in its first collective
+        # NCCL requires all ranks in the first operation of a group; the transfers involve only some of them
         dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ranks.group)
 
     def __call__(
@@ -156,7 +154,7 @@ class _HiddenTransfer:
     ) -> list[Tensor | None]:
         """Return the hidden states of this process's micro-batches; None without the student's last stage.
 
-        hidden: of the chosen micro-batches that this process of the teacher has
+        hidden: the teacher's hidden states of the chosen micro-batches that are sharded to this process
         """
         student_mesh, step = self._student_mesh, micro_batches.of_all_ranks
         shapes = shapes_of(

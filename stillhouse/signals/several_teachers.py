@@ -18,9 +18,9 @@ from stillhouse.signals.signal_source import DeferredSignals, PendingSignals, Si
 class SeveralTeachers(SignalSource):
     """The source of the signals of all teachers.
 
-    teachers: the sources of their signals, by their names
+    teachers: each teacher's source of signals, by the teacher's name
     route: the column of the data that names each document's teacher; None: each teacher scores all documents
-    heads_are_sharded: whether FSDP shards output heads of teachers, on the student's last stage
+    heads_are_sharded: whether FSDP shards the teachers' output heads on the student's last stage
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SeveralTeachers(SignalSource):
         }
 
     def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
-        """Request the signals. Teachers that use the job's own devices begin only when the signals are needed."""
+        """Request the signals. A teacher with `steps_ahead` = 0 gets its request only when the result is needed."""
         rows = None if self._route is None else self._rows(micro_batches, self._route)
         views = {name: self._view(micro_batches, name, rows) for name in self.teachers}
         pending: dict[str, PendingSignals] = {
@@ -53,7 +53,7 @@ class SeveralTeachers(SignalSource):
     def _result(
         self, pending: Mapping[str, PendingSignals], micro_batches: int, rows: list[dict[str, Tensor]] | None
     ) -> Sequence[Signals]:
-        """The signals of so many micro-batches, by the teachers' names."""
+        """For each micro-batch, its signals by the teachers' names."""
         by_teacher = {name: signals.result() for name, signals in pending.items()}
         by_micro_batch = [
             {name: signal for name, signals in by_teacher.items() for signal in signals[number].values()}
@@ -64,16 +64,16 @@ class SeveralTeachers(SignalSource):
         return [self._routed(signals, of_batch) for signals, of_batch in zip(by_micro_batch, rows, strict=True)]
 
     def _signals_of(self, name: str, view: ShardedMicroBatches) -> Sequence[Signals]:
-        """The signals of a teacher in this job for its view of the micro-batches."""
+        """The signals of a teacher with `steps_ahead` = 0 for its view of the micro-batches."""
         source = self.teachers[name]
         if self._route is None:
             return source.request(view).result()
         return source.request_some(view, self._numbers(view, self._route, name)).result()
 
     def _routed(self, signals: Signals, rows: Mapping[str, Tensor]) -> Signals:
-        """The signals with the rows that they score. A teacher without rows is left out, but at least one stays.
+        """Pair each teacher's signal with the rows that it scores; drop teachers without rows, but keep at least one.
 
-        Where FSDP shards the heads, none is left out: all processes gather the heads together, in the same order.
+        If FSDP shards the heads, no teacher is dropped: all ranks must all-gather the heads in the same order.
         """
         routed = {name: RoutedSignal(signal, rows[name]) for name, signal in signals.items()}
         if self._heads_are_sharded:
@@ -87,7 +87,7 @@ class SeveralTeachers(SignalSource):
             teacher.close()
 
     def _rows(self, micro_batches: ShardedMicroBatches, route: str) -> list[dict[str, Tensor]]:
-        """For each of this process's micro-batches: each teacher's rows with a weight."""
+        """For each micro-batch of this process: the rows with a weight, by the name of their teacher."""
         rows_by_teacher = []
         for batch in micro_batches:
             index, document_T = batch.valid_index.cpu(), batch.document_T.cpu()
@@ -101,7 +101,7 @@ class SeveralTeachers(SignalSource):
         return rows_by_teacher
 
     def _numbers(self, view: ShardedMicroBatches, route: str, name: str) -> list[int]:
-        """The numbers of the whole step's micro-batches with a document of this teacher."""
+        """The numbers of the micro-batches with a document of this teacher, among those of all ranks."""
         step = view.of_all_ranks
         return [
             number
@@ -112,7 +112,7 @@ class SeveralTeachers(SignalSource):
     def _view(
         self, micro_batches: ShardedMicroBatches, name: str, rows: list[dict[str, Tensor]] | None
     ) -> ShardedMicroBatches:
-        """The micro-batches as one teacher reads them: with its inputs, and only its rows."""
+        """The micro-batches with one teacher's inputs and, with a route, only the rows of that teacher."""
         step, view = micro_batches.of_all_ranks.for_teacher(name), micro_batches
         if step is not micro_batches.of_all_ranks:
             view = shard_micro_batches(step, self._student.mesh, uniform_shapes=micro_batches.uniform_shapes)

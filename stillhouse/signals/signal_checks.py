@@ -1,6 +1,6 @@
 """Checks of the tensors of a signal: numbers that no teacher can give, and the difference between two answers.
 
-A hash only proves that a file was not changed since it was written; `problem_in` checks what it holds.
+A hash only proves that a file was not changed since it was written; `problem_in` checks the numbers in it.
 
 N rows, E the teacher's width, K ids per row, M draws per row, V vocabulary.
 """
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from stillhouse.signals.signal_spec import SignalSpec
 
-#: how far the mass of a row may be from 1: the rounding of K log-probabilities
+#: the largest allowed difference of a row's mass from 1, for K log-probabilities rounded to the dtype
 MASS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 
 
 def problem_in(spec: SignalSpec, vocabulary: int, tensors: Mapping[str, Tensor]) -> str:
-    """What is wrong with some rows, in a few words, or "".
+    """The first problem in the rows, in a few words; "" if there is none.
 
     vocabulary: V, the rows of the teacher's head
     """
@@ -29,15 +29,15 @@ def problem_in(spec: SignalSpec, vocabulary: int, tensors: Mapping[str, Tensor])
 
 
 def largest_difference(answers: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, Tensor]]) -> float:
-    """The largest difference of any row; NaN if one of them is NaN."""
+    """The largest of all `row_differences`; NaN if one of them is NaN."""
     return float(torch.cat([row_differences(*pair) for pair in zip(answers, expected, strict=True)]).max())
 
 
 def row_differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> Tensor:
-    """How much each row of two answers about the same rows differs, [N] from 0 to about 1.
+    """The differences of two answers for the same rows, [N], from 0 to about 1.
 
-    For hidden states, this is the relative error. For ids, it is the total variation, where an id that one answer
-    lacks has probability 0 there.
+    For hidden states, this is the relative error. For ids, it is the total variation; if an id is in only one of the
+    answers, its probability in the other answer counts as 0.
     """
     if "hidden" in one:
         one_NE, other_NE = one["hidden"].double(), other["hidden"].double()

@@ -26,8 +26,8 @@ class PendingSignals(Protocol):
 class SignalSource(ABC):
     """A teacher, or several teachers.
 
-    steps_ahead: how many steps in advance the source can make use of a request
-    decoders: the models that run apart from the student's stages, by the keys of their sections
+    steps_ahead: how many steps in advance the source can use a request
+    decoders: the teachers' models outside the student's stages, by the keys of their config sections
     """
 
     steps_ahead: int = 0
@@ -41,7 +41,7 @@ class SignalSource(ABC):
         """
 
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> PendingSignals:
-        """The same, where only the micro-batches of the whole step with these numbers need signals."""
+        """As `request`, but only some micro-batches need signals. numbers: of these, counted over all ranks."""
         return self.request(micro_batches)
 
     def close(self) -> None:  # noqa: B027 (most sources have nothing to abandon)
@@ -62,7 +62,7 @@ def request_ahead(
 
 @dataclass(frozen=True)
 class ReadySignals:
-    """Signals that need no waiting."""
+    """Signals that are available at once."""
 
     signals: Sequence[Signals]
 
@@ -72,7 +72,7 @@ class ReadySignals:
 
 @dataclass(frozen=True)
 class DeferredSignals:
-    """Signals that are waited for, or computed, when `result` is called."""
+    """Signals for which `result` waits, or which it computes."""
 
     result: Callable[[], Sequence[Signals]]
 

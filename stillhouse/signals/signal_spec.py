@@ -1,4 +1,4 @@
-"""The signal of a teacher outside of the job: hidden states, or log-probabilities of some ids, for every token.
+"""Signals of a teacher outside of the student's stages: for every token, hidden states or log-probabilities of ids.
 
 N rows, E the teacher's width, K ids per row (one more with a label), M draws per row. Row t of a document is the
 teacher's distribution of token t + 1. The tensors of a signal, in memory, in a cache and on the wire, are:
@@ -35,13 +35,13 @@ class SignalSpec:
 
     kind: "hidden" gives the exact distribution at any temperature; "top_k" the K most likely ids; "chosen" K ids
         that the caller gives; "sampled" draws (random sampling distillation, arXiv 2503.16870)
-    dtype: of the hidden states or of the log-probabilities; "float32" for "sampled", which has neither
+    dtype: the dtype of the hidden states or log-probabilities; "float32" for "sampled", which has neither
     top_k: K of "top_k" and "chosen"; M, the number of draws, of "sampled"
     temperature: divides the teacher's logits before log-probabilities are taken or ids are sampled
-    with_label: "top_k" has one more entry, the token that comes next in the document; its id is -1 and its
-        log-probability -inf if it is among the K ids; it does not count for the mass outside
+    with_label: "top_k" has one more entry for the next token of the document, whose mass is then no part of the tail;
+        if that token is among the K ids, the entry has id -1 and log-probability -inf
 
-    Raises ValueError for a combination that does not exist.
+    Raises ValueError if the values do not fit together.
     """
 
     kind: SignalKind
@@ -70,7 +70,7 @@ class SignalSpec:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the signal gives the whole distribution, at every temperature."""
+        """Whether the signal determines the full distribution at every temperature."""
         return self.kind == "hidden"
 
     @property
@@ -80,7 +80,7 @@ class SignalSpec:
 
     @property
     def entries(self) -> int:
-        """K or M: the ids per row, without a label."""
+        """K or M: the number of ids per row, without the label's entry."""
         assert self.top_k is not None
         return self.top_k
 
@@ -105,7 +105,7 @@ class SignalSpec:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(width).values())
 
     def as_signal(self, tensors: dict[str, Tensor], tail: Tail) -> Signal:
-        """The objective's signal from the tensors of "top_k", "chosen" or "sampled"."""
+        """Make the objective's signal from the tensors of "top_k", "chosen" or "sampled"."""
         if self.kind == "sampled":
             return Sampled(tensors["ids"], tensors["counts"].to(torch.float32) / self.entries)
         kind = TopK if self.kind == "top_k" else Chosen
@@ -124,11 +124,11 @@ class SignalSpec:
 
 @dataclass(frozen=True, eq=False)
 class DocumentRows:
-    """Some rows of a document, of which signals are wanted.
+    """The rows of a document for which signals are requested.
 
     tokens: all ids of the document
     rows: the numbers of the rows
-    ids_NK: with "chosen", the K ids of each of these rows; -1 is none
+    ids_NK: for "chosen", the K ids of each requested row; -1 is no id
     source: where the document is from, for messages; "" if unknown
     """
 

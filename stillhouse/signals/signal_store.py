@@ -1,7 +1,7 @@
 """The signal source of a run whose teacher's signals are in a store: a cache on disk, or a server.
 
-A store is asked by documents, not by positions in a micro-batch. So the order, the packing and the number of epochs
-of a run do not matter to it.
+A read names documents, not positions in a micro-batch. So a store is independent of the order, the packing and the
+number of epochs of a run.
 
 B rows of S tokens, T = B·S, E the teacher's width, K ids per token.
 """
@@ -28,14 +28,14 @@ from stillhouse.preemption import requested
 from stillhouse.signals.signal_source import DeferredSignals, SignalSource
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: seconds between two checks for a signal while the teacher's signals are awaited, and seconds to wait after one
+#: for a wait for the teacher: seconds between two checks for SIGTERM and the like, and seconds until it then ends
 SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
 #: the tensors of a step's micro-batches
 StepTensors = list[dict[str, Tensor]]
 
 
 class StoreProof(Protocol):
-    """What a teacher answered when the run began. `compare` raises ValueError if `save` wrote other answers."""
+    """A teacher's answers at the start of the run. `compare` raises ValueError if the saved answers differ."""
 
     def save(self, path: Path) -> None: ...
     def compare(self, path: Path) -> None: ...
@@ -47,12 +47,12 @@ class SignalStore(ABC):
     identity: a hash that changes if the teacher changes
     name: where the store is, for messages: a folder or a URL
     model: the name of the teacher's model; "" if unknown
-    width: E, the teacher's width, which hidden states need
+    width: E, the teacher's width; used only with hidden states
     vocabulary: rows of the teacher's head; None if unknown
     teacher_folder: the teacher's configuration and tokenizer, and with hidden states its output head; None if unknown
-    may_take_long: whether `read` may take longer than a step may, without being hung. The same on all processes
+    may_take_long: whether the watchdog's time limit does not apply to `read`; the same on all processes
     same_conversation: whether the teacher must have the student's chat template and end-of-sequence token
-    proof: None if the identity is enough
+    proof: the answers to compare when a run resumes; None if it is enough to compare the identity
     """
 
     signal: SignalSpec
@@ -74,14 +74,14 @@ class SignalStore(ABC):
     def require(self, documents: Documents, what: str) -> None:
         """Raise ValueError unless the store has signals for these documents.
 
-        what: their name in the message
+        what: the name of the documents in the message
         """
 
     @abstractmethod
     def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
-        """The tensors of `SignalSpec.tensors` of each document on the CPU. Several threads call this at a time.
+        """The tensors of `SignalSpec.tensors` for each document, on the CPU. Several threads may call it at once.
 
-        Raises ValueError or OSError if they are not available.
+        Raises ValueError or OSError if the signals are not available.
         """
 
     def close(self) -> None:  # noqa: B027 (a store in this process has nothing to abandon)
@@ -89,9 +89,9 @@ class SignalStore(ABC):
 
 
 class SignalWatch:
-    """Called again and again while something is waited for: raises an error some seconds after a signal.
+    """Ends a wait after SIGTERM or the like: a loop that waits calls it repeatedly.
 
-    error: the error
+    error: raised by the first call that is more than `SECONDS_TO_STOP` seconds after the call that noticed the signal
     """
 
     def __init__(self, error: Exception):
@@ -112,12 +112,12 @@ class SignalsLostError(ValueError):
 class StoredTeacher(SignalSource):
     """Reads the signals of the coming steps in threads, while the engine computes.
 
-    Only processes with the student's last stage need signals, and of those that share their tokens (tensor parallel)
-    only the first one reads them. Each reads the rows of its own tokens that have a weight, and no others.
+    Only processes with the student's last stage need signals. Tensor-parallel ranks have the same tokens, so only the
+    first of them reads and broadcasts. A process reads only the rows of its own tokens that have a weight.
 
     tail: how the mass outside of a sparse signal's ids counts
-    name: of one of several teachers, which may read a prefix before each document
-    head: of a store of hidden states, on processes with the student's last stage
+    name: the teacher's name, if there are several teachers; each may have its own prefix before a document
+    head: the teacher's output head, if the store has hidden states and this process the student's last stage
     """
 
     steps_ahead = 2
@@ -140,11 +140,11 @@ class StoredTeacher(SignalSource):
         return DeferredSignals(partial(self._received, future, micro_batches))
 
     def _ids(self, micro_batches: ShardedMicroBatches) -> Sequence[Tensor]:
-        """With "chosen", the ids of each micro-batch's rows with a weight, [C, K] on the CPU."""
+        """For "chosen": the ids of each micro-batch's rows with a weight, [C, K] on the CPU. Else empty."""
         return ()
 
     def _received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[Signals]:
-        """Wait for what the threads read, and move it to the devices. A collective of all processes.
+        """Wait for the tensors that a thread reads, and move them to the device. A collective of all processes.
 
         reading: None on a process that does not read
 
@@ -160,7 +160,7 @@ class StoredTeacher(SignalSource):
         ]
 
     def _waited(self, reading: "Future[StepTensors] | None") -> StepTensors:
-        """What the thread has read, after all processes have it; empty on a process that does not read."""
+        """Wait until all processes have read, and return this one's tensors; empty if it does not read."""
         error, tensors = "", StepTensors()
         if reading is not None:
             require_no_signal = SignalWatch(OSError("a signal came while the run waited for the teacher"))
@@ -168,7 +168,7 @@ class StoredTeacher(SignalSource):
                 while not wait([reading], SECONDS_BETWEEN_LOOKS).done:
                     require_no_signal()
                 tensors = reading.result()
-            # torch's errors, too: the other processes wait for this one below
+            # RuntimeError for torch's errors: an error must not end this process while the others wait below
             except (ValueError, OSError, RuntimeError, CancelledError) as problem:
                 error = str(problem) or type(problem).__name__
         if error := next(filter(None, self._student.ranks.gather(error)), ""):
@@ -213,7 +213,7 @@ class StoredTeacher(SignalSource):
         }
 
     def _shared(self, read_tensors: dict[str, Tensor] | None, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """One micro-batch's tensors on the device, sent to all processes that share its tokens."""
+        """Move one micro-batch's tensors to the device, and broadcast them to the tensor-parallel ranks."""
         device, group = micro_batch.labels_T.device, self._student.mesh.group("tensor")
         tensors = self._empty(micro_batch, pinned=False) if read_tensors is None else read_tensors
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}

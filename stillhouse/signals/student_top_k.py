@@ -1,7 +1,7 @@
 """A served teacher that scores the student's top-k ids: on-policy in the choice of the ids.
 
-With reverse KL, these are the ids that decide the loss (student-top-k distillation). The ids are those of the
-student's present weights, so a step's request is made when the step begins, and costs a forward of the student.
+With reverse KL, these are the ids that decide the loss (student-top-k distillation). They depend on the student's
+present weights, so the request is made at the beginning of the step, after an additional forward pass of the student.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from stillhouse.signals.signal_store import SignalStore, StoredTeacher
 
 
 class ChosenTeacher(StoredTeacher):
-    """Requests the student's top-k ids of every row with a weight, except ids that the teacher's head does not have.
+    """Requests the teacher's log-probabilities of the student's top-k ids, except ids beyond the teacher's head.
 
-    autocast: the dtype of the student's matrix products; None: that of its weights
+    autocast: the dtype of the student's matrix products; None: the dtype of its weights
     """
 
     steps_ahead = 0
@@ -50,7 +50,7 @@ class ChosenTeacher(StoredTeacher):
 
 @dataclass(frozen=True)
 class _TopKOfStudent:
-    """The output processor: the student's top-k ids of the rows with a weight."""
+    """An output processor that returns the student's top-k ids of the rows with a weight."""
 
     k: int
 

@@ -18,11 +18,11 @@ from stillhouse.parallel.build_runner import only_head
 
 
 def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerBase, *, with_head: bool) -> None:
-    """Save a teacher's configuration and tokenizer, and its output head with the name that transformers gives it."""
+    """Save a teacher's configuration and tokenizer and, if `with_head`, its output head under transformers' names."""
     folder.mkdir(exist_ok=True)
     config = copy.deepcopy(teacher.config)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # of the layers, which are not in the folder
+        del config.quantization_config  # it describes the layers, which are not in the folder
     config.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     if with_head:
@@ -36,14 +36,14 @@ def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerB
 
 
 def head_of(folder: Path | str, dtype: str = "auto") -> Decoder:
-    """The output head of a model's folder, on the CPU; no layers are read."""
+    """Load the output head from a model's folder, on the CPU, without the layers."""
     decoder = only_head(partial(empty_decoder, str(folder), dtype=dtype))
     load_weights(decoder, str(folder), torch.device("cpu"))
     return decoder
 
 
 def files_of_head(index: Any) -> list[str]:
-    """The files with the output head; all files if no weight has the name of a head.
+    """The files that have the output head; all files if no weight has the name of a head.
 
     index: the content of `model.safetensors.index.json`
     """

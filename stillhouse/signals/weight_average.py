@@ -11,10 +11,10 @@ from stillhouse.parallel import DistributedStudent
 
 
 class WeightAverage:
-    """The average of the trained weights on this process, at first the weights themselves.
+    """The average of the trained weights on this process, initialised with the weights.
 
-    Frozen weights are their own average. The averages are float32 at least: in bfloat16, the step of an average is
-    mostly lost by rounding. They are sharded as the weights are.
+    Frozen weights have no average. The averages are float32 at least, because rounding to bfloat16 would lose most of
+    each update. They are sharded like the weights.
     """
 
     def __init__(self, student: DistributedStudent, decay: float):
@@ -35,9 +35,9 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the student the averages as its weights, until the context ends.
+        """Use the averages as the student's weights until the context ends.
 
-        Meanwhile a copy of the student's trained weights is in memory.
+        Until then, a copy of the student's trained weights is in memory.
         """
         parameters = {name: parameter for name, parameter in self._student.named_parameters() if name in self.tensors}
         kept = {name: local(parameter.detach()).clone() for name, parameter in parameters.items()}

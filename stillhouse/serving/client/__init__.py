@@ -1,8 +1,8 @@
-"""The clients of servers: of a teacher's signals, and of completions.
+"""Clients of the servers that compute a teacher's signals, and of those that generate completions.
 
-`remote_signals.py`: the store of signals. `download.py`: the teacher's tokenizer and head. `signal_proof.py`: the
-proof of a teacher's signals before the first step. `served_engine.py`: the engine that writes completions.
-`served_weights.py`: the weights of its servers. `engine_proof.py`: the proof of these servers' log-probabilities.
+For signals, `remote_signals.py` is the store, `download.py` fetches the teacher's tokenizer and head, and
+`signal_proof.py` proves the signals before the first step. For completions, `served_engine.py` is the engine,
+`served_weights.py` updates the servers' weights, and `engine_proof.py` proves the servers' log-probabilities.
 """
 
 from stillhouse.serving.client.apis.server_api import NeedsModelError

@@ -1,7 +1,7 @@
 """Fetches a teacher's configuration, tokenizer and output head from `stillhouse serve`, once per machine and teacher.
 
-The files are kept in `~/.cache/stillhouse/teachers`, or in the folder that the environment variable STILLHOUSE_CACHE
-names. Every file is compared with its hash, also when the folder is found again.
+The files are kept in `~/.cache/stillhouse/teachers`, or in `teachers` of the folder in the environment variable
+STILLHOUSE_CACHE. Every file is compared with its hash, also if an earlier run has fetched it.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from stillhouse.serving.client.apis.server_api import ServerInfo
 from stillhouse.serving.client.pool import ServerPool
 from stillhouse.serving.wire import HEAD_FILE
 
-#: no path, no code, and nothing that a loader would unpickle
+#: allowed file names: no paths, no code, and no formats that a loader would unpickle
 _ALLOWED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(json|txt|model|jinja|safetensors)")
 
 
 def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
-    """The folder with the teacher's files. Raises ValueError for files that do not have the promised hashes."""
+    """Return the folder of the teacher's files. Raises ValueError if a file does not have the hash in `info`."""
     for name in info.files:
         if not _ALLOWED.fullmatch(name):
             raise ValueError(f"{info.url} offers a file {name!r}: expected configuration, tokenizer and head only")

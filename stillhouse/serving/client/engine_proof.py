@@ -1,7 +1,7 @@
-"""Proves the log-probabilities of a server that writes completions, and the weights that it writes with.
+"""Proves the log-probabilities of a server that generates completions, and the weights that it generates with.
 
 Training needs log-probabilities after the temperature and over the full vocabulary. Some options of an engine change
-them, and its answers do not show it. Only a few short completions prove the weights with which a server writes.
+the log-probabilities without a sign in the answers. A server's weights can be proved only by a few short completions.
 """
 
 import math
@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from stillhouse.config.servers import ServerKind
 from stillhouse.generation.sample import Completion, Sampling
 
-#: prompts whose top tokens differ between models, and show the kind of a server's log-probabilities
+#: prompts for top tokens, which differ between models and show the kind of a server's log-probabilities
 PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
 #: completions of a probe, and the most tokens of each
 PROBES, PROBE_TOKENS = 4, 8
 #: the largest difference of log-probabilities that rounding in bfloat16 causes
 ROUNDED = 0.1
-#: the number of top tokens requested: the gap from the first to the last one is wider than to the second one
+#: the number of requested top tokens; the gap between the first and the fifth is wider than to the second
 TOP = 5
-#: the log-probabilities of at least two of the top tokens after a prompt, the largest first
+#: returns the log-probabilities of two or more top tokens after a prompt, in descending order
 TopLogProbs = Callable[[Sequence[int], Sampling], list[float]]
 #: two explanations of a number must differ by this many nats to be distinguished
 _APART = 0.02
@@ -40,10 +40,10 @@ _UNPROVABLE = (
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A server's completions of some prompts with the version of the weights that has this label.
+    """A server's completions of some prompts, generated with the version of the weights that `label` names.
 
-    completions: sampled, for the trainer to score. top_tokens: the top token and its log-probability, which these
-    weights give at any time and on any server.
+    completions: sampled ones, which the trainer scores. top_tokens: after each prompt, the top token and its
+    log-probability, which depend only on the weights.
     """
 
     label: str = ""
@@ -52,9 +52,8 @@ class Probe:
 
 
 def probe_sampling(sampling: Sampling) -> Sampling:
-    """The sampling of a probe's completions: at temperature 1 and over all tokens. A server's log-probabilities are
-    then the model's own, with any options of the server. A top token is often nearly certain, and shows less of the
-    weights.
+    """The sampling of a probe's completions: temperature 1, all tokens. With it, the server's options do not change
+    the log-probabilities. Top tokens would prove less, because their probability is often nearly 1 for any weights.
     """
     return Sampling(min(PROBE_TOKENS, sampling.max_new_tokens), eos_ids=sampling.eos_ids)
 
@@ -62,19 +61,20 @@ def probe_sampling(sampling: Sampling) -> Sampling:
 def same_weights(
     before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]], most: float = ROUNDED
 ) -> bool:
-    """Whether the top tokens after the same prompts can be from the same weights, except for rounding.
+    """Whether the top tokens after the same prompts can come from the same weights, except for rounding.
 
-    Two tokens may be nearly as likely, so that most ids must be the same, and their log-probabilities. most: nats.
+    More than half of the ids must be equal (not all, because two tokens may be almost equally likely), and the
+    log-probabilities of equal ids must differ by less than `most` nats.
     """
     gaps = [abs(one[1] - other[1]) for one, other in zip(before, now, strict=False) if one[0] == other[0]]
     return len(before) == len(now) and 2 * len(gaps) > len(now) and max(gaps) < most
 
 
 def prove_log_probs(kind: ServerKind, url: str, top: TopLogProbs, sampling: Sampling, vocabulary: int) -> None:
-    """Raise ValueError if the server's log-probabilities are not those of `Completion`.
+    """Raise ValueError unless the server's log-probabilities are those that `Completion` needs.
 
-    The gap between the top tokens is divided by the temperature. If the server normalises over the two tokens that
-    top_k=2 leaves, the first one's log-probability is too large.
+    The temperature must divide the gap between the top tokens. With top_k=2, the first token's log-probability shows
+    whether the server normalises over the two remaining tokens only: it is then too large.
     """
     temperature = sampling.temperature
     if temperature == 0 or (temperature == 1 and sampling.samples_all_tokens):
@@ -105,7 +105,7 @@ def prove_log_probs(kind: ServerKind, url: str, top: TopLogProbs, sampling: Samp
 
 
 def _top(url: str, log_probs: list[float], count: int = TOP) -> list[float]:
-    """The log-probabilities of the `count` top tokens: the answer may have more of them."""
+    """The log-probabilities of the first `count` top tokens; the answer may have more."""
     log_probs = log_probs[:count]
     if len(log_probs) < 2 or not all(map(math.isfinite, log_probs)):
         raise ValueError(f"{url} gives {log_probs} for the top tokens: expected at least two log-probabilities")

@@ -1,7 +1,7 @@
-"""Sends requests to the servers of one model: bounded, balanced by tokens, repeated until one of them answers.
+"""Sends requests to the servers of one model: bounded, balanced by tokens, repeated until a server answers.
 
-If a server cannot answer a request, the request is sent to another server. A server that fails gets no request for a
-while, longer after every failure. No request is skipped: it ends with its answer, or with an error.
+If a server cannot answer a request, the request is sent to another server. After a failure, a server gets no requests
+for a pause, which grows with every failure. Every request ends with its answer or with an error.
 """
 
 import asyncio
@@ -20,26 +20,26 @@ import httpx2
 from stillhouse.display import first_line
 
 T = TypeVar("T")
-#: one answer of one server to a path, whatever its status. A body is posted as JSON; None is a GET
+#: sends a path and a body to one server and returns its answer of any status. A body is posted as JSON; None: GET
 Ask = Callable[[str, Any], httpx2.Response]
 
 #: the environment variable with the servers' bearer token
 TOKEN_VARIABLE = "STILLHOUSE_TOKEN"
-#: requests that a server has at a time; engines batch them
+#: the most requests of a server at a time; engines batch them
 IN_FLIGHT = 16
-#: seconds for which a failing server is left alone: at first, and at most
+#: seconds without requests after a server's first failure, and at most
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-#: a request ends with an error after this many unusable answers of every server
+#: a request ends with an error after this many damaged answers from each server
 MAX_BAD_ANSWERS = 5
 #: seconds without an answer before a line is printed about the wait
 QUIET_SECONDS = 2.0
-#: answers that another attempt may change: the server is overloaded, restarting, or has lost its own backend
+#: statuses after which a request is repeated: the server is overloaded, restarting, or has lost its own backend
 _BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
 _GIVEN_UP = "the request was given up, because the run ends"
 
 
 class ServerError(OSError):
-    """No server has answered for too long, or the servers' answers are damaged again and again."""
+    """No server has answered before the timeout, or the servers' answers are damaged repeatedly."""
 
 
 class UnreachableError(ServerError):
@@ -47,18 +47,18 @@ class UnreachableError(ServerError):
 
 
 class RefusedError(ValueError):
-    """A server has answered that the request is wrong, so that no repetition can help."""
+    """A server has answered that the request is wrong, so it is not repeated."""
 
 
 class AskAgainError(ValueError):
     """`Call.parse` raises this for an answer that is complete but cannot be used: the request is sent again, and the
-    server counts as working.
+    answer does not count as a failure of the server.
     """
 
 
 class _TryAgainError(Exception):
     """An attempt has failed. fault: "damaged" if the answer cannot be used, "broken" if the server could not process
-    the request. pause: the seconds that a busy server asks for.
+    the request. pause: the seconds that a busy server requests until the next attempt.
     """
 
     def __init__(self, message: str, fault: str = "", pause: float | None = None):
@@ -68,10 +68,11 @@ class _TryAgainError(Exception):
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """One request. parse: turns an answer into a result; raises ValueError for a damaged answer. tokens: its size.
+    """One request. parse: turns an answer into a result; raises ValueError for a damaged answer.
 
-    content: the body, or a function that makes it from the server's URL for each attempt; it must return at once.
-    absent: what to do if the server does not know the path. statuses: of answers that `parse` reads.
+    content: the body, or a function that makes the body from the server's URL, called for each attempt; it must not
+    wait. tokens: the request's size. absent: advice for the user if the server does not know the path (404).
+    statuses: the statuses of answers that `parse` reads.
     """
 
     path: str
@@ -85,7 +86,7 @@ class Call(Generic[T]):
 
 @dataclass
 class Server:
-    """held: whether it gets no requests. error: the reason why it is given up; None if it is not given up."""
+    """held: whether the server gets no requests. error: the reason why the server is given up; None if it is not."""
 
     url: str
     calls: int = 0
@@ -98,9 +99,9 @@ class Server:
     error: ServerError | None = None
 
     def pause(self, seconds: float | None) -> None:
-        """Leave the server alone for a while: as long as it has asked for, or twice as long after every failure."""
+        """Send no requests for `seconds`, as the server requested; None: a pause that doubles after every failure."""
         now = time.monotonic()
-        if now < self.paused_until:  # another request has found the same failure
+        if now < self.paused_until:  # another request has reported the same failure
             return
         if seconds is None:
             seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures, 20))
@@ -108,9 +109,9 @@ class Server:
         self.paused_until = now + max(FIRST_PAUSE, seconds) * random.uniform(1.0, 1.5)
 
     def hold(self, error: ServerError | None = None) -> None:
-        """Send the server no more requests until `release`; those that it has already go on.
+        """Send the server no more requests until `release`; requests in progress go on.
 
-        error: the server is given up. If all servers are, requests raise the error.
+        error: the reason if the server is given up. If all servers are given up, requests raise the error.
         """
         self.held, self.error = True, error
 
@@ -122,11 +123,11 @@ class ServerPool:
     """The servers of one model.
 
     timeout: seconds without an answer of any server after which requests fail.
-    warn: prints a line when a server fails or comes back. model: the name of the servers' model, for messages.
+    warn: prints a line when a server fails, or answers again. model: the name of the servers' model, for messages.
     answer_seconds: the limit for one answer; None: a quarter of the timeout. in_flight: the most requests of a
-        server.
+        server at a time.
 
-    All methods may be called from several threads. `close` ends requests that are under way.
+    All methods may be called from several threads. `close` ends the requests in progress.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class ServerPool:
         token = os.environ.get(TOKEN_VARIABLE)
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._closed = False
-        #: servers that have failed and answer again, until `take_returned`
+        #: servers that have failed and answered again since the last `take_returned`
         self._returned: set[str] = set()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"{model} client", daemon=True).start()
@@ -173,10 +174,10 @@ class ServerPool:
         return self._start(lambda: self._answered(call, self.servers, self.timeout))
 
     def asker(self, url: str, patience: float | None = None) -> Ask:
-        """Asks one server for one answer. A request that fails is not repeated, but a server that is just starting
-        has time to accept connections.
+        """Return a function that sends requests to one server, and repeats them only while the server cannot be
+        reached or is busy, as when it is starting.
 
-        patience: the seconds for that, in place of the timeout. Raises UnreachableError after that time.
+        patience: the most seconds of repetition, instead of the timeout. Then UnreachableError is raised.
         """
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(f"{root}{path}", body, seconds))
@@ -190,11 +191,11 @@ class ServerPool:
         return any(server.warned for server in self.servers if server.url == url)
 
     def close(self) -> None:
-        """End requests that are under way; later ones raise ServerError."""
+        """End the requests in progress; later requests raise ServerError."""
         if not self._closed:
             self._closed = True
             asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
-            # a request that another thread has just begun still finds a loop, and ends with an error
+            # the loop runs one more second, so that a request that another thread has just begun ends with an error
             self._loop.call_soon_threadsafe(self._loop.call_later, 1.0, self._loop.stop)
 
     def _start(self, answer: Callable[[], Awaitable[T]]) -> Future[T]:
@@ -250,7 +251,7 @@ class ServerPool:
             await asyncio.sleep(min(1.0, patience / 10))
 
     async def _answered(self, call: Call[T], servers: Sequence[Server], timeout: float) -> T:
-        """The result of a request, from whichever server gives it."""
+        """Send a request to one server after another until one of them answers, and return the result."""
         started = 0.0
         faults = Counter[tuple[str, str]]()
         while True:
@@ -320,9 +321,9 @@ class ServerPool:
 
 
 async def _free_server(servers: Sequence[Server], in_flight: int) -> Server:
-    """The server with the fewest outstanding tokens, of those that have not failed and are not full.
+    """Wait for a server that is neither paused, held nor full; return the one with the fewest tokens in progress.
 
-    Of several such servers, the one that has not answered for the longest time. Raises ServerError if all servers are
+    Of several such servers, return the one whose last answer is the oldest. Raises ServerError if all servers are
     given up.
     """
     while True:
@@ -341,7 +342,7 @@ async def _free_server(servers: Sequence[Server], in_flight: int) -> Server:
 
 
 def _message(response: httpx2.Response) -> str:
-    """The server's own words, from an error in OpenAI's form or from any text."""
+    """The message of an error in OpenAI's format, or the text of any other answer."""
     try:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -350,7 +351,7 @@ def _message(response: httpx2.Response) -> str:
 
 
 def _seconds(response: httpx2.Response) -> float | None:
-    """The seconds of the Retry-After header, at most a minute. Without it, 0 for a busy server (429), else None."""
+    """The seconds of the Retry-After header, at most 60. Without the header, 0 for status 429, else None."""
     text = response.headers.get("retry-after", "")
     if text.isdecimal():
         return min(60.0, float(text))

@@ -1,4 +1,4 @@
-"""A store of signals that servers of the teacher fill on request."""
+"""A store of signals that servers of the teacher compute on request."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from stillhouse.signals.signal_store import SignalStore
 if TYPE_CHECKING:
     from stillhouse.serving.client.signal_proof import Proof
 
-#: the part of the teacher's files that a signal needs, in words
+#: for the signals that need files of the teacher: the part that they need, for messages
 _NEEDS_MODEL = {
     "hidden": "hidden states from {name} need the teacher's output head",
     "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
@@ -40,13 +40,13 @@ _NEEDS_MODEL = {
 class RemoteSignals(SignalStore):
     """The signals of a teacher behind one or several servers.
 
-    signal: what the servers are asked for. width: E, the teacher's width (0 if it is unknown and not needed).
+    signal: the signal that is requested. width: E, the teacher's width (0 if it is unknown and not needed).
     vocabulary: the rows of the teacher's head; None if unknown.
-    proof: is repeated before every n-th reading (n is `prove_every`; 0: never), and with servers that answer again
-    after they had failed, unless every answer has the teacher's hash.
+    proof: is repeated on all servers before every `prove_every`-th read (0: never). It is also repeated on a server
+    that answers again after a failure, unless every answer has the teacher's hash.
     """
 
-    may_take_long = True  # it has a timeout of its own
+    may_take_long = True  # the pool has its own timeout
     same_conversation = True
 
     def __init__(
@@ -67,11 +67,11 @@ class RemoteSignals(SignalStore):
         self.prove_every = 0
         self._reads = count(1)
         self._proving = Lock()
-        #: servers that had failed, answer again, and are not proven yet
+        #: servers that answer again after a failure and are not proven yet
         self._unproven: set[str] = set()
 
     def require(self, documents: Documents, what: str) -> None:
-        """Raise DataError for the first document that a server cannot score. what: their name in the message."""
+        """Raise DataError for the first document that a server cannot score. what: the documents' name in errors."""
         if self.vocabulary is not None:
             documents.check_ids(self.vocabulary, "teacher")
         limits = [server.max_tokens for server in self.servers if server.max_tokens is not None]
@@ -95,10 +95,9 @@ class RemoteSignals(SignalStore):
                 return scores
 
     def _unproven_servers(self) -> set[str]:
-        """Prove the servers that had failed and answer again, maybe with other weights.
+        """Prove the servers that answer again after a failure, because their weights may have changed.
 
-        Returns the servers that cannot be proven now: their answers must not be used. All readings wait for the
-        proof.
+        Returns the servers that cannot be proven now, whose answers must not be used. All reads wait for the proof.
         """
         if self.proof is None or self.servers[0].identity is not None:
             return set()
@@ -116,12 +115,12 @@ class RemoteSignals(SignalStore):
         timeout: float | None = None,
         answered_by: set[str] | None = None,
     ) -> Scores:
-        """For each document, the tensors of a signal.
+        """Return the tensors of a signal for each document.
 
-        url: ask only this server. spec: another signal than the run's. timeout: another one than the pool's, seconds.
-        answered_by: gets the addresses of the servers that have answered.
+        url: the only server that gets the requests. spec: the signal, instead of the run's. timeout: seconds, instead
+        of the pool's. answered_by: the addresses of the servers that have answered are added to it.
 
-        Raises ServerError (an OSError) if no server answers, and ValueError for a request that a server refuses.
+        Raises ServerError (an OSError) if no server answers, and ValueError if a server refuses a request.
         """
         spec = spec or self.signal
         calls = self.api.calls(self.servers[0], spec, self.width, documents)
@@ -133,7 +132,7 @@ class RemoteSignals(SignalStore):
         self.pool.close()
 
     def _checked(self, call: Call[Scores], spec: SignalSpec, answered_by: set[str] | None) -> Call[Scores]:
-        """The call, whose answer is refused if it has what no teacher can give."""
+        """Return the call with a check that refuses answers with numbers that no teacher can give (`problem_in`)."""
 
         def parse(response: httpx2.Response) -> Scores:
             parts = call.parse(response)
@@ -154,11 +153,11 @@ def connect(
     model_folder: Path | None = None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> RemoteSignals:
-    """Ask the servers for their descriptions, and download the files of the teacher that the run needs.
+    """Request the servers' descriptions, and download the files of the teacher that the run needs.
 
-    temperature: of its divergence. model_folder: the teacher's configuration, tokenizer and weights, for servers that
-    do not offer them. Raises ValueError for servers of different teachers, and for a signal that they cannot give.
-    Raises ServerError (an OSError) for a server that does not answer.
+    temperature: the temperature of the teacher's divergence. model_folder: the teacher's configuration, tokenizer and
+    weights, for servers that do not offer them. Raises ValueError if the servers have different teachers or cannot
+    give the signal, and ServerError (an OSError) if a server does not answer.
     """
     pool = ServerPool(teacher.urls, teacher.timeout, warn)
     with ExitStack() as on_error:
@@ -198,7 +197,7 @@ def _connected(
 
 
 def _identity(first: ServerInfo, teacher_folder: Path | None) -> str:
-    """The hash that the server reports, else that of the teacher's files here, else its name."""
+    """The teacher's hash as the server reports it, else the hash of local files, else a hash of its name."""
     if first.identity is not None:
         return first.identity
     if teacher_folder is not None:
@@ -207,7 +206,7 @@ def _identity(first: ServerInfo, teacher_folder: Path | None) -> str:
 
 
 def _require_same(first: ServerInfo, other: ServerInfo) -> None:
-    """Raise ValueError for servers of different teachers. A server without the teacher's hash needs the same name."""
+    """Raise ValueError for servers of different teachers. Without the teacher's hash, their names must be equal."""
     names = ("identity", "vocabulary", "width", "dtype", "files")
     for name in names if first.identity is not None else (*names, "model"):
         if getattr(first, name) != getattr(other, name):

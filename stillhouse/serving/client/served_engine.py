@@ -1,4 +1,4 @@
-"""Completions from servers that have the student's weights. Each token has the version of its weights."""
+"""Completions from servers that have the student's weights. Each token has the version of the weights it is from."""
 
 import json
 import secrets
@@ -21,24 +21,24 @@ from stillhouse.serving.client.pool import AskAgainError, Call, ServerPool
 from stillhouse.serving.client.served_weights import UNKNOWN_ADAPTER, UNKNOWN_WEIGHTS, ServedWeights, ServerState
 from stillhouse.serving.wire import JSON
 
-#: the most completions that a server gets at a time; engines batch them, and queue the others
+#: the most requests of a server at a time; an engine batches as many as it can and queues the others
 IN_FLIGHT = 256
 
 
 class ServedEngine:
-    """Servers of one kind that write the student's completions (a RolloutEngine).
+    """Servers of one kind that generate the student's completions (a RolloutEngine).
 
-    vocabulary: rows of the student's head; ids outside of it are never sent (one of them ends a vLLM) nor accepted.
+    vocabulary: rows of the student's head; ids outside of it are neither sent (one of them ends a vLLM) nor accepted.
     timeout: seconds without an answer of any server after which futures raise ServerError; also for one answer.
-    warn: is called with a line when a server fails or comes back.
-    keep_weights: the servers write with the weights that they have, such as a teacher's, and are given none.
-        Otherwise `update_weights` must be called before `generate`.
-    probes: prompts that each server completes after it was given weights (see `engine_proof.py`), so that the caller
-        can score them (`weights.probed`, `weights.set_proved`).
-    run: the identity that published weights must name; empty: any.
+    warn: is called with a line when a server fails or answers again.
+    keep_weights: the servers keep the weights that they have, such as a teacher's. Without it, `update_weights` must
+        be called before `generate`.
+    probes: prompts that each server completes after it has loaded weights (see `engine_proof.py`); the caller can
+        score these completions (`weights.probed`, `weights.set_proved`).
+    run: the run's identity, which published weights must name; empty: any.
 
-    The constructor raises ValueError for a server that does not give the log-probabilities that training needs; with
-    keep_weights they are not needed, and the servers must have the same weights.
+    The constructor raises ValueError for a server whose log-probabilities cannot be used for training. With
+    keep_weights, log-probabilities are not checked, but all servers must have the same weights.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ServedEngine:
             stack.pop_all()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        """Ask for completions; returns at once. Raises ValueError for ids outside of the vocabulary."""
+        """Request completions; returns at once. Raises ValueError for ids outside of the vocabulary."""
         newest = self.weights.newest
         if newest is None:
             raise ValueError("the servers have no version of the student yet: expected update_weights first")
@@ -72,10 +72,10 @@ class ServedEngine:
         return [self._pool.submit(call) for call in calls]
 
     def update_weights(self, version: int, folder: Path | None) -> None:
-        """Give all servers a published version, side by side, and prove that they write with it.
+        """Load a published version on all servers in parallel, and prove that they generate with it.
 
-        A server that does not answer meanwhile gets the version when it answers again. Raises ServerError if a server
-        answers that it cannot load it (it then stays paused), or if no server answers.
+        A server that does not answer gets the version when it answers again. Raises ServerError if no server answers,
+        or if a server answers that it cannot load the version; that server then stays paused.
         """
         if folder is None:
             raise ValueError("servers read weights from a folder: expected the one that was published")
@@ -93,7 +93,7 @@ class ServedEngine:
         self.weights.update_all(Published(version, folder, label, manifest.kind, sha256))
 
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-        """Raise ValueError if a server's tokenizer is another one, as far as this text shows it, or is not told."""
+        """Raise ValueError if a server does not report its tokenizer, or if its tokens of this text differ."""
         for server in self.weights.servers.values():
             ask = self._pool.asker(server.url)
             self._api.require_tokenizer(ask, server.url, server.model, tokenizer, text)
@@ -114,8 +114,8 @@ class ServedEngine:
 
         def content(url: str) -> bytes:
             server = self.weights.servers[url]
-            # nothing is sent to a server while its weights are not known; between the choice of the server and this
-            # line they may have become unknown, and the answer is then discarded
+            # a server whose weights are unknown gets no requests; if the weights have become unknown after the server
+            # was chosen, its answer is discarded
             published = server.published or UNKNOWN_WEIGHTS
             attempt[:] = [(server, published)]
             body = self._api.body(server.model_of(published), ids.tolist(), self._sampling, limit, request.seed)
@@ -130,8 +130,8 @@ class ServedEngine:
     def _completion(
         self, response: httpx2.Response, server: ServerState, published: Published, limit: int
     ) -> Completion:
-        """published: what the server had when it was asked. Raises ValueError for a damaged answer, AskAgainError for
-        one by weights that are not the student's.
+        """published: the server's version when the request was sent. Raises ValueError for a damaged answer, and
+        AskAgainError for an answer of weights that are not the student's.
         """
         if response.status_code == UNKNOWN_ADAPTER:
             self.weights.restore(server, published)
@@ -148,11 +148,11 @@ class ServedEngine:
         self._require_requested(answer, limit)
         server.restored = 0
         completion = answer.completion(versions_N)
-        # SGLang calls an end of sequence at the last possible token a cut
+        # SGLang reports "length" if the last possible token is an end of sequence
         return replace(completion, finish="stop") if answer.ids[-1] in self._sampling.eos_ids else completion
 
     def _require_requested(self, answer: Answer, limit: int) -> None:
-        """Raise ValueError for a completion that this server cannot have been asked for."""
+        """Raise ValueError if the completion does not fit the request."""
         ids = answer.ids
         if not ids or len(ids) > limit:
             raise ValueError(f"a completion of {len(ids)} tokens: expected 1 to {limit}")
@@ -169,9 +169,9 @@ class ServedEngine:
 
 
 def token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) -> np.ndarray | None:
-    """The version of each of `count` tokens; None if one of the labels is not among `versions`.
+    """The version of each of the `count` tokens; None if `versions` lacks the label of a span.
 
-    Raises ValueError unless the spans cover all tokens in their order.
+    Raises ValueError unless the spans cover all tokens, in the order of the tokens.
     """
     of_tokens: list[Any] = []
     for span in spans:

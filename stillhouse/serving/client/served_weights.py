@@ -1,7 +1,7 @@
-"""The weights of the servers that write completions: gives them the newest version, and proves that they have it.
+"""Loads the newest weights on the servers that generate completions, and proves that the servers use them.
 
-Every version has a label that only this engine uses. A server that was restarted has its first weights again and
-another label. Its answers are discarded, it gets the newest version, and the requests are sent again.
+Every version has a label that only this engine uses. A server that was restarted has its initial weights and another
+label. The answers of such a server are discarded, it gets the newest version, and the requests are sent again.
 """
 
 import threading
@@ -28,13 +28,13 @@ from stillhouse.serving.client.engine_proof import (
 )
 from stillhouse.serving.client.pool import Ask, Server, ServerError, ServerPool, UnreachableError
 
-#: seconds in which one of several servers must accept a new version, before the others go on without it
+#: seconds in which a server must become reachable for a new version, before the run goes on with the other servers
 PATIENCE = 10.0
-#: the number of times in a row that a server may come back with other weights
+#: the most times in a row that a server may answer with other weights
 MAX_RESTORES = 10
-#: the status of an answer to a request for an unknown adapter: the server was started anew
+#: the status of the answer for an unknown adapter: the server was restarted
 UNKNOWN_ADAPTER = 404
-#: stands for the weights of a server whose weights became unknown after it was chosen
+#: the version of a server whose weights have become unknown after it was chosen for a request
 UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
 _AGAIN = (
     "{url} has other weights again and again: expected a server that is not started anew all the time, and no other "
@@ -47,11 +47,11 @@ _GREEDY = Sampling(1, temperature=0.0)
 class ServerState:
     """The state of a server.
 
-    address: its state in the pool.
-    published: the version that it got last, a new object each time; None while its weights are unknown.
-    model: the name that requests need. restored: how often it came back with other weights since its last answer.
-    is_absent: whether it has not answered, and gets the newest version in the background.
-    probe: its probe with the weights that it got last.
+    address: the server's state in the pool.
+    published: the version that was loaded last, a new object each time; None while the weights are unknown.
+    model: the model name in requests. restored: how often it had other weights since its last usable answer.
+    is_absent: whether the server has not answered and gets the newest version in the background.
+    probe: the server's probe with the version that was loaded last.
     """
 
     address: Server
@@ -70,16 +70,16 @@ class ServerState:
         return self.published is not None and self.published.label == published.label
 
     def model_of(self, published: Published) -> str | None:
-        """The model that a request for completions by a version names: an adapter is a model of its own."""
+        """The model name in a request for completions of a version: each adapter has its own name."""
         return published.label if published.kind == "adapter" else self.model
 
 
 @dataclass(eq=False)
 class ServedWeights:
-    """versions: by label. newest: the version that all servers are to have.
+    """versions: version numbers by label. newest: the version that all servers should have.
 
     keep: the servers keep the weights that they have. top_tokens: with keep, the top tokens after a few prompts and
-    their log-probabilities, to know the weights by. The other arguments are those of `ServedEngine`.
+    their log-probabilities, which identify the weights. The other arguments are those of `ServedEngine`.
     """
 
     pool: ServerPool
@@ -92,7 +92,7 @@ class ServedWeights:
     versions: dict[str, int] = field(default_factory=dict)
     newest: Published | None = None
     top_tokens: list[tuple[int, float]] = field(default_factory=list)
-    #: of the version that was proved last, with the nats that rounding causes
+    #: the probe that was proved last, and the largest difference in nats that rounding can cause
     _proved: tuple[Probe, float] = (Probe(), 0.0)
 
     def __post_init__(self) -> None:
@@ -100,19 +100,19 @@ class ServedWeights:
 
     @property
     def probed(self) -> dict[str, tuple[Completion, ...]]:
-        """By URL, what the servers have written for the probes when they were given the newest version."""
+        """By URL, the servers' completions of the probes with the newest version."""
         assert self.newest is not None
         probes = {url: server.probe for url, server in self.servers.items()}
         return {url: probe.completions for url, probe in probes.items() if probe.label == self.newest.label}
 
     def set_proved(self, url: str, most: float) -> None:
-        """Record that this server wrote the probes with the newest version. Servers that are given it later must find
-        the same tokens most probable. most: nats that rounding causes.
+        """Record that this server has generated the probes with the newest version. Servers that load this version
+        later must have the same top tokens. most: the largest difference in nats that rounding can cause.
         """
         self._proved = self.servers[url].probe, most
 
     def connect(self) -> None:
-        """Ask each server who it is. Raises ValueError for one that cannot be used."""
+        """Request the model name of each server. Raises ValueError for a server that cannot be used."""
         for server in self.servers.values():
             server.model = self.api.model_name(self.pool.asker(server.url))
             if self.keep:
@@ -131,7 +131,7 @@ class ServedWeights:
             )
         before = self.newest
         self.versions[published.label], self.newest = published.version, published
-        # a step must not wait again for a server that is gone
+        # a step must not wait again for a server that has not answered before
         present = [server for server in self.servers.values() if not server.is_absent]
         absent = self._update_each(present, min(PATIENCE, self.pool.timeout))
         if len(absent) == len(present):
@@ -146,9 +146,9 @@ class ServedWeights:
                     self.api.forget(self.pool.asker(server.url, PATIENCE), before.label, before.kind)
 
     def restore(self, server: ServerState, published: Published) -> None:
-        """Begin to give a server the newest version, unless it was given one since it had `published`."""
+        """Begin to load the newest version on a server, unless a version was loaded after `published`."""
         if not server.lock.acquire(blocking=False):
-            return  # it is being given weights
+            return  # another thread is loading weights on it
         try:
             if server.published is not published:
                 return
@@ -166,7 +166,7 @@ class ServedWeights:
         self._update_later(server)
 
     def _keep_weights(self, server: ServerState) -> None:
-        """Accept the server's weights as version 0. Raises ValueError if the other servers' differ."""
+        """Accept the server's weights as version 0. Raises ValueError if another server has other weights."""
         answers = [self._greedy(server, ids) for ids in PROMPTS]
         labels = {span.label or "" for answer in answers for span in answer.spans}
         top_tokens = [(answer.ids[0], answer.log_probs[0]) for answer in answers]
@@ -178,7 +178,7 @@ class ServedWeights:
         server.published = self.newest = Published(0, Path(), label, "model")
 
     def _greedy(self, server: ServerState, ids: Sequence[int]) -> Answer:
-        """The most probable token after a few ids."""
+        """The answer with the most probable token after a few ids."""
         known = [token % self.vocabulary for token in ids]
         return self.api.parse(self._one_token(server, known, _GREEDY), "model")
 
@@ -195,7 +195,7 @@ class ServedWeights:
         return response
 
     def _update_each(self, servers: Sequence[ServerState], patience: float) -> dict[str, UnreachableError]:
-        """Give servers the newest version; returns the errors of those that have not answered."""
+        """Load the newest version on servers; return the errors of the servers that have not answered, by URL."""
         absent: dict[str, UnreachableError] = {}
         with ThreadPoolExecutor(len(self.servers)) as threads:
             futures = {server.url: threads.submit(self._update, server, patience) for server in servers}
@@ -208,7 +208,7 @@ class ServedWeights:
         return absent
 
     def _update(self, server: ServerState, patience: float) -> None:
-        """Give a server the newest version, and prove that it has it. No request is sent to it meanwhile."""
+        """Load the newest version on a server, and prove that it is in use. The server gets no requests meanwhile."""
         if not server.lock.acquire(timeout=patience):
             raise UnreachableError(f"{server.url} has not answered for {patience:g} seconds")
         try:
@@ -225,9 +225,9 @@ class ServedWeights:
             server.lock.release()
 
     def _writes_with(self, ask: Ask, server: ServerState, published: Published) -> bool:
-        """Whether the server writes with this version; False if it was started anew since it loaded it.
+        """Whether the server generates with this version; False if it was restarted after it had loaded the version.
 
-        Raises ServerError if it says so, and writes otherwise than another server with this version.
+        Raises ServerError if its label is this version's, but its top tokens are not those of the proved server.
         """
         completions: list[Completion] = []
         for response in self._probe_responses(ask, server.model_of(published)):
@@ -259,11 +259,11 @@ class ServedWeights:
             for seed, ids in enumerate(self.probes)
             for sampling in (probe_sampling(self.sampling), _GREEDY)
         ]
-        with ThreadPoolExecutor(len(bodies)) as threads:  # a server computes what it gets together as one batch
+        with ThreadPoolExecutor(len(bodies)) as threads:  # the server computes concurrent requests as one batch
             return list(threads.map(partial(ask, self.api.path), bodies))
 
     def _update_later(self, server: ServerState) -> None:
-        """Give a server the newest version in the background, unless that is under way."""
+        """Load the newest version on a server in the background, unless that is in progress."""
         if not server.is_absent:
             server.is_absent = True
             threading.Thread(target=self._update_or_give_up, args=(server,), daemon=True).start()
@@ -277,7 +277,7 @@ class ServedWeights:
         except ServerError as error:
             failure = error
         server.is_absent = False
-        if wanted is not self.newest:  # `update_all` may have left it out, or replaced the folder that it failed with
+        if wanted is not self.newest:  # `update_all` may have skipped this server, or replaced a folder that failed
             self._update_later(server)
         elif failure is not None:
             self.warn(f"the student's server {server.url} is given up: {failure}")

@@ -1,8 +1,8 @@
 """Proves before the first step that servers give the signals of the configured teacher.
 
-A wrong server still answers. For example, its rows may be shifted by a token, it may ignore the temperature, or it
-may have lost its weights in a sleep. Each proof asks every server for a few documents of the run's data, and names
-the error.
+A server can answer without an error and still be wrong. For example, its rows may be shifted by a token, it may
+ignore the temperature, or it may have lost its weights in a sleep mode. Each proof sends a few documents of the run's
+data to every server, and names the error.
 
 N rows, K ids per row.
 """
@@ -34,15 +34,15 @@ from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 PROBES, PROBE_TOKENS = 4, 128
 #: seconds for a repeated proof of one server
 REPEAT_SECONDS = 5.0
-#: the shortest document with a row before and one after a token that is changed
+#: the tokens of the shortest document that has a row before the token that is changed, and a row after it
 LEAST_TOKENS = 4
-#: the allowed difference between two answers to one request, from other batches, by other kernels, in half precision
+#: the allowed difference of two answers to one request: batches, kernels and half precision change the rounding
 SAME = 0.05
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The requests at the start of the run and the servers' answers, so that they can be compared later.
+    """The requests at the start of the run, and the servers' answers, with which later answers are compared.
 
     findings: the results of the proof, in words.
     """
@@ -54,9 +54,9 @@ class Proof:
     findings: Sequence[str]
 
     def repeat(self, urls: Sequence[str]) -> set[str]:
-        """Raise ValueError if one of these servers answers otherwise than the servers did at the start.
+        """Raise ValueError if an answer of one of these servers differs from the answer at the start.
 
-        Returns those that are proven; a server that does not answer at all is not among them.
+        Returns the URLs of the proven servers; a server that does not answer is not among them.
         """
         proven: set[str] = set()
         for url in urls:
@@ -69,7 +69,7 @@ class Proof:
         return proven
 
     def compare(self, path: Path) -> None:
-        """Raise ValueError if the servers do not give what they gave when `save` wrote this file."""
+        """Raise ValueError if the answers differ from those that `save` wrote to this file."""
         with reading(f"{path} is damaged: restore it, or choose another folder as out"):
             tensors = load_file(path)
             before = [
@@ -84,7 +84,7 @@ class Proof:
         self._require_same(before, f"{self.store.name} does not give the signals that it gave when this run began")
 
     def save(self, path: Path) -> None:
-        """Write the answers, so that a resumed run finds another teacher behind the same address."""
+        """Write the answers, so that a resumed run can detect another teacher at the same address."""
         named = {
             f"{number} {name}": tensor.contiguous()
             for number, answer in enumerate(self.answers)
@@ -104,10 +104,10 @@ def prove(
     local: Decoder | None = None,
     head: OutputHead | None = None,
 ) -> Proof:
-    """Score a few documents on every server. Raises ValueError for a wrong answer, with the kind of the error.
+    """Score a few documents on every server. Raises ValueError for a wrong answer, with the kind of error.
 
-    tokenizer: the student's. local: the teacher in this process, to compare with. head: the teacher's output head,
-    with which hidden states give the cross-entropy of the next tokens.
+    tokenizer: the student's tokenizer. local: the teacher in this process, to compare with. head: the teacher's
+    output head, which computes the cross-entropy of the next tokens from hidden states.
     """
     probes = _probes(documents)
     _prove_tokenizer(store, probes, tokenizer)
@@ -131,7 +131,7 @@ def prove(
 
 
 def _comparable(store: RemoteSignals) -> SignalSpec:
-    """The run's signal, or for "chosen" and "sampled" the top ids, which can be compared between requests."""
+    """The run's signal; for "chosen" and "sampled" a "top_k" signal, which can be compared between requests."""
     spec = store.signal
     if spec.kind not in ("chosen", "sampled"):
         return spec
@@ -141,7 +141,7 @@ def _comparable(store: RemoteSignals) -> SignalSpec:
 
 
 def _probes(documents: Documents) -> list[DocumentRows]:
-    """The beginnings of a few documents, the longest of the first hundred."""
+    """The beginnings of the longest documents among the first hundred."""
     candidates = sorted(range(min(100, len(documents))), key=lambda number: -documents.lengths_D[number])
     beginnings = [documents.tokens(number)[:PROBE_TOKENS] for number in candidates[:PROBES]]
     probes = [DocumentRows(tokens, range(len(tokens) - 1)) for tokens in beginnings if len(tokens) >= LEAST_TOKENS]
@@ -156,7 +156,7 @@ def _probes(documents: Documents) -> list[DocumentRows]:
 def _prove_tokenizer(
     store: RemoteSignals, probes: Sequence[DocumentRows], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Compare the server's tokenizer with the run's, if its files are not here to be compared."""
+    """Compare the servers' tokenizer with the run's, unless the teacher's files are here to be compared instead."""
     if store.teacher_folder is not None:
         return
     text = tokenizer.decode(probes[0].tokens.tolist(), skip_special_tokens=True)
@@ -173,7 +173,7 @@ def _prove_tokenizer(
 
 @dataclass(frozen=True)
 class _ServerProof:
-    """One server's answers about the probes, and the checks of these answers."""
+    """One server's answers for the probes, and the checks of these answers."""
 
     store: RemoteSignals
     spec: SignalSpec
@@ -182,7 +182,7 @@ class _ServerProof:
     answers: Sequence[dict[str, Tensor]]
 
     def prove_informed(self) -> None:
-        """Refuse a uniform distribution, and one that does not depend on the tokens: weights that were lost."""
+        """Refuse uniform distributions, and equal hidden states for all tokens: they mean that weights were lost."""
         url, vocabulary = self.url, self.store.vocabulary
         if "hidden" in self.answers[0]:
             hidden_NE = torch.cat([answer["hidden"] for answer in self.answers]).float()
@@ -205,7 +205,7 @@ class _ServerProof:
             )
 
     def prove_alignment(self) -> None:
-        """Change one token of each document: the rows before it must stay, its own row and later ones must change."""
+        """Change one token of each document: its own row and later rows must change, the rows before it must not."""
         places = [max(1, (len(probe.tokens) - 2) // 2) for probe in self.probes]
         changed = [_changed(probe, place, self.probes) for probe, place in zip(self.probes, places, strict=True)]
         others = self.store.scores(changed, url=self.url, spec=self.spec)
@@ -227,7 +227,7 @@ class _ServerProof:
             )
 
     def prove_temperature(self) -> None:
-        """Gaps between log-probabilities at temperature τ are those at temperature 1 divided by τ."""
+        """Raise ValueError unless gaps of log-probabilities at temperature τ are those at temperature 1, over τ."""
         temperature = self.spec.temperature
         if temperature is None or temperature == 1.0:
             return
@@ -243,7 +243,7 @@ class _ServerProof:
             )
 
     def prove_signal_of_run(self) -> None:
-        """Request the run's own signal, if the proof has compared another one."""
+        """Request the run's own signal if `spec` is another one; compare it with `spec` if it is "chosen"."""
         if self.spec == self.store.signal:
             return
         is_chosen = self.store.signal.kind == "chosen"
@@ -257,7 +257,7 @@ class _ServerProof:
 
 
 def _changed(document: DocumentRows, place: int, probes: Sequence[DocumentRows]) -> DocumentRows:
-    """The document with another token of the data at one place."""
+    """The document with the token at `place` replaced by another token of the probes."""
     tokens = document.tokens.copy()
     known = np.unique(np.concatenate([probe.tokens for probe in probes]))
     others = known[known != tokens[place]]
@@ -271,7 +271,7 @@ def _cross_entropy(
     head: OutputHead | None,
     vocabulary: int | None,
 ) -> Iterator[str]:
-    """The mean cross-entropy of the next tokens in words. It shows a teacher that does not fit the data."""
+    """The mean cross-entropy of the next tokens, in words. A high value means: the teacher does not fit the data."""
     losses: list[Tensor] = []
     about = ""
     for document, tensors in zip(probes, answers, strict=True):
@@ -283,7 +283,7 @@ def _cross_entropy(
             outside_N = tensors["tail_log_prob"].double()
             if vocabulary is None:
                 about = "at least "
-            else:  # as if the mass outside the ids were the same for each of the other tokens
+            else:  # an estimate: the mass outside the ids divided equally among all other tokens
                 about, outside_N = "about ", outside_N - math.log(max(1, vocabulary - is_next_NK.shape[1]))
             of_next_N = tensors["log_probs"].double().masked_fill(~is_next_NK, -math.inf).amax(1)
             losses.append(-torch.where(is_next_NK.any(1), of_next_N, outside_N))
@@ -307,7 +307,7 @@ def _prove_local(
         if isinstance(outcome, NotFiniteError):
             raise outcome
         scored.append(outcome)
-    # a server that does not say its dtype may compute in half precision
+    # a server that does not report its dtype may compute in half precision
     is_float32 = {store.servers[0].dtype, spec.dtype, str(first_parameter.dtype)[6:]} == {"float32"}
     both = f"{store.name} and the model in this process give different signals for the same tokens"
     worst = _require_near(answers, scored, both, "expected the same weights", 1e-3 if is_float32 else SAME)
@@ -321,7 +321,7 @@ def _require_near(
     fix: str,
     tolerance: float = SAME,
 ) -> float:
-    """The largest difference. Raises ValueError if it is not below the tolerance. what: is then wrong."""
+    """Return the largest difference. Raises ValueError with `what` and `fix` if it is not below the tolerance."""
     worst = largest_difference(answers, expected)
     if not worst < tolerance:
         raise ValueError(f"{what} (they differ by {worst:.2g}): {fix}")

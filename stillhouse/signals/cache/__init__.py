@@ -1,6 +1,6 @@
 """A teacher's signals on disk: written once by `stillhouse cache`, read by any number of runs.
 
-`files.py`: what the files are. `reader.py`: checks and reads them.
+`files.py` describes the files. `reader.py` checks and reads them.
 """
 
 from stillhouse.signals.cache.files import Manifest, document_id, target_rows

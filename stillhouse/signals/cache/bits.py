@@ -1,22 +1,22 @@
-"""Unsigned integers of any width in a string of bits, the most significant bit first."""
+"""Unsigned integers of 1 to 41 bits in a string of bits, the most significant bit first."""
 
 from typing import TypeVar
 
 import numpy as np
 
 Count = TypeVar("Count", int, np.ndarray)
-#: an integer of this width lies within `_REACH` bytes, wherever it begins
+#: an integer of this many bits is within `_REACH` bytes, whichever bit of the first byte it begins at
 WIDEST = 41
 _REACH = 6
 
 
 def bits_for(values: int) -> int:
-    """How many bits a number from 0 up to but without `values` needs; at least 1."""
+    """The number of bits that an integer in [0, values) needs; at least 1."""
     return max(1, (values - 1).bit_length())
 
 
 def bytes_for(numbers: Count, width: int) -> Count:
-    """The bytes of so many numbers, or of each of several counts of numbers."""
+    """The number of bytes for `numbers` integers of `width` bits, rounded up; elementwise for an array."""
     return -(-numbers * width // 8)
 
 
@@ -24,7 +24,7 @@ def write_bits(values: np.ndarray, positions: np.ndarray, width: int, size: int)
     """A string of `size` bytes, uint8, with each value at its position.
 
     values: integers, 0 ≤ value < 2^width
-    positions: where each of them begins, in bits; no two values may overlap
+    positions: the first bit of each value in the string; no two values may overlap
     """
     _require_width(width)
     shifts = (8 * _REACH - width - (positions & 7)).astype(np.uint64)
@@ -37,7 +37,7 @@ def write_bits(values: np.ndarray, positions: np.ndarray, width: int, size: int)
 
 
 def read_bits(string: np.ndarray, positions: np.ndarray, width: int) -> np.ndarray:
-    """The values that `write_bits` wrote to these positions. uint64."""
+    """The values at these positions of a string of `write_bits`, uint64."""
     _require_width(width)
     padded = np.concatenate([string, np.zeros(_REACH, dtype=np.uint8)])
     values = np.zeros(positions.shape, dtype=np.uint64)
@@ -48,7 +48,7 @@ def read_bits(string: np.ndarray, positions: np.ndarray, width: int) -> np.ndarr
 
 
 def pack_rows(values: np.ndarray, width: int) -> np.ndarray:
-    """Each row of integers [N, K] as a string of its own: [N, ceil(K·width / 8)] uint8."""
+    """Pack each row of integers [N, K] into its own string: [N, ceil(K·width / 8)] uint8."""
     rows, numbers = values.shape
     stride = bytes_for(numbers, width)
     return write_bits(values, _places(rows, numbers, width), width, rows * stride).reshape(rows, stride)

@@ -1,22 +1,22 @@
 """The files of a cache of teacher signals.
 
     caches/qwen3-8b/
-        cache.json                  what the cache holds and who computed it (`Manifest`)
+        cache.json                  a description of the cache and of the teacher (`Manifest`)
         teacher/                    the teacher's configuration and tokenizer; with hidden states, its output head
         shards/00000.safetensors    the signals of some documents
         shards/00000.json           the shard's hash, written after the shard
-        index.json                  a hash of every other file; written last, so a cache without it is unfinished
+        index.json                  a hash of every other file; written last, so its absence means: unfinished
 
-A shard is one safetensors file. Its tensors are, for D documents with N rows together:
+A shard is one safetensors file. For D documents with N rows in total, its tensors are:
 
     document        [D, 16] uint8       the document's id (`document_id`)
     first_row       [D] int32           the first row of the document that is stored
     offsets         [D+1] int64         the rows of document d are offsets[d]:offsets[d+1] of the following tensors
     hidden, ids, …  [N, …]              the signal (`SignalSpec.tensors`), or its packed form (shard_layout.py)
 
-Row t of a document is the teacher's distribution of token t + 1. Rows are stored from the first to the last one that
-predicts a target. A document is found by its tokens, so the order, the packing and the number of epochs of a run do
-not matter, and neither does the position of the document in its file.
+Row t of a document is the teacher's distribution of token t + 1. The stored rows are those from the first to the last
+row that predicts a target. A document is found by a hash of its tokens, so a cache is independent of the run's order,
+packing and number of epochs, and of the document's position in its file.
 """
 
 import hashlib
@@ -42,16 +42,16 @@ CACHE_KEY = "cache"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a cache holds and which teacher computed it.
+    """A description of a cache's content and of the teacher that computed it.
 
     teacher: the model's name
-    teacher_hash, tokenizer_hash: of the teacher's files, and of its tokenizer
+    teacher_hash, tokenizer_hash: hashes of the teacher's files and of its tokenizer
     vocabulary: rows of the teacher's head
     width: the teacher's width
-    documents, rows, shards: their numbers
-    documents_hash: of the ids and row ranges of all documents
-    versions: of the libraries
-    packed: whether ids and counts have as few bits as they need
+    documents, rows, shards: the numbers of documents, rows and shards
+    documents_hash: a hash of the ids and row ranges of all documents
+    versions: versions of the libraries
+    packed: whether ids and counts are stored in as few bits as they need
 
     Raises ValueError for a signal that cannot be packed.
     """
@@ -84,11 +84,11 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """A hash of the content. Each shard holds it, so that a shard of another cache is refused."""
+        """A hash of the content. Each shard's header has it, so that a shard of another cache is refused."""
         return json_hash(self.content)
 
     def summary(self, folder: Path) -> str:
-        """A complete cache in two lines, for a terminal. Its size is that of its shards on disk."""
+        """Describe a complete cache in two lines, for a terminal. The size is that of the shards on disk."""
         size = sum((folder / shard_name(number)).stat().st_size for number in range(self.shards))
         packed = ", packed" * self.packed
         return (
@@ -98,7 +98,7 @@ class Manifest:
         )
 
     def differences(self, other: "Manifest") -> list[tuple[str, Any, Any]]:
-        """The name and the two values of everything in the content that differs."""
+        """The name, this value and the other value of each field of `content` that differs."""
         others = other.content
         return [(name, value, others[name]) for name, value in self.content.items() if value != others[name]]
 
@@ -107,7 +107,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, path: object) -> "Manifest":
-        """Raises ValueError, naming the path, for anything that `to_json` has not written."""
+        """Raises ValueError with the path unless `to_json` wrote the text."""
         try:
             fields: dict[str, Any] = json.loads(text)
             if fields.get("format") != FORMAT:
@@ -132,9 +132,9 @@ def documents_hash(documents: Iterable[tuple[bytes, range]]) -> str:
 
 
 def target_rows(targets: np.ndarray) -> range:
-    """The rows of a document from the first to the last one that predicts a target; row t predicts token t + 1.
+    """The range from the first to the last row that predicts a target; row t predicts token t + 1.
 
-    targets: [tokens] bool, whether a token is to be predicted
+    targets: [tokens] bool, whether the token is a target
     """
     predicting = np.flatnonzero(targets[1:])
     return range(int(predicting[0]), int(predicting[-1]) + 1) if len(predicting) else range(0)
@@ -146,7 +146,7 @@ def shard_tensors(
     """All tensors of a shard.
 
     documents: the id and the stored rows of each document
-    tensors: the signal of these rows
+    tensors: the tensors of the signal for these rows
     """
     offsets = np.concatenate([[0], np.cumsum([len(rows) for _, rows in documents])]).astype(np.int64)
     ids = b"".join(document for document, _ in documents)

@@ -1,7 +1,7 @@
 """Opens a cache, checks that it is complete, and reads the rows of single documents.
 
-Nothing of a cache is trusted: the description, the index and every shard are compared with the hashes that were
-written last. The content of a shard is hashed when its first row is read, since a cache may be larger than memory.
+The description, the teacher's files and every shard are compared with the hashes in the index, which is written last.
+A shard is hashed when its first row is read, because a cache may be larger than memory.
 """
 
 import json
@@ -45,8 +45,8 @@ class Stored:
 
     shard: the shard's number
     rows: the rows of the document that are stored
-    start: the row of the shard at which they begin
-    number: of the document in the shard
+    start: the row of the shard at which the stored rows begin
+    number: the document's number in the shard
     """
 
     shard: int
@@ -61,8 +61,8 @@ class Stored:
 class SignalCache(SignalStore):
     """An opened cache.
 
-    Raises ValueError, naming the file, for a folder that is not a complete cache, and for a file that is missing,
-    truncated, of another cache or changed since it was written.
+    Raises ValueError with the file's name if the folder is not a complete cache, or if a file is missing, truncated,
+    of another cache, or changed since it was written.
     """
 
     #: the teacher's configuration and tokenizer, and with hidden states its output head
@@ -71,7 +71,7 @@ class SignalCache(SignalStore):
     def __init__(self, folder: Path):
         self.folder, self.name, self.teacher_folder = folder, str(folder), folder / TEACHER
         self.hashes = _index(folder)
-        # files that were added count, too: a model folder's weights are found by their names' ending
+        # added files are refused, too: a model folder's weights are found by the end of their names
         present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
         for name in sorted({MANIFEST} | present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
             self._require_unchanged(name)
@@ -113,10 +113,10 @@ class SignalCache(SignalStore):
             )
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
-        """The tensors of `SignalSpec.tensors` of each document.
+        """Return the tensors of `SignalSpec.tensors` for each document.
 
-        Raises ValueError for rows that the cache lacks, for a shard whose content has changed, and for numbers that
-        no teacher can give (`problem_in`).
+        Raises ValueError if the cache lacks a row, if a shard has changed, or if a number is one that no teacher can
+        give (`problem_in`).
         """
         return [self.read_document(document_id(request.tokens), request.rows) for request in wanted]
 

@@ -1,12 +1,12 @@
-"""How the tensors of a signal lie in a shard: as they are, or packed into as few bits as their numbers need.
+"""The layout of a signal's tensors in a shard: unchanged, or packed into as few bits as the numbers need.
 
-Packed tensors of a shard, for D documents with N rows together; `ids` are of the K ids of a row, M draws per row:
+Packed tensors of a shard, for D documents with N rows in total, K ids or M draws per row, vocabulary V:
 
-    ids             [N, ·] uint8        "top_k": each row's ids in ceil(log2 V) bits each; with a label, id + 1 in
-                                        ceil(log2(V + 1)) bits, since an id may be -1
-    distinct        [N] uint8           "sampled": how many different ids a row has
-    pairs           [·] uint8           each row's pairs of an id and its count - 1, one after the other; a row begins
-                                        with a byte of its own
+    ids             [N, ·] uint8        "top_k": each id in ceil(log2 V) bits; with a label, id + 1 in
+                                        ceil(log2(V + 1)) bits, because an id may be -1
+    distinct        [N] uint8           "sampled": the number of distinct ids of a row
+    pairs           [·] uint8           pairs of an id and its count - 1, one after the other; the pairs of each row
+                                        begin at a new byte
     pair_offsets    [D+1] int64         the pairs of document d are pair_offsets[d]:pair_offsets[d+1]
 
 Reading gives exactly the tensors that were written.
@@ -38,9 +38,9 @@ TensorForms = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class StoredRows(NamedTuple):
     """Some rows of a document in a shard.
 
-    document: its number in the shard
-    start: its first row in the shard
-    rows: the rows that are wanted, counted from `start`
+    document: the document's number in the shard
+    start: the document's first row in the shard
+    rows: the requested rows, counted from `start`
     """
 
     document: int
@@ -53,11 +53,11 @@ class StoredRows(NamedTuple):
 
 
 class ShardLayout(ABC):
-    """The form of a signal in a shard. `file`: an opened safetensors file."""
+    """The layout of a signal's tensors in a shard. `file`: an opened safetensors file."""
 
     @property
     def bytes_per_token(self) -> int:
-        """For the packed form of draws, the most that a token can need."""
+        """The bytes of a row; for packed draws, the most bytes that a row can need."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.forms().values())
 
     @abstractmethod
@@ -66,21 +66,21 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
-        """The tensors of a shard from those of the signal.
+        """Make the tensors of a shard from the tensors of the signal.
 
-        offsets: [D+1], where each document's rows begin
+        offsets: [D+1], the row at which each document begins, and the number of rows
         """
 
     @abstractmethod
     def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
-        """The tensors of the signal. Raises ValueError if the shard's tensors do not fit each other."""
+        """Return the signal's tensors. Raises ValueError if the shard's tensors do not fit together."""
 
 
 def layout_of(spec: SignalSpec, width: int, vocabulary: int, *, packed: bool) -> ShardLayout:
     """The layout of a signal. Raises ValueError for packed hidden states, which have no packed form.
 
-    width: of the teacher
-    vocabulary: V, the rows of its head
+    width: the teacher's width
+    vocabulary: V, the rows of the teacher's head
     """
     if not packed:
         return Plain(spec, width)
@@ -106,7 +106,7 @@ class Plain(ShardLayout):
 
 @dataclass(frozen=True)
 class PackedIds(ShardLayout):
-    """Log-probabilities as they are, ids in as few bits as the vocabulary needs."""
+    """Log-probabilities unchanged; ids in as few bits as the vocabulary needs."""
 
     spec: SignalSpec
     vocabulary: int
@@ -139,7 +139,7 @@ class PackedIds(ShardLayout):
 
 @dataclass(frozen=True)
 class PackedDraws(ShardLayout):
-    """As many pairs of an id and a count as a row has different ids."""
+    """For each row, one pair of an id and its count per distinct id."""
 
     spec: SignalSpec
     vocabulary: int
@@ -167,7 +167,7 @@ class PackedDraws(ShardLayout):
         if (present != (np.arange(self.spec.entries) < distinct[:, None])).any() or (present != (counts > 0)).any():
             raise ValueError("the ids and counts of a row have gaps: expected its different ids first, then -1 and 0")
         starts = np.concatenate([[0], np.cumsum(bytes_for(distinct, self._bits))])
-        # the counts of a row add up to the number of draws, so none is larger
+        # a row's counts sum to the number of draws, so no valid count is larger than that number
         values = (ids.astype(np.int64) << self._count_bits) | (
             np.minimum(counts, self.spec.entries).astype(np.int64) - 1
         )
@@ -204,7 +204,7 @@ class PackedDraws(ShardLayout):
     def _positions(self, starts: np.ndarray, distinct: np.ndarray) -> np.ndarray:
         """The position of every pair, in bits.
 
-        starts: of each row, in bytes
+        starts: the position of each row's first pair, in bytes
         """
         before = np.concatenate([[0], np.cumsum(distinct)])
         place = np.arange(before[-1]) - np.repeat(before[:-1], distinct)

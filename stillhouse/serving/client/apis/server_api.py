@@ -29,23 +29,23 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 class NeedsModelError(ValueError):
-    """A server does not offer what the run needs of the teacher's files, so that the run must have the model."""
+    """A server does not offer the teacher's files that the run needs, so the run must have the model itself."""
 
 
 class UnknownTokenizerError(ValueError):
-    """A server does not tell its tokenizer."""
+    """A server does not report its tokenizer."""
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A teacher's server as it describes itself. None: the server does not report the value.
+    """A server's description of its teacher and limits. None: the server does not report the value.
 
-    model: the name under which it serves the teacher. identity: a hash of the teacher's weights.
+    model: the teacher's name on the server. identity: a hash of the teacher's weights.
     vocabulary: the rows of the teacher's head. width: E. dtype: the dtype of the teacher's computation.
     max_tokens: the most tokens of a document. request_tokens: the most tokens of all documents of a request.
-    max_top_k: the most ids per token. signals: the signals that it gives.
-    files: the names and hashes of the files of the teacher's folder, if it offers them.
-    quantize: the quantization of its layers, if they are quantized.
+    max_top_k: the most ids per token. signals: the signals that the server computes.
+    files: the names and hashes of the files of the teacher's folder, if the server offers them.
+    quantize: the quantization of the teacher's layers, if they are quantized.
     """
 
     url: str
@@ -64,7 +64,7 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens [start, end) of a completion, and the label of the weights that wrote them; None: unknown."""
+    """The tokens [start, end) of a completion, and the label of the weights that generated them; None: unknown."""
 
     label: str | None
     start: int
@@ -75,7 +75,8 @@ class Span:
 class Published:
     """A version of the student in a folder.
 
-    label: the mark that servers put on its tokens. manifest: the sha256 of its manifest, and so of all its files.
+    label: the name of the version in the servers' answers. manifest: the sha256 of the folder's manifest, which has
+    the hashes of all its files.
     """
 
     version: int
@@ -87,7 +88,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion as a server gives it. stop: the stop text that ended it, if there is one."""
+    """A server's completion. stop: the stop text that ended the completion, if there is one."""
 
     ids: list[int]
     log_probs: list[float]
@@ -102,11 +103,11 @@ class Answer:
 
 
 class ServerApi(Protocol):
-    """How a kind of server is asked for signals and completions. It needs no method for what its kind cannot do.
+    """The requests and answers of one kind of server. A kind without signals, or without completions, lacks methods.
 
     path: the path of requests for completions.
     marks_tokens: whether an answer has a label for each token, and not only one label for the completion.
-    is_tied: whether the student's head is its embedding and the server gets full models, not adapters.
+    is_tied: whether the student's head is tied to its embedding and the server gets full models, not adapters.
     """
 
     kind: ClassVar[ServerKind]
@@ -128,12 +129,12 @@ class ServerApi(Protocol):
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
     ) -> list[Call[Scores]]:
-        """The requests for the signals of documents. A request is for one document or several consecutive ones."""
+        """The requests for the signals of documents. Each request has one document, or several consecutive ones."""
 
     # completions
 
     def model_name(self, ask: Ask) -> str | None:
-        """The name of the model that the server serves, None if requests need none. Raises ValueError."""
+        """The name of the server's model; None if requests need no name. Raises ValueError for an unusable server."""
         return None
 
     def body(
@@ -145,13 +146,13 @@ class ServerApi(Protocol):
         """Raises ValueError for an answer that cannot be read."""
 
     def top_log_probs(self, response: httpx2.Response) -> list[float]:
-        """The log-probabilities at the first token that are in the answer, the largest first."""
+        """All log-probabilities that the answer has for the first token, in descending order."""
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
-        """Let the server load a published version, and mark what it writes from now on with its label.
+        """Load a published version on the server; tokens that it generates from then on have the version's label.
 
-        May be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if the server answers
-        that it cannot. Until a later call succeeds, it then writes no token, or only tokens with another label.
+        May be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if the server cannot
+        load it; until a later call succeeds, the server generates no tokens, or only tokens with another label.
         """
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
@@ -160,9 +161,9 @@ class ServerApi(Protocol):
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
-        """How the server's tokenizer differs from this one, by a text or as a whole; None if it does not.
+        """The difference of the server's tokenizer from this one, by `text` or by a fingerprint; None if equal.
 
-        Raises UnknownTokenizerError for a server that does not tell.
+        Raises UnknownTokenizerError if the server does not report its tokenizer.
         """
         others = enumerated([name for name, kind in SERVERS.items() if kind.tells_tokenizer], "or")
         raise UnknownTokenizerError(
@@ -173,7 +174,7 @@ class ServerApi(Protocol):
     def require_tokenizer(
         self, ask: Ask, url: str, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> None:
-        """Raise ValueError if the server has another tokenizer, UnknownTokenizerError if it does not tell it."""
+        """Raise ValueError if the server has another tokenizer, UnknownTokenizerError if it does not report it."""
         difference = self.tokenizer_difference(ask, model, tokenizer, text)
         if difference is not None:
             raise ValueError(
@@ -188,7 +189,7 @@ def server_api(name: str, *, is_tied: bool = False) -> ServerApi:
 
 
 def described(kind: type[Parsed], ask: Ask, path: str, name: str) -> Parsed:
-    """The server's description of itself. Raises ValueError unless it answers as a server of this name."""
+    """Request a server's description at `path`. Raises ValueError unless the answer is that of a server `name`."""
     answer = ask(path, None)
     if answer.status_code != 200:
         raise ValueError(f"{answer.url} answers {answer.status_code}: expected 200, with the right token")
@@ -203,7 +204,7 @@ def json_call(
 
 
 def parsed(kind: type[Parsed], content: str | bytes, what: str, hint: str = "") -> Parsed:
-    """Raises ValueError for JSON that is not of this kind, in one line: what, the first problem, hint."""
+    """Raises ValueError for JSON that is not of this kind; the message is one line: what, the first problem, hint."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
@@ -214,7 +215,7 @@ def parsed(kind: type[Parsed], content: str | bytes, what: str, hint: str = "") 
 
 
 def require(response: httpx2.Response, what: str, hint: str = "") -> Any:
-    """The JSON of an answer. Raises ServerError unless its status is 200."""
+    """The content of an answer, parsed if it is JSON. Raises ServerError unless the status is 200."""
     if response.status_code != 200:
         refuse(response, what, f"{response.status_code} {response.text.strip()[:500]}", hint)
     try:

@@ -1,13 +1,13 @@
-"""SGLang (0.5), as a teacher and as a writer of completions: `/generate`. Written after its source; no answer was
-recorded.
+"""SGLang (0.5), for signals and for completions: `/generate`. This client follows SGLang's source code; no answers
+were recorded for its tests.
 
-Signals are asked for without new tokens. Hidden states are JSON lists, and need a server that was started with
-`--enable-return-hidden-states`. Their log-probabilities are always at temperature 1, over the whole vocabulary.
+Requests for signals have max_new_tokens=0. Hidden states are JSON lists, and need a server that was started with
+`--enable-return-hidden-states`. Log-probabilities of signals are at temperature 1, over the full vocabulary.
 
-`/update_weights_from_disk` loads weights. SGLang gives a completion one label, when it ends. So before an update,
-completions under way are ended. A request from before the update that is answered after it is discarded and sent
-again. Log-probabilities of completions are those after the temperature, over the full vocabulary, unless the server
-was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
+`/update_weights_from_disk` loads weights. SGLang gives each completion one label, at its end. So an update first
+aborts the completions in progress. If a request was sent before the update and is answered after it, the answer is
+discarded and the request is sent again. Log-probabilities of completions are those after the temperature, over the
+full vocabulary, unless the server was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
 """
 
 from collections.abc import Sequence

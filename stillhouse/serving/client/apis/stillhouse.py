@@ -1,6 +1,6 @@
-"""`stillhouse serve`: every signal, as one safetensors body for several documents.
+"""The client of `stillhouse serve`: every kind of signal, with one safetensors body for several documents.
 
-`stillhouse serve --generate`: completions in vLLM's form, and weights from a published folder in one request.
+With `--generate`, the server gives completions in vLLM's format, and loads a published folder in one request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class _Info(BaseModel):
 
 
 class StillhouseApi(VllmApi):
-    """The server loads a complete version between two batches. So all tokens of a completion have one version."""
+    """The server loads a version between two batches. So all tokens of a completion have one version."""
 
     kind = SERVERS["stillhouse"]
 
@@ -98,7 +98,7 @@ def _scoring(info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence
 
 
 def _groups(documents: Sequence[DocumentRows], most_tokens: int) -> Iterator[list[DocumentRows]]:
-    """Neighbouring documents that have at most so many tokens together, or one longer document."""
+    """Groups of consecutive documents with at most `most_tokens` tokens in total; a longer document is one group."""
     group: list[DocumentRows] = []
     tokens = 0
     for document in documents:

@@ -1,17 +1,16 @@
-"""A stock vLLM (0.30 or later), as a teacher and as a writer of completions.
+"""A stock vLLM (0.30 or later), for signals and for completions.
 
-Signals: hidden states come from `/pooling`, the top ids from `/v1/completions`, and ids that the student chooses from
-`/inference/v1/generate`. A server is started either for pooling or for completions, so it gives hidden states or ids.
-Hidden states are those after the last norm; with the teacher's head, which the client has, they give the exact
-distribution at every temperature. Log-probabilities are always at temperature 1, over the whole vocabulary. Chosen
-ids need vLLM 0.31 on a GPU, started with --enable-scale-out; that was written after its source, without a recorded
-answer.
+Signals: "hidden" comes from `/pooling`, "top_k" from `/v1/completions`, and "chosen" from `/inference/v1/generate`. A
+server is started either for pooling or for completions, so it gives either hidden states or log-probabilities. The
+hidden states are those after the last norm; the client applies the teacher's head to them, so they give the exact
+distribution at every temperature. Log-probabilities are always at temperature 1, over the full vocabulary. "chosen"
+needs vLLM 0.31 on a GPU, started with --enable-scale-out; that code follows vLLM's source, without a recorded answer.
 
-Completions come from `/inference/v1/generate`, and weights are loaded by its routes for development. The server is
-started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1. It marks each token with the label of the weights that
-wrote it. At a temperature other than 1 it also needs --logprobs-mode processed_logprobs. For a student with an
-adapter, each version is an adapter with a name, and requests have this name as their model. The server then needs
---enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A completion that is under way keeps its adapter.
+Completions come from `/inference/v1/generate`, and weights are loaded with vLLM's development routes. The server must
+be started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1; at temperatures other than 1, also with --logprobs-mode
+processed_logprobs. Each token of an answer has the label of the weights that generated it. For a student with an
+adapter, each version is a named adapter, and requests have its name as their model. The server then needs
+--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A completion in progress keeps its adapter.
 """
 
 import base64
@@ -165,12 +164,12 @@ class VllmApi(ServerApi):
             "max_tokens": max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k,  # 0 is all tokens here, too
+            "top_k": sampling.top_k,  # in vLLM, too, 0 means all tokens
             "min_p": sampling.min_p,
             "seed": seed % 2**63,
-            # the sampled token counts among them, whether or not it is one of the most probable
+            # one more than `top`, because the sampled token counts, too
             "logprobs": top + 1 if top else 0,
-            # a completion ends at these tokens, and at no other that the server's own configuration names
+            # a completion ends only at these tokens, not at the end tokens of the server's own configuration
             "ignore_eos": True,
             "stop_token_ids": list(sampling.eos_ids),
             "stop": list(sampling.stop),
@@ -186,7 +185,7 @@ class VllmApi(ServerApi):
         if [token.token_id for token in tokens] != choice.token_ids:
             raise ValueError("the ids of the completion and of its log-probabilities differ")
         spans = [Span(span.version, span.start, span.end) for span in choice.weight_versions or []]
-        if kind == "adapter":  # its label is the model that the request names; the label of the weights is the base's
+        if kind == "adapter":  # the adapter's label is the model's name; `weight_versions` is about the base
             spans = [Span(generated.model, 0, len(tokens))]
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         log_probs = [token.logprob for token in tokens]
@@ -203,15 +202,15 @@ class VllmApi(ServerApi):
             if answer.status_code != 200 and "already been loaded" not in answer.text:
                 require(answer, "loading the adapter", _LORA)
             return True
-        # Requests under way wait. Tokens of half-updated weights have a label that is never accepted.
+        # Requests in progress wait. Tokens from half-updated weights would have a label that is never accepted.
         _succeed(ask, "/pause?mode=keep", {}, "status", "paused")
         _succeed(ask, "/update_weight_version", {"new_version": f"{published.label}-loading"}, "success", True)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(published.folder)}}
         require(ask("/collective_rpc", reload), "loading the weights", "the server stays paused")
-        # The keys and values that the old weights have computed for requests under way are computed again.
+        # Discard the KV cache of the old weights; it is computed again for the requests in progress.
         _succeed(ask, "/reset_prefix_cache?reset_running_requests=true", {}, "success", True)
         _succeed(ask, "/update_weight_version", {"new_version": published.label}, "success", True)
-        # A server that was restarted after it loaded the weights has its first weights, and is not paused.
+        # A server that was restarted after loading the weights has its initial weights, and is not paused.
         is_paused = require(ask("/is_paused", None), "/is_paused") == {"is_paused": True}
         if is_paused:
             _succeed(ask, "/resume", {}, "status", "resumed")
@@ -239,7 +238,7 @@ class VllmApi(ServerApi):
 
 
 def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
-    # of a causal model, the rows do not depend on the tokens after the last of them
+    # the model is causal: the tokens after the last requested row do not change any requested row
     tokens = document.tokens[: document.rows.stop].tolist()
     body = {
         "model": info.model,
@@ -289,7 +288,7 @@ def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: Doc
     ids_NK = document.ids_NK
     assert ids_NK is not None
     tokens = document.tokens[: document.rows.stop + 1].tolist()
-    next_tokens(document)  # this engine scores no last row, either
+    next_tokens(document)  # raises ValueError for the document's last row, which this route does not score, either
     scored = {"prompt_logprob_start": document.rows.start, "prompt_logprob_token_ids": ids_NK.tolist()}
     body = {"token_ids": tokens, "sampling_params": {"max_tokens": 1, "temperature": 0.0, **scored}}
 
@@ -312,8 +311,8 @@ def _generated(response: httpx2.Response) -> _Generated:
 
 
 def _require_whole_updates(ask: Ask) -> None:
-    """Raise ValueError for a vLLM on a CPU. It copies a tied head into a form of its own when it starts, and loading
-    new weights changes the embedding alone, so that its log-probabilities belong to no version.
+    """Raise ValueError for a vLLM on a CPU. When it starts, it makes its own copy of a tied head; loading new weights
+    changes only the embedding and not the copy, so its log-probabilities belong to no version.
     """
     answer = ask("/server_info?config_format=json", None)
     if answer.status_code == 404:

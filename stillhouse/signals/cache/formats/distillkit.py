@@ -1,14 +1,14 @@
-"""DistillKit's compressed log-probabilities: Parquet rows of one document each.
+"""DistillKit's compressed log-probabilities: Parquet files with one document per row.
 
     input_ids               list of N ids
     compressed_logprobs     list of N - 1 lists of bytes: row t is the teacher's distribution of token t + 1
     bytepacked_indices      list of N - 1 lists of bytes
 
-The bytes mean what a configuration says that is not in the file (`DistributionQuantizationConfig` of DistillKit; its
-newer versions write it beside the data as compression_config.yaml). Read here is the exact form, exact_k = k: a row's
-bytes are K log-probabilities in `exact_dtype` in descending order, little-endian, or the first one and K - 1
-differences (`delta_encoding`); the ids have ceil(log2 d) bits each, the most significant one first. Log-probabilities
-that a polynomial or quantized residuals approximate are refused.
+A configuration outside the file gives the meaning of the bytes (DistillKit's `DistributionQuantizationConfig`, which
+newer versions write beside the data as compression_config.yaml). Only the exact form is read, exact_k = k. There, a
+row has K log-probabilities in `exact_dtype`, little-endian, in descending order; with `delta_encoding`, it has the
+first log-probability and K - 1 differences. Each id has ceil(log2 d) bits, the most significant bit first. Forms that
+approximate log-probabilities (by a polynomial or quantized residuals) are refused.
 
 N tokens, K ids per row.
 """
@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
     [pa.field(COLUMNS[0], pa.list_(pa.uint64()))]
     + [pa.field(name, pa.list_(pa.list_(pa.uint8()))) for name in COLUMNS[1:]]
 )
-#: documents of a Parquet row group that is written
+#: documents per row group in the Parquet files that this module writes
 GROUP = 64
 
 
@@ -46,8 +46,8 @@ class Compression:
 
     d: the vocabulary
     k: ids per row
-    exact_dtype: of the log-probabilities
-    delta_encoding: whether a row has differences of log-probabilities after the first one
+    exact_dtype: the dtype of the log-probabilities
+    delta_encoding: whether a row has the first log-probability, and then differences
     """
 
     d: int
@@ -57,7 +57,7 @@ class Compression:
 
     @classmethod
     def of(cls, keys: Any, source: object) -> "Compression":
-        """Raises ValueError, naming the source and the key, for anything but a configuration of the exact form."""
+        """Raises ValueError with the source and the key unless it is a configuration of the exact form."""
         if not isinstance(keys, dict):
             raise ValueError(f"{source}: expected the keys of DistillKit's compression configuration")
         numbers: dict[str, int] = {}
@@ -93,24 +93,24 @@ class Compression:
 
     @property
     def id_bits(self) -> int:
-        """As DistillKit computes it, in float32."""
+        """The bits per id, computed in float32 as in DistillKit."""
         return max(1, int(np.ceil(np.log2(np.float32(self.d)))))
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """The bytes of a row in the columns of log-probabilities and of ids."""
+        """The bytes per row of the column of log-probabilities, and of the column of ids."""
         return self.k * DTYPES[self.exact_dtype].itemsize, bytes_for(self.k, self.id_bits)
 
 
 class DistillkitFiles:
-    """Parquet files of a folder, or one file. Raises ValueError, naming the file, for files of another form."""
+    """The Parquet files of a folder, or one file. Raises ValueError with the file's name for another format."""
 
     def __init__(self, source: Path, compression: Compression):
         self.compression = compression
         paths = [source] if source.is_file() else sorted(source.glob("*.parquet"), key=_by_number)
         if not paths:
             raise ValueError(f"{source} has no Parquet files")
-        #: file, row group, and place in it of every document
+        #: for every document: the file, the row group, and the row in that group
         self._places: list[tuple[Path, int, int]] = []
         self._group: tuple[tuple[Path, int], pa.Table] | None = None
         for path in paths:
@@ -139,7 +139,7 @@ class DistillkitFiles:
                 yield np.array(column[at].values.cast(pa.int64()).to_numpy(zero_copy_only=False), dtype=np.int64)
 
     def signal(self, document: int, rows: int, vocabulary: int) -> dict[str, Tensor]:
-        """The tensors of "top_k" for the first `rows` rows. Raises ValueError for rows that no teacher gives."""
+        """The tensors of "top_k" for the first `rows` rows. Raises ValueError if a row is no valid distribution."""
         path, group, at = self._places[document]
         if self._group is None or self._group[0] != (path, group):
             with reading(f"{path} is damaged"):
@@ -159,7 +159,7 @@ class DistillkitFiles:
 def write_parquet(
     path: Path, compression: Compression, documents: Iterator[tuple[np.ndarray, dict[str, Tensor]]]
 ) -> None:
-    """Write a Parquet file. No differences of log-probabilities are taken.
+    """Write a Parquet file without `delta_encoding`.
 
     documents: the token ids of each document, and its tensors of "top_k" without the last row
     """
@@ -207,7 +207,7 @@ def _checked(
 
 
 def _bytes(rows: pa.ListArray, size: int) -> np.ndarray:
-    """A list of lists of bytes as an array [rows, size]."""
+    """Convert a list of lists of bytes to an array [rows, size]."""
     lengths = rows.value_lengths()
     if rows.null_count or (len(rows) and {length.as_py() for length in lengths.unique()} != {size}):
         raise ValueError(f"its rows have {lengths.unique().to_pylist()[:5]} bytes")

@@ -1,11 +1,11 @@
-"""Hidden states that the speculators project has taken from vLLM: a safetensors file of each document.
+"""Hidden states in the format of the speculators project, which captures them in vLLM: one file per document.
 
     hs_{i}.safetensors
         token_ids       [N]             the document's tokens
-        hidden_states   [N, L, E]       the output of L layers for each token; the last one is the model's last layer
+        hidden_states   [N, L, E]       the output of L layers for each token; the last of them is the model's last
 
-Row t belongs to token t, which it has read: it is the distribution of token t + 1. The states are taken before the
-model's last norm, which is applied when they are read; `import_cache.py` proves both with the teacher itself.
+Row t is the hidden state at token t, and predicts token t + 1. The states are from before the model's last norm: it
+is applied when they are read. `import_cache.py` runs the teacher to prove both.
 
 N tokens, L layers, E the teacher's width.
 """
@@ -49,11 +49,11 @@ class SpeculatorsFiles:
             yield token_ids.to(torch.int64).numpy()
 
     def dtype(self) -> torch.dtype:
-        """The dtype of the first document's states."""
+        """The dtype of the hidden states of the first document."""
         return self._states(0, slice(0, 0)).dtype
 
     def last_layer(self, document: int, tokens: int, width: int) -> Tensor:
-        """The output of the last layer, [N, E]. Raises ValueError for another shape and for NaN."""
+        """The output of the last layer, [N, E]. Raises ValueError for another shape, NaN or infinity."""
         states = self._states(document, slice(None))
         if states.dim() != 3 or states.shape[0] != tokens or states.shape[2] != width or not states.shape[1]:
             raise ValueError(
