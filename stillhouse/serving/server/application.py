@@ -1,4 +1,4 @@
-"""The server's application: routes about its state, the path of a request through the queue, and errors.
+"""The ASGI application of a server: the routes for its state, the handling of requests with the queue, and errors.
 
 A role adds the routes for its model's results (`score/`, `generate/`). All routes run in the HTTP thread and never
 touch the model: they only fill the queue.
@@ -26,22 +26,22 @@ from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
 from stillhouse.serving.server.role import Role
 from stillhouse.serving.wire import JSON
 
-#: up to this size, a body is parsed and an answer is encoded in the HTTP thread itself
+#: bodies and answers below this size are parsed and encoded in the HTTP thread itself
 AT_ONCE_BYTES = 16 * 1024
 
 Result = TypeVar("Result")
 #: the parts of a request for the model, and the function that makes the answer from their results
 Parsed = tuple[Sequence[Part], Callable[[list[Any]], bytes]]
-#: reads a body of a content type; raises RequestError
+#: parses a body of a content type; raises RequestError
 Parse = Callable[[bytes, str], Parsed]
 
 
 class Application:
-    """The ASGI application of a server. token: the bearer token, if there is one. api: the role adds its routes."""
+    """The ASGI application of a server. token: the bearer token, if any. api: the role adds its routes to it."""
 
     def __init__(self, role: Role, queue: RequestQueue, token: str | None):
         self.role, self.queue, self.metrics = role, queue, Metrics(queue)
-        # no documentation page, which would load remote scripts; no redirects, which name the host of the header
+        # a documentation page would load remote scripts; a redirect would contain the host of the request's header
         self.api = FastAPI(
             title="stillhouse serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
         )
@@ -55,7 +55,7 @@ class Application:
         role.add_routes(self)
 
     def require_model(self, name: str | None) -> None:
-        """Raise RequestError for the name of another model; None is this one."""
+        """Raise RequestError if the name is that of another model; None means this model."""
         if name not in (None, self.role.name):
             raise RequestError(HTTPStatus.NOT_FOUND, f"The model `{name}` does not exist.", param="model")
 
@@ -67,17 +67,17 @@ class Application:
         media_type: str = JSON,
         answers: Mapping[int | str, dict[str, Any]] | None = None,
     ) -> Callable[[Parse], Parse]:
-        """A decorator of the function that reads the requests of a route whose answers the model computes.
+        """A decorator that adds a route with answers from the model; the decorated function parses the requests.
 
-        schemas: of the bodies, by content type.
-        result_bytes: the size of the results; a large answer is encoded in another thread.
-        media_type: of the answer.
-        answers: the description of answers other than errors in the OpenAPI document.
+        schemas: the JSON schemas of the bodies, by content type.
+        result_bytes: computes the size of the results; a large answer is encoded in another thread.
+        media_type: the media type of the answer.
+        answers: the OpenAPI descriptions of the answers without an error.
         """
 
         def add(parse: Parse) -> Parse:
             async def respond(request: Request) -> Response:
-                """Read a request, queue it, wait for the model or for the client to leave, and encode the answer."""
+                """Parse a request, queue it, wait for its results or for a disconnection, and encode the answer."""
                 kind = content_type(request, *schemas)
                 async with self.bodies.read(request, self.role.limits.body_bytes[kind]) as content:
                     parts, encode = await _in_thread_if_large(len(content), parse, content, kind)
@@ -106,7 +106,7 @@ class Application:
     def _add_state(self) -> None:
         @self.api.get("/v1/info")
         async def info() -> dict[str, Any]:
-            """What the model is, and what may be asked of it."""
+            """The model, and the limits of requests."""
             return self.role.info
 
         @self.api.get("/v1/models")
@@ -142,21 +142,21 @@ def content_type(request: Request, *expected: str) -> str:
 
 
 def required_body(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """A request's body for the OpenAPI document. schemas: by content type."""
+    """The OpenAPI description of a request's body. schemas: JSON schemas, by content type."""
     content = {kind: {"schema": schema} for kind, schema in schemas.items()}
     return {"requestBody": {"required": True, "content": content}}
 
 
 async def _in_thread_if_large(size: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function: for large arguments in another thread, so that the other clients need not wait.
+    """Call a function, in another thread if `size` is large, so that the other clients need not wait.
 
-    Small ones are faster at once: a change of threads waits for the model's thread to give up the interpreter.
+    Small arguments are faster here: a change of threads waits until the model's thread releases the interpreter.
     """
     return function(*arguments) if size < AT_ONCE_BYTES else await run_in_threadpool(function, *arguments)
 
 
 async def _unless_disconnected(request: Request, ticket: Ticket) -> list[Any]:
-    """The model's results. Raises ClientDisconnect if the client leaves first."""
+    """Wait for the model's results. Raises ClientDisconnect if the client disconnects first."""
     results = asyncio.wrap_future(ticket.results)
     leaving = asyncio.ensure_future(until_disconnected(request))
     either: set[asyncio.Future[Any]] = {results, leaving}
@@ -170,7 +170,7 @@ async def _unless_disconnected(request: Request, ticket: Ticket) -> list[Any]:
         results.cancel()
 
 
-#: the answer to a request whose handling has raised an error; the client of a ClientDisconnect does not receive it
+#: the answer to a request, by the error that its handling has raised; after ClientDisconnect nobody receives it
 _ERRORS: dict[type[Exception], Callable[[Any], Response]] = {
     RequestError: RequestError.response,
     HTTPException: lambda error: RequestError(error.status_code, str(error.detail), headers=error.headers).response(),

@@ -1,4 +1,4 @@
-"""The parsing of JSON requests, and the parts of answers, that both roles share."""
+"""The parsing of JSON requests and the encoding of JSON answers, for both roles."""
 
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ Body = TypeVar("Body", bound=BaseModel)
 def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
     """Raises RequestError for a body that is not of this kind.
 
-    named: how many levels of a wrong field's place are named.
+    named: the number of levels of a wrong field's path that the error names.
     """
     try:
         return kind.model_validate_json(content)
@@ -29,7 +29,7 @@ def encode_json(content: Any) -> bytes:
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int | None]:
-    """The `usage` of an answer of the OpenAI interface."""
+    """The field `usage` of an answer in the OpenAI API."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,

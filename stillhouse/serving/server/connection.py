@@ -1,8 +1,8 @@
-"""One connection of a server: uvicorn's HTTP/1.1, in which silent clients take no place from others.
+"""The connections of a server: uvicorn's HTTP/1.1, with limits, so that idle clients do not block others.
 
-A connection waits until it has the complete header of a request. It may wait for some seconds. If there are too many
-connections, the one that has waited longest is closed. `Room` limits the connections with requests, so that a new
-connection always finds a place, and `/healthz` is always answered.
+A connection is waiting until it has received the complete header of a request; it may wait for `HEADER_SECONDS`. If
+there are too many connections, the one that has waited longest is closed. `Room` limits the connections that have a
+request, so that a new connection is always accepted, and `/healthz` is always answered.
 """
 
 import asyncio
@@ -17,19 +17,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stillhouse.serving.server.request_errors import RequestError
 
-#: the one route without a token and without a limit, for the probes of an orchestrator
+#: the only route without a token and without a limit, for the probes of an orchestrator
 OPEN_PATHS = ("/healthz",)
-#: how long a connection may wait for the header of a request, or send what nobody reads after it was answered
+#: the longest wait of a connection for the header of a request, and for the rest of a body after the answer
 HEADER_SECONDS = 10.0
-#: the most bytes that a client may send after its answer, and for how long, so that a client which sends everything
+#: the most bytes that a client may send after its answer, and the most seconds: a client that sends its full body
 #: before it reads still gets the answer
 LATE_BYTES, LATE_SECONDS = 128 * 2**20, 120.0
-#: connections at a time, and how many of them requests leave free
+#: the most connections at a time, and how many of them must be free of requests
 CONNECTIONS, SPARE = 2048, 64
 
 
 def most_connections() -> int:
-    """Connections at a time. Each needs a file descriptor, and the model's libraries need some, too."""
+    """The most connections at a time. Each needs a file descriptor, and the model's libraries need some, too."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_bounded = descriptors != resource.RLIM_INFINITY
     return max(2 * SPARE, min(CONNECTIONS, descriptors // 2)) if is_bounded else CONNECTIONS
@@ -54,7 +54,7 @@ class Connection(H11Protocol):
             waiting = [other for other in others if other.waits and not other.transport.is_closing()]
             if waiting:
                 min(waiting, key=lambda other: other.waits_since).transport.abort()
-            elif excess > SPARE:  # requests that `Room` has not refused yet may take the spare ones
+            elif excess > SPARE:  # the spare connections may have requests that `Room` is about to refuse
                 self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -69,7 +69,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._begin_to_wait()
-        super().on_response_complete()  # it may begin with the next request
+        super().on_response_complete()  # uvicorn may begin with the next request here
         if not self.waits:
             self._end_to_wait()
 
@@ -88,7 +88,7 @@ class Connection(H11Protocol):
             self._late_bytes_before = self._late_bytes
             self._timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
             return
-        self.transport.close()  # after the rest of the last answer has been sent, if the client reads it
+        self.transport.close()  # it closes after it has sent the rest of the last answer, if the client reads that
         self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
     def _end_to_wait(self) -> None:
@@ -98,7 +98,7 @@ class Connection(H11Protocol):
 
 
 class Room:
-    """Answers 503 if too few connections would be free for others, except to requests for `OPEN_PATHS`."""
+    """Answers 503 if fewer than `SPARE` connections would be without a request; not for `OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp):
         self._app, self._requests = app, 0

@@ -1,4 +1,4 @@
-"""The layers before every route: the bearer token, the limits of bodies, and the handling of clients that left.
+"""The middleware before every route: the bearer token, the limits of bodies, and clients that have disconnected.
 
 The middleware is plain ASGI, so that a request without the token is refused before any of its body is read.
 """
@@ -17,13 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stillhouse.serving.server.connection import OPEN_PATHS
 from stillhouse.serving.server.request_errors import RequestError, busy
 
-#: how long a client may take to send a body, and to read each part of an answer
+#: the most seconds in which a client must send a body, and must read each piece of an answer
 BODY_SECONDS, SEND_SECONDS = 120.0, 120.0
 _PIECE = 2**20
 
 
 class BearerToken:
-    """Answers 401 to every request without the token, except to those of `OPEN_PATHS`."""
+    """Answers 401 to every request without the token, except on `OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp, token: str):
         self._app, self._expected = app, f"Bearer {token}".encode()
@@ -47,8 +47,8 @@ class _UnreadError(Exception):
 
 
 class AnsweredByProtocol:
-    """The outermost layer. uvicorn itself answers requests that are no valid HTTP, even after a route has begun; the
-    route's answer then fails. A client that does not read its answer is given up.
+    """The outermost layer: drops answers that cannot be sent. uvicorn itself answers invalid HTTP, even after a route
+    has begun, whose answer then fails. If a client does not read its answer, its connection is closed.
     """
 
     def __init__(self, app: ASGIApp):
@@ -92,16 +92,16 @@ class Counted:
 
 
 class Bodies:
-    """Reads bodies, each of at most its limit and all together of at most `total` bytes."""
+    """Reads bodies, each of at most its own limit, and all bodies in memory together of at most `total` bytes."""
 
     def __init__(self, total: int):
         self._total, self._held = total, 0
 
     @asynccontextmanager
     async def read(self, request: Request, limit: int) -> AsyncIterator[bytes]:
-        """Yield a request's body, which counts until the end of the block.
+        """Yield a request's body. It counts towards `total` until the context ends.
 
-        Raises RequestError for a body that is too large, that is sent too slowly, or that has no room.
+        Raises RequestError if the body is too large, is sent too slowly, or would exceed `total`.
         """
         content = bytearray()
         try:
@@ -132,7 +132,7 @@ class Bodies:
 
 
 class Answer(Response):
-    """A response that calls `sent` when it was sent, or cannot be sent."""
+    """A response that calls `sent` after it was sent, or after sending has failed."""
 
     def __init__(self, content: bytes, media_type: str, sent: Callable[[], None]):
         super().__init__(None, media_type=media_type)
@@ -152,7 +152,7 @@ class Answer(Response):
 
 
 async def until_disconnected(request: Request) -> None:
-    """Return when the client has closed its connection; its body must have been read."""
+    """Return when the client has closed its connection. The request's body must have been read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -166,8 +166,8 @@ def _too_large(limit: int, scope: Scope) -> RequestError:
 
 
 def _unread(scope: Scope) -> dict[str, str]:
-    """Headers of an answer before the end of the body. The connection stays open; the rest of the body is read and
-    discarded (see `connection.py`). Otherwise a client that first sends its full body would find a reset
-    connection and no answer. A client that waits for `100 Continue` sends nothing more.
+    """Headers of an answer that is sent before the request's body has arrived. The connection stays open, and the
+    rest of the body is read and discarded (see `connection.py`): otherwise a client that sends its full body first
+    would get a connection reset and no answer. A client that waits for `100 Continue` sends no body: it is closed.
     """
     return {"Connection": "close"} if any(name == b"expect" for name, _ in scope["headers"]) else {}

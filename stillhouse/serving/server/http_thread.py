@@ -1,4 +1,4 @@
-"""The address of a server, and the thread in which it speaks HTTP."""
+"""The address of a server, and the thread that handles its HTTP requests."""
 
 import ipaddress
 import socket
@@ -11,16 +11,16 @@ from starlette.types import ASGIApp
 from stillhouse.serving.server.connection import Connection, Room
 from stillhouse.serving.server.gate import AnsweredByProtocol
 
-#: how long the last answers may take to be sent
+#: the most seconds for sending the last answers
 LAST_SECONDS = 60.0
-#: connections that the system accepts for the server before it takes them
+#: the most connections that the operating system holds until the server accepts them
 BACKLOG = 2048
 
 
 class HttpThread:
-    """uvicorn in a separate thread. It installs no signal handlers there: the main thread ends it.
+    """uvicorn in a separate thread, where it installs no signal handlers; the main thread ends it.
 
-    Raises OSError for an address on which another process listens by now.
+    Raises OSError if another process has begun to listen on the address.
     """
 
     def __init__(self, app: ASGIApp, bound_socket: socket.socket):
@@ -53,7 +53,7 @@ class HttpThread:
 
 
 def check_address(host: str, token: str | None, *, require_token: bool) -> None:
-    """Raise ValueError for a token that no header holds, and for an address that others reach without a token."""
+    """Raise ValueError for a token that is invalid in a header, and for a non-loopback address without a token."""
     if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(
             "the token is empty or has characters that no HTTP header holds: expected ASCII without spaces"
@@ -75,12 +75,12 @@ def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # another name
+        return False  # a host name other than localhost
 
 
 def bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # with the protocol named, asyncio sets TCP_NODELAY; without it, each answer waits 40 ms for an acknowledgement
+    # asyncio sets TCP_NODELAY only if the protocol is named; without TCP_NODELAY, each answer waits 40 ms for an ACK
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -92,7 +92,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def _listen(bound_socket: socket.socket) -> None:
-    """Two processes may bind one port while neither listens on it: the second one to listen learns it only here."""
+    """Two processes can bind one port while neither listens on it; the error of the second one is raised here."""
     try:
         bound_socket.listen(BACKLOG)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The limits of requests. A request beyond them is refused before the model sees it."""
+"""The limits of requests. A request that exceeds one is refused before it reaches the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from stillhouse.serving.wire import JSON, SAFETENSORS
 from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: the signals that a server computes; sampling needs the whole vocabulary in one process
+#: the signals of a server with one process, and under tensor parallelism: "sampled" needs the full vocabulary
 SIGNALS = ("hidden", "top_k", "chosen", "sampled")
 SIGNALS_OF_SHARDS = ("hidden", "top_k", "chosen")
 MIB = 2**20
@@ -18,11 +18,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a client's request.
+    """The largest values of a client's request.
 
     vocabulary: the rows of the teacher's head. max_tokens: tokens of a sequence.
     max_request_tokens, max_sequences: tokens and sequences of a request. max_top_k: ids per token.
-    json_bytes, binary_bytes: bytes of a body. bodies_bytes: bytes of all bodies that are being read.
+    json_bytes, binary_bytes: bytes of a body. bodies_bytes: bytes of all bodies in memory at a time.
     """
 
     vocabulary: int
@@ -42,11 +42,11 @@ class Limits:
 
     @property
     def most_ids(self) -> int:
-        """The most ids per token of a signal."""
+        """The most ids per token of a signal: `max_top_k`, or the vocabulary if that is smaller."""
         return min(self.max_top_k, self.vocabulary)
 
     def parts(self, signal: SignalSpec, documents: Sequence[DocumentRows]) -> list[ScoreRequest]:
-        """The parts of a request for a signal. Raises RequestError for one beyond the limits."""
+        """The parts of a request for a signal. Raises RequestError if the request exceeds a limit."""
         if signal.kind not in self.signals:
             raise refused(f"signal '{signal.kind}': this server has {', '.join(self.signals)}", "signal")
         if signal.top_k is not None and signal.top_k > self.most_ids:
@@ -64,7 +64,7 @@ class Limits:
             raise refused(f"{documents} sequences: expected at most {self.max_sequences} per request", param)
 
     def check_documents(self, documents: Sequence[Sequence[int] | np.ndarray], param: str) -> None:
-        """Raise RequestError for too many documents, too long ones, and ids beyond the vocabulary."""
+        """Raise RequestError for too many documents, documents that are too long, and ids beyond the vocabulary."""
         self.check_count(len(documents), param)
         total = sum(map(len, documents))
         if total > self.max_request_tokens:
@@ -85,6 +85,6 @@ class Limits:
                 )
 
     def _beyond(self, ids: np.ndarray, least: int) -> int | None:
-        """An id below `least` or beyond the vocabulary, if there is one."""
+        """An id below `least` or beyond the vocabulary; None if there is none."""
         smallest, largest = int(ids.min()), int(ids.max())
         return smallest if smallest < least else largest if largest >= self.vocabulary else None

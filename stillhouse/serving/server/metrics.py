@@ -43,7 +43,7 @@ class Metrics:
         waiting.set_function(lambda: queue.waiting)
 
     def request(self, path: str, status: int, seconds: float) -> None:
-        """Count an answer. Paths that do not exist count as one, so that a client cannot create series."""
+        """Count an answer. All unknown paths share one label, so that clients cannot create time series."""
         if path.startswith("/v1/files/"):
             label = "/v1/files"
         else:

@@ -17,17 +17,17 @@ from stillhouse.serving.server.http_thread import LAST_SECONDS, HttpThread
 from stillhouse.serving.server.request_errors import RequestError
 from stillhouse.serving.server.request_queue import Item
 
-#: how often the main thread looks for a signal
+#: seconds between two checks of the main thread for SIGTERM and the like
 LOOK_SECONDS = 0.1
-#: the server ends after this many failed batches in a row, except for failures by too little memory
+#: the server ends after this many failed batches in a row; batches that failed for lack of memory do not count
 MAX_FAILURES = 3
-#: how long a thread may keep the interpreter while another one waits. Python's 5 ms would be added to each request
-#: several times, because the model's thread hardly ever gives it up before
+#: the seconds after which a thread must release the interpreter to another one. Python's default of 5 ms would be
+#: added to each request several times, because the model's thread rarely releases it earlier
 SWITCH_SECONDS = 0.0005
 
 
 def is_ending(stop: threading.Event | None) -> bool:
-    """Whether a signal has come, or `stop` is set."""
+    """Whether the process has got SIGTERM or the like, or `stop` is set."""
     return bool(requested()) or (stop is not None and stop.is_set())
 
 
@@ -65,9 +65,9 @@ class ModelLoop:
         try:
             outcomes = self._role.compute(parts)
         except RuntimeError as error:
-            # Too little memory, and whatever else a kernel reports for this batch alone: only its requests fail. The
-            # server ends after several such batches in a row, because the GPU may be lost. Of several ranks, others
-            # may still be in the pass that has failed here, so nothing can follow.
+            # If the error concerns only this batch, such as a lack of memory, only its requests fail. After several
+            # such batches in a row the server ends, because the GPU may be lost. With several ranks it ends at once,
+            # because other ranks may still be in the forward pass that has failed here.
             self._metrics.failed_batch()
             is_memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
             problem = (

@@ -1,4 +1,4 @@
-"""Errors that a client gets, in the form of the OpenAI interface as vLLM gives it."""
+"""Errors that a client gets, in the format of the OpenAI API as vLLM implements it."""
 
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -12,7 +12,7 @@ ENDING = "the server is about to end"
 
 
 class RequestError(Exception):
-    """A request that is answered with an error. param: the field that is wrong, if it is one."""
+    """An error that is the answer to a request. param: the wrong field, if the error is about one field."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -21,7 +21,7 @@ class RequestError(Exception):
         self.status, self.message, self.param, self.headers = status, message, param, headers
 
     def response(self) -> JSONResponse:
-        """The answer. Its message may quote the request, so it is shortened and escaped."""
+        """The answer. The message is shortened and escaped, because it may quote the request."""
         error = {
             "message": brief(self.message),
             "type": error_type(self.status),
@@ -37,18 +37,18 @@ def error_type(status: int) -> str:
 
 
 def refused(message: str, param: str | None = None) -> RequestError:
-    """param: the field that is wrong."""
+    """The error for an invalid request. param: the wrong field."""
     return RequestError(HTTPStatus.BAD_REQUEST, message, param=param)
 
 
 def busy(message: str, seconds: int = 1, headers: Mapping[str, str] | None = None) -> RequestError:
-    """seconds: after how long the client may try again."""
+    """The error for a server without room. seconds: the time until the client may try again."""
     return RequestError(
         HTTPStatus.TOO_MANY_REQUESTS, message, headers={"Retry-After": str(seconds), **(headers or {})}
     )
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The answers with these statuses, for the OpenAPI document."""
+    """The OpenAPI descriptions of the errors with these statuses."""
     content = {"application/json": {"schema": {"type": "object", "required": ["error"]}}}
     return {status: {"description": error_type(status), "content": content} for status in statuses}

@@ -1,9 +1,9 @@
 """The queue between the HTTP server and the model: bounded, and divided into batches by a token budget.
 
-A request is one or more parts: documents to score, or a completion to write. The model's thread takes parts from the
-front of the queue until the budget of a batch is filled, so the parts of a large request may be in several batches
-and those of small requests share one. Tokens count against the queue's limit from the moment a request is accepted
-until its answer has been sent, so that answers which clients read slowly are bounded, too.
+A request has one or more parts: documents to score, or a completion to generate. The model's thread takes parts from
+the front of the queue until the token budget of a batch is used. So a large request can take several batches, and
+small requests can share a batch. A request's tokens count towards the queue's limit from its acceptance until its
+answer has been sent, so that answers to slow readers are bounded, too.
 """
 
 import threading
@@ -18,14 +18,14 @@ from stillhouse.serving.server.request_errors import ENDING, RequestError, busy
 
 
 class Part(Protocol):
-    """A part of a request that the model computes in one batch. tokens: how much of the batch it fills."""
+    """A part of a request, which the model computes in one batch. tokens: the tokens that it takes in the batch."""
 
     @property
     def tokens(self) -> int: ...
 
 
 class Ticket:
-    """An accepted request. results: the model's result for each part, when all are computed."""
+    """An accepted request. results: a future with the model's result for each part."""
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = parts
@@ -40,25 +40,25 @@ class Ticket:
         if len(self._by_number) == len(self.parts):
             with suppress(
                 InvalidStateError
-            ):  # it has failed, or the client has left and its handler has cancelled it
+            ):  # the request has failed, or was cancelled because the client has disconnected
                 self.results.set_result([self._by_number[at] for at in range(len(self.parts))])
 
     def fail(self, error: RequestError) -> None:
-        """The error is the answer, unless the request has failed before."""
+        """Make the error the answer, unless the request already has an answer or an error."""
         with suppress(InvalidStateError):
             self.results.set_exception(error)
 
 
-#: a part of a request, by its number there
+#: a part of a request: the request and the part's number in it
 Item = tuple[Ticket, int]
 
 
 class RequestQueue:
     """Requests that wait for the model. All methods may be called from any thread.
 
-    batch_tokens: the most tokens of a batch; a document that has more is a batch of its own. queue_tokens: the most
-    tokens of all requests that are accepted and not answered completely. ends: whether the server is to end; it is
-    asked for each request, because the model's thread, which calls `drain`, may be in a batch for minutes.
+    batch_tokens: the most tokens of a batch; a document that has more is a batch by itself. queue_tokens: the most
+    tokens of all requests that are accepted and not answered completely. ends: whether the server has to end; called
+    for each request, because the model's thread, which calls `drain`, may be busy with a batch for minutes.
     """
 
     def __init__(self, batch_tokens: int, queue_tokens: int, ends: Callable[[], object] = lambda: False):
@@ -76,20 +76,20 @@ class RequestQueue:
 
     @property
     def waiting(self) -> int:
-        """Documents that wait for the model."""
+        """The number of parts that wait for the model."""
         return len(self._items)
 
     @property
     def is_draining(self) -> bool:
-        """Whether nothing more is accepted."""
+        """Whether the queue accepts no more requests."""
         return self._closed or bool(self.ends())
 
     def submit(self, parts: Sequence[Part]) -> Ticket:
-        """Accept a request. The caller releases the ticket at the end.
+        """Accept a request. The caller must `release` the ticket at the end.
 
-        Raises RequestError if the queue is full, or the server ends and only answers what it has accepted.
+        Raises RequestError if the queue is full, or if the server is ending and accepts no more requests.
 
-        A request is always accepted if there is no other one, so that its size alone cannot shut it out.
+        An empty queue accepts a request of any size.
         """
         ticket = Ticket(parts)
         with self._changed:
@@ -108,7 +108,7 @@ class RequestQueue:
         return ticket
 
     def release(self, ticket: Ticket) -> None:
-        """The answer was sent, or the client left. The parts that are not computed yet are dropped."""
+        """End a request: its answer was sent, or the client has disconnected. Parts not yet computed are dropped."""
         with self._changed:
             ticket.results.cancel()
             if not ticket.is_released:
@@ -117,7 +117,7 @@ class RequestQueue:
                 self._changed.notify_all()
 
     def next_batch(self, seconds: float) -> list[Item]:
-        """Documents for one batch; empty if none has come after so many seconds."""
+        """Take the parts for one batch from the queue; empty if none has come after `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self._items, timeout=seconds)
             batch: list[Item] = []
@@ -133,23 +133,23 @@ class RequestQueue:
             return batch
 
     def record_speed(self, tokens: int, seconds: float) -> None:
-        """The speed of a batch, from which the time is estimated until there is room."""
+        """Record the speed of a batch, from which `busy` errors estimate the time until there is room."""
         speed = tokens / max(seconds, 1e-6)
         self._tokens_per_second = 0.8 * self._tokens_per_second + 0.2 * speed if self._tokens_per_second else speed
 
     def drain(self) -> None:
-        """Accept nothing more."""
+        """Accept no more requests."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def wait_until_answered(self, seconds: float) -> bool:
-        """Wait until every accepted request has been answered; False if that takes longer."""
+        """Wait until every accepted request has been answered; return False if that takes longer than `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._held, timeout=seconds)
 
     def fail_all(self, error: RequestError) -> None:
-        """Answer every request that still waits with an error."""
+        """Answer every request that has a waiting part with the error."""
         with self._changed:
             for ticket, _ in self._items:
                 ticket.fail(error)

@@ -1,7 +1,7 @@
 """The role of a server: a set of routes, and the model that computes their results.
 
-`score/` gives a teacher's signals, and `generate/` writes completions. Everything else is the same for both: one
-application, one queue, one set of limits, one handling of connections.
+`score/` computes a teacher's signals, and `generate/` generates completions. Both share the application, the queue,
+the limits and the handling of connections.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Role(Protocol):
-    """name: the name under which clients know the model.
+    """name: the model's name for clients.
     info: the answer of `GET /v1/info`; empty except on the first process.
-    survives_failures: whether another batch may follow one whose computation has failed.
+    survives_failures: whether the server may go on after the computation of a batch has failed.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Role(Protocol):
     def add_routes(self, application: "Application") -> None: ...
 
     def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """For each part of a batch, the result for its request, or an error."""
+        """Compute a batch: for each part, return the result or an error."""
 
     def between_batches(self) -> None:
         """Called before each batch, and several times a second while there is no request."""
@@ -43,7 +43,7 @@ class Role(Protocol):
         """Called after the last batch."""
 
     def follow(self) -> None:
-        """On every process but the first: compute the same batches as the first one, until it ends."""
+        """On all processes but the first: compute the same batches as the first process until that process ends."""
 
     def description(self) -> list[str]:
         """Lines for the log that describe the served model."""
@@ -53,9 +53,9 @@ class Role(Protocol):
 class ModelOptions:
     """The served model, and the options of loading it.
 
-    name: a folder or a hub id. dtype: "auto" is as it was saved. device: "auto" is a GPU if there is one.
-    attention: transformers' attn_implementation. revision: of a hub id.
-    quantize: "int8" or "nf4" (see `quantized.py`), for a single process; None: as it was saved.
+    name: a folder or a hub id. dtype: "auto" is the saved dtype. device: "auto" is a GPU if there is one.
+    attention: transformers' attn_implementation. revision: the revision of a hub id.
+    quantize: "int8" or "nf4" (see `quantized.py`), for a single process; None: no quantization at load.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ModelOptions:
     quantize: str | None = None
 
     def load(self, source: str, device: torch.device, what: str) -> Decoder:
-        """The frozen model of a folder in this process. Raises ValueError for one that is damaged."""
+        """Load a folder's model into this process, frozen. Raises ValueError if the model is damaged."""
         decoder = Decoder.from_pretrained(
             source, dtype=self.dtype, attention=self.attention, device=device, quantize=self.quantize
         )
@@ -76,7 +76,7 @@ class ModelOptions:
 
 
 def model_info(name: str, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The answer of `GET /v1/info` about a model, the same in both roles."""
+    """The fields of `GET /v1/info` that both roles have."""
     return {
         "stillhouse": __version__,
         "model": name,
@@ -88,7 +88,7 @@ def model_info(name: str, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) 
 
 
 def longest_sequence(decoder: Decoder, batch_tokens: int) -> int:
-    """The most tokens of a sequence: the model's positions, and those of a batch."""
+    """The most tokens of a sequence: the smaller one of the model's positions and `batch_tokens`."""
     reach = model_parts.max_positions(decoder.config)
     longest = batch_tokens if reach is None else min(int(reach), batch_tokens)
     check_document_length(decoder.pretrained, longest, "teacher")

@@ -1,11 +1,10 @@
 """Serves a model over HTTP: the command `stillhouse serve`.
 
-The model runs in the main thread, which takes batches from the queue. HTTP runs in a thread of its own.
-Under torchrun, the ranks share a teacher (tensor parallel); rank 0 speaks HTTP, and the other ranks compute the same
-batches.
+The model runs in the main thread, which takes batches from the queue; HTTP has its own thread. Under torchrun, the
+teacher is tensor-parallel over the ranks: rank 0 handles HTTP, and the other ranks compute the same batches.
 
-The first SIGTERM or Ctrl-C: accept nothing more, answer what was accepted, end with exit code 0. The second one ends
-the process at once.
+After the first SIGTERM or Ctrl-C, the server accepts no more requests, answers the accepted ones, and ends with exit
+code 0. A second signal ends the process at once.
 """
 
 import socket
@@ -43,15 +42,15 @@ def serve(
     max_top_k: int = 256,
     stop: threading.Event | None = None,
 ) -> None:
-    """Serve a model until a signal comes (see `preemption.handling`) or `stop` is set.
+    """Serve a model until SIGTERM or the like (see `preemption.handling`), or until `stop` is set.
 
     model: a folder or a hub id. dtype, device, attention, revision, quantize: see `ModelOptions`.
-    generate: write completions; otherwise, give a teacher's exact signals.
-    port: 0 for a free one.
-    token: the bearer token of all routes but /healthz. An address other than loopback needs one, unless require_token
-        is False.
+    generate: True: generate completions; False: compute a teacher's signals.
+    port: 0: a free port.
+    token: the bearer token of all routes except /healthz. An address other than loopback needs a token, unless
+        require_token is False.
     batch_tokens: the most tokens of a batch, and so of a sequence.
-    queue_tokens: the most tokens of all requests at a time; 16 batches by default.
+    queue_tokens: the most tokens of all accepted requests; None: 16 · batch_tokens.
     max_top_k: the most ids per token of a signal.
 
     Raises ValueError for a model that cannot be served, and OSError for an address that cannot be used.
@@ -68,7 +67,7 @@ def serve(
             f"quantize={quantize} with generate: expected None, since weights are updated in their dtype"
         )
     queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens
-    # before the model is loaded, so that a port in use is reported at once
+    # bind before the model is loaded, so that a port in use is reported at once
     sockets = [bound(host, port)] if is_first() else []
     options = ModelOptions(model, dtype, device, attention, revision, quantize)
     with TemporaryDirectory(prefix="stillhouse-serve-") as folder:
@@ -77,7 +76,7 @@ def serve(
             role = load_writer(options, batch_tokens)
         else:
             role = load_teacher(options, Path(folder) / "teacher", batch_tokens, queue_tokens, max_top_k)
-        wait_for_all()  # a rank that cannot load the model ends the command before it is said to be ready
+        wait_for_all()  # if a rank cannot load the model, the command must end before it prints that it is ready
         watchdog.enter("serving", timed=False)
         with finishing("the requests that were accepted"):
             if is_first():

@@ -1,1 +1,1 @@
-"""The role that writes completions, with weights that can be replaced."""
+"""The role that generates completions, with weights that can be replaced."""

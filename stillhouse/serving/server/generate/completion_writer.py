@@ -1,4 +1,4 @@
-"""The model of a server that writes completions, whose weights `POST /v1/weights` replaces between two batches."""
+"""The model of a server that generates completions; `POST /v1/weights` replaces the weights between two batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from stillhouse.serving.server.role import ModelOptions, longest_sequence, model
 
 @dataclass(eq=False)
 class CompletionWriter:
-    """Writes the completions of a batch (a `Role`). The requests of a batch may sample their tokens differently."""
+    """Generates the completions of a batch (a `Role`). Each request of a batch may have its own `Sampling`."""
 
     name: str
     info: dict[str, Any]
@@ -88,7 +88,7 @@ class CompletionWriter:
 
 
 def load_writer(options: ModelOptions, batch_tokens: int) -> CompletionWriter:
-    """Raises ValueError for a model that cannot be loaded, is damaged, or cannot generate."""
+    """Raises ValueError if the model cannot be loaded, is damaged, or cannot generate."""
     device, source = choose_device(options.device), local_folder(options.name, options.revision)
     tokenizer = load_tokenizer(source)
     decoder = options.load(source, device, "model")

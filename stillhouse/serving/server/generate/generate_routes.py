@@ -1,4 +1,4 @@
-"""The routes of the server that writes completions: `POST /inference/v1/generate` and `POST /v1/weights`."""
+"""The routes of the server that generates completions: `POST /inference/v1/generate` and `POST /v1/weights`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 from stillhouse.serving.server.request_errors import ENDING, RequestError, busy, errors, refused
 from stillhouse.serving.wire import JSON, StrictBody
 
-#: an answer has about so many bytes for each token
+#: the approximate bytes of an answer for each token
 _TOKEN_BYTES = 64
 _WEIGHTS_BYTES = 16 * 1024
 
 
 class WeightsBody(StrictBody):
-    """folder: of published weights, on this machine (see `publish_weights.py`). version: the name that completions
-    have from then on. manifest: the sha256 of the folder's manifest.json, as the run has written it; null: any.
+    """folder: a folder of published weights on this machine (see `publish_weights.py`). version: the label of later
+    completions. manifest: the sha256 of the folder's manifest.json that the run has written; null: any manifest.
     """
 
     folder: str = Field(min_length=1, max_length=4096)
@@ -35,7 +35,7 @@ class WeightsBody(StrictBody):
 
 
 def add_generate_route(application: Application, eos_ids: Sequence[int]) -> None:
-    """eos_ids: the model's own ends of sequence."""
+    """eos_ids: the end-of-sequence ids of the model."""
     role = application.role
 
     def result_bytes(results: Sequence[VersionedCompletion]) -> int:
@@ -43,7 +43,7 @@ def add_generate_route(application: Application, eos_ids: Sequence[int]) -> None
 
     @application.operation("/inference/v1/generate", {JSON: GenerateBody.model_json_schema()}, result_bytes)
     def generate(content: bytes, _: str) -> Parsed:
-        """A completion of token ids, with log-probabilities and the version of the weights, as vLLM answers."""
+        """A completion as token ids, with log-probabilities and the version of the weights, in vLLM's format."""
         body = parse_json(content, GenerateBody)
         application.require_model(body.model)
         return [token_completions.part(body, role.limits, eos_ids)], partial(
@@ -61,7 +61,7 @@ def add_weights_route(application: Application, updates: WeightUpdates) -> None:
         openapi_extra=required_body({JSON: WeightsBody.model_json_schema()}),
     )
     async def weights(request: Request) -> Response:
-        """Write with the weights of a published folder from the next batch on. Answers when they are in use."""
+        """Load a folder of published weights for all later batches. Answers when the weights are in use."""
         content_type(request, JSON)
         async with application.bodies.read(request, _WEIGHTS_BYTES) as content:
             body = parse_json(content, WeightsBody)

@@ -1,8 +1,8 @@
-"""`POST /inference/v1/generate`: token ids in and out, in the form of vLLM.
+"""`POST /inference/v1/generate`: token ids in and out, in vLLM's format.
 
-One request is one prompt and one completion. Log-probabilities are those at the sampling temperature, over the whole
-vocabulary (`--logprobs-mode processed_logprobs` of vLLM, but before top_p, top_k and min_p). A field that this server
-does not support, or does not know, is refused.
+A request has one prompt and gets one completion. Log-probabilities are those at the sampling temperature, over the
+full vocabulary (`--logprobs-mode processed_logprobs` of vLLM, but before top_p, top_k and min_p). A request with an
+unknown or unsupported field is refused.
 """
 
 import secrets
@@ -22,12 +22,12 @@ from stillhouse.serving.server.request_errors import refused
 from stillhouse.serving.wire import FirstWrong, StrictBody, TokenId
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
-#: temperatures below, except 0, overflow; vLLM raises them to this one
+#: smaller temperatures, except 0, would overflow; vLLM raises them to this one, and this server refuses them
 LOWEST_TEMPERATURE = 0.01
 
 
 class SamplingBody(StrictBody):
-    """How the tokens are sampled. Fields with one possible value are there for clients that always send them."""
+    """How the tokens are sampled. Fields with one allowed value exist for clients that always send them."""
 
     n: Literal[1] = 1
     max_tokens: int = Field(default=16, ge=1, description="tokens of the completion, its end included")
@@ -63,7 +63,7 @@ class GenerateBody(StrictBody):
 
 @dataclass(frozen=True, eq=False)
 class GenerationPart:
-    """A completion that a request asks for. tokens: the most that it can have, with its prompt."""
+    """A requested completion. tokens: the most tokens of prompt and completion together."""
 
     request: GenerationRequest
     sampling: Sampling
@@ -72,7 +72,7 @@ class GenerationPart:
 
 @dataclass(frozen=True, eq=False)
 class VersionedCompletion:
-    """A completion and the version of all its weights. stop: the stop text that has ended it, if one has."""
+    """A completion and the version of the weights. stop: the stop text that ended the completion, if there is one."""
 
     completion: Completion
     version: str
@@ -80,7 +80,7 @@ class VersionedCompletion:
 
 
 def part(body: GenerateBody, limits: Limits, eos_ids: Sequence[int]) -> GenerationPart:
-    """The part for the model. eos_ids: the model's ends of sequence. Raises RequestError beyond the limits."""
+    """The part for the model. eos_ids: the model's end-of-sequence ids. Raises RequestError beyond the limits."""
     options = body.sampling_params
     limits.check_documents([body.token_ids], "token_ids")
     tokens = len(body.token_ids) + options.max_tokens

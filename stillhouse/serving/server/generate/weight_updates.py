@@ -1,8 +1,8 @@
-"""New weights for a server that writes completions, read from a folder of published weights.
+"""New weights for a server that generates completions, read from a folder of published weights.
 
-An HTTP thread reads a version into host memory and compares it with its hashes and with the model. The model's thread
-copies it between two batches. So every completion has one version, and a folder that is refused or changes meanwhile
-has no effect. While a version is read, the host memory holds a second copy of the weights.
+An HTTP thread reads a version into host memory, and checks it against the folder's hashes and the model. The model's
+thread copies it into the model between two batches. So every completion has one version, and a folder has no effect
+if it is refused or changes later. Until the version is copied, the host memory has a second copy of the weights.
 """
 
 import threading
@@ -25,14 +25,14 @@ from stillhouse.models.checkpoint_names import checkpoint_names, parts_of_stack
 from stillhouse.models.model_checks import describe
 from stillhouse.serving.server.request_errors import ENDING, RequestError
 
-#: the version of the weights that the server was started with, as vLLM names it
+#: the version of the weights that the server was started with; vLLM has the same name for it
 FIRST_VERSION = "default"
-#: the most bytes of all headers of safetensors files
+#: the most bytes of the headers of all safetensors files together
 _HEADER_BYTES = 64 * 2**20
 
 
 class WeightUpdates:
-    """version: of the present weights. All methods but `apply` and `close` may be called from any thread."""
+    """version: the label of the present weights. All methods but `apply` and `close` may be called in any thread."""
 
     def __init__(self, decoder: Decoder):
         self.version = FIRST_VERSION
@@ -44,10 +44,10 @@ class WeightUpdates:
         self._closed = False
 
     def read(self, folder: Path, manifest: str | None = None) -> dict[str, Tensor]:
-        """The weights of a folder by their names in the model. manifest: the sha256 of its manifest.
+        """Read the weights of a folder, by their names in the model. manifest: the sha256 of the folder's manifest.
 
-        Raises ValueError unless the folder is complete, is the one with this manifest, fits the model in each tensor,
-        and holds finite values.
+        Raises ValueError unless the folder is complete and has this manifest, each tensor fits the model, and all
+        values are finite.
         """
         shown = escaped(str(folder))[:200]
         if not folder.is_absolute() or "\0" in str(folder):
@@ -68,7 +68,7 @@ class WeightUpdates:
         return self._by_model_names(stored)
 
     def submit(self, tensors: Mapping[str, Tensor], version: str) -> "Future[None]":
-        """Request new weights. The future is done when they are in use. version: their name from then on."""
+        """Request new weights. The future is done when they are in use. version: the label of the new weights."""
         done: Future[None] = Future()
         with self._lock:
             if self._closed:
@@ -78,7 +78,7 @@ class WeightUpdates:
         return done
 
     def apply(self) -> None:
-        """Copy the weights that were asked for, between two batches."""
+        """Copy all submitted weights into the model. Called between two batches."""
         while self._waiting:
             tensors, version, done = self._waiting.popleft()
             with torch.no_grad():
@@ -94,7 +94,7 @@ class WeightUpdates:
             done.set_exception(_ending())
 
     def _tensors(self, published: PublishedFolder) -> dict[str, Tensor]:
-        """The tensors of a folder, all of whose files were compared with their hashes."""
+        """Read the tensors of a folder, and compare every file with its hash."""
         weight_bytes, other_bytes = self._bytes, OTHER_BYTES
         all_tensors, files = dict[str, Tensor](), dict[str, str]()
         for name in sorted(published.manifest.files):
@@ -125,7 +125,7 @@ class WeightUpdates:
                 raise ValueError(f"{shown}: '{escaped(name)}' has values that are NaN or infinite: expected a model")
 
     def _by_model_names(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors by their names in the model, which has the experts of a layer as one stack."""
+        """The tensors by their names in the model. The model has one stacked tensor for the experts of a layer."""
         renamed = {}
         for name, value in self._decoder.state_dict().items():
             renamed[name] = self._tensor(name, len(value) if value.dim() else 1, stored)
@@ -138,7 +138,7 @@ class WeightUpdates:
             if candidate in stored:
                 return stored[candidate]
         parts = parts_of_stack(self._decoder, candidates[0])
-        # taken out, so that the host does not hold all experts once more
+        # `pop` frees the experts' tensors, so that the host memory never has all experts twice
         return torch.stack(
             [torch.cat([stored.pop(part.replace("*", str(number))) for part in parts]) for number in range(experts)]
         )
@@ -149,7 +149,7 @@ def _ending() -> RequestError:
 
 
 def _expected(decoder: Decoder) -> dict[str, Tensor]:
-    """Each tensor that transformers writes for the model, on the meta device."""
+    """Each tensor that transformers would save for the model, on the meta device."""
     empty = {
         checkpoint_names(decoder, name)[0]: torch.empty_like(value, device="meta")
         for name, value in decoder.state_dict().items()

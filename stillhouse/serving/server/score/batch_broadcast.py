@@ -1,8 +1,8 @@
-"""Sends each batch from rank 0, which speaks HTTP, to the other tensor-parallel ranks.
+"""Broadcasts each batch from rank 0, which handles HTTP, to the other tensor-parallel ranks.
 
 A batch is sent as the bytes of one safetensors file: its documents as tensors, and their options as JSON in the
-header. So received bytes cannot run code. A length is sent first. It can also mean that there is no batch yet, which
-keeps the collective from timing out, or that the server ends.
+header. So received bytes cannot run code. A length is sent before each batch. Two special values mean that there is
+no batch yet (so that the collective does not time out), and that the server ends.
 """
 
 import json
@@ -22,13 +22,13 @@ from stillhouse.signals.extract import Ranked
 from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: how often idle ranks hear from rank 0
+#: seconds without a batch after which rank 0 broadcasts `_NOTHING`
 BEAT_SECONDS = 60.0
 _NOTHING, _END = 0, -1
 
 
 class BatchBroadcast:
-    """Sends batches to the ranks that compute the same batches. A process by itself sends nothing."""
+    """Broadcasts batches to the ranks that compute the same batches. A single process sends nothing."""
 
     def __init__(self, mesh: Mesh):
         self.ranks, self._device = mesh.ranks, mesh.device
@@ -46,7 +46,7 @@ class BatchBroadcast:
         self._broadcast(content)
 
     def beat(self) -> None:
-        """Show the other ranks that rank 0 is alive, if they have not heard from it for some time."""
+        """Broadcast `_NOTHING` if the last broadcast is older than `BEAT_SECONDS`, so that no rank times out."""
         if not self.is_single and time.monotonic() - self._sent > BEAT_SECONDS:
             self._broadcast(torch.tensor([_NOTHING]))
 
@@ -54,7 +54,7 @@ class BatchBroadcast:
         self._broadcast(torch.tensor([_END]))
 
     def follow(self, scorer: Scorer) -> None:
-        """On the other ranks: compute what rank 0 sends until it says that the server ends."""
+        """On the other ranks: compute the batches that rank 0 broadcasts, until `_END`."""
         while (length := int(self._broadcast(torch.zeros(1, dtype=torch.int64)))) != _END:
             if length != _NOTHING:
                 content = self._broadcast(torch.zeros(length, dtype=torch.uint8))

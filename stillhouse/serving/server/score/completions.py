@@ -1,8 +1,8 @@
-"""`POST /v1/completions` of the OpenAI interface, with `prompt_logprobs` as vLLM answers it.
+"""`POST /v1/completions` of the OpenAI API, with vLLM's `prompt_logprobs`.
 
-A teacher scores text and does not write it. So `max_tokens` is 0 or 1, and the one token of an answer is the most
-probable one, whatever the temperature. As in vLLM, prompt log-probabilities are those at temperature 1. A field that
-this server does not support, or does not know, is refused.
+A teacher scores text and does not generate it. So `max_tokens` is 0 or 1, and the one token of an answer is the most
+probable one at any temperature. As in vLLM, prompt log-probabilities are those at temperature 1. A request with an
+unknown or unsupported field is refused.
 """
 
 import time
@@ -29,7 +29,7 @@ LOWEST = -9999.0
 
 
 class CompletionBody(StrictBody):
-    """The request. Fields with one possible value are there for clients that always send them."""
+    """The request. Fields with one allowed value exist for clients that always send them."""
 
     model: str | None = Field(default=None, description="the name of this server's teacher, if given")
     prompt: str | FirstWrong[str] | FirstWrong[TokenId] | FirstWrong[FirstWrong[TokenId]]
@@ -50,7 +50,7 @@ class CompletionBody(StrictBody):
 
 
 def parse(content: bytes) -> CompletionBody:
-    """Raises RequestError for a body that is not a request of this server."""
+    """Raises RequestError for a body that is no valid request."""
     body = parse_json(content, CompletionBody, named=1)
     if body.max_tokens not in (0, 1):
         raise refused(
@@ -63,7 +63,7 @@ def parse(content: bytes) -> CompletionBody:
 
 
 def parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[ScoreRequest]:
-    """The documents of a request. Raises RequestError for one beyond the limits."""
+    """The parts of a request, one per prompt. Raises RequestError if the request exceeds a limit."""
     most = limits.most_ids
     for name, count in (("prompt_logprobs", body.prompt_logprobs), ("logprobs", body.logprobs)):
         if count is not None and count > most:
@@ -74,7 +74,7 @@ def parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limi
                 name,
             )
     if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
-        limits.check_count(len(body.prompt), "prompt")  # before millions of texts are tokenized
+        limits.check_count(len(body.prompt), "prompt")  # checked before millions of texts are tokenized
     prompts = _prompts(body, tokenizer)
     if not prompts:
         raise refused("prompt: expected one prompt or more", "prompt")
@@ -95,7 +95,7 @@ def answer(
     tokenizer: PreTrainedTokenizerBase,
     results: Sequence[dict[str, Tensor]],
 ) -> bytes:
-    """The answer to a request. results: the tensors of each of its parts."""
+    """The answer to a request. results: the tensors of each part."""
     choices = [
         _choice(index, body, part, tensors, tokenizer)
         for index, (part, tensors) in enumerate(zip(parts, results, strict=True))
@@ -159,7 +159,7 @@ def _choice(
 def _prompt_logprobs(
     count: int | None, tokens: Sequence[int], tensors: dict[str, Tensor]
 ) -> list[dict[str, dict[str, Any]] | None] | None:
-    """For each token of the prompt: the token itself, then the top ids. The first token has no prediction."""
+    """For each token of the prompt: its entry, then those of the top ids. None for the first: no row predicts it."""
     if count is None:
         return None
     entries: list[dict[str, dict[str, Any]] | None] = [None]
@@ -182,7 +182,7 @@ def _entry(log_prob: float, rank: int) -> dict[str, Any]:
 
 
 def _logprobs(body: CompletionBody, tensors: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The log-probabilities of the one token of the answer."""
+    """The log-probabilities for the only token of the answer."""
     ids, log_probs = tensors["ids"][-1].tolist(), tensors["log_probs"][-1].clamp_min(LOWEST).tolist()
     names = [f"token_id:{token}" if body.return_tokens_as_token_ids else tokenizer.decode([token]) for token in ids]
     top = dict(zip(names[: max(body.logprobs or 0, 1)], log_probs, strict=False))

@@ -1,4 +1,4 @@
-"""The routes of a teacher: its signals, its output head and the other files of its folder."""
+"""The routes of a teacher: for its signals, its output head and the other files of its folder."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +20,7 @@ _BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 
 
 def add_file_routes(application: Application, folder: Path) -> None:
-    """folder: of the files that clients can get; their names are in `files` of `GET /v1/info`."""
+    """folder: the folder with the files that clients can get; `files` of `GET /v1/info` has the files' names."""
     names = application.role.info["files"]
 
     @application.api.get("/v1/head", responses=_file("the teacher's output head, as a safetensors file"))
@@ -29,7 +29,7 @@ def add_file_routes(application: Application, folder: Path) -> None:
 
     @application.api.get("/v1/files/{name}", responses=_file("a file of the teacher's folder") | errors(404))
     async def files(name: str) -> FileResponse:
-        """A configuration or tokenizer file. The names are those of `files` in `/v1/info`."""
+        """A configuration or tokenizer file. `files` of `/v1/info` has the names."""
         if name not in names or name == HEAD_FILE:
             raise RequestError(
                 HTTPStatus.NOT_FOUND, "no such file: expected a name of `files` in /v1/info", param="name"
@@ -38,7 +38,7 @@ def add_file_routes(application: Application, folder: Path) -> None:
 
 
 def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBase, identity: str) -> None:
-    """identity: the hash of the teacher that each answer of `POST /v1/score` names."""
+    """identity: the hash of the teacher, which is in each answer of `POST /v1/score`."""
     role, limits = application.role, application.role.limits
 
     @application.operation(
@@ -58,7 +58,7 @@ def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBa
 
     @application.operation("/v1/completions", {JSON: CompletionBody.model_json_schema()}, _tensor_bytes)
     def complete(content: bytes, _: str) -> Parsed:
-        """Prompt log-probabilities, as vLLM answers them."""
+        """Prompt log-probabilities in vLLM's format."""
         body = completions.parse(content)
         application.require_model(body.model)
         parts = completions.parts(body, tokenizer, limits)

@@ -1,4 +1,4 @@
-"""The teacher of a server: its model over the ranks of the job, its files for clients, and its identity."""
+"""The teacher of a server: the model over the ranks of the job, the files for clients, and the identity."""
 
 import hashlib
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from stillhouse.serving.server.score.score_routes import add_file_routes, add_si
 from stillhouse.signals.scorer import Outcome, Scorer, ScoreRequest
 from stillhouse.signals.teacher_folder import head_of, save_teacher
 
-#: after so many seconds without a sign of life, a rank counts as hung
+#: seconds without a collective after which a rank counts as hung
 RANK_SECONDS = 600.0
 
 
@@ -42,7 +42,8 @@ RANK_SECONDS = 600.0
 class ServedTeacher:
     """A loaded teacher (a `Role`).
 
-    folder: the files for clients: configuration, tokenizer, output head. identity: the hash of the teacher's weights.
+    folder: the folder with the files for clients (configuration, tokenizer, output head). identity: the hash of the
+    teacher's weights.
     """
 
     name: str
@@ -89,8 +90,8 @@ def load_teacher(
 ) -> ServedTeacher:
     """Load a model over all processes that torchrun started, and write the files for clients to `folder`.
 
-    folder: empty; only the first process writes to it. Raises ValueError for a model that cannot be loaded, is
-    damaged, or cannot be sharded over so many processes.
+    folder: an empty folder; only the first process writes to it. Raises ValueError if the model cannot be loaded, is
+    damaged, or cannot be sharded over this number of processes.
     """
     device, source = choose_device(options.device), local_folder(options.name, options.revision)
     tokenizer = load_tokenizer(source)
