@@ -1,1 +1,1 @@
-"""Checkpoints: what a run saves, and the proof that what it loads is what was saved."""
+"""Checkpoints: saves the state of a run, and verifies and loads it."""

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which checkpoints it contains, which one is the best, which ones are removed."""
+"""The folder of a run's checkpoints: lists the checkpoints, finds the best one, and removes old ones."""
 
 import itertools
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 from stillhouse.output.disk import UNFINISHED
 from stillhouse.output.progress import PREFIX, DamagedCheckpointError, read_state
 
-#: in the name of a checkpoint that `set_aside` has renamed
+#: the part that `set_aside` adds to the name of a damaged checkpoint
 DAMAGED = ".damaged"
 
 
@@ -20,10 +20,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None) -> list[str]:
-    """Remove all checkpoints but the newest `keep` and the one with the best value of the metric `best`.
+    """Remove all checkpoints except the newest `keep` and the one with the best value of the metric `best`.
 
-    greater: whether the highest value of it is the best one; None for a metric of which it is known.
-    A checkpoint whose state.json is damaged is not removed; the returned list describes each such damage.
+    greater: whether the highest value of the metric is the best; None: `_best` decides by the metric's name.
+    A checkpoint with a damaged state.json is not removed; the returned list describes the damage of each of them.
     """
     every = checkpoints(folder)
     metrics, damage = _evaluations(every)
@@ -33,13 +33,13 @@ def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None
     for path in every:
         if path not in kept:
             unfinished = path.with_name(path.name + UNFINISHED)
-            path.rename(unfinished)  # a removal that is interrupted must not leave a folder that looks complete
+            path.rename(unfinished)  # an interrupted removal must not leave a folder that looks like a checkpoint
             shutil.rmtree(unfinished)
     return damage
 
 
 def best_checkpoint(paths: list[Path], metric: str, greater: bool | None = None) -> tuple[Path | None, list[str]]:
-    """The best of these checkpoints by a metric, if any has it, and a description of each damage of a state.json."""
+    """The best checkpoint by a metric (None if no checkpoint has it), and the damage of each damaged state.json."""
     metrics, damage = _evaluations(paths)
     return _best(metrics, metric, greater), damage
 
@@ -51,9 +51,9 @@ def set_aside(path: Path) -> Path:
 
 
 def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: bool | None) -> Path | None:
-    """The checkpoint with the lowest value of a metric (the highest, for an agreement and an exact match).
+    """The checkpoint with the lowest value of a metric; with `greater`, the highest. None: no checkpoint has it.
 
-    If several have the same value, it is the earliest one. None if no checkpoint has the metric.
+    greater: None: true only for the metrics of agreement and exact match. Of equal values, the earliest is returned.
     """
     if greater is None:
         greater = metric.startswith("eval/exact_match") or metric.endswith("/agreement")
@@ -63,7 +63,7 @@ def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: boo
 
 
 def _evaluations(paths: list[Path]) -> tuple[dict[Path, dict[str, float]], list[str]]:
-    """The evaluation in each checkpoint, and a description of the damage for each whose state.json is damaged."""
+    """The metrics in each readable state.json, and a description of the damage of each other state.json."""
     metrics: dict[Path, dict[str, float]] = {}
     damage: list[str] = []
     for path in paths:

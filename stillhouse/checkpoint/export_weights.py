@@ -1,6 +1,6 @@
 """Exports the student: safetensors, configuration and tokenizer in the formats of transformers and peft.
 
-Under a layout no rank has the whole student. So its files are written from a checkpoint's tensors, one at a time.
+Under a layout no rank has the full student. So the files are written from a checkpoint's tensors, one file at a time.
 """
 
 import json
@@ -25,16 +25,16 @@ from stillhouse.models.checkpoint_names import checkpoint_names
 from stillhouse.models.pretrained import auto_class, load_causal_lm
 from stillhouse.parallel import Ranks
 
-#: largest size of one file when a model is written from a checkpoint
+#: the most bytes of one file when a model is written from a checkpoint
 FILE_BYTES = 5 * 10**9
 
 
 def save_student(folder: Path, student: Decoder, tokenizer: Any, resume: Path, ranks: Ranks) -> None:
-    """Save the student as Hugging Face safetensors, configuration and tokenizer. Of a student with an adapter, only
-    the adapter and the tokenizer are saved.
+    """Save the student as Hugging Face safetensors, configuration and tokenizer; if the student has an adapter, save
+    only the adapter and the tokenizer.
 
-    student: the student, or this process's part of it.
-    resume: a checkpoint's tensors of this student, read for an adapter, and where `ranks` share the student.
+    student: the student, or this process's shard of it.
+    resume: the folder of a checkpoint's tensors; read if the student has an adapter or is distributed over `ranks`.
     """
     if student.lora is not None:
         save_lora(student, _stored_lora(resume), folder)
@@ -46,11 +46,11 @@ def save_student(folder: Path, student: Decoder, tokenizer: Any, resume: Path, r
 
 
 def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
-    """Write what transformers' `save_pretrained` would write for the whole model, with the weights of a checkpoint.
+    """Write what transformers' `save_pretrained` would write for the full model, from a checkpoint's weights.
 
-    part: this process's part of the model. Only one file of at most `file_bytes` is in memory at a time. The
-    exception is a model family whose weights transformers converts when it saves (stacked experts, which it stores
-    one by one): then the whole model is in memory.
+    part: this process's shard of the model. Only one file of at most `file_bytes` is in memory at a time. But if
+    transformers converts the weights of this model family when it saves them (it splits stacked experts), the full
+    model is in memory.
     """
     stored = stored_tensors(resume)
     dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
@@ -79,7 +79,7 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     if any(converted.get(name) is not tensor for name, tensor in shapes.items()):
         model.save_pretrained(folder, state_dict=read(keys), max_shard_size=file_bytes)
         return
-    model.save_pretrained(folder, state_dict={})  # the configuration alone
+    model.save_pretrained(folder, state_dict={})  # only the configuration
     write_weights(folder, converted, read, file_bytes, model.num_parameters())
 
 
@@ -93,10 +93,10 @@ def write_weights(
 ) -> None:
     """Write weights as transformers does, with one file in memory at a time.
 
-    shapes: on the meta device. read: returns some of the weights. parameters: for the index; None: those of `shapes`.
-    file: the name of a single file; several ones have numbered names.
+    shapes: all weights as tensors on the meta device. read: returns the weights with some names. parameters: the
+    number of parameters for the index; None: that of `shapes`. file: the file's name, if one file is enough.
     """
-    # peft reads one file alone
+    # an adapter is written to one file of any size, because peft reads only one file
     largest = file_bytes if file == SAFE_WEIGHTS_NAME else sys.maxsize
     split = split_torch_state_dict_into_shards(dict(shapes), max_shard_size=largest)
     for name, tensor_names in split.filename_to_tensors.items():
@@ -108,9 +108,9 @@ def write_weights(
 
 
 def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | None = None) -> None:
-    """Add an adapter to the base weights that it was trained on, in host memory; save a plain Hugging Face model.
+    """Merge an adapter into the base weights on which it was trained, in host memory; save a Hugging Face model.
 
-    dtype: of the computation and of the files; None: that of the run
+    dtype: the dtype of the computation and of the files; None: the run's dtype
     """
     model = load_causal_lm(
         base.model, revision=base.revision, dtype=dtype or base.dtype, trust_remote_code=base.trust_remote_code

@@ -1,4 +1,4 @@
-"""Two configurations are of the same run if all values that change the weights, except by rounding, are equal."""
+"""The identity of a run: all values of its configuration that change the weights by more than rounding, as hashes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ _FREE = {
     "train.activation_checkpointing",
 }
 
-#: keys that earlier versions lacked, with the values that stand for what those versions did, so that their runs go on
+#: keys that earlier versions lacked, with the values that mean the earlier behaviour, so that runs can be resumed
 _ADDED: dict[str, Any] = {
     "data.chat_template": None,
     "train.optimizer": "adamw",
@@ -47,7 +47,7 @@ _ADDED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a resumed run must have in common with the one that it continues.
+    """The hashes that must be the same when a run is resumed.
 
     configuration: see `configuration_hash`
     data: a hash of each split's documents
@@ -68,7 +68,7 @@ def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
     decisive = {key: value for key, value in values.items() if key not in several}
     decisive |= {f"{key}.{name}": value for key in several for name, value in values[key].items()}
     if decisive.get("rollout", ...) is None:
-        del decisive["rollout"]  # so that runs of versions without this section go on
+        del decisive["rollout"]  # so that runs of versions without this section can be resumed
     free = tuple(f"{key}." for key in _FREE)
     return {
         key: value
@@ -84,5 +84,5 @@ def _as_single(key: str) -> str:
 
 
 def configuration_hash(values: Mapping[str, Any]) -> str:
-    """A sha256 over `decisive_values`."""
+    """A sha256 of `decisive_values`."""
     return json_hash(decisive_values(values))

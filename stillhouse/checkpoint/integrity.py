@@ -1,6 +1,6 @@
-"""Verifies that a checkpoint is as it was written: every file by its hash, every tensor by its chunks.
+"""Verifies that a checkpoint is unchanged and complete: every file by its hash, every tensor by its chunks.
 
-Without this, a lost or stale file of one rank would leave that rank's shards of all matrices at their initial values.
+Without this check, a lost or stale file of one rank would leave that rank's shards of all matrices uninitialized.
 """
 
 import json
@@ -19,7 +19,7 @@ from stillhouse.parallel import ONE_PROCESS, Ranks, local_processes, local_rank
 
 #: the subfolder of a checkpoint that contains the weights and the optimizer's state
 RESUME = "resume"
-#: the samples of an on-policy run that are not trained (`rollouts_file.py`)
+#: the file with the samples of an on-policy run that are not trained yet (`rollouts_file.py`)
 ROLLOUTS = "rollouts.safetensors"
 _READ_TO_RESUME = (f"{RESUME}/", ROLLOUTS)
 _NAMED = 3
@@ -29,7 +29,7 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True)
 class IntactCheckpoint:
-    """A checkpoint whose files `verified` has read and found to be as they were written."""
+    """A checkpoint whose files `verified` has read and found unchanged."""
 
     path: Path
     state: State
@@ -40,8 +40,8 @@ def verified(
 ) -> IntactCheckpoint:
     """Read and hash a checkpoint. Each rank reads its share of the files; all ranks return, or all raise.
 
-    shared: all ranks see the same folder; if not, each machine reads all of its files.
-    with_student: also check the folder `student`, which is not needed to resume a run.
+    shared: whether all ranks see the same folder; if not, each machine reads all files of its own folder.
+    with_student: whether the folder `student` is checked, too, which is not needed to resume a run.
 
     Raises DamagedCheckpointError for damage, and ValueError if a rank cannot read the files, which may be intact.
     """
@@ -56,7 +56,7 @@ def verified(
 
 
 def _on_all_ranks(read: Callable[[], Content], ranks: Ranks) -> Content:
-    """Call `read` on all ranks; returns its result on this rank. If it raises on one rank, all ranks raise its error.
+    """Call `read` on all ranks; return its result on this rank. If it raises on one rank, all ranks raise that error.
 
     Raises DamagedCheckpointError for damage, ValueError if a rank cannot read the files, which may be intact.
     """
@@ -69,10 +69,10 @@ def _on_all_ranks(read: Callable[[], Content], ranks: Ranks) -> Content:
 
 
 def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixes: tuple[str, ...]) -> None:
-    """Check the files whose names begin like this against the hashes in state.json. This rank hashes its share.
+    """Compare the files with one of the prefixes with the hashes in state.json; each rank hashes its share of them.
 
-    Raises DamagedCheckpointError for a file that is lost or changed, and for a safetensors file that the state does
-    not list, because it would be loaded with the others.
+    Raises DamagedCheckpointError for a file that is lost or changed, and for a safetensors file without a hash in
+    state.json, because it would be loaded, too.
     """
     expected = {name: value for name, value in state.files.items() if name.startswith(prefixes)}
     there = {name for name in file_names(path) if name.startswith(prefixes) and name != STATE}
@@ -104,14 +104,14 @@ def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> 
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether two chunks share an element: a sweep along the dim with the most different offsets."""
+    """Whether two chunks share an element. The algorithm is a sweep along the dim with the most distinct offsets."""
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len(chunks) < 2:
         return False
     dims = range(len(chunks[0].sizes))
     along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=None)
     if along is None:
-        return True  # two scalars
+        return True  # two chunks of one scalar
     active: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
         active = [other for other in active if other.offsets[along] + other.sizes[along] > chunk.offsets[along]]

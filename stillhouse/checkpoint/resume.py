@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that a run resumes from; checks that it is intact and that run, data and models match it."""
+"""Chooses the checkpoint from which a run resumes; checks that it is intact and fits the run, its data and models."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from stillhouse.output.progress import (
 )
 from stillhouse.parallel import Ranks, is_first, log_rank0
 
-#: characters of a value that an error shows
+#: the most characters of a value that an error shows
 SHORT = 40
 
 
 def candidates(folder: RunFolder, resume: str, values: Mapping[str, Any]) -> list[Path]:
-    """The checkpoints that the run may resume from, the preferred one first; empty for a new run. Writes nothing.
+    """The checkpoints from which the run may resume, the preferred one first; empty for a new run. Writes nothing.
 
     resume: `checkpoint.resume`
     values: the configuration by dotted keys
@@ -52,14 +52,14 @@ def open_checkpoint(
     fallback: bool = False,
     base: str | None = None,
 ) -> IntactCheckpoint | None:
-    """The checkpoint to resume from, read and verified by all ranks together; None for a new run.
+    """The checkpoint from which the run resumes, read and verified by all ranks together; None for a new run.
 
-    paths: what `candidates` returned on rank 0 after it had locked the folder; the paths of other ranks are ignored
-    fallback: whether a damaged checkpoint is renamed and the one before it used (`checkpoint.fallback`)
-    base: the name of the model that the student's adapter is trained on; None without an adapter
+    paths: on rank 0, the result of `candidates` after the folder was locked; ignored on other ranks
+    fallback: whether a damaged checkpoint is renamed and the previous one is used (`checkpoint.fallback`)
+    base: the name of the base model of the student's adapter; None without an adapter
 
-    Raises ValueError for a damaged checkpoint, if there is none to fall back to, and for a checkpoint that was
-    written with other data or models.
+    Raises ValueError if a checkpoint is damaged and none is left to fall back to, and if the checkpoint was saved
+    with other data or models.
     """
     paths = [Path(name) for name in ranks.from_first([str(path) for path in paths])]
     damaged: dict[Path, DamagedCheckpointError] = {}
@@ -84,7 +84,7 @@ def open_checkpoint(
 
 
 def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentity) -> None:
-    """Raise ValueError if the configuration, documents or models are not those that the run began with."""
+    """Raise ValueError if the configuration, documents or models have changed since the run began."""
     if before.configuration != identity.configuration:
         raise ValueError(
             f"the configuration has changed since {path} was written: config.yaml in out was edited; restore it, or "
@@ -109,9 +109,9 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def _require_unchanged(
     checkpoint: IntactCheckpoint, folder: RunFolder, identity: RunIdentity, base: str | None
 ) -> None:
-    """Raise ValueError for a checkpoint of this run if its configuration, data, models or log have changed.
+    """Raise ValueError if the checkpoint is of this run, and the configuration, data, models or log have changed.
 
-    For a checkpoint of another run, only warn if it has an adapter that was trained on another base model.
+    A checkpoint of another run only causes a warning if its adapter was trained on another base model.
     """
     path, before = checkpoint.path, checkpoint.state.progress
     if not folder.owns(path):
@@ -155,7 +155,7 @@ def _require_same_run(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The dotted keys whose values differ, with both values if these are short."""
+    """The dotted keys with different values, each with both values if these are short."""
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return [f"{key}{_both(before.get(key), after.get(key))}" for key in keys]
 
@@ -166,9 +166,9 @@ def _both(before: Any, after: Any) -> str:
 
 
 def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
-    """The checkpoint at `path`, which the configuration names, or the run's own checkpoints, the newest first.
+    """The candidates if `checkpoint.resume` is a path: only the checkpoint at `path`, or the run's own checkpoints.
 
-    The run's own checkpoints are returned if the newest of them is `path`, or if the run began with `path`.
+    The run's own checkpoints are returned, newest first, if `path` is the newest of them or if the run began there.
     """
     newest = newest_first[0] if newest_first else None
     if newest is not None and path.resolve() in (newest.resolve(), _started_from(newest_first)):
@@ -188,7 +188,7 @@ def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
 
 
 def _started_from(newest_first: list[Path]) -> Path | None:
-    """The checkpoint that a run began with, read from the newest of its own checkpoints whose state is readable."""
+    """The checkpoint with which a run began, according to its newest checkpoint with a readable state.json."""
     for path in newest_first:
         try:
             start = read_state(path).progress.started_from

@@ -1,6 +1,6 @@
-"""The samples of an on-policy run that are finished and not trained, in a checkpoint: `rollouts.safetensors`.
+"""`rollouts.safetensors` of a checkpoint: the samples of an on-policy run that are finished but not trained yet.
 
-The checkpoint's state.json has a hash of the file. N tokens of all samples, R samples.
+The checkpoint's state.json has a hash of the file. R samples with N tokens in total.
 """
 
 import json
@@ -19,7 +19,7 @@ from stillhouse.generation import Completion, QueueState, Sample
 from stillhouse.libraries import reading
 from stillhouse.output.progress import DamagedCheckpointError
 
-#: the arrays of the file
+#: the arrays of the file and their dtypes
 _DTYPES: dict[str, type] = {
     "number_R": np.int64,
     "prompt_R": np.int64,
@@ -60,7 +60,7 @@ def write_queue(folder: Path, state: QueueState) -> None:
 
 
 def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
-    """Raises ValueError if the checkpoint has no such file, or another form of it."""
+    """Raises ValueError if the checkpoint has no such file, or a file of another format."""
     path = checkpoint.path / ROLLOUTS
     if ROLLOUTS not in checkpoint.state.files:
         raise DamagedCheckpointError(f"{checkpoint.path} has no {ROLLOUTS}: it is not of an on-policy run")
@@ -82,7 +82,7 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
 
 
 def _require_form(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError unless these are the arrays that `write_queue` writes, with lengths that fit each other."""
+    """Raise ValueError unless the arrays are those of `write_queue`, with consistent lengths."""
     if arrays.keys() != _DTYPES.keys():
         raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_DTYPES)}")
     for name, array in arrays.items():

@@ -1,15 +1,15 @@
-"""Writes and reads checkpoints: everything that a run needs to continue as if it had never stopped.
+"""Saves and loads checkpoints: everything that a run needs to continue as if it had never stopped.
 
     checkpoints/step-00000500/
         resume/        weights, moments and random states (`engine/state_folder.py`), in PyTorch's distributed
                        checkpoint format (DCP), as safetensors
-        student/       the student and its tokenizer for transformers; of a student with an adapter, only the adapter,
-                       for peft
-        rollouts.safetensors    of an on-policy run, the samples that are not trained (`rollouts_file.py`)
+        student/       the student and its tokenizer for transformers; if the student has an adapter, only the adapter
+                       and the tokenizer, for peft
+        rollouts.safetensors    in an on-policy run, the samples that are not trained yet (`rollouts_file.py`)
         state.json     the run's progress, and a hash of every other file (`progress.py`)
 
-A folder is written under another name and renamed when it is complete. So a process that is killed at any moment
-leaves either the whole checkpoint or none. A checkpoint contains no pickle.
+A folder is written under a temporary name and renamed when it is complete. So a process that is killed at any moment
+leaves either a complete checkpoint or none. A checkpoint contains no pickle.
 """
 
 import math
@@ -34,9 +34,9 @@ def save_checkpoint(
     tokenizer: Any,
     queue: QueueState | None = None,
 ) -> Path:
-    """Write checkpoints/step-<n>, completely or not at all; returns its path. A collective of all ranks.
+    """Write checkpoints/step-<n>, completely or not at all; return its path. A collective of all ranks.
 
-    queue: of an on-policy run; rank 0 writes it.
+    queue: the queue of samples in an on-policy run; rank 0 writes it.
     Raises ValueError, before anything is written, if a weight or the optimizer's state is not finite, or if the disk
     has too little space.
     """
@@ -67,9 +67,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
-    """Restore weights, their average, optimizer and random generators; returns the progress of the checkpoint.
+    """Load weights, their average, optimizer and random generators; return the progress of the checkpoint.
 
-    The checkpoint may have been saved under another layout. Raises ValueError for a checkpoint of another model.
+    The checkpoint may have been saved under another layout. Raises ValueError if it is of another model.
     """
     engine.load(checkpoint.path / RESUME, checkpoint.state.without_moments)
     return checkpoint.state.progress
@@ -79,7 +79,7 @@ def _require_complete(final: Path, resume: Path, elements: int, ranks: Ranks) ->
     """Raise ValueError on all ranks unless the folder that rank 0 will rename contains the files of all ranks.
 
     A rank that no longer sees the shared folder (because a file system was unmounted) writes its file elsewhere.
-    elements: the number of elements that all ranks have written.
+    elements: the number of tensor elements that all ranks together have written.
     """
     stored = stored_tensors(resume) if ranks.is_first else {}
     chunks = [chunk for name, tensor in stored.items() if not name.startswith(RANDOM) for chunk in tensor.chunks]

@@ -1,4 +1,4 @@
-"""Proves that the servers of a run that goes on have the models that they had when it began."""
+"""Proves that the servers of a resumed run have the same models as at the beginning of the run."""
 
 from collections.abc import Mapping
 
@@ -12,14 +12,14 @@ from stillhouse.serving.client.engine_proof import same_weights
 from stillhouse.signals import SignalStore
 from stillhouse.signals.signal_store import StoreProof
 
-#: the beginning of the names of files in a run's folder: what the servers of a teacher answered when the run began
+#: prefix of the names of files in a run's folder with the answers of a teacher's servers at the beginning of the run
 SERVED_TEACHER = "served_teacher"
-#: the same of servers that write completions with weights of their own
+#: the file with the answers of servers that generate completions and keep their own weights
 WRITER = "writer.json"
 
 
 class _Writer(BaseModel):
-    """likeliest: the tokens after a few prompts, with their log-probabilities (see `engine_proof.py`)."""
+    """likeliest: the top tokens after a few prompts, with their log-probabilities (see `engine_proof.py`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -27,7 +27,7 @@ class _Writer(BaseModel):
 
 
 def require_same_writer(engine: ServedEngine, folder: RunFolder) -> None:
-    """Store the answers that identify the servers' weights. Raises ValueError if a run that goes on has others."""
+    """Write the answers that identify the servers' weights; for a resumed run, raise ValueError if they differ."""
     path, now = folder.path / WRITER, _Writer(likeliest=engine.weights.top_tokens)
     if not path.exists():
         if any(folder.checkpoints.glob("step-*")):
@@ -46,7 +46,7 @@ def require_same_writer(engine: ServedEngine, folder: RunFolder) -> None:
 
 
 def require_same_teachers(stores: Mapping[str, SignalStore], folder: RunFolder, ranks: Ranks) -> None:
-    """Raise ValueError on all ranks if a served teacher answers otherwise than when the run began."""
+    """Raise ValueError on all ranks if the answers of a served teacher differ from those at the run's beginning."""
     for section, store in stores.items():
         if store.proof is not None:
             with ranks.all_raise(ValueError):
@@ -56,7 +56,7 @@ def require_same_teachers(stores: Mapping[str, SignalStore], folder: RunFolder, 
 
 
 def _require_same(folder: RunFolder, proof: StoreProof, name: str) -> None:
-    """Compare a served teacher with what it answered when the run began; a new run's folder gets its answers."""
+    """Compare a served teacher's answers with those at the beginning of the run; for a new run, save them."""
     path = folder.path / name
     if path.exists():
         proof.compare(path)

@@ -1,8 +1,8 @@
-"""Checks before the first step that all ranks do the same run in the same folder.
+"""Checks before the first step that all ranks have the same configuration, the same data and the same folder.
 
-If one rank had another learning rate, seed, teacher or data, no operation would fail, but the ranks would train a
-mixture of two runs. If the folder were a local disk on each machine, no operation would fail either, but each
-checkpoint would lack the shards of the other machines.
+If one rank had another learning rate, seed, teacher or data, the ranks would train a mixture of two runs without an
+error. If the folder were a local disk on each machine, each checkpoint would lack the shards of the other machines,
+also without an error.
 """
 
 import socket
@@ -17,15 +17,15 @@ from stillhouse.output.disk import UNFINISHED, explained_write_errors
 from stillhouse.output.folder import library_versions
 from stillhouse.parallel import Ranks
 
-#: how long it may take until a file written by another machine is visible through a network file system's cache
+#: the most seconds until a file of another machine is visible through the cache of a network file system
 _SECONDS_TO_SEE = 30.0
 
 
 def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[str]:
-    """Raise ConfigError on all ranks, naming the first key that differs, if their configurations are not the same.
+    """Raise ConfigError with the first key that differs, on all ranks, if the ranks' configurations differ.
 
-    values: the configuration by dotted keys. Returns a warning for each rank and library if the rank does not have
-    rank 0's version of the library.
+    values: the configuration by dotted keys. Returns a warning for each library of each rank whose version is not
+    that of rank 0.
     """
     compared = {key: value for key, value in values.items() if key != "device"}  # a rank may name its own GPU
     if different := _difference(compared, ranks):
@@ -46,7 +46,7 @@ def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[
 
 
 def require_same_sources(hashes: Mapping[str, str], ranks: Ranks) -> None:
-    """Raise ValueError on all ranks, naming the first difference, if their data, tokenizers or model files differ."""
+    """Raise ValueError with the first difference, on all ranks, if their data, tokenizers or model files differ."""
     if different := _difference(hashes, ranks):
         name, rank, first, other = different
         raise ValueError(
@@ -89,7 +89,7 @@ def require_shared_folder(folder: Path, ranks: Ranks) -> None:
 
 
 def _difference(values: Mapping[str, Any], ranks: Ranks) -> tuple[str, int, Any, Any] | None:
-    """The first key whose value differs between ranks, a rank where it differs, rank 0's value, that rank's value."""
+    """The first key with different values on two ranks: the key, the rank, rank 0's value and the rank's value."""
     first, *others = ranks.gather(dict(values))
     for key in first | values:
         for rank, other in enumerate(others, start=1):

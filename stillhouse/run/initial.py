@@ -1,7 +1,7 @@
-"""The student's first weights: some of the teacher's layers, or random ones.
+"""The student's initial weights (`student.init`): some of the teacher's layers, or random weights.
 
-Each process reads its own part of the teacher's files, under the names of the chosen layers. So nothing is written,
-and a student of a layout begins with the weights of a student of one process.
+Each process reads its own shard of the chosen layers from the teacher's files. So no intermediate model is saved, and
+the initial weights are the same under every layout.
 """
 
 import re
@@ -24,7 +24,7 @@ from stillhouse.parallel import local_folder
 from stillhouse.parallel.sharded_loading import read_weights
 
 _KEY = "student.init"
-#: keys of a model's configuration that may differ between a student and the teacher whose layers it gets
+#: keys of a model's configuration that may differ between a teacher and a student with the teacher's layers
 _MAY_DIFFER = {
     *("num_hidden_layers", "n_layer", "layer_types", "max_window_layers", "vocab_size", "max_position_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"),
@@ -33,9 +33,9 @@ _MAY_DIFFER = {
 
 
 def initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed: int) -> Callable[[Decoder], None]:
-    """The function that gives weights to a student, which has memory and may have been cut and sharded.
+    """Return a function that loads the initial weights into a student, whose memory is allocated, under any layout.
 
-    seed: of random weights. Raises ConfigError for a student that the teacher's layers do not fit.
+    seed: the seed of random weights. Raises ConfigError if the teacher's layers do not fit the student.
     """
     init, config = student.init, read_configuration(local_folder(student.model, student.revision))
     assert init is not None
@@ -49,7 +49,7 @@ def initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed:
 
 
 def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:
-    """The numbers of the teacher's layers. Raises ConfigError if they, or the two configurations, do not fit."""
+    """The numbers of the teacher's layers that the student gets. Raises ConfigError if the two models do not fit."""
     ours, theirs = student.to_dict(), teacher.to_dict()
     different = [key for key in ours | theirs if key not in _MAY_DIFFER and ours.get(key) != theirs.get(key)]
     if different:
@@ -85,16 +85,16 @@ def _read_layers(decoder: Decoder, folder: str, layers: list[int]) -> None:
 
 
 def _name_in_teacher(of_layer: re.Pattern[str], layers: list[int], name: str) -> str:
-    """A tensor's name with the teacher's number of the layer. Layers of other parts, such as a vision tower, keep
-    theirs.
+    """The teacher's name of a student's tensor: only the layer's number differs. Names of layers of other parts, such
+    as a vision tower, do not change.
     """
     return of_layer.sub(lambda match: str(layers[int(match[0])]), name)
 
 
 @torch.no_grad()
 def _initialize_randomly(decoder: Decoder, config: PreTrainedConfig, dtype: Any, seed: int) -> None:
-    """Draw the whole model in host memory, as its family does, and copy this process's part of it. The projectors of
-    hidden states, which are not of the model, are left out.
+    """Initialize the full model in host memory, as transformers does, and copy this process's shard of it. The
+    projectors of the hidden-state loss are left out, because they are no part of that model.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -104,6 +104,6 @@ def _initialize_randomly(decoder: Decoder, config: PreTrainedConfig, dtype: Any,
     for name, parameter in decoder.state_dict().items():
         if name.startswith(PROJECTORS):
             continue
-        # the last stage of a pipeline has a head of its own, although it is tied to the embedding
+        # the last stage of a pipeline has its own copy of a tied head
         source = values[full.embedding_name if full.tied and name == HEAD_WEIGHT else name]
         set_from_global(parameter, source)

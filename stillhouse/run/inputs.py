@@ -1,4 +1,4 @@
-"""Loads the tokenizers and the data, which a run needs before its models."""
+"""Loads the tokenizers and the data of a run, before the models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,9 +40,9 @@ from stillhouse.signals import SignalStore
 class RunData:
     """A run's tokenizer and packed data.
 
-    train: with rollouts, the prompts; their documents have no targets. dataset: with rollouts, the documents with
-    completions, if a share of each step is the dataset's. evaluation: None if the configuration asks for no held-out
-    data. hashes: a hash of each split's documents.
+    train: the training documents; with rollouts, the prompts, which have no targets. dataset: with rollouts, the
+    documents with completions, if a share of each step is from the dataset. evaluation: the held-out documents; None
+    if the configuration has none. hashes: a hash of each split's documents.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -54,13 +54,13 @@ class RunData:
 
 
 def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunData:
-    """Load tokenizers and data. stores: of the teachers' signals, by the keys of their sections (`open_stores`).
+    """Load tokenizers and data. stores: the signal stores, by the keys of the teachers' sections (`open_stores`).
 
-    Raises ConfigError for a mistake in the configuration, ValueError for one in the data or the tokenizers.
+    Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or the tokenizers.
     """
     for name, teacher in config.several.items():
         with as_config_error(f"teachers.{name}.prefix"):
-            PrefixTemplate(name, teacher.prefix or "")  # which raises if it cannot be filled from columns
+            PrefixTemplate(name, teacher.prefix or "")  # raises ValueError if columns cannot fill it
     chat_template = config.data.chat_template
     tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, chat_template, stores)
     sections = config.data, config.objective, tokenizer, config.teachers
@@ -110,10 +110,10 @@ def load_tokenizers(
     chat_template: str | None,
     stores: Mapping[str, SignalStore],
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """The student's tokenizer, and warnings. Raises ValueError if a teacher's tokenizer is a different one.
+    """Load the student's tokenizer, with warnings. Raises ValueError if a teacher's tokenizer is a different one.
 
-    teachers, stores: by the keys of the teachers' sections. If a store of signals has no tokenizer, there is nothing
-    to compare here. chat_template: `data.chat_template`.
+    teachers, stores: by the keys of the teachers' sections. A store without a tokenizer is not compared here.
+    chat_template: `data.chat_template`.
     """
     tokenizer, warnings = _tokenizer_of("student", student), list[str]()
     if chat_template is not None:
@@ -128,7 +128,7 @@ def load_tokenizers(
             other = load_tokenizer(str(store.teacher_folder))
         elif teacher.model is not None:
             other = _tokenizer_of(section, teacher)
-        else:  # the student itself
+        else:  # the teacher is the student itself
             continue
         try:
             warnings += check_same_tokenizer(tokenizer, other)
@@ -143,17 +143,17 @@ def load_tokenizers(
 
 
 def _tokenizer_of(section: str, model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. Raises ConfigError, with the model's key, if there is none."""
+    """Load the tokenizer of a model. Raises ConfigError with the model's key if it has none."""
     with as_config_error(f"{section}.model"):
         require_model_folder(str(model.model))
         return load_tokenizer(str(model.model), model.revision, model.trust_remote_code)
 
 
 def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Give a tokenizer the text of a file, or the chat template of another tokenizer.
+    """Set the chat template of a tokenizer to the text of a file, or to the template of another tokenizer.
 
-    Raises ValueError if there is none, and unless a conversation can be rendered, in a process with limits: a
-    template is code.
+    Raises ValueError if there is no template, or if it cannot render a conversation. A template is code, so it runs
+    in a process with limits.
     """
     path = Path(source)
     template: str | dict[str, str] | None
@@ -177,10 +177,10 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 def _require_same_conversation(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, accepted: Sequence[str], key: str
 ) -> None:
-    """Raise ConfigError if the teacher was made for another chat template or another end of sequence.
+    """Raise ConfigError if the teacher was trained with another chat template or end-of-sequence token.
 
-    Such a teacher gives signals, but for texts unlike those that it was trained on. accepted: the differences that
-    are wanted, under this key of the configuration.
+    Such a teacher would score texts unlike those that it was trained on. accepted: the differences that the user
+    allows, which is the value of `key` in the configuration.
     """
     if "eos" not in accepted and student.eos_token != teacher.eos_token:
         raise ConfigError(
@@ -198,7 +198,7 @@ def _require_same_conversation(
 
 
 def _with_gaps(teachers: Mapping[str, NamedTeacherConfig], stores: Mapping[str, SignalStore]) -> list[str]:
-    """The teachers that read the student's rows and a prefix, which needs room in the sequences."""
+    """The names of the teachers in this job with a prefix, for which the student's sequences need free columns."""
     without_store = {name: teacher for name, teacher in teachers.items() if f"teachers.{name}" not in stores}
     return [name for name, teacher in without_store.items() if teacher.prefix is not None]
 
@@ -210,10 +210,10 @@ def load_data(
     teachers: TeachersConfig | None = None,
     rollout: RolloutConfig | None = None,
 ) -> tuple[Documents, Documents | None]:
-    """The training documents and the held-out documents (None if the configuration asks for none).
+    """Load the training documents, and the held-out documents (None if the configuration has none).
 
-    teachers: the column that names a document's teacher and the teachers' prefixes are read, too. rollout: the
-    training documents are prompts, with their records. The same records are held out as without it.
+    teachers: if given, the column of the route and the teachers' prefixes are read, too. rollout: if given, the
+    training documents are prompts with their records; the same records are held out as without rollout.
     """
     named = {} if teachers is None else teachers.named
     route = None if teachers is None else teachers.route
@@ -261,7 +261,7 @@ def load_data(
 
 
 def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:
-    """(train, evaluation). Raises ConfigError if a source would have no document left to train on."""
+    """Return (train, evaluation). Raises ConfigError if a source would have no document left for training."""
     with as_config_error("data.eval"):
         train, held_out = documents.split(share)
     for source, report in train.reports.items():

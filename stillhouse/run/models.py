@@ -1,4 +1,4 @@
-"""The models of a run: their files, how they are loaded, and how a student is prepared for training."""
+"""The models of a run: identifies their files, loads the models, and prepares the student for training."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -40,15 +40,15 @@ from stillhouse.signals import SignalStore
 
 @dataclass(frozen=True)
 class ModelSources:
-    """Where the models of a run come from: whole in one process, and each process's own part under a layout.
+    """The sources of a run's models: full models in one process, and this process's shards under a layout.
 
-    student: its section
-    teachers: all teachers, by the keys of their sections
-    objective: its losses inside layers, for which the student is prepared
-    mesh: the processes that share each model
-    seed: of new weights
-    offload: whether the weights of models that are shared are in host memory between uses (`parallel.offload`)
-    recompute: whether the student's activations are computed again in the backward pass
+    student: the section of the student
+    teachers: the sections of all teachers, by their keys
+    objective: the section with the losses inside layers, for which the student is prepared
+    mesh: the processes over which each model is distributed
+    seed: the seed of new weights
+    offload: whether the weights of distributed models are in host memory between uses (`parallel.offload`)
+    recompute: whether the student uses activation checkpointing
     """
 
     student: StudentConfig
@@ -66,7 +66,7 @@ class ModelSources:
 
     @property
     def self_teachers(self) -> list[str]:
-        """The names of the teachers that are the student itself, whose prefixes it reads."""
+        """The names of the teachers that are the student itself; the student reads their prefixes."""
         sections = (section for section, teacher in self.teachers.items() if teacher.signals_from == "student")
         return [section.partition(".")[2] for section in sections]
 
@@ -77,22 +77,22 @@ class ModelSources:
         return replace(source, build=lambda: self._prepared(source.build()), teacher_is_base=self.teacher_is_base)
 
     def teacher(self, section: str, device: torch.device | None = None, *, offload: bool = False) -> ModelSource:
-        """A teacher of which each process reads a part.
+        """The source of a teacher from whose files each process reads its own shard.
 
-        section: the key of its section
-        device: of its weights; None: that of the run
-        offload: whether its weights are in host memory between uses
+        section: the key of the teacher's section
+        device: the device of the weights; None: the run's device
+        offload: whether the weights are in host memory between uses
         """
         return self._source(section, str(self.teachers[section].model), self.teachers[section], device, offload)
 
     def whole_teacher(self, section: str) -> ModelSource:
-        """A teacher that this process loads as transformers does."""
+        """The source of a full teacher, which this process loads with transformers."""
         teacher = self.teachers[section]
         load = partial(load_model, section, str(teacher.model), teacher, self.mesh.device)
         return ModelSource(load, name=section, is_proven=True)
 
     def head_of_store(self, section: str, store: SignalStore, device: torch.device | None = None) -> ModelSource:
-        """The teacher of a store with hidden states, of which only the output head can be built."""
+        """The source of the teacher's output head for a store of hidden states; there are no files of its layers."""
         assert store.teacher_folder is not None
         return self._source(section, str(store.teacher_folder), self.teachers[section], device, self.offload)
 
@@ -106,7 +106,7 @@ class ModelSources:
             empty = source.build()
             assert source.load_weights is not None
             source.load_weights(empty)
-            return Decoder(empty.pretrained)  # which verifies it
+            return Decoder(empty.pretrained)  # the constructor verifies the model
 
         def add_weights(decoder: Decoder) -> None:
             self._draw(decoder)
@@ -119,7 +119,7 @@ class ModelSources:
         return ModelSource(build, add_weights, name="student", is_proven=student.mtp is None)
 
     def _sharded_student(self) -> ModelSource:
-        """The student with the weights of its files, or with those of `student.init`."""
+        """The source of this process's shard of the student, with the weights of the files or of `student.init`."""
         student = self.student
         source = self._source("student", student.model, student, None, self.offload)
         if student.init is None:
@@ -142,7 +142,7 @@ class ModelSources:
         device: torch.device | None,
         offload: bool,
     ) -> ModelSource:
-        """section: the key of the model's section. name: its hub id or folder."""
+        """section: the key of the model's section. name: the model's hub id or folder."""
         if model.trust_remote_code:
             raise ConfigError(
                 f"{section}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
@@ -158,7 +158,7 @@ class ModelSources:
         return ModelSource(build, weights, offload=offload, name=section)
 
     def _draw(self, decoder: Decoder) -> None:
-        """Give first values to the weights that no file has."""
+        """Initialize the weights that no file has: LoRA, new MTP layers and projectors."""
         initialize_lora(decoder, self.seed)
         if decoder.hidden_match is not None:
             decoder.hidden_match.initialize(self.seed)
@@ -166,7 +166,7 @@ class ModelSources:
             decoder.mtp.initialize(decoder.pretrained, self.seed)
 
     def _prepared(self, student: Decoder) -> Decoder:
-        """The student with adapter, MTP layers, losses inside layers and activation checkpointing, in train mode."""
+        """Add adapter, MTP layers, losses inside layers and activation checkpointing; return it in train mode."""
         adapter, objective = self.student.adapter, self.objective
         if adapter is not None:
             options = adapter.model_dump(exclude={"type"})
@@ -188,11 +188,11 @@ class ModelSources:
 def model_fingerprints(
     student: StudentConfig, teachers: Mapping[str, TeacherConfig], seed: int, stores: Mapping[str, SignalStore]
 ) -> dict[str, str]:
-    """For the student and each teacher, a hash of the model's files; for a model of the hub, the commit; for a store,
-    its identity. A student that is its own teacher has one hash.
+    """A fingerprint of the student and of each teacher: a hash of the model's files, the commit of a model on the
+    hub, or the identity of a store. A teacher that is the student itself has none.
 
     teachers, stores: by the keys of the teachers' sections
-    seed: of the student's first weights
+    seed: the seed of the student's initial weights
     """
     fingerprints = {"student": _student_fingerprint(student, teachers.get("teacher"), seed)}
     for section, teacher in teachers.items():
@@ -204,19 +204,19 @@ def model_fingerprints(
 
 
 def teacher_fingerprint(teacher: TeacherConfig) -> str:
-    """A hash of a teacher's files, or its commit on the hub, and of how it is quantized."""
+    """A hash of a teacher's quantization and of its files, or of its commit on the hub."""
     return quantized_identity(source_fingerprint(str(teacher.model), teacher.revision), teacher.quantize)
 
 
 def source_fingerprint(name: str, revision: str | None) -> str:
-    """A hash of the files of a model's folder; for a model of the hub, the commit."""
+    """A hash of the files of a model's folder; for a model on the hub, the commit."""
     if os.path.isdir(name):
         return model_fingerprint(name)
     return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
 
 
 def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, seed: int) -> str:
-    """A hash of all that the student's first weights depend on."""
+    """A hash of the student's files and, with `student.init`, of the source of the initial weights."""
     of_files, init = source_fingerprint(student.model, student.revision), student.init
     if init is None:
         return of_files
@@ -228,7 +228,7 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
 
 
 def _match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher: TeacherConfig) -> None:
-    """Add the projectors of the hidden-state loss, without values, and its hooks."""
+    """Add the hooks of the hidden-state loss, and its projectors with uninitialized weights."""
     config = model_parts.text_config(
         read_configuration(str(teacher.model), teacher.revision, trust_remote_code=teacher.trust_remote_code)
     )
@@ -237,7 +237,7 @@ def _match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher: Teache
 
 
 def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
-    """Add the layers of multi-token prediction, without values."""
+    """Add the layers of multi-token prediction, with uninitialized weights."""
     with as_config_error("student.mtp"):
         require_feature("multi-token prediction")
     from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
@@ -256,7 +256,7 @@ def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
 
 
 def load_model(which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
-    """Load a model onto the device and check that its weights are finite. which: its name in errors."""
+    """Load a model onto the device and check that its weights are finite. which: the model's name in errors."""
     try:
         decoder = Decoder.from_pretrained(
             name,

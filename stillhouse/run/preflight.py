@@ -1,7 +1,7 @@
-"""The checks of a run that need more than its configuration, in the order in which mistakes are cheapest to find.
+"""The checks of a run that need more than its configuration, ordered by their cost.
 
-`prepare` calls them once each: `check_before_loading`, then `check_data` and `check_models` as soon as there are any.
-So a misspelt divergence is reported within a second, and a teacher with another tokenizer before any weight is read.
+`build_session` calls `check_before_loading` first, `check_data` after the data are read, and `check_models` after the
+models are loaded. So a missing library is reported within a second, and different data before any weight is read.
 """
 
 import importlib.util
@@ -20,15 +20,15 @@ from stillhouse.run.agreement import require_same_sources
 from stillhouse.run.inputs import RunData
 from stillhouse.run.setup import RunSetup
 
-#: runs of fewer steps are warned of, unless train.steps asks for them
+#: a run with fewer steps causes a warning, unless train.steps sets the number
 FEW_STEPS = 10
-#: values of train.min_learning_rate up to this are warned of: it is a share of the peak here, and a learning rate in
-#: other tools
+#: values of train.min_learning_rate up to this cause a warning: here it is a share of the peak, but other tools have
+#: an absolute learning rate there
 SMALL_FLOOR = 1e-4
 
 
 def check_before_loading(setup: RunSetup) -> None:
-    """Check everything that needs neither data nor models. Raises ConfigError. A collective of all processes."""
+    """Check libraries and options, without data and models. Raises ConfigError. A collective of all processes."""
     config = setup.config
     require_trackers(config.track)
     require_adapters(config.student)
@@ -46,10 +46,10 @@ def check_data(setup: RunSetup, data: RunData, model_hashes: Mapping[str, str]) 
 
 
 def check_models(decoders: Mapping[str, Decoder], self_teachers: Sequence[str], data: RunData) -> list[str]:
-    """Check that the models fit the data and can be saved; returns warnings. Raises ValueError if they do not.
+    """Check that the models fit the data and the student can be saved; returns warnings. Raises ValueError if not.
 
-    decoders: the student, and the teachers in this job by the keys of their sections
-    self_teachers: the names of the teachers that are the student itself, whose prefixes it reads
+    decoders: the student, and the teachers in this job, by the keys of their sections
+    self_teachers: the names of the teachers that are the student itself; the student reads their prefixes
     """
     held_out = None if data.evaluation is None else data.evaluation.documents
     splits = [split for split in (data.train.documents, held_out, data.dataset) if split is not None]
@@ -76,10 +76,10 @@ def require_adapters(student: StudentConfig) -> None:
 def require_teachers_fit(
     teachers: Mapping[str, TeacherConfig], own_layouts: Mapping[str, Layout], layout: Layout, device: torch.device
 ) -> None:
-    """Raise ConfigError for a teacher that cannot be quantized, or be in host memory between uses, in this run.
+    """Raise ConfigError if `quantize` or `offload` of a teacher is impossible under its layout or on the device.
 
-    teachers: by the keys of their sections
-    own_layouts: of the teachers that do not have the student's `layout`
+    teachers: the teachers' sections, by their keys
+    own_layouts: the layouts of the teachers that do not have the student's `layout`
     """
     for section, teacher in teachers.items():
         if teacher.quantize is not None and layout.degrees.processes > 1:
@@ -105,8 +105,8 @@ def _require_offload(key: str, layout: Layout, device: torch.device) -> None:
 
 
 def schedule_warnings(train: TrainConfig, steps: int, data: RunData, *, on_policy: bool) -> Iterator[str]:
-    """Warnings of epochs that are too few steps, a warm-up that does not end, and a share of the peak that may be
-    meant as a learning rate. steps: of the whole run.
+    """Yield warnings for a run of few steps, for a warm-up that does not end, and for a `min_learning_rate` that may
+    be meant as a learning rate but is a share of the peak. steps: the number of steps of the run.
     """
     tokens = len(data.train.documents.tokens_N)
     if train.steps is None and not on_policy and steps < FEW_STEPS:

@@ -1,4 +1,4 @@
-"""A whole run: prepare everything, lock the run folder, train, write the model."""
+"""One run from start to end: prepare everything, lock the run folder, train, write the model."""
 
 import os
 from contextlib import closing, nullcontext
@@ -31,13 +31,13 @@ from stillhouse.signals import SignalsLostError
 
 
 def distill(config: RunConfig) -> Path:
-    """Start or resume the run of a configuration; returns the run's folder. A complete run is left as it is.
+    """Start or resume the run of a configuration; returns the run's folder. A complete run is not changed.
 
-    Raises ConfigError for a mistake in the configuration and ValueError for one in the data or models that it names.
-    Before everything has been checked, only the folder itself, its lock and the lock's holder are written.
+    Raises ConfigError for a mistake in the configuration, and ValueError for a mistake in the data or models.
+    Before all checks have passed, only the folder itself, its lock and the name of the lock's holder are written.
     """
     setup, folder = RunSetup(with_precision(config)), RunFolder(Path(config.out))
-    _ = setup.objective.spec  # first, so that a misspelt loss is reported even if the folder is occupied, too
+    _ = setup.objective.spec  # first, so that a misspelt loss is reported before an occupied folder
     resume, values = config.checkpoint.resume, setup.values
     candidates(folder, resume, values)  # reports an occupied folder before the models are loaded
     ranks = setup.ranks
@@ -110,7 +110,7 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
     with finishing("the final model"):
         try:
             tokens = held_out_tokens(session, progress.step)
-        except SignalsLostError as error:  # the model does not depend on them
+        except SignalsLostError as error:  # the model does not depend on these signals, so it is still written
             tokens = None
             log_rank0(f"warning: tokens.json is left out: {error}")
         if tokens is not None and is_first():
@@ -122,7 +122,7 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
 
 
 def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress: Progress) -> None:
-    """Write the adapter, if any, then the hashes of all files, and last the model: it marks the run as complete."""
+    """Write the adapter, if any, then the hashes of all files, and the model last: it marks the run as complete."""
     resume = folder.checkpoints / folder_name(progress.step) / RESUME
     files: dict[str, str] = {}
     if session.student.lora is not None:
@@ -145,5 +145,5 @@ def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress:
 
 
 def _hashes(name: str, folder: Path) -> dict[str, str]:
-    """The hash of each file of a folder, by its path below the run's folder, where the folder has this name."""
+    """The hash of each file of a folder, by the file's path in the run's folder. name: the folder's name there."""
     return {f"{name}/{file}": file_hash for file, file_hash in hashes(folder, file_names(folder)).items()}

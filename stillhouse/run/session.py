@@ -1,4 +1,4 @@
-"""The preparation of a run: a session is built from the sections of the configuration."""
+"""The preparation of a run: builds a session from the sections of the configuration."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ __all__ = ["Session", "build_session", "data_reports", "prepare"]
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     """Load and check everything that the run needs.
 
-    announce: print the resolved objective first, before anything is loaded, and each stage that may take long
+    announce: whether the resolved objective is printed before loading, and each phase that may take long
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
     """
@@ -30,7 +30,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 
 
 def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
-    """See `prepare`. setup: of the configuration, with its precision resolved."""
+    """See `prepare`. setup: the setup of a configuration in which `with_precision` has resolved the precision."""
     config, spec, stores = setup.config, setup.objective.spec, setup.stores
     if announce:
         print(setup.objective.in_words(stores), flush=True)
@@ -97,7 +97,7 @@ def _schedule(
 
 
 def data_reports(session: Session) -> dict[str, DataReport]:
-    """For each split, how many of its records were used, cut or skipped; of several sets, for each of them, too."""
+    """The report of each split on used, cut and skipped records. A split of several sets also has one per set."""
     reports = {"train": session.train.documents.report}
     if session.train.weights is not None:
         shares = session.train.trained_shares(session.step_schedule.total_sequences).tolist()

@@ -1,6 +1,6 @@
-"""What a configuration means on this machine: the objects that a run, a check or a cache needs.
+"""Makes the objects that a run, a dry run (`check`) or a cache needs from a configuration, on this machine.
 
-`RunSetup` owns the whole configuration. What it makes gets the sections that it needs, or plain values.
+`RunSetup` has the full configuration. The objects that it makes get only the sections or the values that they need.
 """
 
 import math
@@ -35,11 +35,11 @@ from stillhouse.signals import SignalSource, SignalStore, WeightAverage
 
 
 class RunSetup:
-    """The objects that a configuration describes; each is made when it is first needed, and once.
+    """The objects that a configuration describes; a cached property makes each object once, at its first use.
 
-    warnings: for each library whose version differs between ranks, after `ranks` was used
+    warnings: after `ranks` was used, one for each library whose version differs between ranks
 
-    Raises ConfigError for a configuration that breaks a rule between keys, wherever it comes from.
+    Raises ConfigError for a configuration that breaks a rule between keys.
     """
 
     def __init__(self, config: RunConfig):
@@ -54,22 +54,22 @@ class RunSetup:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of this process. Raises ConfigError for one that this machine does not have."""
+        """The device of this process. Raises ConfigError if this machine does not have it."""
         return device_of(self.config.device)
 
     @cached_property
     def stores(self) -> dict[str, SignalStore]:
-        """The stores of teachers' signals, by the keys of the teachers' sections; see `open_stores`."""
+        """The signal stores, by the keys of the teachers' sections; see `open_stores`."""
         return open_stores(self.teachers, self.objective, self.config.train.micro_batch_tokens)
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the student. Raises ConfigError for one that is impossible with these processes."""
+        """The layout of the student. Raises ConfigError if it is impossible with the job's number of processes."""
         return layout_of(self.config.parallel, process_count())
 
     @cached_property
     def own_layouts(self) -> dict[str, Layout]:
-        """The layouts of the teachers that have one of their own, by the keys of their sections."""
+        """The layouts of the teachers with the key `parallel`, by the keys of these teachers' sections."""
         layouts: dict[str, Layout] = {}
         for section, teacher in self.teachers.items():
             if teacher.parallel is not None:
@@ -79,7 +79,7 @@ class RunSetup:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """All processes of the job, connected. A collective of them.
+        """All processes of the job, connected. The first use is a collective of all processes.
 
         Raises ConfigError for an impossible layout, and if the ranks were started with different configurations.
         """
@@ -93,7 +93,7 @@ class RunSetup:
         return ranks
 
     def load_data(self) -> RunData:
-        """The tokenizers and the data; see `load_run_data`."""
+        """Load the tokenizers and the data; see `load_run_data`."""
         return load_run_data(self.config, self.stores)
 
     def require_signals(self, data: RunData) -> None:
@@ -101,11 +101,11 @@ class RunSetup:
         require_signals(self.stores, self.teachers, self.objective, data, self.ranks)
 
     def model_hashes(self) -> dict[str, str]:
-        """A hash of the files of the student and of each teacher; see `model_fingerprints`."""
+        """Fingerprints of the files of the student and of each teacher; see `model_fingerprints`."""
         return model_fingerprints(self.config.student, self.teachers, self.config.seed, self.stores)
 
     def models(self, mesh: Mesh) -> ModelSources:
-        """Where the models come from, for the processes of a mesh."""
+        """The sources of the models, for the processes of a mesh."""
         config = self.config
         return ModelSources(
             config.student,
@@ -118,9 +118,9 @@ class RunSetup:
         )
 
     def engine(self, models: ModelSources, layout: Layout) -> tuple[Engine, SignalSource]:
-        """The engine and the source of the teachers' signals. Each rank reads its own part of the weights.
+        """Make the engine and the source of the teachers' signals. Each rank reads its own shard of the weights.
 
-        Raises ConfigError for a model that the layout does not fit.
+        Raises ConfigError if a model does not fit its layout.
         """
         config, mesh, kind = self.config, models.mesh, ENGINES["torch"]
         separate = self._separate_layout(mesh)
@@ -155,7 +155,7 @@ class RunSetup:
         )
         signals = sources.source()
         if mesh.ranks.size > 1:
-            # ranks with different tokens draw different dropout; tensor ranks, which share tokens, draw the same
+            # ranks with different tokens need different dropout masks; tensor ranks share tokens and need equal ones
             torch.manual_seed(config.seed + mesh.ranks.rank - mesh.coordinate("tensor"))
         return engine, signals
 
@@ -168,9 +168,9 @@ class RunSetup:
 
 
 def with_precision(config: RunConfig) -> RunConfig:
-    """The configuration with the precision that `train.precision: auto` means on this process's device.
+    """Replace `train.precision: auto` in the configuration by the best precision of this process's device.
 
-    It is resolved before ranks are compared and checkpoints are written, so that no run mixes two precisions.
+    The result is compared between ranks and saved in checkpoints, so that no run mixes two precisions.
     """
     if config.train.precision != "auto":
         return config
@@ -181,15 +181,15 @@ def with_precision(config: RunConfig) -> RunConfig:
 
 
 def device_of(name: str) -> torch.device:
-    """The device that the key `device` names. Raises ConfigError for one that this machine does not have."""
+    """The device that the key `device` names. Raises ConfigError if this machine does not have it."""
     with as_config_error("device"):
         return choose_device(name)
 
 
 def layout_of(parallel: ParallelConfig, processes: int, key: str = "parallel") -> Layout:
-    """The layout for a number of processes. key: of the section, for errors.
+    """The layout of a section for a number of processes. key: the section's key, for errors.
 
-    Raises ConfigError if the product of the degrees is not that number, or if the expert degree does not fit the
+    Raises ConfigError if the product of the degrees is not `processes`, or if the expert degree does not fit the
     other degrees.
     """
     others = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "replicate")}
@@ -215,7 +215,7 @@ def layout_of(parallel: ParallelConfig, processes: int, key: str = "parallel") -
 
 
 def require_sharing(layout: Layout, device: torch.device) -> None:
-    """Raise ConfigError for an offload on a CPU, and for an option of FSDP under a layout without FSDP."""
+    """Raise ConfigError for `offload` on a CPU, and for an option of FSDP under a layout without FSDP."""
     if layout.offload and device.type == "cpu":
         raise ConfigError(
             "parallel.offload",

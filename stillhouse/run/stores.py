@@ -1,4 +1,4 @@
-"""Opens the stores of teachers' signals that a configuration names, and proves that they fit the run."""
+"""Opens the signal stores that a configuration names, and proves that they fit the run."""
 
 import json
 import os
@@ -44,10 +44,10 @@ SMALL = 2**30
 def open_stores(
     teachers: Mapping[str, TeacherConfig], objective: RunObjective, batch_tokens: int
 ) -> dict[str, SignalStore]:
-    """The stores of teachers' signals that the configuration names, by the keys of the teachers' sections.
+    """Open the signal stores that the configuration names; return them by the keys of the teachers' sections.
 
     teachers: all teachers, by the keys of their sections
-    batch_tokens: how many tokens run at a time through a teacher with another tokenizer
+    batch_tokens: the most tokens per forward pass of a teacher with another tokenizer
 
     Raises ConfigError for a store that cannot be used.
     """
@@ -61,9 +61,9 @@ def open_stores(
 def _open_cross_tokenizer(
     section: str, teacher: TeacherConfig, objective: RunObjective, batch_tokens: int
 ) -> CrossTokenizerStore:
-    """The store of a teacher with another tokenizer. The teacher itself is loaded later, where it is needed.
+    """The store of a teacher with another tokenizer. The teacher itself is loaded by the store's `start`.
 
-    Raises ConfigError for tokenizers that cannot be aligned.
+    Raises ConfigError if the tokenizers cannot be aligned.
     """
     student = objective.student
     assert teacher.model is not None
@@ -104,7 +104,7 @@ def _connect(section: str, teacher: TeacherConfig, objective: RunObjective, _: i
 def _store_errors(
     section: str, teacher: TeacherConfig, kinds: tuple[type[Exception], ...] = (ValueError,)
 ) -> Iterator[None]:
-    """Raise an error of a store as a ConfigError with the store's key."""
+    """Convert an error of a store to a ConfigError with the store's key."""
     try:
         yield
     except NeedsModelError as error:
@@ -120,11 +120,11 @@ def require_signals(
     data: RunData,
     ranks: Ranks,
 ) -> None:
-    """Raise ConfigError if a store of a teacher's signals does not fit the data or the objective.
+    """Raise ConfigError if a signal store does not fit the data or the objective.
 
     teachers: all teachers, by the keys of their sections
 
-    A server is also asked for the signals of some documents, to prove that they are those of the teacher.
+    Servers also score some documents, to prove that their signals are those of the teacher.
     """
     route = None if objective.teachers is None else objective.teachers.route
     for section, store in stores.items():
@@ -172,7 +172,7 @@ def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig,
 
 
 def _documents_of(section: str, route: str | None, documents: Documents) -> Documents:
-    """The documents that a teacher scores, with its prefixes. route: the column that names a document's teacher."""
+    """The documents that a teacher scores, with its prefixes. route: the column with each document's teacher."""
     name = section.partition(".")[2]
     if route is not None:
         numbers = [number for number, value in enumerate(documents.columns[route]) if value == name]
@@ -188,7 +188,7 @@ def _prove(
     store: RemoteSignals,
     device: torch.device,
 ) -> None:
-    """Prove the servers. The first rank also compares them with the model itself, if that is asked for."""
+    """Prove the servers' signals. If `teacher.prove` requires it, rank 0 also compares them with the model itself."""
     local = head = None
     if is_first():
         if _is_readable(teacher):
@@ -213,9 +213,9 @@ def _prove(
 
 
 def _teacher_files(teacher: TeacherConfig) -> Path:
-    """A folder with the teacher's configuration and tokenizer, and with hidden states the files of its output head.
+    """A folder with the teacher's configuration and tokenizer and, for hidden states, the files of its output head.
 
-    Of a model on the hub, no more than these files are downloaded.
+    From the hub, only these files are downloaded.
     """
     assert teacher.model is not None
     if os.path.isdir(teacher.model):
@@ -234,7 +234,7 @@ def _teacher_files(teacher: TeacherConfig) -> Path:
 
 
 def _is_readable(teacher: TeacherConfig) -> bool:
-    """Whether the teacher is to be loaded here, to compare the server with it."""
+    """Whether the teacher's model is loaded here and compared with the servers."""
     if teacher.model is None or teacher.prove == "never":
         return False
     if teacher.prove == "always":
@@ -244,13 +244,13 @@ def _is_readable(teacher: TeacherConfig) -> bool:
 
 
 class StoreKind(NamedTuple):
-    """open: opens a store, as `_connect`. prove: compares it with the teacher that is meant, as `_prove`."""
+    """open: opens a store, as `_connect` does. prove: proves its signals, as `_prove` does; None: no proof needed."""
 
     open: Callable[[str, TeacherConfig, RunObjective, int], SignalStore]
     prove: Callable[[str, TeacherConfig, Documents, PreTrainedTokenizerBase, Any, torch.device], None] | None = None
 
 
-#: the kinds of stores, by the keys of a teacher's section that name them (`TeacherConfig.signals_from`)
+#: the kinds of stores, by the key of the teacher's section that selects them (`TeacherConfig.signals_from`)
 STORES = {
     "cache": StoreKind(_open_cache),
     "cross_tokenizer": StoreKind(_open_cross_tokenizer),

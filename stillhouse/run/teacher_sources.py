@@ -47,10 +47,10 @@ def teacher_of_stages(
     *,
     head_only: bool,
 ) -> ModelSource | None:
-    """The teacher in the student's stages, or the one whose head is on the last stage; None without one.
+    """The source of the teacher for the student's stages: full, or only its head on the last stage; None: no teacher.
 
-    teacher, store: the single teacher, and its store of signals, if it has one
-    head_only: whether a teacher's layers do not run in the student's stages
+    teacher, store: the single teacher, and its signal store, if it has one
+    head_only: whether the teacher's layers do not run in the student's stages
     """
     if store is not None:
         return models.head_of_store("teacher", store) if store.signal.is_exact else None
@@ -66,12 +66,12 @@ def teacher_of_stages(
 class TeacherSources:
     """Builds the source of all teachers' signals for a student.
 
-    student: its runner
-    autocast: the dtype of the student's matrix products; None: that of its weights
-    average: of the student's weights, if a teacher has them
-    stores: the stores of teachers' signals, by the keys of those teachers' sections
-    teacher, teachers: the sections, of which a run has at most one
-    own_layouts: of the teachers with a layout of their own, by the keys of their sections
+    student: the runner of the student
+    autocast: the dtype of the student's matrix products; None: the dtype of its weights
+    average: the average of the student's weights, if a teacher uses it
+    stores: the signal stores, by the keys of the teachers' sections
+    teacher, teachers: the two sections; a run has at most one of them
+    own_layouts: the layouts of the teachers with the key `parallel`, by the keys of these teachers' sections
     separate: the layout of a single teacher that does not run in the student's stages
     """
 
@@ -93,7 +93,7 @@ class TeacherSources:
         return self._source("teacher", self.teacher, self.student.teacher_head)
 
     def _source(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
-        """The source of one teacher. head: the teacher's, on processes with the student's last stage."""
+        """The source of one teacher. head: the teacher's head, on processes with the student's last stage."""
         store = self.stores.get(section)
         if store is None:
             return IN_JOB[teacher.signals_from](self, section, teacher, head)
@@ -105,9 +105,9 @@ class TeacherSources:
         return StoredTeacher(store, self.student, teacher.tail, name, head=head)
 
     def _several(self, teachers: TeachersConfig) -> SeveralTeachers:
-        """The source of all teachers' signals; their output heads are on the student's last stage.
+        """The source of all teachers' signals; the teachers' output heads are on the student's last stage.
 
-        A collective of all processes. Raises ConfigError for a model that its layout does not fit.
+        A collective of all processes. Raises ConfigError if a model does not fit its layout.
         """
         unsplit = self._unsplit_teachers(teachers)
         heads = self._heads(teachers, unsplit)
@@ -124,7 +124,7 @@ class TeacherSources:
         return SeveralTeachers(sources, self.student, teachers.route, heads_are_sharded=is_sharded)
 
     def _unsplit_teachers(self, teachers: TeachersConfig) -> dict[str, Decoder]:
-        """In one process, the teachers whose layers and head cannot be loaded separately."""
+        """In one process: the teachers whose layers and head cannot be loaded separately, as full models, by name."""
         decoders: dict[str, Decoder] = {}
         for name, teacher in teachers.named.items() if self.student.ranks.size == 1 else ():
             section = f"teachers.{name}"
@@ -138,9 +138,9 @@ class TeacherSources:
         return decoders
 
     def _heads(self, teachers: TeachersConfig, unsplit: Mapping[str, Decoder]) -> dict[str, TeacherHead]:
-        """The teachers' output heads by their names, on processes with the student's last stage.
+        """The output heads by the teachers' names, on processes with the student's last stage.
 
-        Heads that FSDP does not shard are in host memory, and share buffers on the device.
+        Heads that FSDP does not shard are in host memory; on the device, they share buffers.
         """
         runner, is_sharded = self.student, self.student.mesh.sharding is not None
         device = runner.device if is_sharded else torch.device("cpu")
@@ -171,7 +171,7 @@ class TeacherSources:
         return self._separate("teacher.parallel", layers, separate, Mesh(separate.degrees, mesh.device), head)
 
     def model(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
-        """A model that is loaded in this job: a single one in the student's stages, or else before the student."""
+        """The source of a teacher whose model is in this job: an `InStageTeacher` or a `SeparateTeacher`."""
         if section == "teacher":
             return self._single_model(teacher, head)
         runner = self.student
@@ -195,7 +195,7 @@ class TeacherSources:
             return SeparateTeacher(source, layout, mesh, self.student.layout, self.student.mesh, head=head)
 
 
-#: the sources without a store, by the keys of a teacher's section that name them (`TeacherConfig.signals_from`)
+#: the sources without a store, by the key of the teacher's section that selects them (`TeacherConfig.signals_from`)
 IN_JOB: dict[str, Callable[[TeacherSources, str, TeacherConfig, TeacherHead | None], SignalSource]] = {
     "model": TeacherSources.model,
     "student": TeacherSources.self_teacher,
