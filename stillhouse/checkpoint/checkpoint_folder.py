@@ -23,7 +23,7 @@ def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None
     """Remove all checkpoints except the newest `keep` and the one with the best value of the metric `best`.
 
     greater: whether the highest value of the metric is the best; None: `_best` decides by the metric's name.
-    A checkpoint with a damaged state.json is not removed; the returned list describes the damage of each of them.
+    A checkpoint with a damaged state.json is not removed; the returned list describes each damage.
     """
     every = checkpoints(folder)
     metrics, damage = _evaluations(every)
@@ -51,9 +51,10 @@ def set_aside(path: Path) -> Path:
 
 
 def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: bool | None) -> Path | None:
-    """The checkpoint with the lowest value of a metric; with `greater`, the highest. None: no checkpoint has it.
+    """The checkpoint with the lowest value of a metric, or the highest if `greater`. None: no checkpoint has it.
 
-    greater: None: true only for the metrics of agreement and exact match. Of equal values, the earliest is returned.
+    greater: None means true for the metrics of agreement and exact match, and false for all others. If several
+    checkpoints have the best value, the earliest of them is returned.
     """
     if greater is None:
         greater = metric.startswith("eval/exact_match") or metric.endswith("/agreement")
@@ -63,7 +64,7 @@ def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: boo
 
 
 def _evaluations(paths: list[Path]) -> tuple[dict[Path, dict[str, float]], list[str]]:
-    """The metrics in each readable state.json, and a description of the damage of each other state.json."""
+    """The metrics in each readable state.json, and a description of each damaged state.json."""
     metrics: dict[Path, dict[str, float]] = {}
     damage: list[str] = []
     for path in paths:

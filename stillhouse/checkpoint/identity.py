@@ -1,4 +1,4 @@
-"""The identity of a run: all values of its configuration that change the weights by more than rounding, as hashes."""
+"""The identity of a run: hashes of its data, its models, and the values that change the weights beyond rounding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

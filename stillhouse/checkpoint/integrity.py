@@ -1,6 +1,6 @@
 """Verifies that a checkpoint is unchanged and complete: every file by its hash, every tensor by its chunks.
 
-Without this check, a lost or stale file of one rank would leave that rank's shards of all matrices uninitialized.
+Without this check, if a file of one rank was lost or stale, that rank's shards would keep their initial values.
 """
 
 import json
@@ -69,7 +69,7 @@ def _on_all_ranks(read: Callable[[], Content], ranks: Ranks) -> Content:
 
 
 def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixes: tuple[str, ...]) -> None:
-    """Compare the files with one of the prefixes with the hashes in state.json; each rank hashes its share of them.
+    """Check the files that begin with one of `prefixes` against the hashes in state.json; each rank hashes a share.
 
     Raises DamagedCheckpointError for a file that is lost or changed, and for a safetensors file without a hash in
     state.json, because it would be loaded, too.

@@ -12,7 +12,7 @@ from stillhouse.serving.client.engine_proof import same_weights
 from stillhouse.signals import SignalStore
 from stillhouse.signals.signal_store import StoreProof
 
-#: prefix of the names of files in a run's folder with the answers of a teacher's servers at the beginning of the run
+#: prefix of the files in a run's folder that have the answers of a teacher's servers at the beginning of the run
 SERVED_TEACHER = "served_teacher"
 #: the file with the answers of servers that generate completions and keep their own weights
 WRITER = "writer.json"

@@ -33,7 +33,7 @@ _MAY_DIFFER = {
 
 
 def initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed: int) -> Callable[[Decoder], None]:
-    """Return a function that loads the initial weights into a student, whose memory is allocated, under any layout.
+    """Return a function that loads the initial weights into a student with allocated memory, under any layout.
 
     seed: the seed of random weights. Raises ConfigError if the teacher's layers do not fit the student.
     """

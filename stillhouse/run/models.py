@@ -92,7 +92,7 @@ class ModelSources:
         return ModelSource(load, name=section, is_proven=True)
 
     def head_of_store(self, section: str, store: SignalStore, device: torch.device | None = None) -> ModelSource:
-        """The source of the teacher's output head for a store of hidden states; there are no files of its layers."""
+        """The source of the teacher of a store of hidden states; only the output head can be built from it."""
         assert store.teacher_folder is not None
         return self._source(section, str(store.teacher_folder), self.teachers[section], device, self.offload)
 
@@ -166,7 +166,7 @@ class ModelSources:
             decoder.mtp.initialize(decoder.pretrained, self.seed)
 
     def _prepared(self, student: Decoder) -> Decoder:
-        """Add adapter, MTP layers, losses inside layers and activation checkpointing; return it in train mode."""
+        """Add adapter, MTP layers, losses inside layers and activation checkpointing; set train mode."""
         adapter, objective = self.student.adapter, self.objective
         if adapter is not None:
             options = adapter.model_dump(exclude={"type"})

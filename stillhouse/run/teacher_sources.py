@@ -47,7 +47,7 @@ def teacher_of_stages(
     *,
     head_only: bool,
 ) -> ModelSource | None:
-    """The source of the teacher for the student's stages: full, or only its head on the last stage; None: no teacher.
+    """The source of the teacher in the student's stages: all of it, or only the head on the last stage; else None.
 
     teacher, store: the single teacher, and its signal store, if it has one
     head_only: whether the teacher's layers do not run in the student's stages

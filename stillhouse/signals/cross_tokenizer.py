@@ -50,7 +50,7 @@ class AlignedSpec(SignalSpec):
     """The signal for every row of the student, from a teacher that gives top_k = K ids.
 
     ids            [N, B] int32       with gold: the student's ids; -1 is none
-    log_probs      [N, B] float32     their log-probabilities; with uld [N, K]: the teacher's K largest, in order
+    log_probs      [N, B] float32     their log-probabilities; with uld [N, K]: the teacher's K largest, descending
     tail_log_prob  [N]                the log of the mass of all other outcomes
     weight         [N]                1 at rows that predict the first token of a span, else 0
     continuation   [N]                with gold: the span's probability at rows that predict a later token, else 0

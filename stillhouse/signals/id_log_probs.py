@@ -153,7 +153,7 @@ def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) ->
 
 
 def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
-    """The logits of given ids, [C, K]; −inf for ids that are outside this rank's shard."""
+    """The logits of given ids, [C, K]; −inf for negative ids, and for ids outside this rank's shard."""
     start, columns = (0 if head.shard is None else head.shard.start), logits_CV.shape[1]
     columns_CK = ids_CK.long() - start
     is_held_CK = (ids_CK >= 0) & (columns_CK >= 0) & (columns_CK < columns)

@@ -41,7 +41,7 @@ class SignalSource(ABC):
         """
 
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> PendingSignals:
-        """As `request`, but only some micro-batches need signals. numbers: of these, counted over all ranks."""
+        """As `request`, but only the micro-batches with these numbers (among those of all ranks) need signals."""
         return self.request(micro_batches)
 
     def close(self) -> None:  # noqa: B027 (most sources have nothing to abandon)

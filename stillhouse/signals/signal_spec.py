@@ -6,9 +6,9 @@ teacher's distribution of token t + 1. The tensors of a signal, in memory, in a 
     hidden          [N, E]              "hidden": the teacher's hidden states after its last norm
     ids             [N, K] int32        "top_k": the teacher's top-k ids, the most likely one first
                                         "chosen": ids that the caller gives
-    log_probs       [N, K]              their log-probabilities over the whole vocabulary
+    log_probs       [N, K]              their log-probabilities over the full vocabulary
     tail_log_prob   [N] float32         the log of the teacher's mass outside these ids
-    ids             [N, M] int32        "sampled": the different ids among M draws from the teacher, then -1
+    ids             [N, M] int32        "sampled": the distinct ids among M draws from the teacher, then -1
     counts          [N, M] uint8        the number of draws of each of these ids, then 0
 """
 

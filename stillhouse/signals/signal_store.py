@@ -28,7 +28,7 @@ from stillhouse.preemption import requested
 from stillhouse.signals.signal_source import DeferredSignals, SignalSource
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: for a wait for the teacher: seconds between two checks for SIGTERM and the like, and seconds until it then ends
+#: seconds between two checks for SIGTERM or the like in a wait for the teacher, and seconds of waiting after it
 SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
 #: the tensors of a step's micro-batches
 StepTensors = list[dict[str, Tensor]]
@@ -89,7 +89,7 @@ class SignalStore(ABC):
 
 
 class SignalWatch:
-    """Ends a wait after SIGTERM or the like: a loop that waits calls it repeatedly.
+    """Raises an error some seconds after SIGTERM or the like. A loop that waits must call it repeatedly.
 
     error: raised by the first call that is more than `SECONDS_TO_STOP` seconds after the call that noticed the signal
     """

@@ -41,7 +41,7 @@ class ChosenTeacher(StoredTeacher):
         self._autocast = autocast
 
     def _ids(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
-        """The student's top-k ids of each micro-batch's rows with a weight; empty without the last stage."""
+        """The student's top-k ids of each micro-batch's rows with a weight; empty on processes that do not read."""
         top_k = student_forward(self._student, micro_batches, self._processor, self._autocast)
         if not self._student.has_results:
             return []

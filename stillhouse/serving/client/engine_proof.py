@@ -1,7 +1,8 @@
 """Proves the log-probabilities of a server that generates completions, and the weights that it generates with.
 
 Training needs log-probabilities after the temperature and over the full vocabulary. Some options of an engine change
-the log-probabilities without a sign in the answers. A server's weights can be proved only by a few short completions.
+the log-probabilities without a sign in the answers. Only a server's completions can prove its weights; a few short
+completions are enough.
 """
 
 import math
@@ -17,7 +18,7 @@ PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47
 PROBES, PROBE_TOKENS = 4, 8
 #: the largest difference of log-probabilities that rounding in bfloat16 causes
 ROUNDED = 0.1
-#: the number of requested top tokens; the gap between the first and the fifth is wider than to the second
+#: the number of requested top tokens: the gap from the first to the fifth is wider than that to the second
 TOP = 5
 #: returns the log-probabilities of two or more top tokens after a prompt, in descending order
 TopLogProbs = Callable[[Sequence[int], Sampling], list[float]]

@@ -27,7 +27,7 @@ Ask = Callable[[str, Any], httpx2.Response]
 TOKEN_VARIABLE = "STILLHOUSE_TOKEN"
 #: the most requests of a server at a time; engines batch them
 IN_FLIGHT = 16
-#: seconds without requests after a server's first failure, and at most
+#: seconds of a server's pause after its first failure, and of the longest pause
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 #: a request ends with an error after this many damaged answers from each server
 MAX_BAD_ANSWERS = 5

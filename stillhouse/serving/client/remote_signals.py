@@ -42,8 +42,8 @@ class RemoteSignals(SignalStore):
 
     signal: the signal that is requested. width: E, the teacher's width (0 if it is unknown and not needed).
     vocabulary: the rows of the teacher's head; None if unknown.
-    proof: is repeated on all servers before every `prove_every`-th read (0: never). It is also repeated on a server
-    that answers again after a failure, unless every answer has the teacher's hash.
+    proof: is repeated on all working servers before every `prove_every`-th read (0: never). It is also repeated on a
+    server that answers again after a failure, unless every answer has the teacher's hash.
     """
 
     may_take_long = True  # the pool has its own timeout

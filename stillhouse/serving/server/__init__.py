@@ -1,4 +1,4 @@
-"""A server of a teacher's exact signals, or of completions (see `run_server.py`). It needs the extra `serve`."""
+"""A server of a teacher's signals, or of completions (see `run_server.py`). It needs stillhouse[serve]."""
 
 from stillhouse.serving.server.run_server import serve
 

@@ -19,7 +19,7 @@ from stillhouse.serving.server.request_errors import RequestError
 
 #: the only route without a token and without a limit, for the probes of an orchestrator
 OPEN_PATHS = ("/healthz",)
-#: the longest wait of a connection for the header of a request, and for the rest of a body after the answer
+#: the most seconds that a connection waits for the header of a request, or, after an answer, for more of a body
 HEADER_SECONDS = 10.0
 #: the most bytes that a client may send after its answer, and the most seconds: a client that sends its full body
 #: before it reads still gets the answer

@@ -168,6 +168,6 @@ def _too_large(limit: int, scope: Scope) -> RequestError:
 def _unread(scope: Scope) -> dict[str, str]:
     """Headers of an answer that is sent before the request's body has arrived. The connection stays open, and the
     rest of the body is read and discarded (see `connection.py`): otherwise a client that sends its full body first
-    would get a connection reset and no answer. A client that waits for `100 Continue` sends no body: it is closed.
+    would get a connection reset and no answer. If a client waits for `100 Continue`, its connection is closed.
     """
     return {"Connection": "close"} if any(name == b"expect" for name, _ in scope["headers"]) else {}

@@ -13,7 +13,7 @@ from stillhouse.serving.server.gate import AnsweredByProtocol
 
 #: the most seconds for sending the last answers
 LAST_SECONDS = 60.0
-#: the most connections that the operating system holds until the server accepts them
+#: the most connections that the operating system queues until the server accepts them
 BACKLOG = 2048
 
 

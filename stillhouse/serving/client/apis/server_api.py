@@ -103,7 +103,7 @@ class Answer:
 
 
 class ServerApi(Protocol):
-    """The requests and answers of one kind of server. A kind without signals, or without completions, lacks methods.
+    """The requests and answers of one kind of server. It may lack the methods for what these servers cannot do.
 
     path: the path of requests for completions.
     marks_tokens: whether an answer has a label for each token, and not only one label for the completion.

@@ -28,7 +28,7 @@ REQUEST_TOKENS = 4096
 
 
 class _Info(BaseModel):
-    """The answer of `GET /v1/info`, with the names of `ServerInfo`."""
+    """The answer of `GET /v1/info`, with the field names of `ServerInfo`."""
 
     stillhouse: str
     model: str

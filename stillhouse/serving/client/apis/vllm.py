@@ -185,7 +185,7 @@ class VllmApi(ServerApi):
         if [token.token_id for token in tokens] != choice.token_ids:
             raise ValueError("the ids of the completion and of its log-probabilities differ")
         spans = [Span(span.version, span.start, span.end) for span in choice.weight_versions or []]
-        if kind == "adapter":  # the adapter's label is the model's name; `weight_versions` is about the base
+        if kind == "adapter":  # the label is the model's name here; `weight_versions` names the base weights
             spans = [Span(generated.model, 0, len(tokens))]
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         log_probs = [token.logprob for token in tokens]

@@ -1,1 +1,1 @@
-"""The role that gives a teacher's exact signals."""
+"""The role that computes a teacher's signals."""

@@ -2,7 +2,7 @@
 
     hs_{i}.safetensors
         token_ids       [N]             the document's tokens
-        hidden_states   [N, L, E]       the output of L layers for each token; the last of them is the model's last
+        hidden_states   [N, L, E]       the output of L layers for each token; the model's last layer is last
 
 Row t is the hidden state at token t, and predicts token t + 1. The states are from before the model's last norm: it
 is applied when they are read. `import_cache.py` runs the teacher to prove both.
