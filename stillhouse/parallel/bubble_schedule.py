@@ -1,15 +1,15 @@
 """The order of a pipeline's actions: 1F1B for the student, and the next step's teacher when a rank would be idle.
 
-The order is fixed before a step, by a simulation with given costs. Every process computes the same order by itself,
-and the ranks cannot deadlock, whatever the true costs are.
+The order is fixed before a step, by a simulation with given costs. Every process computes the same order by itself.
+Therefore the ranks cannot deadlock, even if the true costs are different.
 
     F, B    forward and backward of the student
     T       forward of the teacher
 
-A free rank takes the student's next action; if that one cannot start yet, the rank takes the teacher's next action.
-A T action of the next step is left out if it would start after the time at which this step would end without any such
-action: clipping needs the norm of the whole gradient, so all ranks wait for the last one. The next step itself runs
-the T actions that were left out, before the student's actions or in bubbles between them.
+A free rank runs the student's next action; if that action cannot start yet, the rank runs the teacher's next action.
+A T action of the next step is left out if it would delay the end of this step: if it would start later than this step
+would end without T actions of the next step. (Gradient clipping needs the global norm, so a step ends for all ranks
+at the same time.) The next step runs the T actions that were left out, before its own actions or in its bubbles.
 
 Two ranks with four micro-batches per step, where F costs 1, B 2 and T 1 (`bubble_schedule(4, 4, 1.0, (4, 3))`). T0'
 is the teacher's forward of the next step's first micro-batch:
@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-#: the student's costs, in forwards of one of its stages
+#: the costs of a student's stage, in units of its forward
 FORWARD, BACKWARD = 1, 2
 
 
 class Action(NamedTuple):
-    """An action of a rank. step: 0 is the present step, 1 the next. kind: F, B or T; `simulate` takes any kind."""
+    """An action of a rank. step: 0 is the current step, 1 the next. kind: F, B or T; `simulate` takes any kind."""
 
     step: int
     stage: int
@@ -42,10 +42,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """The actions of every rank in a step, in the order in which the rank runs them.
+    """The order in which every rank runs its actions in a step.
 
-    done: for each rank, how many micro-batches of the next step its teacher stage has run when this step ends.
-    time: the duration of the step, in forwards of a student's stage.
+    done: for each rank, how many micro-batches of the next step have passed the rank's teacher stage at the end.
+    time: the duration of the step, in units of a forward of a student's stage.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -55,9 +55,9 @@ class Order:
 
 @cache
 def bubble_schedule(micro_batches: int, next_micro_batches: int, teacher: float, done: tuple[int, ...]) -> Order:
-    """Return the order of a step of `micro_batches` before a step of `next_micro_batches` (0: no next step is known).
+    """Return the order of a step of `micro_batches`, followed by a step of `next_micro_batches` (0: none is known).
 
-    teacher: the cost of a T, in forwards of a student's stage. done: `Order.done` of the previous step, by rank.
+    teacher: the cost of a T, in units of a forward of a student's stage. done: `Order.done` of the previous step.
     """
     ranks, costs = range(len(done)), {"F": FORWARD, "B": BACKWARD, "T": teacher}
     run = {Action(0, rank, "T", number) for rank in ranks for number in range(done[rank])}
@@ -80,7 +80,7 @@ def bubble_schedule(micro_batches: int, next_micro_batches: int, teacher: float,
 
 
 def _needs(action: Action, stages: int) -> list[Action]:
-    """Return the actions that have to end before an action can start."""
+    """Return the actions that have to end before `action` can start."""
     stage, kind = action.stage, action.kind
     if kind == "B":
         behind = [action._replace(stage=stage + 1)] if stage + 1 < stages else []
@@ -117,8 +117,8 @@ def simulate(
 ) -> dict[Action, float]:
     """Return the time at which every action ends, in the order of these times.
 
-    lanes: for each rank, one or more sequences of actions. A free rank runs the next action of its first lane whose
-    next action can start. needs: the actions that have to end before an action can start. costs: by kind of action.
+    lanes: for each rank, one or more sequences of actions. A free rank looks at the next action of each lane, in the
+    order of the lanes, and runs the first one that can start. needs: returns the actions that have to end first.
     """
     ranks = [_Rank(rank_lanes, [0] * len(rank_lanes)) for rank_lanes in lanes]
     ends: dict[Action, float] = {}

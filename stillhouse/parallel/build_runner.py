@@ -29,7 +29,7 @@ from stillhouse.parallel.stages import (
 
 
 def single_process_runner(student: Decoder, teacher: Decoder | None) -> Runner:
-    """Return the runner of a single process, which has both models whole."""
+    """Return the runner of a single process, which has both full models."""
     teacher_source = None if teacher is None else ModelSource(lambda: teacher, is_proven=True)
     student_source = ModelSource(lambda: student, is_proven=True)
     mesh = Mesh(Degrees(), next(student.parameters()).device, of_one_process=True)
@@ -48,8 +48,8 @@ def build_runner(
     """Build this process's runner.
 
     teacher_head_only: build only the teacher's head, because its layers have a separate layout.
-    prove: prove the models under the layout (`prove_runner`), unless this process has proven them whole.
-    Raises ValueError for a model that the layout does not fit, and ProofError for one that computes the wrong thing.
+    prove: prove the models under the layout (`prove_runner`); one process skips this for models that are proven.
+    Raises ValueError for a model that the layout does not fit, and ProofError for a model that gives wrong results.
     """
     require_prefetchable_teacher(layout, student_source, teacher_head_only=teacher_head_only)
     if teacher_source is not None and teacher_head_only:
@@ -112,9 +112,9 @@ def _plan_stages(
 ) -> StagePlan:
     """Plan the layout's stages. Raises ValueError for a model that cannot be cut into them.
 
-    teacher: it may have nothing but its head.
-    teacher_in_stages: the model whose layers the stages run as the teacher; the student itself, if the teacher is the
-        student without its adapter.
+    teacher: may have only its head.
+    teacher_in_stages: the model whose layers the stages run as the teacher: the student, if the teacher is its base
+        model without the adapter.
     """
     for decoder in (student, teacher):
         if decoder is not None:
@@ -138,8 +138,8 @@ def _plan_stages(
 
 
 def require_prefetchable_teacher(layout: Layout, student_source: ModelSource, *, teacher_head_only: bool) -> None:
-    """Raise ValueError if the schedule runs the teacher ahead, but the teacher is the student's base or has its own
-    layout.
+    """Raise ValueError if the schedule prefetches the teacher's forward, but the teacher is the student without its
+    adapter, or the teacher's layers have a separate layout.
     """
     if layout.stages == 1 or not SCHEMES[layout.schedule].prefetch:
         return
@@ -154,7 +154,7 @@ def require_prefetchable_teacher(layout: Layout, student_source: ModelSource, *,
 def require_mtp_layout(layout: Layout) -> None:
     """Raise ValueError for a layout that multi-token prediction does not support."""
     if layout.stages > 1 and SCHEMES[layout.schedule].splits_backward:
-        # torch (2.13) runs backward again through what the depths share, whose buffers are freed
+        # torch (2.13) runs backward twice through the graph that the depths share; its buffers are freed by then
         raise ValueError(
             f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of its stage "
             "into input and weights; expected schedule gpipe, 1f1b, 1f1b_ahead or interleaved"
@@ -164,7 +164,7 @@ def require_mtp_layout(layout: Layout) -> None:
 def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
     if degrees.expert == 1:
         return
-    require_feature("expert parallelism")  # the plans of earlier versions cannot send tokens to experts
+    require_feature("expert parallelism")  # the plans of earlier versions do not dispatch tokens to experts
     if not any(dispatched_experts(decoder) for decoder in decoders if decoder is not None):
         raise ValueError(
             f"expert={degrees.expert} for models without experts that transformers' plans distribute: expected 1"
@@ -184,7 +184,7 @@ def _distributed(
     pair = TeacherStudentPair(
         student, teacher, teacher_is_base=student_source.teacher_is_base, keep_gathered=layout.stages > 1
     )
-    # each process sees its own part of the weights, which alone may be damaged
+    # each process loads its own shard, and only one shard may be damaged
     with mesh.ranks.all_raise(ProofError):
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
@@ -198,6 +198,6 @@ def _distributed(
 
 
 def _hidden_size(decoder: Decoder) -> HiddenSize:
-    """Hidden states have the dtype of the embedding, because the layers add to its output."""
+    """Hidden states have the dtype of the embedding's weight, because the layers add to the embedding's output."""
     embedding = decoder.pretrained.get_input_embeddings()
     return HiddenSize(decoder.width, embedding.weight.dtype)

@@ -6,10 +6,10 @@ from stillhouse.parallel.ranks import local_rank, process_count
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that a name means: auto, cpu, mps, cuda or cuda:N.
+    """Return the device with this name: auto, cpu, mps, cuda or cuda:N.
 
     auto: a CUDA device, else Apple's GPU (MPS, for a single process), else the CPU. Raises ValueError for a device
-    that this machine does not have, and for one that several processes cannot share.
+    that this machine does not have, and for a device that several processes cannot share.
     """
     if name == "auto":
         name = _best_kind()
@@ -33,7 +33,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def best_precision(device: torch.device) -> str:
-    """The precision that `auto` means on a device: bf16 on GPUs with such units, else fp32."""
+    """Return the value of precision=auto on a device: bf16 on GPUs that compute bf16 in hardware, else fp32."""
     has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if has_units else "fp32"
 

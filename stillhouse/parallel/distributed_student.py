@@ -1,6 +1,6 @@
-"""The interface of a student that is distributed over processes: what generation and signals need.
+"""The interface of a student that is distributed over processes, for generation and signals.
 
-`runner.py` has the student of `TorchEngine`; an engine on another library has one of its own.
+`TorchEngine` uses the class in `runner.py`; an engine on another library has its own class.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,24 +21,24 @@ from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
 
 
 class DistributedStudent(Protocol):
-    """A student, and a teacher in its stages if there is one, over the processes of a mesh."""
+    """A student that is distributed over the processes of a mesh, with the teacher in its stages if there is one."""
 
     layout: Layout
     mesh: Mesh
 
     @property
     def decoders(self) -> list[Decoder]:
-        """The student, or this rank's parts of it."""
+        """The student; under a pipeline, its stages on this rank."""
         ...
 
     @property
     def teacher(self) -> Decoder | None:
-        """The teacher in the student's stages, or its part on this rank's first stage."""
+        """The teacher in the student's stages; under a pipeline, the part on the first of this rank's stages."""
         ...
 
     @property
     def teacher_head(self) -> DecoderHead | None:
-        """The teacher's head, on processes with the student's last stage."""
+        """The teacher's head, on ranks with the student's last stage."""
         ...
 
     @property
@@ -54,21 +54,21 @@ class DistributedStudent(Protocol):
 
     @property
     def is_counted(self) -> bool:
-        """Whether sums over ranks include this rank: of tensor-parallel ranks, which share tokens, one counts."""
+        """Whether sums over ranks include this rank: only tensor rank 0, as tensor ranks have the same tokens."""
         return self.mesh.coordinate("tensor") == 0
 
     @property
     def has_results(self) -> bool:
-        """Whether sums over ranks include this rank and it has the last stage."""
+        """Whether sums over ranks include this rank, and this rank has the last stage."""
         return self.is_counted and self.has_last_stage
 
     @property
     def prefetch(self) -> TeacherPrefetch | None:
-        """Runs the teacher ahead of the student, if the pipeline's schedule does."""
+        """Runs the teacher one step ahead of the student; None if the pipeline's schedule does not prefetch."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the student's parameters on this rank, by their names in the whole model."""
+        """Yield the student's parameters on this rank, with their names in the full model."""
         ...
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
@@ -79,5 +79,5 @@ class DistributedStudent(Protocol):
         ...
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
+        """Return this process's share of the micro-batches of a training step or (training=False) an evaluation."""
         return shard_micro_batches(micro_batches, self.mesh, uniform_shapes=training and self.layout.stages > 1)

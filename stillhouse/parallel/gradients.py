@@ -1,6 +1,6 @@
-"""The norm of a gradient that is distributed over many processes, and its clipping.
+"""Norm and clipping of a gradient that is distributed over many processes.
 
-Each element of the gradient counts once, however many processes hold a copy of it.
+Each element of the gradient counts once, even if several processes have copies of it.
 """
 
 import math
@@ -17,9 +17,9 @@ from stillhouse.parallel.ranks import Ranks
 
 
 def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that have a gradient, after giving each gradient the placements of its parameter.
+    """Return the parameters with a gradient, after redistributing each gradient to the placements of its parameter.
 
-    This carries out the pending sums over ranks (`Partial` placements).
+    Redistribution carries out the pending sums over ranks (`Partial` placements).
     """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in held:
@@ -30,10 +30,10 @@ def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Paramete
 
 
 def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, device: torch.device) -> None:
-    """Replace the gradients of parameters by their sums over a group: one all-reduce of all of them, in float32.
+    """Replace the gradients of parameters by their sums over a group: one float32 all-reduce for all gradients.
 
-    The processes of the group have the same parameters, with gradients of the same shapes. device: that of the
-    group's all-reduce; the gradients may be in host memory.
+    The processes of the group have the same parameters, with gradients of the same shapes. device: where the
+    all-reduce runs; the gradients may be in host memory.
     """
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -45,11 +45,11 @@ def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, de
 
 
 def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) -> Tensor:
-    """Return the norm of the whole gradient, the same on every process, in float32 and on the gradients' device.
+    """Return the norm of the global gradient, the same on every process, in float32 and on the gradients' device.
 
-    processes: the number of processes that hold a copy or a shard of each of these parameters.
-    ranks: the processes, of all pipeline stages, that together hold the whole gradient. The gradients may be in host
-        memory.
+    The gradients may be in host memory.
+    processes: the number of processes that have a copy or a shard of each of these parameters.
+    ranks: the processes of all pipeline stages, which together have the global gradient.
     """
     squares = [
         local(parameter.grad).float().square().sum() / copies(parameter, processes)
@@ -60,7 +60,7 @@ def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) ->
 
 
 def copies(parameter: nn.Parameter, processes: int) -> int:
-    """Return how many processes hold the same elements of a parameter."""
+    """Return the number of processes that have the same elements of a parameter."""
     if not isinstance(parameter, DTensor):
         return processes
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

@@ -1,4 +1,4 @@
-"""Weights of frozen teachers that are in host memory, except while they are used: of a whole model, or of a head.
+"""Frozen weights in host memory that are on the device only while they are used: a full model, or a teacher's head.
 
 V rows of the vocabulary on this process, E a teacher's width.
 """
@@ -15,10 +15,10 @@ from stillhouse.objective import OutputHead
 
 
 class WaitingWeights:
-    """The parameters of a model of one process, all of which are in host memory. Its buffers are on the device.
+    """The parameters of a model of one process, all in host memory. The model's buffers are on the device.
 
-    The host's copies stay where they are: leaving the device frees memory there and copies nothing back. For a GPU
-    they are pinned, so that they are copied at the full speed of the bus.
+    The copies in host memory are kept: the end of `on_device` frees the device's memory and copies nothing back. For
+    a GPU they are in pinned memory, so that the copy runs at the full speed of the bus.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -43,9 +43,9 @@ class WaitingWeights:
 
 @dataclass(frozen=True)
 class BufferedHead:
-    """The head of a decoder in host memory, which is copied to the device while it is open.
+    """A decoder's head in host memory; `opened` copies the head to the device.
 
-    name: the teacher's, the same for the same weight.
+    name: the teacher's name; heads with the same weight have the same name.
     """
 
     name: str
@@ -62,7 +62,7 @@ class BufferedHead:
 
 @dataclass(eq=False)
 class _Buffer:
-    """name: of the weight in the tensor; None: of none. is_used: while a context of `holding` lasts."""
+    """name: the weight that `tensor` contains; None if it contains none. is_used: within a context of `holding`."""
 
     tensor: Tensor
     name: str | None = None
@@ -80,7 +80,7 @@ class HeadBuffers:
 
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
-        """Yield a buffer with this weight. name: identifies the weight, which is copied only once."""
+        """Yield a buffer with this weight; copies it only if no buffer has it yet. name: identifies the weight."""
         buffer = self._free(name, weight_VE)
         buffer.is_used = True
         try:
@@ -93,7 +93,7 @@ class HeadBuffers:
             buffer.is_used = False
 
     def _free(self, name: str, weight_VE: Tensor) -> _Buffer:
-        """The buffer that has this weight already, or a free one of its shape, or a new one."""
+        """Return an unused buffer of the weight's shape and dtype, best the one with this weight; or a new one."""
         kind, buffers = (weight_VE.shape, weight_VE.dtype), self._buffers
         free = [
             buffer for buffer in buffers if not buffer.is_used and kind == (buffer.tensor.shape, buffer.tensor.dtype)

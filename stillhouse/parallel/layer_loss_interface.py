@@ -1,4 +1,4 @@
-"""The interface of a loss that arises inside the student's layers, or at its further depths, beside the objective."""
+"""The interface of losses beside the objective: they arise inside the student's layers or at its MTP depths."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from stillhouse.parallel.apply.context_parallel import NextTokens
 
 
 class LayerLoss:
-    """A loss of one micro-batch on one stage. Its gradient enters the graph where the layer is."""
+    """A loss of one micro-batch on one stage. Its gradient enters the autograd graph at the layer."""
 
     def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
         """The context in which the layers of a teacher in the student's stages run."""
@@ -24,27 +24,27 @@ class LayerLoss:
         return nullcontext()
 
     def losses(self) -> list[tuple[str, Tensor]]:
-        """After the student's forward: names and sums over target tokens, without scales."""
+        """To be called after the student's forward: the losses' names, and sums over target tokens without scales."""
         return []
 
 
 class LayerLosses(Protocol):
-    """Starts the loss of each micro-batch on a stage."""
+    """Creates the `LayerLoss` of each micro-batch on a stage."""
 
     def student_inputs(self, micro_batch: MicroBatch, student: Decoder) -> Mapping[str, Tensor]:
-        """Further arguments of the student's forward. student: the part on this stage."""
+        """Additional arguments of the student's forward. student: the part on this stage."""
         return {}
 
     def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> LayerLoss:
-        """Start the loss of a micro-batch. student: the part on this stage. normalizer: the step's target tokens."""
+        """Start a micro-batch's loss. student: the part on this stage. normalizer: the step's target tokens."""
         return LayerLoss()
 
 
 @dataclass(frozen=True)
 class MtpLayersRun(LayerLosses):
-    """Runs the student's layers of multi-token prediction, on the stage that has its head, and adds no loss.
+    """Runs the student's MTP layers on the stage that has the student's head, and adds no loss.
 
-    next_tokens: appends the next tokens to a context rank's columns of the token ids.
+    next_tokens: appends to a context rank's columns of token ids the tokens that follow them.
     """
 
     next_tokens: NextTokens

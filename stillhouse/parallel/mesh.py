@@ -20,7 +20,7 @@ _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_ti
 
 @dataclass(frozen=True)
 class Degrees:
-    """The number of parts on each axis of a run."""
+    """The parallelism degree of each axis."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -40,7 +40,7 @@ class Degrees:
 
     @property
     def shard(self) -> int:
-        """The processes over which FSDP shards weights, gradients and optimizer state; includes the context ranks."""
+        """The number of processes over which FSDP shards weights and their states; includes the context ranks."""
         return self.fsdp * self.context
 
     @property
@@ -63,8 +63,8 @@ class Mesh:
     experts: (pipeline, replicate, shard, expert), the mesh of the experts' weights.
     tokens: (pipeline, data, context, tensor), the mesh of the tokens.
     ranks: all processes of the mesh.
-    pipelines: two more groups along the pipeline axis, if it has several ranks, for messages that have no fixed order
-        relative to the others.
+    pipelines: two more groups along the pipeline axis, if it has several ranks. They are for messages whose order
+        relative to the schedule's messages is not fixed.
     """
 
     weights: DeviceMesh
@@ -110,14 +110,14 @@ class Mesh:
         return self.tokens.get_local_rank(axis) if self.has_groups else 0
 
     def group(self, axis: str) -> ProcessGroup | None:
-        """Return the processes along an axis of `tokens`; None if this process is the only one."""
+        """Return the process group along an axis of `tokens`; None if the axis has size 1."""
         return self.tokens.get_group(axis) if getattr(self.degrees, axis) > 1 else None
 
     def _along_pipeline(self) -> list[ProcessGroup]:
         """Create a group along the pipeline axis, and return it if this rank is in the mesh.
 
         Every process creates the groups of all pipelines. If only the members created a group, torch (2.13) would
-        name it after the number of groups that each process has created so far, which differs between the members.
+        derive its name from the process's number of groups so far, and this number differs between the members.
         """
         timeout = _group_timeout(self.device)
         pipelines = self.tokens.mesh.flatten(1).T.tolist()

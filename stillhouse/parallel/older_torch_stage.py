@@ -1,8 +1,8 @@
-"""A pipeline stage for torch 2.11 and 2.12, whose stages send a gradient of each of their inputs.
+"""A pipeline stage for torch 2.11 and 2.12, where a stage sends back a gradient for each of its inputs.
 
-The teacher's hidden states have no gradient, and these versions raise an error for an input without one. From torch
-2.13 on, PipelineStage sends gradients only of the inputs whose meta tensor requires one. Delete this file when
-pyproject.toml asks for torch 2.13.
+The teacher's hidden states have no gradient, and these versions raise an error for an input without a gradient. From
+torch 2.13 on, PipelineStage sends gradients only for inputs whose meta tensor requires a gradient. Delete this file
+when pyproject.toml requires torch 2.13.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def stage_class() -> type[PipelineStage]:
 class StageWithConstants(PipelineStage):
     """A stage whose last inputs and outputs may be constants, which are tensors without a gradient.
 
-    The meta tensors `input_args` and `output_args` say which tensors require a gradient; these come first.
+    The meta tensors `input_args` and `output_args` show which tensors require a gradient; these come first.
     """
 
     def __init__(self, *arguments: Any, **named: Any):
@@ -40,7 +40,7 @@ class StageWithConstants(PipelineStage):
         self._mark_constants(mb_index)
 
     def _mark_constants(self, number: int) -> None:
-        """torch 2.11 lets every received tensor require a gradient."""
+        """Set requires_grad=False on received constants: torch 2.11 sets it to True on every received tensor."""
         if self.is_first:
             return
         for info, requires in zip(self.args_recv_info[number], self.input_requires, strict=True):
@@ -64,7 +64,7 @@ class StageWithConstants(PipelineStage):
         return self._get_recv_ops(tuple(self._differentiable(self.grad_recv_info[bwd_chunk_id])))
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        # torch 2.11 requires a gradient of every output here
+        # torch 2.11 expects a gradient for every output here
         infos = self._differentiable(self.grad_recv_info[mb_index])
         for info, gradient in zip(infos, next_stage_bwd_outputs, strict=False):
             assert gradient is not None
@@ -81,15 +81,15 @@ class StageWithConstants(PipelineStage):
             }
             bwd_kwargs = bwd_kwargs | kept
         input_gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *rest, **named)
-        # torch 2.11 leaves out, and torch 2.12 counts, the inputs that require no gradient
+        # inputs that require no gradient are missing in the result of torch 2.11, but not of torch 2.12
         missing = len(self.input_requires) - len(input_gradients)
         return (*input_gradients, *[None] * missing), groups
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # in a V, a rank has two neighbouring stages, and gloo cannot send to the same rank
+        # in a V schedule, neighbouring stages can be on one rank, and gloo cannot send from a rank to itself
         return [message for message in super()._get_init_p2p_neighbors_ops() if message.group_peer != self.group_rank]
 
     def _differentiable(self, of_outputs: Any, *, inverse: bool = False) -> tuple[Any, ...]:
-        """Return the outputs, or their gradients, that require a gradient. inverse: those that require none."""
+        """Select the outputs, or gradients of outputs, that require a gradient. inverse: the other ones."""
         pairs = zip(of_outputs, self.output_requires, strict=True)
         return tuple(value for value, requires in pairs if requires != inverse)

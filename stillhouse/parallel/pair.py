@@ -49,13 +49,13 @@ IN_STAGE = InStage()
 
 @dataclass(frozen=True)
 class StageInputs:
-    """What a stage gets of a micro-batch, besides the hidden states of the previous stage.
+    """The inputs of a stage for one micro-batch, besides the hidden states of the previous stage.
 
-    signals: of the teachers, by their names.
+    signals: the signal of each teacher, by the teacher's name.
     processor: the student's output processor, whose context is `DistillTargets`.
-    losses: those that arise inside the student's layers.
-    normalizer: the target tokens of the whole step.
-    autocast: the dtype of the student's matrix products; None: that of its weights. A teacher has its own dtype.
+    losses: the losses that arise inside the student's layers.
+    normalizer: the number of target tokens of the whole step.
+    autocast: the dtype of the student's matrix products; None: the weights' dtype. A separate teacher ignores it.
     """
 
     micro_batch: MicroBatch
@@ -68,9 +68,9 @@ class StageInputs:
 
 @dataclass(frozen=True)
 class StageResults:
-    """What a stage has computed of a micro-batch.
+    """The results of a stage for one micro-batch.
 
-    output: the processor's result; on a stage without the student's head, its hidden states [B, S, D].
+    output: the processor's result; on a stage without the student's head, the student's hidden states [B, S, D].
     teacher_BSE: the hidden states of a teacher in the stages.
     losses: names and values of the losses inside the layers of this stage.
     """
@@ -123,8 +123,8 @@ class TeacherStudentPair(nn.Module):
         """Run a micro-batch.
 
         student_BSD, teacher_BSE: the hidden states of the previous stage.
-        run_teacher: False for a teacher in the stages that has run before; `teacher_BSE` is then, on the last stage,
-            what `teacher_forward` has returned there.
+        run_teacher: False if the teacher in the stages has already run on this micro-batch; on the last stage,
+            `teacher_BSE` is then the result of `teacher_forward`.
         """
         watchdog.progress()
         micro_batch, signals = inputs.micro_batch, inputs.signals
@@ -156,9 +156,9 @@ class TeacherStudentPair(nn.Module):
     def teacher_forward(
         self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return the teacher's hidden states after its layers on this stage; on its last stage, after its norm.
+        """Return the teacher's hidden states after its layers on this stage; on the last stage, after its final norm.
 
-        dtype: that of autocast (see `StageInputs`), for a teacher that is the student without its adapter.
+        dtype: the autocast dtype (see `StageInputs`), for a teacher that is the student without its adapter.
         """
         teacher, device = self._teacher_layers, micro_batch.input_ids_BS.device
         inputs = _model_inputs(micro_batch.as_read_by_teacher.inputs, hidden_BSE)
@@ -167,7 +167,7 @@ class TeacherStudentPair(nn.Module):
             return teacher(**inputs, head=False)
 
     def _exact(self, hidden_BSE: Tensor) -> Signal:
-        """The signal of the teacher's last hidden states, on the last stage."""
+        """Return the exact signal. hidden_BSE: the teacher's hidden states after the last stage."""
         if self.teacher_is_base:
             return StudentHidden(hidden_BSE.flatten(0, 1))
         head = self.teacher_head

@@ -1,12 +1,12 @@
 """Finds the parameters whose gradients have to be summed over the tensor ranks, by backward passes of a probe.
 
-A tensor rank has a whole copy of every parameter that its family's plan does not name. A copy that is used for all
-hidden states has the same gradient on all ranks. A copy that is used between the sharded matrices, such as a norm of
-each head or the parameter of an activation, has only what this rank's heads or columns contribute.
+Each tensor rank has a full copy of every parameter that the family's plan does not name. If a copy is used for all
+hidden states, its gradient is the same on all ranks. If it is used between the sharded matrices (a norm of each
+head, or the parameter of an activation), its gradient has only the contribution of this rank's heads or columns.
 
-A matrix without a plan that lies between hidden states and sharded matrices gives the hidden states only a part of
-their gradient. All parameters before it then have mixtures of partial and full gradients. No sum repairs that. Such a
-model is refused, because the gradients of its hidden states differ between ranks.
+If a matrix that the plan does not name lies between hidden states and sharded matrices, the hidden states get only a
+partial gradient. The gradients of all earlier parameters then mix partial and full gradients; no sum repairs this.
+Such a model is refused; it is recognised because the gradients of its hidden states differ between ranks.
 """
 
 import math
@@ -31,21 +31,21 @@ from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.pair import StageInputs
 from stillhouse.parallel.runner import Runner
 
-#: relative differences between the ranks' gradients: equal up to rounding, and certainly not equal
+#: relative differences between the ranks' gradients: below the first is rounding, above the second a partial gradient
 _EQUAL, _PARTIAL = 1e-2, 5e-2
-#: passes with other labels, because single numbers can be nearly equal by chance
+#: number of passes, each with other labels, because single values can be nearly equal by chance
 _ROUNDS = 3
-#: before the names of the modules whose outputs are hidden states
+#: prefix for gradients of hidden states; the name of the module that returns them follows
 _HIDDEN = "hidden states behind "
 
 
 def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], StageInputs]) -> list[nn.Parameter]:
     """Return the parameters of this process whose gradients have to be summed over the tensor ranks.
 
-    Parameters with the same name in several layers are compared as one. The sum is right if the hidden states have
-    complete gradients, and if a parameter's module runs once in a forward pass: it is then used either for all hidden
-    states or between sharded matrices, not both. A collective of all processes. Raises ProofError for gradients that
-    differ between ranks and cannot be summed. Leaves no gradients.
+    Parameters with the same name in several layers are compared together. The sum is correct on two conditions: the
+    hidden states have complete gradients, and the parameter's module runs once per forward pass, so that it is used
+    either for all hidden states or between sharded matrices, but not for both. A collective of all processes. Raises
+    ProofError for gradients that differ between ranks and cannot be summed. Clears all gradients at the end.
     """
     runs, squares = Counter[nn.Module](), defaultdict[str, float](float)
     hidden: dict[str, Tensor] = {}
@@ -76,7 +76,7 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
 
 
 def _cross_entropies(number: int) -> OutputProcessor:
-    """A processor: the sum of the cross-entropies of all depths, with labels that depend on `number`."""
+    """Return a processor that sums the cross-entropies of all depths, with labels that depend on `number`."""
 
     def process(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> ObjectiveOutput:
         hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
@@ -89,28 +89,28 @@ def _cross_entropies(number: int) -> OutputProcessor:
 
 
 def _copies(runner: Runner) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters with a gradient of which the tensor ranks hold the same elements."""
+    """Yield the parameters that have a gradient and are replicated over the tensor ranks."""
     for name, parameter in runner.named_parameters():
         if parameter.grad is not None and not _is_sharded_over_tensor_ranks(parameter):
             yield name, parameter
 
 
 def _is_sharded_over_tensor_ranks(parameter: nn.Parameter) -> bool:
-    """Whether the tensor ranks, or the ranks of expert parallelism that include them, have different elements."""
+    """Whether a parameter is sharded over the tensor ranks, or over expert ranks (which include them)."""
     axes = _axes(parameter)
     return any(axis in ("tensor", "expert") and not placement.is_replicate() for axis, placement in axes)
 
 
 def _axes(parameter: nn.Parameter) -> Iterable[tuple[str, Any]]:
-    """The axes of a parameter's mesh, with its placements on them."""
+    """Return the name of each axis of a parameter's mesh, and the placement on that axis."""
     if not isinstance(parameter, DTensor):
         return ()
     return zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
 
 
 def _squares(runner: Runner, hidden: Mapping[str, Tensor]) -> dict[str, float]:
-    """By generic name, the sum of squares of this process's gradients, and of their differences from the mean of the
-    tensor ranks. A collective of the tensor ranks.
+    """Return sums of squares by generic name: of this process's gradients and, with suffix " difference", of their
+    differences from the mean over the tensor ranks. A collective of the tensor ranks.
 
     hidden: the gradients of hidden states by name.
     """
@@ -146,7 +146,7 @@ def _problem(
     runs: Counter[nn.Module],
     count: int,
 ) -> str:
-    """Why the gradients of a parameter, which differ between ranks, cannot be summed; empty if they can.
+    """Return why gradients of a parameter that differ between ranks cannot be summed; empty if they can.
 
     runs: how often each module has run in `count` forward passes.
     """
@@ -166,7 +166,7 @@ def _problem(
 
 
 def _mixed_problem(differing: Mapping[str, float]) -> str:
-    """Why the gradients of this model's parameters mix partial and full gradients; empty if they do not."""
+    """Return why this model's gradients mix partial and full gradients; empty if they do not."""
     for name, difference in differing.items():
         if name.startswith(_HIDDEN) and difference > _EQUAL:
             return (
@@ -177,9 +177,7 @@ def _mixed_problem(differing: Mapping[str, float]) -> str:
 
 
 def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> AbstractContextManager[None]:
-    """Return a context that adds the gradients of the hidden states in front of the layers and between them to
-    `into`, by module.
-    """
+    """Return a context that adds to `into`, by module, the gradients of the embedding's and layers' outputs."""
 
     def add(name: str, gradient: Tensor) -> None:
         value = local(gradient).detach().float()
