@@ -93,7 +93,7 @@ class HeadBuffers:
             buffer.is_used = False
 
     def _free(self, name: str, weight_VE: Tensor) -> _Buffer:
-        """Return an unused buffer of the weight's shape and dtype, best the one with this weight; or a new one."""
+        """Return an unused buffer of this shape and dtype, preferably one with this weight; or a new buffer."""
         kind, buffers = (weight_VE.shape, weight_VE.dtype), self._buffers
         free = [
             buffer for buffer in buffers if not buffer.is_used and kind == (buffer.tensor.shape, buffer.tensor.dtype)

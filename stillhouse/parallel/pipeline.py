@@ -1,9 +1,9 @@
 """The pipeline: student and teacher run side by side in the same stages, under torch's schedules.
 
-A stage holds some layers of both models. It sends the hidden states of both to the next stage, never logits; the
-teacher's hidden states have no gradient. The last stage thus has both hidden states of a micro-batch, and the output
-processor runs in the student's head as it does without a pipeline. Nothing but hidden states is sent: every rank
-already has the micro-batches and looks each of them up by its number.
+A stage has some layers of both models. It sends the hidden states of both models, never logits, to the next stage.
+The teacher's hidden states have no gradient. The last stage thus has the final hidden states of both models, and runs
+the output processor in the student's head as without a pipeline. Stages send nothing but hidden states: every rank
+has all micro-batches and finds a micro-batch by its number.
 
 B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 """
@@ -33,7 +33,7 @@ from stillhouse.parallel.teacher_prefetch import Sends, TeacherPrefetch
 class Pipeline:
     """The stages of this rank and their schedule. pairs: by stage number.
 
-    If the plan copies the embedding, the two gradients are summed after every step, so that the copies stay equal.
+    If the plan copies the embedding, both gradients are summed after each step, which keeps the copies equal.
     """
 
     def __init__(self, pairs: dict[int, TeacherStudentPair], scheme: Scheme, plan: StagePlan, mesh: Mesh):
@@ -43,8 +43,8 @@ class Pipeline:
         self.count = self.ranks * scheme.per_rank
         self.stages = {number: _Stage(number, self.count, pair) for number, pair in pairs.items()}
         if mesh.sharding is not None:
-            # the stage itself has no weights, but wrapping it makes the schedule keep gathered weights and sum
-            # gradients once per step
+            # the stage module has no weights of its own; only if it is wrapped, too, torch's schedule keeps gathered
+            # weights and reduces gradients once per step
             for stage in self.stages.values():
                 fully_shard(stage, mesh=mesh.sharding)
         self.scheme, self.plan, self.group, self.device = scheme, plan, group, mesh.device
@@ -59,7 +59,7 @@ class Pipeline:
     def forward_backward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
         """Add the gradients of the micro-batches' losses to the parameters.
 
-        Returns the results of this rank's stages, stage by stage; those of all but the last stage have no outputs.
+        Returns the results of this rank's stages, stage by stage; only results of the last stage have an output.
         All micro-batches must have the same shape. Raises ValueError if the schedule does not support this number of
         micro-batches.
         """
@@ -83,14 +83,14 @@ class Pipeline:
     def forward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
         """Run the micro-batches, of any number and shapes, without gradients.
 
-        Returns the results of the last stage, and an empty list on the ranks of all others. Does not use torch's
-        schedules: the one of ZBV cannot evaluate (torch 2.13), and without backward there is nothing to schedule. A
+        Returns the results of the last stage; on ranks without the last stage, an empty list. Does not use torch's
+        schedules: ZBV's schedule cannot evaluate (torch 2.13), and without backward there is nothing to schedule. A
         rank runs all micro-batches through one of its stages before it begins with its next stage.
         """
         step = _Step(inputs)
         if self.prefetch is not None:
             self.prefetch.forget(step.request)
-        outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # of a stage, for the next one on this rank
+        outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # of stages whose next stage is on this rank
         sends = Sends()
         for number, stage in sorted(self.stages.items()):
             source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
@@ -112,7 +112,7 @@ class Pipeline:
         return [step.results[key] for key in sorted(step.results) if key[0] + 1 == self.count]
 
     def _sum_embedding_gradient(self) -> None:
-        """Give the embedding of the first stage and its copy on the last stage the sum of their gradients."""
+        """Set the gradients of the first stage's embedding and of its copy on the last stage to their sum."""
         first, last = 0, self.scheme.rank_of(self.count - 1, self.ranks)
         if self.rank not in (first, last):
             return
@@ -192,17 +192,17 @@ class Pipeline:
         )
 
     def _hidden(self, shape_BS: tuple[int, int], device: torch.device, *, with_teacher: bool) -> tuple[Tensor, ...]:
-        """Return tensors for what one stage sends to the next one, without values."""
+        """Return uninitialised tensors for the hidden states that one stage sends to the next one."""
         sizes = (self.plan.student, self.plan.teacher if with_teacher else None)
         return tuple(size.empty(shape_BS, device) for size in sizes if size is not None)
 
 
 class _Step:
-    """The micro-batches of one call. Every stage of this rank gets all of them, and the number of the one to run.
+    """The micro-batches and results of one call. A stage gets this object and the number of the micro-batch to run.
 
     inputs: by the micro-batch's number. results: by the numbers of the stage and of the micro-batch.
-    prefetched: of a teacher that runs ahead, its last hidden states by micro-batch, on the last stage; None if the
-        teacher runs with the student.
+    prefetched: if the schedule prefetches the teacher, the teacher's final hidden states by micro-batch, on the last
+        stage; None if the teacher runs with the student.
     """
 
     def __init__(self, inputs: Sequence[StageInputs]):
@@ -216,9 +216,7 @@ class _Step:
 
 
 class _Stage(nn.Module):
-    """A pair with the signature that torch's schedules call: the received hidden states, and a micro-batch's number
-    in the step.
-    """
+    """Calls a pair with the arguments of torch's schedules: received hidden states, and the micro-batch's number."""
 
     def __init__(self, number: int, count: int, pair: TeacherStudentPair):
         super().__init__()
@@ -226,7 +224,7 @@ class _Stage(nn.Module):
         self.is_last = number + 1 == count
 
     def teacher_forward(self, micro_batch: MicroBatch, *received: Tensor) -> Tensor:
-        """Run the teacher's part alone. This calls `forward`, because its FSDP hooks gather the weights."""
+        """Run only the teacher's part. This goes through `forward`, whose FSDP hooks gather the weights."""
         return self(*received, teacher_of=micro_batch)
 
     def forward(

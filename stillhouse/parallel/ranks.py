@@ -25,9 +25,9 @@ Item = TypeVar("Item")
 
 
 class Ranks:
-    """The processes of a group, in their order. A single process has no group, and nothing is sent.
+    """The processes of a group, by rank. A single process has no group and sends nothing.
 
-    Values are anything that JSON can represent. All methods but `share` are collectives of the group.
+    Values are anything that JSON can represent. All methods except `share` are collectives of the group.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device):
@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def of_job(cls, device: torch.device) -> "Ranks":
-        """All processes of the job, which are connected already."""
+        """Return the group of all processes of the job, which must be connected already."""
         return cls(dist.group.WORLD if dist.is_initialized() else None, device)
 
     @property
@@ -51,11 +51,11 @@ class Ranks:
         return self.rank == 0
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """This process's part of a list that all processes have."""
+        """Return this process's items of a list that all processes have: every `size`-th item, from `rank` on."""
         return items[self.rank :: self.size]
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order."""
+        """Return the values of all processes, by rank."""
         if self.group is None:
             return [value]
         encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
@@ -72,7 +72,7 @@ class Ranks:
         ]
 
     def from_first(self, value: Any) -> Any:
-        """The value of the first process, on all of them. The other processes may give any value."""
+        """Return the first process's value on all processes. The values of the other processes are ignored."""
         if self.group is None:
             return value
         content = json.dumps(value).encode() if self.is_first else b""
@@ -85,7 +85,7 @@ class Ranks:
         return value if self.is_first else json.loads(text.cpu().numpy().tobytes())
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of the tensors of all processes, on the device of `values`."""
+        """Return the sum of the tensors of all processes, on the device of `values`."""
         if self.group is None:
             return values
         total = values.to(self.device, copy=True)
@@ -93,7 +93,7 @@ class Ranks:
         return total.to(values.device)
 
     def largest(self, number: int) -> int:
-        """The largest of the numbers of all processes; it costs one all-reduce of one integer."""
+        """Return the largest number of all processes, by one all-reduce of one integer."""
         if self.group is None:
             return number
         numbers = torch.tensor(number, device=self.device)
@@ -108,8 +108,8 @@ class Ranks:
     def all_raise(self, *kinds: type[BaseException]) -> Iterator[None]:
         """If the block raises an error of one of these kinds on any process, raise it on all processes.
 
-        Otherwise the other processes would wait for the one that failed. If several processes fail, the error of the
-        kind that is named first is raised; among the processes with this kind, that of the lowest rank.
+        Otherwise the other processes would wait for the failed process. If several processes fail, the error whose
+        kind comes first in `kinds` is raised; of several errors of this kind, the error of the lowest rank.
         """
         if self.size == 1:
             yield
@@ -133,12 +133,12 @@ class Ranks:
     def _raise(
         self, failures: Sequence[Any], local_failure: BaseException | None, kinds: Sequence[type[BaseException]]
     ) -> None:
-        """Raise the error of the first kind of all processes, if there is one."""
+        """Raise the error that `all_raise` describes, if any process has failed."""
         failed = [rank for rank, encoded in enumerate(failures) if encoded is not None]
         if not failed:
             return
         rank = min(failed, key=lambda rank: failures[rank][0])
-        # the rank that failed raises this type, too: a caller may treat a subclass in another way than its base
+        # the failed rank raises the same type as the others: a caller may treat a subclass differently from its base
         raise _decoded(failures[rank], kinds) from (local_failure if rank == self.rank else None)
 
     def on_first(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
@@ -159,18 +159,18 @@ class Ranks:
         raise _decoded(error, kinds) from failure
 
     def outcome(self, message: Any, *kinds: type[BaseException]) -> Any:
-        """Return the result, or raise the error, that the first process has sent in `on_first`."""
+        """Return the result that the first process has sent in `on_first`, or raise the error that it has sent."""
         if "error" in message:
             raise _decoded(message["error"], kinds)
         return message["result"]
 
 
-#: this process by itself, whether it belongs to a job of several processes or not
+#: only this process, even if it belongs to a job of several processes
 ONE_PROCESS = Ranks(None, torch.device("cpu"))
 
 
 def _attempt(function: Callable[[], Any], kinds: tuple[type[BaseException], ...]) -> tuple[Any, BaseException | None]:
-    """The result of a function, and its error if that is of one of these kinds."""
+    """Return the result of a function, and its error if the error is of one of these kinds."""
     try:
         return function(), None
     except kinds as error:
@@ -178,7 +178,7 @@ def _attempt(function: Callable[[], Any], kinds: tuple[type[BaseException], ...]
 
 
 def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list[Any]:
-    """The number of an error's kind, and the arguments that make the same error."""
+    """Return the index of the error's kind, and the arguments with which `_decoded` creates the error again."""
     kind = next(number for number, kind in enumerate(kinds) if isinstance(error, kind))
     if isinstance(error, ConfigError) and kinds[kind] is ConfigError:
         return [kind, [error.key, error.problem]]
@@ -197,12 +197,12 @@ def process_count() -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its machine."""
+    """Return this process's rank on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_processes() -> int:
-    """How many processes torchrun started on this machine."""
+    """Return the number of processes that torchrun started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -232,7 +232,7 @@ def start(device: torch.device, timeout: float) -> None:
         store, rank, processes = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # torchrun's store survives a restart and still has the addresses of dead processes (torch 2.13): give
-            # each attempt its own prefix. Only on a single machine do all processes have the same restart count.
+            # each attempt its own prefix. All processes have the same restart count only on a single machine.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         watchdog.start(store, rank, processes, timeout)
         # the watchdog finds a hung rank; a collective may also wait for a long save on rank 0

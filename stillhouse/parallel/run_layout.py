@@ -25,8 +25,8 @@ class Scheme:
 
     per_rank: the number of stages on each rank. in_v: the stages are assigned to the ranks in increasing, then in
     decreasing order, so that rank 0 has the first and the last stage. prefetch: the teacher runs in separate
-    actions, up to one step before the student. splits_backward: a stage computes the gradients of its input and those
-    of its weights at different times.
+    actions, up to one step before the student. splits_backward: a stage computes the gradients of its input and the
+    gradients of its weights at different times.
     """
 
     schedule: Callable[..., Any]
@@ -59,7 +59,7 @@ SCHEMES = {
 class Layout:
     """How a run is distributed over processes.
 
-    schedule: the pipeline's schedule, a key of `SCHEMES`. gather_dtype (of the student), offload: see `apply_fsdp`.
+    schedule: the pipeline's schedule, a key of `SCHEMES`. gather_dtype (for the student), offload: see `apply_fsdp`.
     """
 
     degrees: Degrees = ONE

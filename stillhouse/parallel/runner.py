@@ -1,7 +1,7 @@
 """Student and teacher distributed over processes: the same calls under every layout.
 
 runner = build_runner(layout, mesh, student_source, teacher_source)
-results = runner.forward(inputs)     of each micro-batch: what the output processor returns
+results = runner.forward(inputs)     one result of the output processor for each micro-batch
 norm = runner.clip(1.0)
 """
 
@@ -25,7 +25,7 @@ from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
 
 
 class Runner(DistributedStudent):
-    """Runs micro-batches through a pair of student and teacher, or through this rank's stages of it."""
+    """Runs micro-batches through a pair of student and teacher, or through the stages of the pair on this rank."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Runner(DistributedStudent):
         self._summed: list[nn.Parameter] = []
 
     def sum_over_tensor_ranks(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients of these parameters over the tensor ranks after every backward, since each of the ranks
-        has a copy of the parameter and a part of its gradient.
+        """Set the parameters whose gradients are summed over the tensor ranks after every backward: each rank has a
+        full copy of such a parameter, but only a partial gradient.
         """
         self._summed = list(parameters)
 
@@ -54,13 +54,13 @@ class Runner(DistributedStudent):
             else:
                 results = [self.pairs[0](batch) for batch in inputs]
         for pair in self.pairs.values():
-            reshard(pair)  # no backward follows, which would otherwise reshard
+            reshard(pair)  # FSDP reshards in backward, and no backward follows
         return [result.output for result in results]
 
     def forward_backward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
         """Add the gradients of the micro-batches' losses to the student's parameters.
 
-        Returns the results of this rank's stages; those of stages without the student's head have no outputs.
+        Returns the results of this rank's stages; only stages with the student's head have outputs.
         """
         with self.gradients_summed():
             if self.pipeline is not None:
@@ -74,7 +74,7 @@ class Runner(DistributedStudent):
     def one_by_one(self, inputs: Sequence[StageInputs]) -> Iterator[tuple[TeacherStudentPair, StageInputs]]:
         """Yield the pair and the inputs of each micro-batch of a step without a pipeline; the caller runs the passes.
 
-        HSDP: each replica sums its own gradients until the last micro-batch, whose backward all-reduces them.
+        HSDP: each replica accumulates its own gradients; the backward of the last micro-batch all-reduces them.
         """
         pair = self.pairs[0]
         for number, batch in enumerate(inputs, start=1):
@@ -106,14 +106,14 @@ class Runner(DistributedStudent):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """See `DistributedStudent`.
 
-        A head that is a copy of the embedding on another stage has the head's name here (see `shared_name`). A copy
-        of the embedding for MTP layers has the embedding's name, on the last stage as on the first one.
+        If the tied head is a copy of the embedding on another stage, it has the head's name here (see `shared_name`).
+        If MTP layers need a copy of the embedding on the last stage, the copy has the embedding's name.
         """
         for student in self.decoders:
             yield from student.named_parameters()
 
     def shared_name(self, name: str) -> str:
-        """Return a parameter's name in the whole model: for a head that is tied to the embedding, the embedding's."""
+        """Return a parameter's name in the full model, where a tied head has the embedding's name."""
         if self.tied and name == "head.linear.weight":
             return self.decoders[0].embedding_name
         return name
@@ -125,11 +125,11 @@ class Runner(DistributedStudent):
     def clip(self, limit: float) -> Tensor:
         """Scale the gradient down to a norm of at most `limit` (0: do not scale).
 
-        Returns the norm of the whole gradient before scaling, the same on every rank.
+        Returns the norm of the global gradient before scaling, the same on every rank.
         """
         held = reduce_partial_grads(parameter for _, parameter in self.named_parameters())
         degrees = self.layout.degrees
-        # the norm counts the embedding of the first stage, and not its copy on the last one
+        # the norm counts the embedding of the first stage, but not its copy on the last stage
         copy = None if self.pipeline is None else self.pipeline.embedding_copy
         counted = [parameter for parameter in held if parameter is not copy]
         norm = gradient_norm(counted, degrees.processes // degrees.pipeline, self.ranks)

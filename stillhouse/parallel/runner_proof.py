@@ -1,10 +1,10 @@
-"""Proves the models of a runner under its layout, after their weights are there, with the passes that training makes.
+"""Proves the models of a runner under its layout, after their weights are loaded, with the same passes as training.
 
-What is proven of each model is in `models/load_proof.py`. Under tensor parallelism, each layer is also compared
-with its whole copy (`tensor_parallel_proof.py`), and backward passes show which gradients have to be summed
+`models/load_proof.py` describes the proof of one model. Under tensor parallelism, each layer is also compared with
+its full copy (`tensor_parallel_proof.py`), and backward passes show which gradients have to be summed
 (`partial_gradients.py`).
 
-B rows, S columns of the whole sequences, D and E widths of student and teacher.
+B rows, S columns of the global sequences, D and E widths of student and teacher.
 """
 
 import math
@@ -44,7 +44,7 @@ from stillhouse.parallel.tensor_parallel_proof import layers_compared, require_e
 
 
 class _Hidden(NamedTuple):
-    """What the probe's output processor returns: hidden states of all depths, and of a teacher in the stages."""
+    """The result of the probe's output processor: the student's hidden states by depth, and the teacher's if any."""
 
     student: tuple[Tensor, ...]
     teacher_TE: Tensor | None
@@ -55,9 +55,9 @@ def prove_runner(
 ) -> None:
     """Prove the student and the teacher of a runner. A collective of all its processes.
 
-    student, teacher: where they come from; without a teacher in the stages, the source only names its head.
-    teacher_in_stages: whether the teacher's layers are in the student's stages; otherwise only its head is proven.
-    Raises ProofError on all processes. Changes neither weights, nor modes, nor random numbers.
+    student, teacher: the sources of the models. teacher_in_stages: whether the teacher's layers are in the student's
+    stages; otherwise only its head is proven, and its source is used only for the name.
+    Raises ProofError on all processes. Does not change weights, modes or the state of random numbers.
     """
     names = student.name, "teacher" if teacher is None else teacher.name
     for training in (False, True) if runner.decoders[0].training else (False,):
@@ -81,7 +81,7 @@ def prove_runner(
 
 
 def prove_heads(runner: DistributedStudent, decoders: Mapping[str, Decoder]) -> None:
-    """Prove the heads of decoders that have no layers here. A collective of all processes of the runner.
+    """Prove the heads of decoders without layers on this process. A collective of all processes of the runner.
 
     decoders: empty on processes without the student's last stage. Raises ProofError on all processes.
     """
@@ -95,9 +95,9 @@ def prove_heads(runner: DistributedStudent, decoders: Mapping[str, Decoder]) -> 
 
 
 def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, teacher_in_stages: bool) -> None:
-    """Prove that hidden states of student and teacher depend on the tokens that they should, and on no others.
+    """Prove that hidden states of student and teacher depend on the right tokens, and on no others.
 
-    names: of the two models, for errors.
+    names: the names of the two models, for errors.
     """
     pair = runner.pairs[max(runner.pairs)]
     student, teacher = pair.student, None
@@ -106,7 +106,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, tea
     forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     probe = forward.probe
     with in_mode(*runner.decoders, training=training):
-        # a forward pass is the same for all ranks, also for those without its result
+        # all ranks have to run the same passes, even ranks that get no result
         passes = run_probe(forward.of_rows, probe, forward.device)
     count = len(passes) - (teacher is not None)
     hidden_of_both = passes[:count], passes[count:]
@@ -119,7 +119,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, tea
 
 
 def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:
-    """Prove the layers of the student and of the teacher in its stages, whose matrices the tensor ranks share."""
+    """Prove the layers that tensor parallelism has sharded, of the student and of a teacher in its stages."""
     forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     sides: list[tuple[ModelSource | None, list[Decoder]]] = [
         (student, runner.decoders),
@@ -142,10 +142,10 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
 
 
 class ProbeForward:
-    """A forward pass of the runner. It returns hidden states of whole sequences, gathered over the context ranks.
+    """A forward pass of the runner that returns hidden states of global sequences, gathered over the context ranks.
 
-    They are [B, S, D] of the student, and of each depth of its multi-token prediction, and [B, S, E] of the teacher.
-    On processes without the last stage it returns nothing.
+    The results are [B, S, D] for the student and for each of its MTP depths, and [B, S, E] for the teacher; an empty
+    list on processes without the last stage.
     """
 
     def __init__(self, runner: Runner, signals: Signals):
@@ -153,7 +153,7 @@ class ProbeForward:
         student, context = runner.decoders[0], runner.layout.degrees.context
         self.device = runner.device
         depths = [0 if part.mtp is None else part.mtp.depths for part in runner.decoders]
-        # only the last stage has the layers of multi-token prediction
+        # only the last stage has the MTP layers
         self.depths = max(runner.ranks.gather(max(depths)))
         decoders = [decoder for decoder in (student, runner.teacher) if decoder is not None]
         vocabulary = min(decoder.vocabulary_rows for decoder in decoders)
@@ -169,7 +169,7 @@ class ProbeForward:
         return StageInputs(micro_batch, self.signals, processor, mtp, autocast=_precision(self._runner))
 
     def micro_batch(self) -> MicroBatch:
-        """This process's columns of the documents: of one row for an attention that packs one row."""
+        """Return this process's columns of the probe; of its first row, if the attention requires one row."""
         rows = 1 if self.packs_one_row else len(self.probe.ids_BS)
         return _micro_batch(self._runner, self.probe.ids_BS[:rows], self.probe.position_ids_BS[:rows])
 
@@ -186,7 +186,7 @@ class ProbeForward:
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> _Hidden:
-    """An output processor."""
+    """An output processor that returns the hidden states that it gets."""
     hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
     for signal in context.signals.values():
         with signal.opened(head) as opened:
@@ -196,12 +196,12 @@ def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, de
 
 
 def _precision(runner: Runner) -> torch.dtype | None:
-    """The dtype of autocast: the one in which FSDP gathers weights, which a training step computes in, too."""
+    """Return the autocast dtype of training steps: FSDP's gather_dtype, or else the dtype that the model needs."""
     return runner.layout.gather_dtype or autocast_dtype(runner.decoders[0].pretrained)
 
 
 def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> MicroBatch:
-    """This process's columns of some documents without targets."""
+    """Return this process's columns of these documents, as a micro-batch without targets."""
     count = ids_BS.numel()
     micro_batch = MicroBatch(
         inputs={"input_ids": ids_BS.cpu(), "position_ids": position_ids_BS.cpu()},
@@ -222,7 +222,7 @@ def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
 
 
 def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
-    """The inputs of a decoder without an embedding: hidden states of fixed values."""
+    """Return the inputs of a decoder without an embedding: hidden states with fixed values."""
     shape_BSD = (*position_ids_BS.shape, decoder.width)
     place_T = torch.arange(math.prod(shape_BSD), device=position_ids_BS.device, dtype=torch.float32)
     embeds_BSD = place_T.sin().view(shape_BSD).to(decoder.output_weight.dtype)

@@ -1,10 +1,10 @@
-"""Where the models of a layout come from: weights are read from safetensors files into a distributed model.
+"""The sources of models under a layout: weights are read from safetensors files into a distributed model.
 
-No process ever holds more than its own part of the weights.
+At any time, a process has only its own shards of the weights in memory.
 
-    decoder = empty_decoder(folder)           the whole model on the meta device: shapes, no memory
+    decoder = empty_decoder(folder)           the full model on the meta device: shapes, no memory
     …                                         cut it into stages, shard it
-    load_weights(decoder, folder, device)     allocate memory for this process's part, read its slices from the files
+    load_weights(decoder, folder, device)     allocate memory for this process's shards, read them from the files
 """
 
 import math
@@ -36,13 +36,13 @@ from stillhouse.models.pretrained import auto_class, parse_dtype, require_safe_f
 class ModelSource:
     """Where a model comes from.
 
-    build: returns the whole model, with weights or on the meta device; called once for each stage on this process.
+    build: returns the full model, with weights or on the meta device; called once for each stage on this process.
     load_weights: reads the weights of a model that was built on the meta device, after the model has been cut into
     stages and distributed; None if `build` returns the weights.
     teacher_is_base: for a student with an adapter: the student without the adapter is the teacher.
-    offload: keep FSDP's shards of this model in host memory between uses, whatever the layout says.
-    name: how errors name the model.
-    is_proven: `build` returns a whole model that has been proven, as `Decoder` does.
+    offload: keep FSDP's shards of this model in host memory between uses, even if the layout does not offload.
+    name: the model's name in errors.
+    is_proven: `build` returns a full model that has already been proven, as `Decoder` does.
     """
 
     build: Callable[[], Decoder]
@@ -94,7 +94,7 @@ def load_weights(
 
     The decoder may have been cut and sharded. offload: parameters go to host memory, and only buffers to the device.
 
-    Raises ValueError for a weight that the folder has neither under its name in the model nor as one tensor per
+    Raises ValueError if the folder has a weight neither under the name that the model gives it, nor as one tensor per
     expert.
     """
     allocate(decoder, device, offload=offload)
@@ -107,11 +107,11 @@ def read_weights(
     prefix: str = "",
     renamed: Callable[[str], str] | None = None,
 ) -> None:
-    """Read the weights of a decoder, which has memory and may have been cut and sharded, in place from a folder.
+    """Read weights in place from a folder into a decoder that has memory, and that may have been cut and sharded.
 
-    prefix: read only the tensors whose names in the decoder begin with it. renamed: for a folder of another model,
-    whose vocabulary may have another number of rows: the name that a tensor has there, from its name in the decoder's
-    own files.
+    prefix: read only the tensors whose names in the decoder begin with this prefix. renamed: for a folder of another
+    model: maps a tensor's name in the decoder's own files to its name in this folder. The other model's vocabulary
+    may have another number of rows.
     Raises ValueError as `load_weights` does.
     """
     files = _files(folder)
@@ -139,7 +139,7 @@ def read_weights(
 
 
 def _is_initialised(decoder: Decoder, name: str) -> bool:
-    """Whether a tensor is not read, because a LoRA, new MTP layers or projectors initialise it themselves."""
+    """Whether a tensor is not read from a file, because it belongs to a LoRA, new MTP layers or projectors."""
     return is_lora(name) or name.startswith(PROJECTORS) or (is_mtp(name) and bool(decoder.mtp and decoder.mtp.is_new))
 
 
@@ -147,11 +147,11 @@ def _is_initialised(decoder: Decoder, name: str) -> bool:
 def _read_rows(
     shard: Tensor, slices: list[slice], shape: torch.Size, parts: list[str], files: dict[str, str], is_padded: bool
 ) -> None:
-    """Read this process's `shard` of a tensor, whose rows the files have in one part or in several consecutive ones.
+    """Read this process's `shard` of a global tensor. `parts` names the stored tensors that have its rows, in order.
 
-    slices: of the global tensor of this shape, where the shard is. files: by tensor name, the file that holds the
-    tensor. is_padded: the files may have another number of rows, which are padding; rows that they lack become zero.
-    Raises ValueError for a part that is in no file, and for another shape.
+    slices: where the shard is in the global tensor. shape: the global shape. files: the path of each tensor's file,
+    by tensor name. is_padded: the files may have more or fewer rows, which are padding; missing rows
+    become zero. Raises ValueError for a part that is in no file or has another shape.
     """
     rows, *columns = slices or [slice(0)]
     above = 0  # number of rows of the previous parts
@@ -176,7 +176,7 @@ def _read_rows(
 
 
 def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -> None:
-    """Allocate the memory of a decoder on the meta device. Only the buffers that no file holds get their values."""
+    """Allocate the memory of a decoder on the meta device. Only the non-persistent buffers get their values."""
     decoder.to_empty(device="cpu" if offload else device)
     decoder.tie()
     for module in decoder.modules():
@@ -186,7 +186,7 @@ def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -
 
 
 def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Return, by tensor name, the file of a folder that holds the tensor."""
+    """Return the path of each tensor's file in a folder, by tensor name."""
     files: dict[str, str] = {}
     for path in Path(folder).glob("*.safetensors"):
         with reading(f"{path} is not a readable safetensors file"), safe_open(path, framework="pt") as file:
@@ -196,11 +196,11 @@ def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 @torch.no_grad()
 def make_buffers(decoder: Decoder) -> None:
-    """Compute the buffers that no file holds, such as rotary frequencies, with the family's own initialisation.
+    """Compute the non-persistent buffers, such as rotary frequencies, with the family's own initialisation.
 
-    A family may set a module's buffer when it initialises the model around it. So all modules are initialised, each
-    by the model to which it belongs. Meanwhile other tensors have the mark with which transformers protects them.
-    Raises ValueError for a buffer that the family does not initialise.
+    A family may initialise a module's buffer in the code of the model that contains the module. Therefore all modules
+    are initialised, each by the model that contains it. All other tensors are marked as initialised for that time, so
+    that transformers does not change them. Raises ValueError for a buffer that the family does not initialise.
     """
     model, names = decoder.pretrained, _unsaved_buffers(decoder)
     for name in names:
@@ -228,7 +228,7 @@ def make_buffers(decoder: Decoder) -> None:
 
 
 def _unsaved_buffers(decoder: Decoder) -> list[str]:
-    """The names of the buffers that no file holds; without masks, which have no value for `_uninitialised`."""
+    """Return the names of the non-persistent buffers, except boolean masks, which have no uninitialised value."""
     return [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in decoder.named_modules()
@@ -238,12 +238,12 @@ def _unsaved_buffers(decoder: Decoder) -> list[str]:
 
 
 def _uninitialised(buffer: Tensor) -> float:
-    """A value that no buffer is initialised with."""
+    """Return a value that initialised buffers do not contain."""
     return math.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
 
 
 def _owners(model: PreTrainedModel, module: nn.Module) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-    """The submodules of a module from the inside out, each with the innermost model of transformers around it."""
+    """Yield a module's submodules, inner ones first, each with the innermost transformers model that contains it."""
     for child in module.children():
         yield from _owners(child if isinstance(child, PreTrainedModel) else model, child)
     yield model, module

@@ -1,4 +1,4 @@
-"""Which micro-batches of a step each process computes, and its part of each of them."""
+"""Shards a step's micro-batches: which micro-batches each process computes, and which part of each micro-batch."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from stillhouse.parallel.mesh import Degrees, Mesh
 
 
 class ShardedMicroBatches(list[MicroBatch]):
-    """This process's micro-batches of a step, on its device. Each holds only this process's part of the sequences.
+    """This process's micro-batches of a step, on its device, with only this process's part of the sequences.
 
     of_all_ranks: all micro-batches of the step, with full sequences; the same on every process.
     uniform_shapes: see `padded_shapes`.
@@ -21,7 +21,7 @@ class ShardedMicroBatches(list[MicroBatch]):
 def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
     """Return this process's part of a step.
 
-    All data ranks get equally many micro-batches. If there are too few, the first one is repeated without targets.
+    All data ranks get the same number of micro-batches; the first micro-batch without its targets fills gaps.
     Each context rank gets its own columns of each micro-batch. uniform_shapes: see `padded_shapes`.
     """
     degrees, parts = mesh.degrees, []
@@ -36,11 +36,11 @@ def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: b
 def padded_shapes(
     shapes_BS: Sequence[tuple[int, int]], degrees: Degrees, *, uniform_shapes: bool = False
 ) -> list[tuple[int, int]]:
-    """Return the padded rows and columns of a step's micro-batches, before they are divided over context ranks.
+    """Return the padded rows and columns of a step's micro-batches, before they are sharded over context ranks.
 
     The list may be longer than `shapes_BS`: it includes the repeated micro-batches. uniform_shapes: all micro-batches
-    get one shape, and each data rank's number of them is a multiple of the pipeline's ranks, as the pipeline
-    schedules require.
+    get one shape, and the number of micro-batches per data rank is a multiple of the number of pipeline ranks, as the
+    pipeline schedules require.
     """
     count = _rounded_up(len(shapes_BS), degrees.data * (degrees.pipeline if uniform_shapes else 1))
     shapes = list(shapes_BS)

@@ -47,18 +47,18 @@ class HiddenSize(NamedTuple):
     dtype: torch.dtype
 
     def empty(self, shape_BS: tuple[int, int], device: torch.device) -> Tensor:
-        """Return hidden states without values."""
+        """Return uninitialised hidden states."""
         return torch.empty(*shape_BS, self.width, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Properties of the models that a pipeline needs before they are cut.
+    """Properties of the full models that a pipeline needs after the models have been cut.
 
-    student, teacher: of their hidden states; None: the teacher's are not sent.
-    tied: whether the student's embedding and head, on the first and the last stage, train as one weight.
+    student, teacher: the size of their hidden states; teacher=None: no stage sends hidden states of a teacher.
+    tied: whether the student's embedding on the first stage and its head on the last stage train as one weight.
     copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
-    teacher_cost: of a forward of the teacher's layers, as a multiple of that of the student's layers.
+    teacher_cost: the cost of a forward of the teacher's layers, as a multiple of the student's.
     """
 
     stages: list[Stage]
@@ -73,7 +73,7 @@ class StagePlan:
 class Cost:
     """A model's cost, in multiplications per token: `layer` for each of its `layers`, `head` for its head.
 
-    passes: how often these are computed: 1 for a forward, 3 for a forward and a backward.
+    passes: the cost in forwards: 1 for a forward, 3 for a forward and a backward.
     """
 
     layers: int
@@ -86,7 +86,7 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
     """Return stages of nearly equal cost; the last stage's cost includes the heads. Each stage has at least one layer
     of the student.
 
-    Raises ValueError for more stages than the student has layers.
+    Raises ValueError if there are more stages than student layers.
     """
     if stages > student.layers:
         raise ValueError(
@@ -95,7 +95,7 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
     models = [student] if teacher is None else [student, teacher]
     total = sum(model.passes * (model.layers * model.layer + model.head) for model in models)
     heads = sum(model.passes * model.head for model in models)
-    # the cost that each stage's layers may have
+    # the available cost for each stage's layers
     room = [total / stages] * (stages - 1) + [max(0.0, total / stages - heads)]
     student_cuts = _cuts(student.layers, room, least=1)
     teacher_cuts = _cuts(teacher.layers, room, least=0) if teacher is not None else [0] * (stages + 1)
@@ -103,8 +103,8 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
 
 
 def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
-    """Return the layer numbers at which the stages begin, and the last one's end. Each stage gets layers in
-    proportion to its room, and at least `least` of them.
+    """Return the first layer of each stage, and the end of the last stage. Each stage gets at least `least` layers,
+    and otherwise layers in proportion to its room.
     """
     cuts, before = [0], 0.0
     for number, stage_room in enumerate(room, start=1):
@@ -115,21 +115,21 @@ def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
 
 
 def cost_of(decoder: Decoder, passes: int) -> Cost:
-    """Estimate a model's cost from its weights: each element of a weight costs one multiplication per token. An
-    expert's weights count only for the share of tokens that choose this expert.
+    """Estimate a model's cost from its weights: each element of a weight costs one multiplication per token. The
+    weights of experts are scaled by the share of experts that a token chooses.
     """
     layers, chosen = decoder.layers(), experts_per_token(decoder.config)
     depths = 0 if decoder.mtp is None else decoder.mtp.depths
     named = [parameter for layer in layers for parameter in layer.named_parameters()]
-    # the experts of a layer are stacked: a weight's first dim counts them
+    # the weights of a layer's experts are stacked: dim 0 is the expert
     products = sum(weight.numel() * (chosen / len(weight) if is_of_experts(name) else 1.0) for name, weight in named)
     layer, head = products / max(1, len(layers)), decoder.vocabulary_rows * decoder.width
-    # each further depth of multi-token prediction is one more layer and one more pass of the head, on the last stage
+    # each MTP depth costs one more layer and one more pass of the head, on the last stage
     return Cost(len(layers), layer, head + depths * (layer + head), passes)
 
 
 def relative_cost(teacher: Cost, student: Cost) -> float:
-    """Return the cost of a forward of the teacher's layers, as a multiple of that of the student's layers."""
+    """Return the cost of a forward of the teacher's layers, divided by that of the student's layers."""
     return teacher.layers * teacher.layer / (student.layers * student.layer)
 
 
@@ -139,7 +139,7 @@ def require_cuttable(config: PreTrainedConfig) -> None:
 
     The parts of its backbone must have the names in transformers' pipeline plan, and the backbone must not compute
     anything outside these parts: if it scaled its embeddings, every stage would scale the hidden states again. The
-    check runs the backbone without any of its parts; it has to return its input unchanged.
+    check removes all parts from a backbone, which then has to return its input unchanged.
     """
     if set(STAGE_PARTS) - parallel_plan(config, "pp").keys():
         raise ValueError(
@@ -179,7 +179,7 @@ def is_cuttable(config: PreTrainedConfig) -> bool:
 
 
 def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
-    """Raise ValueError for a stage with no trainable layer: torch's schedules send gradients through all stages."""
+    """Raise ValueError for a stage without trainable layers: torch's schedules send gradients through all stages."""
     layers = student.layers()
     for stage in stages:
         held = (parameter for number in stage.student for parameter in layers[number].parameters())
@@ -192,7 +192,7 @@ def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
 
 
 def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
-    """Raise ValueError for a layer of the student that learns a layer of the teacher on another stage."""
+    """Raise ValueError if hidden-state matching pairs a student's layer with a teacher's layer on another stage."""
     for pair in () if student.hidden_match is None else student.hidden_match.pairs:
         stage = next(stage for stage in stages if pair.student in stage.student)
         if pair.teacher not in stage.teacher:
@@ -206,11 +206,11 @@ def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
 
 
 def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool, norm: bool | None = None) -> None:
-    """Remove from a decoder the parts that are on other stages. Its family must pass `require_cuttable`.
+    """Remove from a decoder the parts that are on other stages. The decoder's family must pass `require_cuttable`.
 
-    A stage that is not the first takes hidden states as its input; one that is not the last returns hidden states.
+    The input of every stage but the first is hidden states; every stage but the last returns hidden states.
     The last stage of a decoder with MTP layers has a copy of the embedding.
-    norm: whether to keep the last norm; None: keep it on the last stage, like the head.
+    norm: whether to keep the final norm; None: keep it on the last stage, like the head.
     """
     backbone: Any = decoder.backbone
     for number in range(len(backbone.layers)):

@@ -1,9 +1,9 @@
-"""Proves that a layer whose matrices tensor parallelism has sharded computes what the whole layer does.
+"""Proves that a layer that is sharded by tensor parallelism gives the same results as the full layer.
 
-A plan can be wrong for a model: for example if a function between two sharded matrices reads a mean over all
-columns, of which a rank has a part. The hidden states are then the same on all ranks, and wrong. So in one forward
-pass a whole copy of every layer, with the weights gathered from the ranks, runs on the same inputs. A process holds
-one whole layer at a time.
+A plan can be wrong for a model. For example, a function between two sharded matrices may need a mean over all
+columns, but a rank has only some columns. The hidden states are then equal on all ranks, but wrong. Therefore, in one
+forward pass, a full copy of every layer, with the weights gathered from the ranks, runs on the same inputs. A process
+has only one full layer in memory at a time.
 
 T tokens, D width.
 """
@@ -21,8 +21,8 @@ from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.models.layer_hooks import hidden_of, hooked
 from stillhouse.models.model_checks import describe
 
-#: the largest allowed error of what a layer adds to its input, relative to it. The order of sums differs, and in half
-#: precision also the dtype in which the ranks' parts are added up.
+#: the largest allowed error of a layer's update (output − input), relative to the update. The order of sums differs,
+#: and in half precision also the dtype in which the ranks' partial results are summed.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
@@ -30,25 +30,25 @@ _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, tor
 def layers_compared(
     decoder: Decoder, build: Callable[[], Decoder], precision: torch.dtype | None
 ) -> Iterator[dict[str, float]]:
-    """Compare the layers of a decoder with whole copies of them, in the forward passes of the block.
+    """Compare the layers of a decoder with full copies of them, in the forward passes of the block.
 
     build: returns the decoder before it was distributed, with or without weights. precision: the dtype of the matrix
-    products, which decides the roundings; None: that of the hidden states.
-    Yields the error of each layer by its name, in units of the allowed one. A forward pass is then a collective of
-    the processes that share the decoder's layers.
+    products, which determines the rounding errors; None: the dtype of the hidden states.
+    Yields the error of each layer by its name, in units of the allowed error. In the block, a forward pass is a
+    collective of the processes that share the decoder's layers.
     """
     names = {module: name for name, module in decoder.named_modules()}
     unsharded = build().eval()
     # context parallelism has replaced the attention function, under another name
     unsharded.pretrained.set_attn_implementation(decoder.pretrained.config._attn_implementation)
     errors: dict[str, float] = {}
-    # for each dict that the layers share, such as shared keys and values, by its `id`: the dict itself, so that no
-    # other object gets this `id`, and the dict of the complete copies
+    # layers can share a dict, for example of keys and values; the full copies then share another one. By `id` of the
+    # layers' dict: this dict, which is kept alive so that its `id` stays unique, and the dict of the copies
     shadows: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
 
     @torch.no_grad()
     def compare(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        """A forward hook of a layer: add the error of its output to `errors`, in units of the allowed one."""
+        """A forward hook of a layer: add the error of its output to `errors`, in units of the allowed error."""
         input_BSD = options["hidden_states"] if "hidden_states" in options else arguments[0]
         named = (*layer.named_parameters(), *layer.named_buffers())
         tensors = {key: gathered_tensor(value, input_BSD.device) for key, value in named}
@@ -59,7 +59,7 @@ def layers_compared(
         name = names[layer]
         expected = functional_call(unsharded.get_submodule(name), tensors, arguments, shadow_options)
         error_T = _errors(hidden_of(output), hidden_of(expected), input_BSD, precision or input_BSD.dtype)
-        # two experts can be nearly tied for a token; without experts, rounding gives only few tokens large errors
+        # rounding can change a token's experts, so the median decides; without experts, few tokens have large errors
         has_experts = any(model_parts.is_of_experts(key) for key in tensors)
         error = error_T.quantile(0.5 if has_experts else 0.95)
         errors[name] = float(torch.maximum(error, error.new_tensor(errors.get(name, 0.0))))  # NaN stays NaN
@@ -80,12 +80,12 @@ def require_equal_layers(decoder: Decoder, errors: Mapping[str, float]) -> None:
 
 
 def _errors(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precision: torch.dtype) -> Tensor:
-    """The error of each token, in units of the allowed one."""
+    """Return the error of each token, in units of the allowed error."""
     output_TD, expected_TD, input_TD = (
         value.double().flatten(0, -2) for value in (output_BSD, expected_BSD, input_BSD)
     )
     added_T = (expected_TD - input_TD).norm(dim=-1)
-    # of the sum with the input, in the dtype of the hidden states
+    # the rounding error of input + update, in the dtype of the hidden states
     rounding_T = torch.finfo(output_BSD.dtype).eps * expected_TD.norm(dim=-1)
     error_T = (output_TD - expected_TD).norm(dim=-1)
     return error_T / (_TOLERANCE[precision] * added_T + rounding_T)

@@ -2,14 +2,14 @@
 
 A collective waits for all of its ranks. If one rank hangs (a stopped process, a dead machine, a file system that does
 not answer), all others wait without any message. So each rank runs two threads beside its main thread. The first
-thread publishes heartbeats in the job's store, several within `seconds`; a heartbeat contains the phase of the run in
-which the rank's main thread is. The first thread also reads the heartbeats of all other ranks. The second thread
-checks these heartbeats, and ends the process if
+thread publishes heartbeats in the job's store, several within `seconds`; a heartbeat contains the current phase of
+the rank's main thread. The first thread also reads the heartbeats of all other ranks. The second thread checks these
+heartbeats, and ends the process if
 
   - a rank has sent no heartbeat for `seconds`, or the store has not answered for `seconds`;
   - the process's own main thread makes no progress for `seconds` in a timed phase (`enter`, `progress`).
 
-The second thread never accesses the store, because the hung rank may be the one that serves it. All ranks go through
+The second thread never accesses the store, because the store may be on the rank that hangs. All ranks go through
 the same phases in the same order, so the number of a rank's phase shows how far the rank is.
 """
 
@@ -29,7 +29,7 @@ from stillhouse.ending import end_process, error_line
 
 #: the number of heartbeats of a rank within `seconds`, and the longest interval between two of them
 BEATS, MAX_SECONDS_BETWEEN = 10, 15.0
-#: how long the other ranks wait before they print the error that the first rank prints at once
+#: how long the other ranks wait before they print an error that the first rank prints at once
 SECONDS_FOR_FIRST = 10.0
 FAILED = 1
 
@@ -37,7 +37,7 @@ _watchdog: "Watchdog | None" = None
 
 
 def start(store: Store, rank: int, ranks: int, seconds: float) -> None:
-    """Watch the ranks of a job that meets at `store` until `stop`."""
+    """Watch the ranks of a job until `stop`. store: the job's store, in which the ranks publish heartbeats."""
     global _watchdog
     stop()
     connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
@@ -71,7 +71,7 @@ def progress() -> None:
 
 @contextmanager
 def untimed(phase: str) -> Iterator[None]:
-    """A phase within a phase, for a wait that has a time limit of its own. All ranks go through it."""
+    """A nested phase without a time limit, for a wait that has its own time limit. All ranks must go through it."""
     before = None if _watchdog is None else _watchdog.state
     enter(phase, timed=False)
     try:
@@ -85,9 +85,9 @@ def untimed(phase: str) -> Iterator[None]:
 class Peer:
     """The latest information of this process about a rank.
 
-    since: the time of the rank's last heartbeat, or in the process's own entry the time of its last progress; by this
-    process's clock. beat: the number of the last heartbeat. number: how many phases the rank has entered so far.
-    begun: how many micro-batches it has begun in the present phase.
+    since: by this process's clock, the time of the rank's last heartbeat; in this process's own entry, of its last
+    progress. beat: the number of the last heartbeat. number: how many phases the rank has entered so far.
+    begun: how many micro-batches the rank has begun in the current phase.
     """
 
     since: float

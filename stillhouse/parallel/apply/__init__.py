@@ -1,4 +1,4 @@
-"""Applies a layout to a decoder from outside: nothing here is known to the model's own code."""
+"""Applies a layout to a decoder from outside: the model's own code does not know the layout."""
 
 from stillhouse.models import Decoder
 from stillhouse.parallel.apply.context_parallel import apply_context_parallel
@@ -25,7 +25,7 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
             mesh.sharding,
             experts=experts,
             expert_mesh=mesh.expert_sharding,
-            # a pipeline's schedule runs parts of backward by itself: gathered weights have to stay until then
+            # a pipeline's schedule runs backward in parts, and all of them need the gathered weights
             reshard_after_forward=layout.stages == 1,
             gather_dtype=layout.gather_dtype,
             offload=layout.offload,

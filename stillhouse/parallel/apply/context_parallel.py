@@ -1,11 +1,11 @@
 """Context parallelism by Ulysses, applied to a decoder from outside: each rank has a part of every sequence.
 
 Ranks exchange data only inside attention (Jacobs et al. 2023, arXiv:2309.14509). Before attention, all-to-alls turn
-"a part of the sequence, all heads" into "the whole sequence, a part of the heads". After attention, another
-all-to-all turns the output back. In between, transformers' own attention function runs with the masks of the whole
-sequence, including those for packed documents and windows.
+"a part of the sequence, all heads" into "the global sequence, a part of the heads". After attention, another
+all-to-all turns the output back. In between, transformers' own attention function runs with the masks of the global
+sequence, including the masks for packed documents and sliding windows.
 
-B rows, S tokens of the whole sequence, H heads.
+B rows, S tokens of the global sequence, H heads.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ from stillhouse.models import Decoder, model_parts
 
 
 def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 1) -> None:
-    """Make a decoder take this rank's part of each sequence, with the position ids of that part.
+    """Make a decoder accept this rank's part of each sequence, with the position ids of that part.
 
-    tensor: the degree of tensor parallelism, which splits the same heads.
+    tensor: the degree of tensor parallelism, which shards the same heads.
     Raises ValueError for an attention function that cannot be wrapped, and for degrees that do not divide the heads.
     """
     config, ranks = model_parts.text_config(decoder.config), group.size()
@@ -66,7 +66,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
 
 
 def require_heads(config: PreTrainedConfig, context: int, tensor: int) -> None:
-    """Raise ValueError for heads that tensor × context ranks cannot share evenly."""
+    """Raise ValueError for numbers of heads that tensor × context ranks do not divide."""
     if size := model_parts.indivisible_size(config, model_parts.HEADS, context * tensor):
         raise ValueError(
             f"context={context} × tensor={tensor} does not divide the {size[0]}={size[1]} of model type "
@@ -76,10 +76,10 @@ def require_heads(config: PreTrainedConfig, context: int, tensor: int) -> None:
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Appends to a rank's columns of some sequences the next `count` columns, which are on the following ranks.
+    """Appends the next `count` columns of the sequences, which are on the following ranks, to a rank's columns.
 
-    group: the context ranks; None: this process has whole sequences, and nothing is appended. The last rank appends
-    zeros. There is no gradient.
+    group: the context ranks; None: this process has the global sequences, and nothing is appended. The last rank
+    appends zeros. There is no gradient.
     """
 
     count: int
@@ -91,7 +91,7 @@ class NextTokens:
         if self.group is None:
             return columns_BS
         parts = _gathered(columns_BS[:, : self.count], self.group)
-        # a rank with less than `count` columns sends all of them, so that the ranks after it follow without a gap
+        # a rank with fewer than `count` columns sends all of them; the columns of the next rank follow without a gap
         padding_BK = columns_BS.new_zeros(columns_BS.shape[0], self.count, *columns_BS.shape[2:])
         next_BK = torch.cat([*parts[self.group.rank() + 1 :], padding_BK], 1)[:, : self.count]
         return torch.cat([columns_BS, next_BK], 1)
@@ -105,9 +105,9 @@ def _with_global_masks(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """A forward pre-hook: passes masks of the whole sequences, made from all ranks' position ids, to a module.
+    """A forward pre-hook that gives a module the masks of the global sequences, made from all ranks' position ids.
 
-    masks: makes them from embeddings and position ids. dtype: of the embeddings.
+    masks: makes the masks from embeddings and position ids. dtype: the dtype of the embeddings.
     """
     global_BS = gather_sequences(options["position_ids"], group)
     # transformers reads only the shape, dtype and device of the embeddings
@@ -117,15 +117,15 @@ def _with_global_masks(
 
 
 def gather_sequences(columns_BS: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the whole sequences [B, S, …] of which each context rank has some columns, without gradients.
+    """Return the global sequences [B, S, …], from the columns of each context rank, without gradients.
 
-    group: the context ranks; None: this process has whole sequences. A collective of the group.
+    group: the context ranks; None: this process has the global sequences already. A collective of the group.
     """
     return columns_BS if group is None else torch.cat(_gathered(columns_BS, group), 1)
 
 
 def _gathered(columns_BS: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """The columns of all context ranks, in their order."""
+    """Return the columns of each context rank, by rank."""
     columns_BS = columns_BS.contiguous()
     parts = [torch.empty_like(columns_BS) for _ in range(group.size())]
     dist.all_gather(parts, columns_BS, group=group)
@@ -142,9 +142,9 @@ def _ulysses(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Run an attention function of transformers, `inner`, on the whole sequence and a part of the heads."""
+    """Run an attention function of transformers, `inner`, on the global sequence and a part of the heads."""
     inputs = (_all_to_all(heads, 1, 2, group) for heads in (query_BHSD, key_BHSD, value_BHSD))
-    # functions that separate packed documents by their position ids need the ids of the whole sequence
+    # functions that separate packed documents by their position ids need the ids of the global sequence
     options["position_ids"] = options.pop("global_position_ids", None)
     output_BSHD, _ = ALL_ATTENTION_FUNCTIONS[inner](module, *inputs, attention_mask, **options)
     return _all_to_all(output_BSHD, 1, 2, group), None

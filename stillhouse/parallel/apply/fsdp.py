@@ -1,8 +1,8 @@
 """FSDP2 and HSDP, applied to a decoder from outside: weights, gradients and optimizer state are sharded over ranks.
 
-Each layer is gathered when it is needed. An untied head is gathered around its own forward, so the output processor
-sees the whole weight. Gradients are summed over the ranks, never averaged: the losses are sums over tokens, already
-divided by the step's token count.
+The weights of a layer are gathered for the layer's forward and backward, the weight of an untied head for the head's.
+The output processor runs in the head's forward, so it sees the full weight. Gradients are summed over the ranks, and
+never averaged: the losses are sums over tokens, already divided by the step's token count.
 """
 
 from collections.abc import Iterable
@@ -32,16 +32,16 @@ def apply_fsdp(
 
     mesh: (shard), or (replicate, shard) to keep several replicas of the sharded model.
     experts: the modules of experts that expert parallelism has already distributed.
-    expert_mesh: like `mesh`, of the processes that hold the same experts.
+    expert_mesh: like `mesh`, for the processes that have the same experts.
     reshard_after_forward: free the gathered layers and head after forward and gather them again in backward. A
-    pipeline needs False, because its schedule runs backward in parts, all of which need the gathered weights.
+    pipeline needs False: its schedule runs backward in parts, and all parts need the gathered weights.
     gather_dtype: the dtype in which layers and an untied head are gathered, for a forward under autocast to that
     dtype; None: their own dtype. With a gather_dtype, their gradients are summed in float32, over ranks and
     micro-batches.
     offload: keep shards of weights and gradients, and thus the optimizer state, in host memory between uses. On a CPU
     nothing is moved.
     """
-    # the GPU can copy pinned memory while it computes; pinned memory needs a GPU
+    # pinned memory needs a GPU, which can then copy while it computes
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     shard = partial(fully_shard, offload_policy=policy)
     inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
@@ -51,7 +51,7 @@ def apply_fsdp(
     for layer in [*decoder.blocks(), *decoder.mtp_layers()]:
         inner(layer, mesh=mesh)
     for projector in () if decoder.hidden_match is None else decoder.hidden_match.projectors.values():
-        # a group of its own: it is float32, and FSDP needs one dtype in a group
+        # projectors have their own groups: they are float32, and FSDP needs one dtype in a group
         shard(projector, mesh=mesh, reshard_after_forward=reshard_after_forward)
     trains = any(parameter.requires_grad for parameter in decoder.parameters())
     if not decoder.tied and decoder.has_head:
@@ -59,9 +59,9 @@ def apply_fsdp(
         head_trains = any(parameter.requires_grad for parameter in decoder.head.parameters())
         # backward begins with the head: freeing a trained head after forward would only cost a second gather
         inner(decoder.head, mesh=mesh, reshard_after_forward=reshard_after_forward and not head_trains)
-    # a frozen decoder is a teacher: `pair.py` uses its tied head after its forward, and then reshards the root
+    # a frozen decoder is a teacher: `pair.py` uses a teacher's tied head after its forward, then reshards the root
     keep_gathered = trains or (decoder.tied and decoder.has_head)
-    # no gather_dtype: the gradient of an embedding row is a sum over all occurrences of its token
+    # without gather_dtype, because the gradient of an embedding row is a sum over all occurrences of its token
     shard(decoder, mesh=mesh, reshard_after_forward=reshard_after_forward and not keep_gathered)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
@@ -70,8 +70,8 @@ def apply_fsdp(
 
 
 def _expert_placement(mesh: DeviceMesh, weight: nn.Parameter) -> Shard:
-    """Shard by expert if the processes divide the experts, else by rows: dim 0 is sharded by expert parallelism
-    already, and FSDP shards such a dim only evenly.
+    """Shard by expert (dim 0) if the processes divide the experts, else by rows (dim 1): expert parallelism already
+    shards dim 0, and FSDP shards such a dim only evenly.
     """
     processes = mesh["shard"].size() if mesh.ndim > 1 else mesh.size()
     return Shard(0 if len(local(weight)) % processes == 0 else 1)

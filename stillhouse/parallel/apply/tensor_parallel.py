@@ -1,8 +1,8 @@
 """Tensor parallelism, applied to a decoder from outside: the family's plan in transformers, with torch's styles.
 
-The layers' matrices are sharded as the plan says, the input embedding and the output head by vocabulary rows. Hidden
-states between the layers are whole on every rank. `Head.shard` tells the objective which vocabulary rows of the head
-this rank holds.
+The layers' matrices are sharded according to the plan, the input embedding and the output head by vocabulary rows.
+Hidden states between the layers are replicated. `Head.shard` tells the objective which vocabulary rows of the head
+are on this rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _mtp_modules(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of MTP layers whose class is that of the backbone's layers, under the names of the latter."""
+    """Yield the modules of the MTP layers' blocks, which have the class of the backbone's layers, with such names."""
     for number, layer in enumerate(decoder.mtp_layers()):
         for name, module in layer.get_submodule("mtp_block").named_modules(prefix=f"layers.{number}"):
             if is_of_experts(name):
@@ -73,7 +73,7 @@ def _mtp_modules(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
 def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
     """Return the family's plan: styles by generic module names.
 
-    Raises ValueError without a supported plan, and for a degree that does not divide the model's sizes.
+    Raises ValueError if there is no supported plan, or if the degree does not divide the model's sizes.
     """
     config = model_parts.text_config(decoder.config)
     plan = model_parts.parallel_plan(config, "tp")
@@ -81,8 +81,8 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
         raise ValueError(
             f"model type '{config.model_type}' has no tensor-parallel plan in transformers: expected tensor=1"
         )
-    # experts are not sharded but distributed as a whole (expert_parallel.py)
-    # the embedding is sharded with the head, by rows, also where a plan (transformers 5.17) names it
+    # experts are not sharded: each rank gets some complete experts (expert_parallel.py)
+    # the embedding is sharded by rows, like the head, even if a plan (transformers 5.17) names it
     plan = {name: style for name, style in plan.items() if not is_of_experts(name) and style != "embedding_rowwise"}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise ValueError(
@@ -104,7 +104,7 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
 
 
 def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
-    """Raise ValueError for attention with weights for each head that the plan does not name: a norm with weights
+    """Raise ValueError if attention has weights per head that the plan does not name: a norm with weights
     [heads, width of a head] as in Cohere, or a parameter [heads] as in Doge. A rank has only some of the heads.
     """
     config = model_parts.text_config(decoder.config)
@@ -114,7 +114,7 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
             continue
         is_attention = name.endswith(".self_attn")
         styles = [plan.get(plan_name(f"{name}.{child}")) for child, _ in module.named_children()]
-        # a vector of a head's width is used for all heads; a plan may leave attention whole (Flint)
+        # a vector of a head's width is used for all heads; a plan may leave attention unsharded (Flint)
         heads = counts - {getattr(module, "head_dim", None)} if "colwise" in styles else set()
         for key, weight in module.named_parameters(recurse=False):
             by_head = weight.dim() == 1 and len(weight) in heads if is_attention else weight.dim() == 2
@@ -126,12 +126,12 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
 
 
 def _shares_input(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
-    """Return whether all children of a module with parameters are sharded, and several of them by columns. The module
-    then passes its input to these matrices only.
+    """Whether all children of a module that have parameters are sharded, and several of them by columns. Then only
+    these matrices read the module's input.
     """
     children = {path: child for path, child in module.named_children() if next(child.parameters(), None) is not None}
     styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
-    # one of an adapter's two matrices is not sharded
+    # of an adapter's two matrices, one is replicated
     has_adapter = any(lora_parts(child) for child in children.values())
     return all(styles) and not has_adapter and styles.count("colwise") > 1
 
@@ -139,7 +139,7 @@ def _shares_input(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
 def _replicate_input(
     mesh: DeviceMesh, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """A hook that makes a module's hidden states one replicated DTensor for all matrices that read them.
+    """A forward pre-hook that replaces a module's hidden states by one replicated DTensor for all of its matrices.
 
     The ranks then all-reduce the gradient of the hidden states once, instead of once per matrix.
     """
@@ -151,8 +151,8 @@ def _replicate_input(
 
 
 def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:
-    """Return the modules of a layer to shard. With an adapter, these are the base layer and the one of A and B that
-    has the sharded dim.
+    """Return the modules of a layer to shard. With an adapter, these are the base layer and the adapter's matrix
+    (A or B) that has the sharded dim.
     """
     parts = lora_parts(layer)
     if not parts:
@@ -161,7 +161,7 @@ def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:
 
 
 def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
-    """Shard the embedding and the head by rows, where this stage has them."""
+    """Shard the embedding and the head by rows, if they are on this stage."""
     embedding, head = decoder.pretrained.get_input_embeddings(), decoder.head
     if embedding is not None:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
