@@ -39,14 +39,14 @@ def add_lora(
     base: str | None = None,
     revision: str | None = None,
 ) -> Lora:
-    """Add an adapter to a whole (unsharded) decoder and freeze all other parameters.
+    """Add an adapter to an unsharded decoder and freeze all other parameters.
 
-    The matrices A and B have no values until `initialize_lora`. Their dtype is float32, or that of the weight beside
-    them if it is wider.
+    The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or the dtype of the
+    layer's weight if that dtype is wider.
 
     targets: `ALL_LINEAR` (all linear layers except the head), or the last parts of module names. base, revision: the
-    base model that the adapter's files name; base=None: the name that the model was loaded from. Raises ValueError
-    for targets that cannot have an adapter.
+    name and revision of the base model for the adapter's files; base=None: the name from which the model was loaded.
+    Raises ValueError for targets that cannot have an adapter.
     """
     from peft import LoraConfig
 
@@ -81,9 +81,8 @@ def add_lora(
 def initialize_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
     """Initialise the adapter's matrices on this process as peft does: A uniform, B zero.
 
-    The values depend on the seed and the matrix's name, and not on how the decoder is sharded (`name_seed`).
-    fresh=False draws B in the same way as A, so that no gradient is 0. For a decoder without an adapter this does
-    nothing.
+    The values depend on the seed and the matrix's name, but not on the decoder's sharding (`name_seed`). fresh=False
+    draws B in the same way as A, so that no gradient is 0. For a decoder without an adapter this does nothing.
     """
     for name, parameter in decoder.named_parameters():
         if not is_lora(name):
@@ -120,8 +119,8 @@ def without_lora(decoder: Decoder) -> Iterator[None]:
     layers = _lora_layers(decoder)
     for layer in layers:
         layer.enable_adapters(False)
-        # peft freezes the matrices that it switches off. FSDP records which parameters train at its first forward,
-        # which may be this one: so they must require grad here.
+        # peft also freezes the matrices. But FSDP records at its first forward which parameters require grad, and
+        # this forward may be the first: so the matrices must require grad here.
         layer.set_requires_grad(layer.active_adapters)
     try:
         yield
@@ -131,7 +130,7 @@ def without_lora(decoder: Decoder) -> Iterator[None]:
 
 
 def save_lora(decoder: Decoder, matrices: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> None:
-    """Write the adapter in peft's format. matrices: whole (unsharded), by their names in the decoder."""
+    """Write the adapter in peft's format. matrices: unsharded, by their names in the decoder."""
     config: Any = copy.copy(decoder.pretrained.peft_config[_NAME])
     config.inference_mode = True  # peft's own saving sets it, too
     config.save_pretrained(os.fspath(folder))
@@ -186,7 +185,7 @@ def _target_names(model: PreTrainedModel, targets: str | list[str]) -> list[str]
 
 
 def _shortened(names: list[str], model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names, as adapters usually store them, if they select the same modules."""
+    """Return the last parts of the names (usual in adapters) if they select the same modules; else `names`."""
     last_parts = {name.rpartition(".")[2] for name in names}
     selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
     return sorted(last_parts) if selected == set(names) else names

@@ -17,7 +17,7 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
         return [prefix + name.removeprefix("backbone.")]
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
     candidates = [f"{head}.{name.removeprefix('head.linear.')}"]
-    if getattr(model.config, "tie_word_embeddings", False):  # transformers ties by this one, not by the text part's
+    if getattr(model.config, "tie_word_embeddings", False):  # transformers ignores the text part's value
         candidates.append(prefix + decoder.embedding_name.removeprefix("backbone."))
     return candidates
 
@@ -25,9 +25,9 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
 def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
     """Return the names, in files, of the tensors that form the stack `name`, with a * for the expert's number.
 
-    Experts have one tensor each in transformers' files but one stacked tensor in its models; its checkpoint
-    conversions define which tensors form a stack. The list is empty if `name` is not a stack. If it has several names
-    (gate and up projection), each expert of the stack has the rows of the first one, then those of the second one.
+    Transformers' files have one tensor per expert, but its models have one stacked tensor; its checkpoint conversions
+    define which tensors form a stack. The list is empty if `name` is not a stack. If the list has several names (gate
+    and up projection), an expert's rows in the stack are the rows of its first tensor, then those of its second one.
     """
     for conversion in get_model_conversion_mapping(decoder.pretrained):
         target = conversion.target_patterns[0]
@@ -37,7 +37,7 @@ def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
 
 
 def is_mtp(name: str) -> bool:
-    """Whether a tensor with this name in a decoder is one of its MTP layers."""
+    """Whether a tensor with this name in a decoder belongs to the decoder's MTP layers."""
     return name.startswith("mtp.")
 
 

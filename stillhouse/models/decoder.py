@@ -1,10 +1,10 @@
 """A Hugging Face causal language model as backbone and head.
 
-    tokens ─▶ backbone ─▶ hidden states ─▶ head(processor, context) ─▶ logits, or whatever the processor makes
+    tokens ─▶ backbone ─▶ hidden states ─▶ head(processor, context) ─▶ logits, or the processor's result
 
-The model is not patched: its own base model is the backbone, and `Head` holds its own output layer. `pretrained`
-keeps the model itself for its configuration, saving and generation, outside the module tree. So every parameter is
-registered once, and `save_pretrained` writes the parameters that are trained here.
+The model is not patched: its base model is the backbone, and `Head` has its output layer. `pretrained` is the model
+itself, for its configuration, saving and generation. It is not registered as a submodule, so every parameter is
+registered once; it shares the parameters that are trained here, so its `save_pretrained` writes them.
 
 B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary.
 """
@@ -44,14 +44,14 @@ PROJECTORS = "hidden_match."
 
 
 class Decoder(nn.Module):
-    """Wraps a causal language model of transformers; `decoder.pretrained` is that model, sharing all weights.
+    """Wraps a causal language model of transformers; `decoder.pretrained` is that model and shares all weights.
 
     Raises ValueError, naming the model type and what is missing, for a model without an output head, with an
     encoder, or with a head that is not a plain linear layer (a head with LoRA, or a quantized one).
 
-    `verify=True` runs a few artificial tokens. It also raises ValueError for a model whose logits differ from those
-    that the head computes, whose tokens attend to later tokens, or whose documents in one row attend to each other.
-    It needs the weights on a device that can run the model.
+    `verify=True` runs a few artificial tokens, and also raises ValueError if the head does not give the model's own
+    logits, if tokens attend to later tokens, or if documents in one row attend to each other. It needs the weights on
+    a device that can run the model.
     """
 
     pretrained: PreTrainedModel
@@ -60,15 +60,15 @@ class Decoder(nn.Module):
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: Lora | None = None  # describes the adapter that `add_lora` has added
-    mtp: "MtpLayers | None"  # the layers of multi-token prediction that `add_mtp` has added
+    mtp: "MtpLayers | None"  # the MTP layers that `add_mtp` has added
     hidden_match: HiddenMatch | None  # the projectors of the hidden-state loss that `match_hidden` has added
     router_balance: RouterBalance | None = None  # the loss of the routers that `balance_routers` has added
-    running_losses: list[Running]  # what the hooks of the layers read, from `match_hidden` and `balance_routers`
+    running_losses: list[Running]  # the states that hooks of `match_hidden` and `balance_routers` read
 
     def __init__(self, model: PreTrainedModel, *, verify: bool = True):
         super().__init__()
         linear = require_decoder(model)
-        # a plain attribute assignment would register its parameters a second time
+        # a plain attribute assignment would register the model's parameters a second time
         self.__dict__["pretrained"] = model
         self.backbone = model.base_model
         self.head = Head(linear, LogitRule.from_config(model.config))
@@ -99,8 +99,8 @@ class Decoder(nn.Module):
     ) -> "Decoder":
         """Load a folder or a hub id; transformers gets the name unchanged.
 
-        `dtype`: a name such as "bfloat16"; "auto" or None: the dtype that the weights were saved in. None warns if
-        that is narrower than float32, because a model computes other figures then. `attention`: transformers'
+        `dtype`: a name such as "bfloat16"; "auto" or None: the dtype in which the weights were saved. None warns if
+        this dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
         `attn_implementation`. `device`: the model is moved there before it is verified (an attention
         implementation that only runs on a GPU cannot be verified on another device). `quantize`: "int8" or "nf4",
         for a frozen model whose layers have weights of 8 or 4 bits (see `quantized.py`).
@@ -141,12 +141,12 @@ class Decoder(nn.Module):
     ) -> Any:
         """Return logits [B, S, V], or what `processor` returns for the hidden states (see `OutputProcessor`).
 
-        `head=False`: return the hidden states [B, S, D] after the last norm and do not run the head.
-        `input_ids`: [B, S]. `position_ids`: [B, S], or [1, S] for all rows; for several documents in a row they
-        restart at each document, and there must be no attention mask. `attention_mask`: [B, S], 1 for tokens and 0
-        for padding. `backbone_kwargs` are passed to the backbone; `inputs_embeds` [B, S, D] among them replaces the
-        ids, and `input_ids` is None then. `mtp_input_ids`: the token ids [B, S]; if given, the layers of multi-token
-        prediction run, and the head calls the processor once with a tuple of the hidden states of depths 0, 1, ….
+        `head=False`: return the hidden states [B, S, D] after the final norm and do not run the head.
+        `input_ids`: [B, S]. `position_ids`: [B, S], or [1, S] for all rows. If a row has several documents, the
+        positions restart at each document, and attention_mask must be None. `attention_mask`: [B, S], 1 for tokens, 0
+        for padding. `backbone_kwargs` are passed to the backbone; with `inputs_embeds` [B, S, D] among them,
+        `input_ids` must be None. `mtp_input_ids`: the token ids [B, S]; if given, the MTP layers run, and the head
+        calls the processor once with a tuple of the hidden states of depths 0, 1, ….
         """
         if position_ids is not None:
             rows = len(backbone_kwargs.get("inputs_embeds", ()) if input_ids is None else input_ids)
@@ -181,12 +181,12 @@ class Decoder(nn.Module):
 
     @property
     def has_head(self) -> bool:
-        """False for a pipeline stage without the head: it returns hidden states."""
+        """False for a pipeline stage without the head: its forward returns hidden states."""
         return isinstance(self.head, Head)
 
     @property
     def packs_one_row(self) -> bool:
-        """Whether packed documents are separate only in a batch of one row."""
+        """Whether the model separates packed documents only in a batch of one row."""
         return document_packing.packs_one_row(self.pretrained)
 
     def layers(self) -> list[nn.Module]:
@@ -195,11 +195,11 @@ class Decoder(nn.Module):
         return _with_parameters(outermost_lists(self.backbone) if numbered is None else [numbered])
 
     def blocks(self) -> list[nn.Module]:
-        """The modules on this process that the backbone repeats: its layers, and those of a vision tower, if any."""
+        """The backbone's repeated modules on this process: its layers, and the layers of a vision tower, if any."""
         return _with_parameters(outermost_lists(self.backbone))
 
     def mtp_layers(self) -> list[nn.Module]:
-        """The layers of multi-token prediction on this process."""
+        """The MTP layers on this process."""
         return [] if self.mtp is None else list(self.mtp.layers)
 
     @property
@@ -208,7 +208,7 @@ class Decoder(nn.Module):
 
     @property
     def vocabulary_rows(self) -> int:
-        """Rows of the head: the tokenizer's vocabulary and any padding rows after it."""
+        """The number of rows of the head: the tokenizer's vocabulary, then any padding rows."""
         return int(text_config(self.config).vocab_size)
 
     @property
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The head's weight [V, D], sharded or whole as it is on this process."""
+        """The head's weight [V, D]; if the decoder is sharded, this process's shard of it."""
         return self._local_head.linear.weight
 
     def output_head(self) -> OutputHead:
@@ -226,7 +226,7 @@ class Decoder(nn.Module):
         return self._local_head.tensors()
 
     def tie(self) -> None:
-        """Share one weight between a tied embedding and head again, after something has given each its own."""
+        """If the embedding and the head are tied, make them share one weight again after they got separate ones."""
         if self.tied:
             self._local_head.linear.weight = self.pretrained.get_input_embeddings().weight
 
@@ -246,8 +246,8 @@ class Decoder(nn.Module):
     def keep_part(self, *, first: bool, last: bool) -> None:
         """Remove the head and the MTP layers, unless this is the last pipeline stage.
 
-        Embedding and head stay tied only if one stage has both: the first and last one, or the last one with MTP
-        layers, which have a copy of the embedding.
+        Embedding and head stay tied only if one stage has both: a stage that is first and last, or a last stage with
+        MTP layers, which has a copy of the embedding.
         """
         if not last:
             self.head, self.mtp = PassThrough(), None
@@ -256,15 +256,15 @@ class Decoder(nn.Module):
 
     @property
     def embedding_copy(self) -> Tensor:
-        """On a last stage that is not the first one: the weight that is a copy of the first stage's embedding.
+        """The last stage's copy of the first stage's embedding; only on a last stage that is not the first one.
 
-        It is the embedding that the MTP layers read, or the head if it is tied to the embedding.
+        This copy is the embedding of the MTP layers; without MTP layers, it is the tied head.
         """
         embedding = self.pretrained.get_input_embeddings()
         return self.output_weight if embedding is None else embedding.weight
 
     def balancing(self, loss: RouterAuxLoss) -> AbstractContextManager[None]:
-        """Return a context in which a forward adds the routers' loss to the minimised loss, and records it in `loss`.
+        """Return a context in which a forward adds the routers' loss to the training loss, and records it in `loss`.
 
         Raises ValueError if `balance_routers` has not been called for this decoder.
         """
@@ -273,7 +273,7 @@ class Decoder(nn.Module):
         return self.router_balance.running.using(loss)
 
     def matching(self, loss: HiddenMatchLoss) -> AbstractContextManager[None]:
-        """Return a context in which a forward adds the hidden-state loss to the minimised loss, and records it."""
+        """Return a context in which a forward adds the hidden-state loss to the training loss, and records it."""
         assert self.hidden_match is not None, "a HiddenMatchLoss for layers without hooks"
         return self.hidden_match.running.using(loss)
 
@@ -289,7 +289,7 @@ class Decoder(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the configuration and the weights as safetensors for transformers; tied weights are written once.
 
-        MTP layers have the numbers that follow those of the model's own layers, as in released checkpoints.
+        The numbers of MTP layers follow the numbers of the model's own layers, as in released checkpoints.
         """
         model, tensors = self.pretrained, None
         if self.mtp is not None:
@@ -298,10 +298,10 @@ class Decoder(nn.Module):
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Decoder) -> tuple[int, ...]:
-    """The ends of sequence of the tokenizer and of the model's generation_config, in ascending order.
+    """Return the end-of-sequence ids of the tokenizer and of the model's generation_config, in ascending order.
 
-    Both count: the tokenizer's end is what training puts at the end of a text, and models that were trained on
-    conversations name the end of a turn in their generation_config alone.
+    Both are needed: training puts the tokenizer's id at the end of a text, but for models that were trained on
+    conversations, only the generation_config has the id at the end of a turn.
     """
     config = decoder.pretrained.generation_config
     named = None if config is None else config.eos_token_id
@@ -310,19 +310,19 @@ def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Decoder) -> tuple[int, 
 
 
 def _with_parameters(lists: Iterable[nn.ModuleList]) -> list[nn.Module]:
-    """The members of some lists, without the placeholders that a pipeline stage has for absent layers."""
+    """Return the members of the lists, without a pipeline stage's placeholders for layers of other stages."""
     return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
 
 
 def _drop_tied_weight(decoder: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:
-    """Keep a tied weight in the state dict only as the embedding, so that a checkpoint does not hold it twice."""
+    """Keep a tied weight in the state dict only as the embedding, so that a checkpoint contains it once."""
     assert isinstance(decoder, Decoder)
     if decoder.tied:
         state.pop(prefix + HEAD_WEIGHT, None)
 
 
 def _find_tied_weight(decoder: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """When loading, take a missing tied head weight from the embedding."""
+    """When loading, use the embedding's weight for a tied head whose weight is missing."""
     assert isinstance(decoder, Decoder)
     if decoder.tied and prefix + decoder.embedding_name in state:
         state.setdefault(prefix + HEAD_WEIGHT, state[prefix + decoder.embedding_name])

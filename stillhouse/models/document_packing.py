@@ -1,7 +1,7 @@
-"""How a model keeps several documents in one row apart: by position ids that restart at each document.
+"""How a model separates several documents in one row: by position ids that restart at each document.
 
-transformers then separates the documents in attention, provided that there is no cache and no attention mask. With a
-cache or a mask, it silently lets tokens attend to other documents. `load_proof` runs the model to prove that it
+transformers separates the documents in attention only if there is no cache and no attention mask. With a cache or a
+mask, it silently lets tokens attend to other documents. `load_proof` runs the model to prove that the model
 separates them.
 """
 
@@ -32,14 +32,14 @@ def require_packable(model: PreTrainedModel, what: str) -> None:
 def packs_one_row(model: PreTrainedModel) -> bool:
     """Whether the model's attention separates packed documents only in a batch of one row.
 
-    transformers finds the documents of flash attention by their positions, and looks for them only in such a batch
+    For flash attention, transformers finds the documents by their positions, but only in a batch of one row
     (`_is_packed_sequence`).
     """
     return uses_flash_attention(model)
 
 
 def require_separable(model: PreTrainedModel, position_ids: Tensor, attention_mask: Tensor | None, rows: int) -> None:
-    """Raise ValueError for inputs whose documents the model would not separate. rows: of the batch."""
+    """Raise ValueError if the model would not separate the documents of these inputs. rows: the batch's rows."""
     if attention_mask is None:
         if rows > 1 and packs_one_row(model):
             raise ValueError(

@@ -1,6 +1,6 @@
 """Tensors that may be sharded over processes (DTensors): this process's shard of them, and the global tensor.
 
-All functions take plain tensors too, which are whole on every process.
+All functions also accept plain tensors, which are complete on every process.
 """
 
 import hashlib
@@ -13,12 +13,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local(tensor: Any) -> Any:
-    """Return this process's shard of a DTensor; any other value as it is."""
+    """Return this process's shard of a DTensor; any other value unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return, for each dim of a global tensor, the slice that is on this process."""
+    """Return, for each dim of a global tensor, the slice of this process's shard."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -31,15 +31,15 @@ def set_from_global(tensor: Tensor, values: Tensor) -> None:
 
 
 def gathered_tensor(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return the global tensor: a collective of the processes that hold shards of it.
+    """Return the global tensor: a collective of the processes that have shards of it.
 
-    device: the one on which to gather, because shards in host memory cannot be gathered there; None: the tensor's.
+    device: the device on which to gather, since shards in host memory must be moved first; None: the tensor's device.
     """
     moved: Any = tensor if device is None else tensor.to(device)
     if not isinstance(moved, DTensor):
         return moved
     placements = list(moved.placements)
-    # FSDP's shards of tensor-parallel shards first; torch would warn of another order
+    # first gather FSDP's shards of tensor-parallel shards; torch would warn about another order
     for axis in sorted(range(len(placements)), key=lambda axis: (type(placements[axis]) is Shard, -axis)):
         placements[axis] = Replicate()
         moved = moved.redistribute(placements=placements)
@@ -49,6 +49,6 @@ def gathered_tensor(tensor: Tensor, device: torch.device | None = None) -> Tenso
 def name_seed(seed: int, name: str) -> int:
     """Return the seed of the tensor with this name.
 
-    Every process can thus draw the same global tensor and keep its shard, whatever the layout.
+    With it, every process can draw the same global tensor and keep its shard, under any layout.
     """
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])

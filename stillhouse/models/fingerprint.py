@@ -1,4 +1,4 @@
-"""A hash of a model's files: of their whole content, or of samples if the weights are large."""
+"""A hash of a model's files: of their full content, or of samples if the weights are large."""
 
 import hashlib
 import json
@@ -9,9 +9,9 @@ from typing import Any, BinaryIO
 
 from stillhouse.hashing import file_hash
 
-#: weights up to this size are hashed whole
+#: files up to this total size are hashed completely
 WHOLE_BYTES = 2**30
-#: for larger weights, the number of samples of each tensor and their size in bytes: start, end and places between
+#: for larger weights: the number of samples of each tensor, evenly spaced from start to end, and a sample's bytes
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 

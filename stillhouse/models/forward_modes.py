@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
-    """Set all submodules to train or eval mode; afterwards each gets its previous mode back."""
+    """Set all submodules to train or eval mode; afterwards restore each submodule's previous mode."""
     submodules = {submodule for module in modules for submodule in module.modules()}
     changed = [submodule for submodule in submodules if submodule.training != training]
     for submodule in changed:
@@ -23,7 +23,7 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
 
 
 def evaluating(*modules: nn.Module) -> AbstractContextManager[None]:
-    """Set all submodules to eval mode; afterwards each gets its previous mode back."""
+    """Set all submodules to eval mode; afterwards restore each submodule's previous mode."""
     return in_mode(*modules, training=False)
 
 
@@ -32,13 +32,13 @@ def uses_flash_attention(model: PreTrainedModel) -> bool:
 
 
 def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """The dtype in which a model's matrix products must be computed: bfloat16 for float32 weights under flash
-    attention, which has no float32; None for the dtype of the weights.
+    """Return the autocast dtype that a model needs: bfloat16 for float32 weights under flash attention, which has no
+    float32 kernels; None: no autocast.
     """
     return torch.bfloat16 if uses_flash_attention(model) and model.dtype == torch.float32 else None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
     """A context in which matrix products are computed in `dtype`; None: in the dtype of the weights."""
-    # the cache would keep bfloat16 copies of all layers' weights, also of gathered ones, until a forward ends
+    # the cache would keep bfloat16 copies of all weights, including gathered ones, until the end of a forward
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)

@@ -1,11 +1,11 @@
-"""A loss between hidden states: layers of the student learn the outputs of layers of the teacher.
+"""A loss between hidden states: layers of the student are trained to match the outputs of the teacher's layers.
 
     mse       mean over the width of (P h − g)²     FitNets, arXiv:1412.6550; TinyBERT, arXiv:1909.10351, eq. 8
     cosine    1 − cos(P h, g)                       DistilBERT, arXiv:1910.01108, section 3
 
-h is the output of the student's layer and g that of the teacher's, at the same token. P is a trained matrix [E, D]
-between models of different widths, and the identity between models of the same width. The loss is a sum over target
-tokens with their weights, divided by the step's number of target tokens, in float32.
+h is the output of the student's layer and g the output of the teacher's layer, at the same token. P is a trained
+matrix [E, D] between models of different widths, and the identity between models of the same width. The loss is a
+weighted sum over target tokens, divided by the step's number of target tokens, in float32.
 
 A pair of layers must be on one stage of a pipeline.
 
@@ -30,10 +30,10 @@ HIDDEN = "hidden_"
 
 @dataclass(frozen=True)
 class HiddenPair:
-    """A layer of the student, the layer of the teacher that it learns, and the loss between them.
+    """A layer of the student, the layer of the teacher that it has to match, and the loss between them.
 
-    student, teacher: numbers of layers from 0 on; the last layer is −1. kind: "mse" or "cosine". scale: the factor of
-    this loss in the minimised loss.
+    student, teacher: numbers of layers, from 0 on; −1 is the last layer. kind: "mse" or "cosine". scale: the factor
+    of this loss in the training loss.
     """
 
     student: int
@@ -43,7 +43,7 @@ class HiddenPair:
 
     @property
     def name(self) -> str:
-        """The name of the pair's loss among a step's sums, and of its projector."""
+        """The name of the pair's projector, and of its loss in a step's sums."""
         return f"{HIDDEN}{self.student}_{self.teacher}_{self.kind}"
 
 
@@ -51,9 +51,9 @@ class HiddenPair:
 class HiddenMatchLoss:
     """The inputs and results of the hidden-state loss for one micro-batch on one stage.
 
-    weights_T: of the target tokens. normalizer: the target tokens of the whole step. teacher_BSE: the outputs of the
-    teacher's layers by their numbers. losses: of each pair, the weighted sum over tokens, without the pair's scale;
-    the forward pass fills it.
+    weights_T: the weights of the target tokens. normalizer: the number of target tokens of the step. teacher_BSE: the
+    outputs of the teacher's layers by layer number. losses: for each pair, the weighted sum over tokens, without the
+    pair's scale; the forward pass fills it.
     """
 
     weights_T: Tensor
@@ -65,9 +65,9 @@ class HiddenMatchLoss:
 class HiddenMatch(nn.Module):
     """The projectors of a student, and the hooks of its layers.
 
-    pairs: those on this stage, with different names and layer numbers from 0 on. all_pairs: those of all stages.
-    projectors: by the name of the pair, those between different widths. So a checkpoint's projector is never that of
-    another pair.
+    pairs: the pairs on this stage, with different names and with layer numbers from 0 on. all_pairs: the pairs of all
+    stages. projectors: by the pair's name, if the models' widths differ. A projector's name in a checkpoint thus
+    identifies its pair.
     """
 
     def __init__(self, pairs: Sequence[HiddenPair], projectors: nn.ModuleDict):
@@ -82,7 +82,7 @@ class HiddenMatch(nn.Module):
             layers[pair.student].register_forward_hook(partial(self._add_loss, pair))
 
     def keep(self, layers: range) -> None:
-        """Remove the pairs whose student's layers are on other stages."""
+        """Remove the pairs of student's layers on other stages. layers: the student's layers on this stage."""
         for pair in self.pairs:
             if pair.student not in layers and pair.name in self.projectors:
                 del self.projectors[pair.name]
@@ -90,9 +90,9 @@ class HiddenMatch(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Initialise the projectors on this process, with rows of a length of about 1.
+        """Initialise the projectors on this process, with rows of a norm of about 1.
 
-        The values depend on the seed and the pair's name, and not on the layout (`name_seed`).
+        The values depend on the seed and the pair's name, but not on the layout (`name_seed`).
         """
         for name, projector in self.projectors.items():
             weight = projector.get_parameter("weight")
@@ -105,7 +105,7 @@ class HiddenMatch(nn.Module):
         return {pair.teacher for pair in self.pairs}
 
     def _add_loss(self, pair: HiddenPair, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook of a student's layer."""
+        """Forward hook of a student's layer: adds the pair's loss to the graph and records it."""
         loss, recomputing = self.running.current
         if loss is None or not torch.is_grad_enabled():
             return output
@@ -114,7 +114,7 @@ class HiddenMatch(nn.Module):
         with torch.autocast(hidden_BSD.device.type, enabled=False):
             hidden_TE = hidden_BSD.flatten(0, 1).float()
             if pair.name in self.projectors:
-                hidden_TE = self.projectors[pair.name](hidden_TE)  # a call, so that FSDP gathers the weight
+                hidden_TE = self.projectors[pair.name](hidden_TE)  # FSDP gathers the weight in the module's forward
             value = (distance(pair.kind, hidden_TE, teacher_TE.float()) * loss.weights_T).sum()
         if not recomputing:
             loss.losses[pair.name] = value.detach()

@@ -1,8 +1,8 @@
-"""What forward hooks share, above all those that add a loss inside a decoder's layers.
+"""Tools for forward hooks, mainly for hooks that add a loss inside a decoder's layers.
 
-Such a hook (`moe.py`, `hidden_match.py`) reads the inputs of its loss for the micro-batch that is running
-(`Running`), also when its layer is recomputed in backward, and puts the loss into the graph (`AddLoss`). So no
-pipeline stage has to pass the loss to the next one.
+Such a hook (`router_aux_loss.py`, `hidden_match.py`) reads the inputs of its loss for the current micro-batch from
+`Running`, even if its layer is recomputed in backward, and adds the loss to the autograd graph with `AddLoss`. So
+no pipeline stage has to send the loss to the next one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,8 @@ Value = TypeVar("Value")
 
 
 class Current(NamedTuple, Generic[Value]):
-    """value: of the running micro-batch; None: the hooks do nothing. recomputing: whether a layer runs again in
-    backward, so that its hooks have recorded their results already.
+    """value: the value for the current micro-batch; None: the hooks do nothing. recomputing: whether backward is
+    recomputing a layer. The layer's hooks have then recorded their results already.
     """
 
     value: Value | None
@@ -28,15 +28,15 @@ class Current(NamedTuple, Generic[Value]):
 class Running(Generic[Value]):
     """The value that the forward hooks of one decoder read.
 
-    It is a plain attribute and not a context variable, because on a GPU backward, which recomputes layers, runs in
-    another thread than forward.
+    It is a plain attribute, not a context variable: on a GPU, backward runs in another thread than forward, and
+    layers are recomputed in that thread.
     """
 
     def __init__(self) -> None:
         self.current: Current[Value] = Current(None, recomputing=False)
 
     def using(self, value: Value) -> AbstractContextManager[None]:
-        """Return a context in which a forward of the decoder has this value."""
+        """Return a context in which the hooks read this value."""
         return _Using([(self, Current(value, recomputing=False))])
 
 
@@ -45,8 +45,8 @@ def checkpoint_contexts(
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts in which a layer's forward runs and is recomputed: torch's `context_fn`.
 
-    torch calls this when the forward of a layer begins. It recomputes the layer in backward, when other micro-batches
-    may have run, and the layer's hooks then need the values that are current now.
+    torch calls this when the forward of a layer begins, and keeps both contexts. Until backward recomputes the layer,
+    other micro-batches may have run, but the layer's hooks need the values of the time when the forward began.
     """
     return nullcontext(), _Using([(state, Current(state.current.value, recomputing=True)) for state in states])
 
@@ -54,8 +54,8 @@ def checkpoint_contexts(
 class _Using(AbstractContextManager[None]):
     """A context that sets the current values of some states.
 
-    It can be entered several times, because torch recomputes a layer for each backward pass through it, and
-    zero-bubble schedules run two.
+    It can be entered several times, because torch recomputes a layer for each backward pass through the layer, and
+    zero-bubble schedules run two backward passes.
     """
 
     def __init__(self, values: Sequence[tuple[Running, Current]]):

@@ -1,4 +1,4 @@
-"""The layers of a decoder by their numbers: what reads their outputs, and what makes them match a teacher's."""
+"""Access to a decoder's layers by number: to record their outputs, and to match them with a teacher's layers."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +16,7 @@ from stillhouse.models.model_parts import layer_list, text_config
 
 
 def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: int, teacher_width: int) -> None:
-    """Let layers of a whole student learn the outputs of a teacher's layers, in the context `student.matching`.
+    """Prepare layers of an unsharded student for the hidden-state loss, which runs in the context `student.matching`.
 
     pairs: negative numbers count from the last layer. Raises ValueError for a layer that a model does not have, for
     a pair that is given twice, and for a student whose layers cannot be found.
@@ -37,7 +37,7 @@ def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: 
             "more than once: expected every pair once, with the sum of the scales"
         )
     device = student.pretrained.device
-    # the loss is computed in float32, so that rounding to the student's dtype would gain nothing
+    # float32, because the loss is computed in float32
     projectors = {
         name: nn.Linear(width, teacher_width, bias=False, device=device, dtype=torch.float32)
         for name in (names if width != teacher_width else ())
@@ -49,7 +49,7 @@ def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: 
 
 
 def numbered_layers(decoder: Decoder) -> nn.ModuleList:
-    """Return all layers of a decoder; on a stage of a pipeline, with empty modules in place of absent layers.
+    """Return all layers of a decoder; on a pipeline stage, with placeholders for the layers of other stages.
 
     Raises ValueError for a model whose layers are not in one list.
     """
@@ -64,13 +64,13 @@ def numbered_layers(decoder: Decoder) -> nn.ModuleList:
 
 
 def layers_name(decoder: Decoder) -> str:
-    """Return the name in the backbone of the list of a decoder's layers. Raises ValueError as `numbered_layers`."""
+    """Return the name of the list of layers in a decoder's backbone. Raises ValueError as `numbered_layers`."""
     layers = numbered_layers(decoder)
     return next(name for name, module in decoder.backbone.named_modules() if module is layers)
 
 
 def recorded(decoder: Decoder, numbers: Iterable[int], into: dict[int, Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which a forward of the decoder writes the outputs [B, S, D] of some layers into a dict."""
+    """Return a context in which a forward of the decoder writes these layers' outputs [B, S, D] into a dict."""
     layers = numbered_layers(decoder)
     return hooked(*(layers[number].register_forward_hook(partial(_record, number, into)) for number in numbers))
 

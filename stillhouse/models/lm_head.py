@@ -1,8 +1,8 @@
 """The output head of a decoder, and the interface through which objectives get hidden states: the output processor.
 
 `Head` owns the layer that projects onto the vocabulary. The caller passes a processor, and the head calls it inside
-its own forward. So a wrapper that gathers the weight around a module's forward (FSDP2) gathers it exactly once, and
-the processor sees the whole weight however often it projects.
+its own forward. FSDP2 gathers a weight around the forward of its module. So it gathers the head's weight exactly
+once, and the processor sees the full weight, even if it uses the weight several times.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -17,12 +17,12 @@ from stillhouse.objective import OutputHead, VocabShard
 
 
 class OutputProcessor(Protocol):
-    """Computes something from hidden states and head instead of logits; the decoder returns its result.
+    """Computes a result from hidden states and head, in place of logits; the decoder returns this result.
 
-    `hidden_states` is [B, S, D] after the final norm; if the decoder is asked for multi-token prediction
-    (`mtp_input_ids`), a tuple with the hidden states of each depth. `context` is the decoder's argument of that name.
+    `hidden_states` is [B, S, D] after the final norm. With multi-token prediction (a forward with `mtp_input_ids`) it
+    is a tuple with the hidden states of each depth. `context` is the decoder's argument of that name.
     `depth` is 0 for the next token and k for the k-th token after it (multi-token prediction). The head's weight is
-    valid during the call; a result that refers to it keeps the memory of the weight allocated.
+    valid during the call; a result that refers to the weight keeps its memory allocated.
     """
 
     def __call__(self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any: ...
@@ -60,7 +60,7 @@ class Head(nn.Module):
 
 
 class PassThrough(nn.Module):
-    """Replaces a layer, the last norm or the head that is on another process; returns its input."""
+    """Replaces a layer, the final norm or the head if it is on another process; returns its input."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states

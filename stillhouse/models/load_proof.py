@@ -1,22 +1,22 @@
 """Proves that a model computes what training assumes, by running artificial documents through it.
 
-Two rows of a pair hold two documents each. In both rows the documents begin with the same tokens and continue with
-different ones. Two forward passes differ only in that the rows of every pair change places:
+Each row has two documents. In the two rows of a pair, the documents begin with the same tokens and continue with
+different tokens. The only difference between two forward passes is that the two rows of every pair are exchanged:
 
     A    row 0   p a | q b        B    row 0   p a'| q b'
          row 1   p a'| q b'            row 1   p a | q b
 
-The hidden states of `p` may not change, because nothing but later tokens has: the model is causal. Nor may those of
-`q`, before which another document lies: the documents do not see each other. Both passes have the same shapes, the
-same documents and the same random numbers. So a model that separates documents gives the same bits, also in half
-precision, with dropout and with experts; a small one that leaks changes them by 0.04 % or more. The two pairs have
-different borders, since an attention could read those of one row alone. In a fifth row a document lies elsewhere. In
-a third pair only the first documents change places, whole:
+The hidden states of `p` must not change, because only later tokens change: the model is causal. The hidden states of
+`q` must not change either, although the document before `q` changes: documents do not see each other. Both passes
+have the same shapes, documents and random numbers. So a model that separates documents gives the same bits, even in
+half precision, with dropout and with experts. A small model that does not separate them changes the hidden states by
+0.04 % or more. The two pairs have different borders, since an attention could read only the borders of one row. Row 4
+has a document of row 2 at another place. In a third pair, only the complete first documents are exchanged:
 
     A    row 5   s | t            B    row 5   s'| t
          row 6   s'| t'                row 6   s | t'
 
-So a model whose tokens all see the first tokens of the row is found, too: `t` and `t'` may not change.
+`t` and `t'` must not change. This finds models in which all tokens see the first tokens of the row.
 
 B rows, S columns, D width.
 """
@@ -36,25 +36,25 @@ from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating
 from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
 from stillhouse.objective import OutputHead
 
-#: the largest allowed relative change of a hidden state that must not change, in every dtype
+#: tolerance for hidden states that must be equal in both passes: the largest relative change, in every dtype
 _UNCHANGED = 1e-4
 # Largest allowed relative error between two ways to compute the same values. Logits come from the same hidden states
 # and differ only by the rounding of the head.
 _LOGIT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Hidden states of a document at another place of a row have other roundings in every layer; the median over tokens
-# is compared, because two experts can be nearly tied for a token.
+# A document at another place in a row gets other rounding errors in every layer. The median over tokens is compared,
+# because rounding can change the experts of single tokens.
 _PLACE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 
 _COLUMNS = 26
-_PARTNERS = [1, 0, 3, 2, 4, 5, 6]  # the row with which a row of `ids_BS` changes places
-_THIRD = slice(5, 7)  # the rows whose first documents change places
+_PARTNERS = [1, 0, 3, 2, 4, 5, 6]  # for each row of `ids_BS`, the row with which it is exchanged
+_THIRD = slice(5, 7)  # the rows of which only the first documents are exchanged
 
 
 @dataclass(frozen=True)
 class ProbeDocuments:
-    """The documents of the proof. Rows 0 and 1 are a pair, rows 2 and 3 another one, rows 5 and 6 the third one.
+    """The documents of the proof. Rows 0 and 1 are the first pair, rows 2 and 3 the second, rows 5 and 6 the third.
 
-    ids_BS, position_ids_BS: of pass A. starts_B: the column at which the second document of each row begins.
+    ids_BS, position_ids_BS: the inputs of pass A. starts_B: the column at which each row's second document begins.
     """
 
     ids_BS: Tensor
@@ -65,7 +65,7 @@ class ProbeDocuments:
     def of(cls, vocabulary: int, *, depths: int = 0, multiple: int = 1) -> "ProbeDocuments":
         """Return documents of fixed token ids below `vocabulary`. The number of columns is a multiple of `multiple`.
 
-        depths: of multi-token prediction; they need longer documents.
+        depths: the number of MTP depths; more depths need longer documents.
         """
         columns = -(-(_COLUMNS + 4 * depths) // multiple) * multiple
         early, late = columns * 6 // 16, columns * 9 // 16
@@ -86,16 +86,16 @@ class ProbeDocuments:
 
     @property
     def exchanged_ids_BS(self) -> Tensor:
-        """Of pass B."""
+        """The token ids of pass B."""
         ids_BS = self.ids_BS[_PARTNERS]
         start = self.starts_B[_THIRD.start]
         ids_BS[_THIRD, :start] = self.ids_BS[_THIRD, :start].flip(0)
         return ids_BS
 
     def beginnings(self, row: int, depth: int = 0) -> tuple[slice, slice]:
-        """Return the columns of a row whose depth-`depth` hidden states are the same in both passes, by document.
+        """Return, for each document of a row, the columns whose hidden states at this depth are equal in both passes.
 
-        A row of depth k also reads the k tokens after it.
+        At depth k, the hidden states of a column also depend on the k tokens after it.
         """
         start, columns = self.starts_B[row], self.ids_BS.shape[1]
         return slice(0, start // 2 - depth), slice(start, start + (columns - start) // 2 - depth)
@@ -105,9 +105,9 @@ Forward = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
 def prove_decoder(decoder: Any) -> None:
-    """Prove a `Decoder` that is whole on this process: documents, the depths of its MTP layers, and logits.
+    """Prove an unsharded `Decoder`: separate documents at depth 0 and at all MTP depths, and logits.
 
-    Raises ProofError, naming the cause. Changes neither weights, nor modes, nor random numbers.
+    Raises ProofError, naming the cause. Does not change weights, modes or the state of random numbers.
     """
     model = decoder.pretrained
     _require_placed(model)
@@ -133,7 +133,7 @@ def prove_decoder(decoder: Any) -> None:
 
 @torch.no_grad()
 def require_runnable(model: PreTrainedModel, name: str) -> None:
-    """Raise ValueError, with the model's name, if transformers cannot run it, as with some damaged configurations."""
+    """Raise ValueError with the model's name if transformers cannot run the model: some damaged configurations."""
     _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     with evaluating(model), autocast(model.device, autocast_dtype(model)), reading(f"{name} cannot be run"):
@@ -141,7 +141,7 @@ def require_runnable(model: PreTrainedModel, name: str) -> None:
 
 
 def run_probe(forward: Forward, probe: ProbeDocuments, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each depth, the hidden states [B, S, D] of pass A and of pass B; nothing where `forward` has none.
+    """Return, for each depth, the hidden states [B, S, D] of passes A and B; an empty list if `forward` returns none.
 
     forward: returns the hidden states of each depth for ids and positions [B, S].
     """
@@ -154,7 +154,7 @@ def run_probe(forward: Forward, probe: ProbeDocuments, device: torch.device) -> 
 
 
 def by_rows(forward: Forward) -> Forward:
-    """Return `forward` applied row by row, for an attention that separates documents only in a batch of one row."""
+    """Return `forward` applied row by row, for attention that separates documents only in a batch of one row."""
 
     def forward_rows(ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
         rows = [forward(ids_BS[row : row + 1], position_ids_BS[row : row + 1]) for row in range(len(ids_BS))]
@@ -179,8 +179,8 @@ def prove_places(
 ) -> None:
     """Check the hidden states that `run_probe` has returned in eval mode.
 
-    precision: the dtype of the matrix products, which decides the roundings; None: that of the hidden states.
-    Raises ProofError if the hidden states of a document depend on its place in its row.
+    precision: the dtype of the matrix products, which determines the rounding; None: the hidden states' dtype.
+    Raises ProofError if the hidden states of a document depend on the document's place in its row.
     """
     start, model = probe.starts_B[2], decoder.pretrained
     for depth, (hidden_BSD, _) in enumerate(depths):
@@ -219,15 +219,15 @@ def _prove_separation(
 
 @torch.no_grad()
 def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
-    """Prove that a decoder's head gives the logits of the model itself, which ends with its own rule.
+    """Prove that a decoder's head gives the same logits as the transformers model itself.
 
-    inputs: arguments of a forward, on the decoder's device. Under a layout, a collective of the processes that hold
+    inputs: arguments of a forward, on the decoder's device. Under a layout, a collective of the processes that have
     this decoder. Raises ProofError.
     """
     model = decoder.pretrained
 
     def both(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> tuple[Tensor, Tensor]:
-        # within the head's forward, where sharded weights are gathered
+        # run inside the head's forward, because sharded weights are gathered there
         with implicit_replication():
             expected = model(**inputs, use_cache=False, return_dict=True).logits
         return head.logits(hidden_states), local(expected)
@@ -248,7 +248,7 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
 
 
 def _returned(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:
-    """An output processor that returns the hidden states, of all depths if there are several."""
+    """An output processor that returns the hidden states; for several depths, a tuple."""
     return hidden_states
 
 
@@ -268,6 +268,6 @@ def _require_placed(model: PreTrainedModel) -> None:
 
 
 def _relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
-    """The relative error of each token."""
+    """Return the relative error of each token."""
     difference = (value_ND - expected_ND).float().norm(dim=-1)
     return difference / expected_ND.float().norm(dim=-1).clamp_min(1e-30)

@@ -1,13 +1,13 @@
-"""What a decoder says of its adapter (see `adapter.py`)."""
+"""The description of a decoder's adapter (see `adapter.py`)."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Lora:
-    """The size of an adapter, counted over the whole model.
+    """The size of an adapter, counted over the full model.
 
-    layers: modules with a LoRA. trained: parameters that train. parameters: all parameters, adapter included.
+    layers: modules with a LoRA. trained: trained parameters. parameters: all parameters, adapter included.
     """
 
     r: int

@@ -1,4 +1,4 @@
-"""Runs output processors in Megatron-Core's own `GPTModel`, through the hook that Megatron-Core has from 0.18 on.
+"""Runs output processors in Megatron-Core's own `GPTModel`, through a hook of Megatron-Core 0.18 and later.
 
     processor = MegatronProcessor(model, distillation(spec))
     targets = DistillTargets(labels, signal=signal)
@@ -8,8 +8,8 @@ On the last pipeline stage the model calls the hook instead of its output layer.
 arguments into hidden states and an `OutputHead`. Hidden states that are sharded over tensor ranks (sequence
 parallelism) are gathered, with a reduce-scatter in backward. The output layer's rows on this rank become a vocabulary
 shard, whether or not they are tied to the embedding. [S, B, D] becomes [B, S, D], the order of Megatron's labels.
-Packed sequences form one row (B = 1). A context rank has its own part of each row: its processor gets the hidden
-states of that part, and the context must contain the same tokens.
+Packed sequences form one row (B = 1). A context rank has only a part of each row: its processor gets the hidden
+states of this part, and the context must contain the same tokens.
 
 S tokens per row, B rows, D width, n depths of multi-token prediction.
 """
@@ -42,14 +42,14 @@ _MTP_INPUTS = (
 
 
 class MegatronProcessor:
-    """An output processor for Megatron-Core's hook. Keep it as long as the model: it holds the vocabulary shard.
+    """An output processor for Megatron-Core's hook. Keep it as long as the model: it contains the vocabulary shard.
 
-    model: the model whose hook will be this object, wrapped or not, of any pipeline stage. vocab_size: the number of
+    model: the model that will call this object; wrapped or not, and of any pipeline stage. vocab_size: the number of
     real vocabulary rows if the output layer is padded; the padding rows get no probability. None: all rows are real.
 
     flat: for `build_schedule_plan`, whose nodes accept only tensors and pass a gradient to each of them. The hook
     then returns a tuple of one tensor instead of the processor's result, differentiable like the result. The tensor
-    stacks the result's tensors; for an `ObjectiveOutput` these are the loss and the metrics, which `unpack` restores.
+    stacks the result's tensors, such as an `ObjectiveOutput`'s loss and metrics, which `unpack` restores.
 
     Raises ValueError for a model that would not call the processor, or that would also minimise another loss.
     """
@@ -80,8 +80,8 @@ class MegatronProcessor:
                 "the output layer's weight is a DTensor, which is not gathered for the output processor: expected "
                 "Megatron's own tensor parallelism, and data parallelism that keeps the output layer whole"
             )
-        # the output layer itself is not called, so run its pre-hooks here: with them Megatron waits for a weight that
-        # is still being gathered (overlapped parameter gather)
+        # the output layer itself is not called, so run its pre-hooks here: in them, Megatron waits until the weight
+        # is gathered (overlapped parameter gather)
         for hook in output_layer._forward_pre_hooks.values():
             hook(output_layer, ())
         if output_layer.sequence_parallel:
@@ -98,7 +98,7 @@ class MegatronProcessor:
 
     def unpack(self, packed: Tensor) -> Any:
         """Restore the `ObjectiveOutput` from a flat processor's tensor: the differentiable loss and the metrics,
-        without values per token. For several depths, return a tuple with one for each.
+        without values per token. For several depths, return a tuple with one `ObjectiveOutput` for each depth.
         """
         if packed.dim() == 2:
             return tuple(self.unpack(depth) for depth in packed)
@@ -134,8 +134,8 @@ class MegatronProcessor:
 class MultiTokenGPTModel(GPTModel):
     """A GPTModel that also calls the output processor for every depth of multi-token prediction.
 
-    With an output processor, the last stage returns a tuple of its results for the main head and depths 1 … n;
-    Megatron itself computes no logits and no loss. Without one, this behaves like GPTModel.
+    With an output processor, the last stage returns a tuple of the processor's results for depths 0 … n; Megatron
+    itself computes no logits and no loss. Without an output processor, this behaves like GPTModel.
     """
 
     def _postprocess(

@@ -20,9 +20,9 @@ from stillhouse.models.quantized import is_quantized
 
 
 class NotFiniteError(ValueError):
-    """What a model computes has a NaN or an infinity.
+    """A value that a model computes is NaN or infinite.
 
-    norm: that of the whole gradient, if it is the gradient
+    norm: the global norm, if the value is the gradient
     """
 
     def __init__(self, message: str, norm: float = math.nan):
@@ -52,7 +52,7 @@ def require_decoder(model: Any) -> nn.Linear:
         )
     if model.base_model is model:
         raise ValueError(f"{what} has no backbone separate from its head: its base_model_prefix names no submodule")
-    # an exact type test: a subclass or wrapper may compute more than x Wᵀ + b, which its `.weight` does not show
+    # an exact type test: a subclass may compute more than x Wᵀ + b, but the objective reads only weight and bias
     if type(linear) is not nn.Linear:
         raise ValueError(
             f"{what} has a {type(linear).__module__}.{type(linear).__name__} as its output head: expected a "
@@ -80,7 +80,7 @@ def prefixed(what: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
 
 
 def check_finite_weights(module: nn.Module, which: str) -> None:
-    """Raise ProofError naming the first tensor that holds a NaN or an infinity.
+    """Raise ProofError naming the first tensor that contains a NaN or an infinity.
 
     `which`: the model's name for the message. Each process checks only its own shard of a sharded tensor. Quantized
     weights are left out: their files were checked when they were loaded (`quantized.py`).
@@ -95,7 +95,7 @@ def check_finite_weights(module: nn.Module, which: str) -> None:
 
 
 def check_saving(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model whose configurations cannot be saved: every checkpoint has to save them."""
+    """Raise ValueError if the model's configurations cannot be saved, as every checkpoint saves them."""
     configurations = [config for config in (model.config, model.generation_config) if config is not None]
     with TemporaryDirectory() as folder, reading(f"{describe(model)}: its configuration cannot be saved again"):
         for config in configurations:
@@ -105,8 +105,8 @@ def check_saving(model: PreTrainedModel) -> None:
 def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -> None:
     """Raise ValueError if the model's position encoding does not support documents of `max_tokens` tokens.
 
-    A table of learned positions has a fixed length. Rotary angles that change with the longest document of a forward
-    pass (longrope, dynamic) would make the result of a document depend on the documents that it is packed with.
+    A table of learned positions has a fixed length. If rotary angles depend on the longest document of a forward pass
+    (longrope, dynamic), the result of a document depends on the other documents of the pass.
     """
     reach = max_positions(model.config)
     if reach is not None and max_tokens > reach and has_position_table(model, reach):
@@ -125,7 +125,7 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
 
 
 def warn_of_positions(model: PreTrainedModel, longest: int, which: str) -> list[str]:
-    """A warning if a document of `longest` tokens has positions beyond those that the model's configuration names."""
+    """Return a warning if a document of `longest` tokens exceeds the configuration's max_position_embeddings."""
     reach = max_positions(model.config)
     if reach is None or longest <= reach:
         return []

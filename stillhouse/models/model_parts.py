@@ -1,4 +1,4 @@
-"""Facts of model families: where the parts of a model are, how it makes logits, and its plans for parallelism.
+"""Properties of model families: where a model's parts are, how it computes logits, and its plans for parallelism.
 
 They are read from transformers' configurations and modules; no family is recognised by its name. A family with
 another name for a setting, a plan or a head needs a change in this file only. Pipelines and context parallelism also
@@ -16,12 +16,12 @@ from transformers.utils.output_capturing import OutputRecorder
 
 #: the parts of a backbone that can be cut into pipeline stages
 STAGE_PARTS = ("embed_tokens", "layers", "norm")
-#: how the weights of output heads, and of embeddings that are tied to them, end in the files of transformers' models
+#: the names of heads in transformers' weight files, and of embeddings, which can be tied to the head
 HEAD_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")
-#: the sizes of a model that context ranks share, and those that tensor ranks share
+#: the sizes in a configuration that the context degree must divide, and those that the tensor degree must divide
 HEADS = ("num_attention_heads", "num_key_value_heads")
 MATRIX_SIZES = (*HEADS, "intermediate_size")
-#: types of layers whose attention windows begin at multiples of their length in the row
+#: layer types whose attention windows begin at fixed columns of a row, not where a document begins
 _WINDOWS = {"chunked_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
 
 
@@ -31,7 +31,7 @@ def text_config(config: PreTrainedConfig) -> Any:
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The list of a language model's layers, also where it is a part of a larger model; None if it is not found.
+    """Return the list of a language model's layers, or None. The language model may be a part of a larger model.
 
     On a stage of a pipeline the list has empty modules in place of absent layers.
     """
@@ -41,7 +41,7 @@ def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
-    """The lists of modules within a module that are not within another list, such as those of an image tower."""
+    """Yield a module's lists of modules, but not lists within lists; a vision tower has its own list."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield child
@@ -50,7 +50,7 @@ def outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def row_windows(config: PreTrainedConfig) -> list[str]:
-    """The types of layers whose attention depends on a token's place in its row."""
+    """Return the layer types whose attention depends on a token's column in its row."""
     return sorted(_WINDOWS & set(getattr(text_config(config), "layer_types", None) or ()))
 
 
@@ -66,7 +66,7 @@ def has_position_table(model: PreTrainedModel, positions: int) -> bool:
 
 
 def rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The rotary settings, one dict for all layers or one per kind of layer."""
+    """Return the rotary settings: one dict for all layers, or one dict per kind of layer."""
     parameters = getattr(text_config(config), "rope_parameters", None) or {}
     nested = [values for values in parameters.values() if isinstance(values, dict)]
     return nested or [parameters]
@@ -84,7 +84,7 @@ class LogitRule:
         """Read the rule from the names that transformers' configurations use.
 
         One name can have two meanings in two families (`logits_scaling` divides in Granite and multiplies in
-        HyperCLOVA X). This function takes the usual meaning of each name; `verify` checks the resulting logits.
+        HyperCLOVA X). This function uses the usual meaning of each name; `verify` checks the resulting logits.
         """
         text = text_config(config)
         scale = 1.0
@@ -95,7 +95,7 @@ class LogitRule:
 
 
 def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
-    """The router classes whose logits transformers records, if the logits are the router's first output."""
+    """Return the router classes whose logits transformers records, if the logits are a router's first output."""
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     if isinstance(recorded, OutputRecorder) and recorded.index == 0:
         return (recorded.target_class,)
@@ -103,7 +103,7 @@ def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """How many experts of a layer a token is sent to; 1 for a model without experts."""
+    """Return the number of experts that each token chooses in a layer; 1 for a model without experts."""
     text = text_config(config)
     return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
 
@@ -114,12 +114,12 @@ def is_of_experts(name: str) -> bool:
 
 
 def declares_mtp(config: PreTrainedConfig) -> bool:
-    """Whether transformers has MTP layers for the family itself."""
+    """Whether transformers itself implements MTP layers for the family."""
     return hasattr(type(text_config(config)), "num_mtp_layers")
 
 
 def declared_depths(config: PreTrainedConfig) -> int:
-    """Return the number of MTP layers that belong to a model according to its configuration; 0 if it names none."""
+    """Return the number of MTP layers according to a configuration; 0 if the configuration has no such number."""
     return getattr(text_config(config), "num_mtp_layers", None) or 0
 
 
@@ -130,7 +130,7 @@ def mtp_prefixes(config: PreTrainedConfig) -> list[str]:
 
 
 def without_mtp(config: PreTrainedConfig) -> list[str]:
-    """Take the MTP layers out of a configuration; returns the prefixes of their names in its checkpoint."""
+    """Remove the MTP layers from a configuration; returns the prefixes of their names in the checkpoint."""
     prefixes, text = mtp_prefixes(config), text_config(config)
     if prefixes:
         text.num_mtp_layers = 0
@@ -140,20 +140,20 @@ def without_mtp(config: PreTrainedConfig) -> list[str]:
 
 
 def parallel_plan(config: PreTrainedConfig, kind: str) -> dict[str, Any]:
-    """Return the plan of transformers for a kind of parallelism ("tp", "ep" or "pp"), by names as `plan_name` gives
-    them; empty if there is none.
+    """Return transformers' plan for a kind of parallelism ("tp", "ep" or "pp"), by generic names (`plan_name`); empty
+    if there is none.
     """
     return getattr(text_config(config), f"base_model_{kind}_plan", None) or {}
 
 
 def plan_name(name: str) -> str:
-    """Return a module's name as plans write it: with * in place of a layer's number."""
+    """Return a module's generic name, the form in which plans have it: with * in place of a layer's number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def indivisible_size(config: PreTrainedConfig, names: Sequence[str], ranks: int) -> tuple[str, Any] | None:
-    """Return name and value of the first of a model's sizes that `ranks` does not divide. A size may be a list with
-    one entry for each layer.
+    """Return name and value of the first of these sizes that `ranks` does not divide; None if `ranks` divides all of
+    them. A size may be a list with one entry for each layer.
     """
     for name in names:
         size = getattr(text_config(config), name, None)

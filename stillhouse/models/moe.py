@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts: which modules they are, and how they get a load-balancing loss."""
+"""The routers of a mixture of experts: finds them, and adds hooks for their load-balancing loss."""
 
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.model_parts import router_classes, text_config
@@ -6,7 +6,7 @@ from stillhouse.models.router_aux_loss import RouterBalance
 
 
 def balance_routers(decoder: Decoder) -> None:
-    """Let the routers of a whole decoder be trained with a load-balancing loss, in the context `decoder.balancing`.
+    """Prepare the routers of an unsharded decoder for a load-balancing loss in the context `decoder.balancing`.
 
     Raises ValueError for a model without softmax routers or without transformers' `router_aux_loss_coef`.
     """

@@ -1,9 +1,9 @@
-"""Loading a causal language model from a folder or hub repository that is not trusted.
+"""Loads a causal language model from an untrusted folder or hub repository.
 
-Code that comes with a model runs only if the caller allows that. Weights are read only from safetensors files in the
-model's own folder, since a pickle file can run any code. transformers reads pickle files if the folder has no other
-weights, or if an index, `transformers_weights` in the configuration or an adapter beside the model names them; all of
-these are refused before transformers reads. A damaged file raises a ValueError that names it.
+Code that comes with a model runs only if the caller allows it. Weights are read only from safetensors files in the
+model's own folder, since a pickle file can run any code. transformers would read pickle files if the folder has no
+other weights, or if they are named in an index, in the configuration's `transformers_weights` or in an adapter beside
+the model; all these cases are refused before transformers reads. A damaged file raises a ValueError that names it.
 """
 
 import json
@@ -27,7 +27,7 @@ from stillhouse.libraries import reading
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.quantized import quantized_loading, require_quantized
 
-#: most layers of a model: with a damaged number, transformers would create layers one by one for hours
+#: the largest number of layers: with a damaged number, transformers would create layers one by one for hours
 MAX_LAYERS = 10_000
 _ADAPTER = "adapter_config.json"
 _SAFETENSORS, _INDEX = ".safetensors", ".safetensors.index.json"
@@ -51,12 +51,12 @@ def load_causal_lm(
     quantize: str | None = None,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
-    """Call the `from_pretrained` of `auto_class` with the name unchanged; every failure is a ValueError.
+    """Load a model by `from_pretrained` of `auto_class`, with the name unchanged; every failure is a ValueError.
 
     Missing weights also raise ValueError: transformers would initialise them at random and only warn. Weights are
     read only from safetensors files, even with trust_remote_code.
 
-    quantize: "int8" or "nf4" for linear layers in so many bits (see `quantized.py`). device: None for the CPU.
+    quantize: "int8" or "nf4": quantize the linear layers (see `quantized.py`). device: None: the CPU.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
     failure = f"{what} cannot be loaded as a causal language model"
@@ -110,8 +110,8 @@ def read_configuration(
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class of transformers that builds a configuration's model.
 
-    It is AutoModelForImageTextToText for a vision-language model that has no class among the causal language models,
-    and AutoModelForCausalLM for everything else. The latter raises a ValueError if it does not know the model either.
+    It is AutoModelForImageTextToText for a vision-language model without a causal language model class, and otherwise
+    AutoModelForCausalLM, which raises a ValueError for an unknown model.
     """
     # a model's folder may contain its class as code
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
@@ -142,10 +142,10 @@ def _not_found(what: str, name: str | os.PathLike[str], revision: str | None, er
 
 
 def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:
-    """Raise ValueError for a folder or hub id whose loading would read other files than its own safetensors files.
+    """Raise ValueError if loading a folder or hub id would read weights from files other than its own safetensors.
 
     Also raise it for an adapter's folder, and for a configuration with so many layers that it must be damaged. A name
-    that does not exist passes: loading it raises the error.
+    that does not exist raises no error here, but when it is loaded.
     """
     folder = escaped(os.fspath(name))
     if os.path.isdir(name):

@@ -1,7 +1,7 @@
 """The contexts of output processors: the token to predict at each row of a micro-batch, and the data for its loss.
 
-Row t of depth 0 predicts labels_T[t]. Depth k of multi-token prediction has the same rows and predicts the k-th token
-after that one. Only `shift_for_mtp` shifts targets for multi-token prediction.
+At depth 0, row t predicts labels_T[t]. At depth k of multi-token prediction, row t predicts the k-th token after that
+token. Only `shift_for_mtp` shifts targets for multi-token prediction.
 
 B rows of S tokens each, T = B·S tokens in the rows' order.
 """
@@ -50,10 +50,10 @@ class Targets:
         return self.mtp_targets[depth - 1] if depth else self
 
     def shift_for_mtp(self, position_ids_BS: Tensor, depths: int) -> Self:
-        """Return these targets with `mtp_targets` for `depths` further depths.
+        """Return these targets with `mtp_targets` for depths 1 to `depths`.
 
         At depth k, row t gets the values of row t + k if that row is in the same document, otherwise no label and
-        weight 0. Call it on whole rows, and cut context shards from the result with `rows`.
+        weight 0. Call it on complete rows, and select context shards from the result with `rows`.
 
         position_ids_BS: [B, S], restarting at each document; [1, S] if all rows have the same positions.
         """
@@ -98,7 +98,7 @@ class Targets:
         return self._changed(partial(_rows, index_T))
 
     def _changed(self, change: Callable[[Any], Any]) -> Self:
-        """Return these targets with `change` applied to all values per token, without further depths."""
+        """Return these targets with `change` applied to all values per token, without `mtp_targets`."""
         values = {name: getattr(self, name) for name in self._per_token}
         changed: dict[str, Any] = {
             name: _mapped(change, value) for name, value in values.items() if value is not None
@@ -112,9 +112,9 @@ class DistillTargets(Targets):
 
     signals: by the teachers' names; empty if no term needs a teacher. A `RoutedSignal` cannot be cut into rows, nor
         shifted for multi-token prediction.
-    per_token: further tensors about the tokens to predict, of the labels' shape, named as in `metric_keys.py`.
+    per_token: other tensors about the tokens to predict, of the labels' shape, named as in `metric_keys.py`.
     document_T: the document of each row, of the labels' shape, for a discount; documents follow one another.
-    position_ids_BS: those of depth 0, for the shift to further depths.
+    position_ids_BS: the position ids of depth 0, for `shift_for_mtp`.
     """
 
     signals: Signals = field(default_factory=dict)
@@ -143,7 +143,7 @@ class PolicyTargets(Targets):
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A function's result for a value, or for the values of a mapping."""
+    """Return `change(value)`; for a mapping, a dict with `change` applied to each value."""
     if isinstance(value, Mapping):
         return {name: _mapped(change, entry) for name, entry in value.items()}
     return change(value)
@@ -158,7 +158,7 @@ def _rows(index_T: Tensor, value: Any) -> Any:
 
 
 def _shifted_rows(position_ids_BS: Tensor, depths: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each depth k ≥ 1 the index of the row k tokens later, and whether it is in the same document; [T]."""
+    """Yield two tensors [T] for each depth k ≥ 1: the row k tokens later, and whether it is in the same document."""
     rows, tokens = position_ids_BS.shape
     document_BS = (position_ids_BS == 0).cumsum(1)
     column_S = torch.arange(tokens, device=position_ids_BS.device)

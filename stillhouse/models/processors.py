@@ -3,10 +3,10 @@
     decoder(input_ids, processor=selected_log_probs(), context=Targets(labels))
     model(…, output_processor=MegatronProcessor(model, cross_entropy()), output_processor_context=Targets(labels))
 
-A processor is created for an optimizer step, with everything that is the same for its micro-batches; its context
-holds the tensors of one micro-batch (`processor_targets.py`). No processor computes the logits of all tokens at
-once. Every processor gives the same result over a vocabulary shard as over the whole head. `engine/loss.py` has the
-one of a run's objective.
+A processor is created for an optimizer step, with all values that the step's micro-batches share; its context has the
+tensors of one micro-batch (`processor_targets.py`). No processor computes the logits of all tokens at once. Every
+processor gives the same result over a vocabulary shard as over the full head. `engine/loss.py` has the processor of
+a run's objective.
 
 B rows of S tokens each, T = B·S tokens in the rows' order, D width.
 """
@@ -37,7 +37,7 @@ from stillhouse.objective import (
 class LogProbs:
     """The log-probability of each row's label (0 without a label) and the entropy of each row's distribution in nats.
 
-    Both are differentiable and at least float32. This is no tuple: Megatron's wrappers convert the tensors of tuples.
+    Both are differentiable and at least float32. The class is no tuple, as Megatron converts the tensors of tuples.
     """
 
     log_probs_BS: Tensor
@@ -48,15 +48,15 @@ class LogProbs:
 
 
 def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
-    """Return the hidden states [B, S, D] after the last norm: for serving, and for teachers with a separate head."""
+    """Return the hidden states [B, S, D] after the final norm: for serving, and for teachers with a separate head."""
     return replicated_hidden(hidden_states, head)
 
 
 def replicated_hidden(hidden_states: Tensor, head: OutputHead) -> Tensor:
-    """Return hidden states for a computation that all ranks of a vocabulary shard repeat, such as a value head.
+    """Return hidden states for a computation that all ranks of a sharded vocabulary repeat, such as a value head.
 
     With sequence parallelism, the layer below sums the gradient over these ranks, since each rank's vocabulary rows
-    contribute only a part of it (`VocabShard.reduce_hidden_grad`). A repeated computation gives every rank the whole
+    contribute only a part of it (`VocabShard.reduce_hidden_grad`). A repeated computation gives every rank the full
     gradient, so backward divides it by the number of ranks.
     """
     shard = head.shard
@@ -71,7 +71,7 @@ def replicated_hidden(hidden_states: Tensor, head: OutputHead) -> Tensor:
 
 def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
     """Return the exact teacher signal, without gradients."""
-    # a frozen weight stays the same tensor: `vocab.rows_of` exchanges rows between ranks once per tensor
+    # a frozen weight must stay the same tensor: `vocab.rows_of` exchanges rows between ranks once per tensor
     return FullVocab(hidden_states.detach().flatten(0, -2), detached(head))
 
 
@@ -157,7 +157,7 @@ def _objective(
 
 
 def by_depth(main: OutputProcessor, mtp_targets: OutputProcessor) -> OutputProcessor:
-    """Return a processor that calls `main` at depth 0 and `mtp_targets` at further depths, with the same context."""
+    """Return a processor that calls `main` at depth 0 and `mtp_targets` at MTP depths, with the same context."""
 
     def process(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any:
         chosen = mtp_targets if depth else main

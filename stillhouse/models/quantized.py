@@ -3,8 +3,8 @@
     int8    one scale per row of a weight; inputs and products keep the model's dtype (torchao)
     nf4     four bits per weight, one scale per 64 of them: QLoRA's NormalFloat, arXiv:2305.14314 (bitsandbytes)
 
-The embedding, the norms and the output head keep the model's dtype, so that the objective has the head as it was
-saved.
+The embedding, the norms and the output head keep the model's dtype, so that the objective uses the head's saved
+weight.
 """
 
 import importlib.util
@@ -36,8 +36,8 @@ def quantized_loading(
 ) -> dict[str, Any]:
     """Return the arguments of transformers' `from_pretrained` that quantize a model while it is loaded.
 
-    config: the model's. dtype: the model's, or "auto" for the one it was saved in. Raises ValueError if the library
-    is not installed, and for a model that is quantized already.
+    config: the model's configuration. dtype: the model's dtype, or "auto" for the dtype of the saved weights. Raises
+    ValueError if the library is not installed, and for a model that is already quantized.
     """
     require_library(kind)
     if getattr(config, "quantization_config", None) is not None:
@@ -52,7 +52,7 @@ def quantized_loading(
 def _configuration(kind: str, product_dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
-    # both warn about their own kernels that do not fit this machine
+    # both libraries warn if some of their kernels cannot run on this machine
     logging.getLogger(LIBRARIES[kind]).setLevel(logging.ERROR)
     if kind == "nf4":
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=product_dtype)
@@ -79,23 +79,23 @@ def require_quantized(
 
 
 def quantized_identity(fingerprint: str, kind: str | None) -> str:
-    """Return the identity of a model that is quantized while it is loaded: another one than that of its files."""
+    """Return the identity of a model that may be quantized at load: the fingerprint of its files, and the kind."""
     return fingerprint if kind is None else f"{fingerprint}-{kind}"
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Whether a weight is stored in 8 or 4 bits, whatever dtype it states."""
+    """Whether a weight is stored in 8 or 4 bits. Its `dtype` does not show this."""
     return hasattr(weight, "qdata") or hasattr(weight, "quant_state")
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Return the memory of a module's parameters, in bytes; of a quantized weight, that of its bits and scales."""
+    """Return the memory of a module's parameters, in bytes; a quantized weight counts with its bits and scales."""
     parts = [part for weight in module.parameters() for part in _parts(weight)]
     return sum(part.numel() * part.element_size() for part in parts)
 
 
 def _parts(weight: Tensor) -> list[Tensor]:
-    """The plain tensors in which a weight is stored."""
+    """Return the plain tensors in which a weight is stored."""
     if hasattr(weight, "qdata"):
         return [getattr(weight, name) for name in ("qdata", "scale")]
     if (state := getattr(weight, "quant_state", None)) is not None:

@@ -1,9 +1,9 @@
-"""The load-balancing loss of a mixture of experts, computed in the routers on whichever stage they are.
+"""The load-balancing loss of a mixture of experts, computed in the routers, on any pipeline stage.
 
-For each sequence and layer the loss is X · Σ_x f_x P_x over X experts. f_x is how often expert x is chosen per token;
-it is a constant. P_x is the mean probability of expert x (Fedus et al. 2021, arXiv:2101.03961, eq. 4, with all K
+For each sequence and layer the loss is X · Σ_x f_x P_x over X experts. f_x is how often expert x is chosen per token,
+without a gradient. P_x is the mean probability of expert x (Fedus et al. 2021, arXiv:2101.03961, eq. 4, with all K
 choices of a token counted in f; per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17). The loss of a balanced
-sequence is K. A micro-batch contains whole sequences, so the loss does not depend on how a step is split into
+sequence is K. A micro-batch contains complete sequences, so the loss does not depend on how a step is split into
 micro-batches or over data and pipeline ranks. The choices are summed over context ranks; the loss is linear in P, so
 each context rank adds the contribution of its own tokens' probabilities.
 
@@ -28,9 +28,9 @@ class RouterAuxLoss:
     """The inputs and results of load balancing for one micro-batch.
 
     counts_BS: bool, false for padding. targets_B: the weight of each sequence's loss; under context parallelism, this
-    rank's share of it. scale: the minimised loss contains scale · (sum of the weighted losses). group: the context
-    ranks, which hold the other parts of the sequences. losses: one for each router, weighted and divided by the
-    number of routers of the decoder, still to be divided by the step's targets; the forward pass fills it.
+    rank's share of it. scale: the training loss contains scale · (sum of the weighted losses). group: the context
+    ranks, which have the other parts of the sequences. losses: one for each router, weighted and divided by the
+    decoder's number of routers, but not yet by the step's number of targets; the forward pass fills it.
     """
 
     counts_BS: Tensor
@@ -41,10 +41,10 @@ class RouterAuxLoss:
 
 
 class RouterBalance:
-    """Connects the routers of one decoder to the `RouterAuxLoss` of the micro-batch that is running.
+    """Connects the routers of one decoder to the `RouterAuxLoss` of the current micro-batch.
 
-    routers: the number of routers of the whole decoder, of which a pipeline stage has a part. Forward hooks of the
-    routers read the current loss.
+    routers: the number of routers of the full decoder, over all pipeline stages. Forward hooks of the routers read
+    the current loss.
     """
 
     def __init__(self, routers: int):
@@ -52,7 +52,7 @@ class RouterBalance:
         self.running = Running[RouterAuxLoss]()
 
     def attach(self, layer: nn.Module, routers: Mapping[str, nn.Module]) -> None:
-        """Register the hooks on a layer and on its routers. routers: by the names that their losses get."""
+        """Register the hooks on a layer and on its routers. routers: by the names of their losses."""
         for name, router in routers.items():
             router.register_forward_hook(partial(self._add_loss, name))
         layer.register_forward_hook(partial(self._require_losses, list(routers)))

@@ -1,4 +1,4 @@
-"""Multi-token prediction (see `multi_token_decoder.py`). It needs a later version of transformers than the rest."""
+"""Multi-token prediction (see `multi_token_decoder.py`). It needs a later transformers than other features."""
 
 from stillhouse.libraries import require_feature
 from stillhouse.models.model_parts import declared_depths

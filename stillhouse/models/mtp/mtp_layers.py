@@ -1,8 +1,8 @@
-"""The layers of multi-token prediction (MTP) behind a decoder's last layer: made, initialised, run, named in files.
+"""The layers of multi-token prediction (MTP) after a decoder's last layer: creation, initialisation, forward, names.
 
 Row t of depth k is computed from row t of depth k − 1 (depth 0: the main model after its final norm) and from the
-embedding of token t + k. The layers are those of transformers' `MtpModel`, which `generate(use_mtp=True)` drafts
-with. They are called one by one, because MtpModel's own forward drafts a single token per layer from logits.
+embedding of token t + k. The layers are those of transformers' `MtpModel`, which `generate(use_mtp=True)` uses as
+draft model. They are called one by one, because MtpModel's own forward drafts a single token per layer from logits.
 
 A family without MTP layers of its own gets layers of the class of its last layer. For that, the model's configuration
 gets the number of depths and their types, under the names that transformers reads (`num_mtp_layers`,
@@ -28,8 +28,8 @@ from stillhouse.models.model_parts import declares_mtp, mtp_prefixes, text_confi
 class MtpLayers(nn.Module):
     """The layers of all depths. Embedding, head and rotary frequencies are the main model's.
 
-    model: transformers' model of the layers. initial: a copy of the layers on the meta device, if they are new and
-    `initialize` has to initialise them; None for layers with weights.
+    model: the `MtpModel` of the layers. initial: for new layers, which `initialize` has to initialise, a copy on the
+    meta device; None for layers with weights.
     """
 
     layers: nn.ModuleList
@@ -54,11 +54,11 @@ class MtpLayers(nn.Module):
     def hidden_states(self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids_BS: Tensor) -> Iterator[Tensor]:
         """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: those of depth 0.
 
-        input_ids_BS: it may have more columns, with the tokens that follow where sequences continue on other ranks.
+        input_ids_BS: may have more columns: on a context rank, the next tokens of the sequences.
         """
         for depth in range(1, self.depths + 1):
-            # positions are not shifted with the ids: after a shift, the mask would count the end of a document as
-            # part of the next one; and rotary attention depends on differences of positions only
+            # position ids are not shifted with the token ids: after a shift, the mask would count the end of a
+            # document as part of the next one; and rotary attention depends only on differences of positions
             shifted_BS = _shifted(input_ids_BS, depth, hidden_BSD.shape[1])
             hidden_BSD = self.model.forward_layer(depth - 1, hidden_BSD, position_ids_BS, None, input_ids=shifted_BS)
             yield hidden_BSD
@@ -67,8 +67,8 @@ class MtpLayers(nn.Module):
     def initialize(self, main: PreTrainedModel, seed: int) -> None:
         """Initialise new layers on this process by the family's own rule; does nothing for layers with weights.
 
-        The values depend on the seed and the module's name, and not on the layout (`name_seed`). Only one module's
-        tensors are whole in memory at a time.
+        The values depend on the seed and the module's name, but not on the layout (`name_seed`). At any time, only
+        one module's tensors are unsharded in memory.
         """
         for name, module in () if self.initial is None else self.initial.named_modules():
             if not _direct_tensors(module):
@@ -102,10 +102,10 @@ class MtpLayers(nn.Module):
 
 
 def new_layers(model: PreTrainedModel, depths: int, *, is_new: bool) -> MtpLayers:
-    """Return layers without values on the model's device, and write their number into the model's configuration.
+    """Return uninitialised layers on the model's device, and write their number into the model's configuration.
 
     is_new: `initialize` will initialise them; otherwise the caller reads them from a checkpoint.
-    Raises ValueError for a model that cannot have MTP layers, and for a number of depths that it cannot have.
+    Raises ValueError for a model that cannot have MTP layers, or cannot have this number of depths.
     """
     config = _require_structure(model)
     kinds = getattr(config, "mtp_layer_types", None) if declares_mtp(config) else None
@@ -127,8 +127,8 @@ def new_layers(model: PreTrainedModel, depths: int, *, is_new: bool) -> MtpLayer
 def find_layers(model: PreTrainedModel) -> None:
     """Let `model.generate(…, use_mtp=True)` find the layers in the checkpoint that the model was loaded from.
 
-    transformers looks only for the layer numbers of the released models (GLM-4.5: 46 and 92). So without this it
-    finds neither the layers of a model of another size nor a second depth.
+    Without this call, transformers finds only layers with the numbers of the released models (GLM-4.5: 46 and 92):
+    not the layers of a model of another size, and no second depth.
     """
     known = model._keys_to_ignore_on_load_unexpected
     places = {prefix.replace(".", r"\.") for prefix in mtp_prefixes(model.config)}
@@ -136,7 +136,7 @@ def find_layers(model: PreTrainedModel) -> None:
 
 
 def _require_structure(model: PreTrainedModel) -> Any:
-    """Return the configuration for the number of depths; ValueError for a model that cannot have MTP layers."""
+    """Return the configuration that gets the number of depths; ValueError if the model cannot have MTP layers."""
     config, backbone = text_config(model.config), model.base_model
     missing = [
         what
@@ -158,7 +158,7 @@ def _require_structure(model: PreTrainedModel) -> Any:
 
 
 def _declare(config: Any, depths: int) -> None:
-    """Write the number of depths into a configuration; in a family without own MTP layers, also their types."""
+    """Write the number of depths into a configuration; for a family without its own MTP layers, also their types."""
     config.num_mtp_layers = depths
     if declares_mtp(config):
         return
@@ -169,7 +169,7 @@ def _declare(config: Any, depths: int) -> None:
 
 
 def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters and saved buffers, without those of its children."""
+    """Return a module's parameters and persistent buffers, without those of its children."""
     buffers = {
         name: buffer
         for name, buffer in module.named_buffers(recurse=False)
@@ -179,8 +179,8 @@ def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _shifted(input_ids_BS: Tensor, depth: int, tokens: int) -> Tensor:
-    """Return `tokens` columns of the ids, `depth` columns later. The last ones get any token: no row with a label
-    attends to them.
+    """Return `tokens` columns of the ids, `depth` columns later. The last columns get an arbitrary token: no row with
+    a label attends to them.
     """
     place_S = torch.arange(tokens, device=input_ids_BS.device)
     return input_ids_BS[:, (place_S + depth).clamp(max=input_ids_BS.shape[1] - 1)]

@@ -1,4 +1,4 @@
-"""Multi-token prediction: a causal language model followed by extra layers, each of which predicts one token further.
+"""Multi-token prediction: a causal language model with additional layers that predict tokens after the next one.
 
     decoder = MultiTokenDecoder.new(Decoder.from_pretrained(…), depths=1)
     next, second = decoder(input_ids, position_ids, processor=…, context=targets.shift_for_mtp(position_ids, 1))
@@ -27,10 +27,10 @@ from stillhouse.objective import OutputHead
 
 
 class MultiTokenDecoder(nn.Module):
-    """A decoder, `main`, whose further depths are run too; their layers are in `main.mtp`.
+    """Runs a decoder, `main`, together with its MTP layers, which are in `main.mtp`.
 
-    `train_main=False`: the main model is frozen, head and embedding included; only the layers train. `verify=True`
-    raises ValueError for layers that let documents in one row attend to each other.
+    `train_main=False`: the main model is frozen, head and embedding included; only the MTP layers train.
+    `verify=True` raises ValueError for layers that let documents in one row attend to each other.
     """
 
     main: Decoder
@@ -48,9 +48,9 @@ class MultiTokenDecoder(nn.Module):
 
     @classmethod
     def new(cls, main: Decoder, depths: int, *, train_main: bool = True, verify: bool = True) -> "MultiTokenDecoder":
-        """Add newly initialised layers and write their number into the model's configuration.
+        """Add newly initialised MTP layers and write their number into the model's configuration.
 
-        Raises ValueError, naming the model type, for a family that cannot have such layers.
+        Raises ValueError, naming the model type, for a family that cannot have MTP layers.
         """
         add_mtp(main, depths, is_new=True)
         assert main.mtp is not None
@@ -61,9 +61,9 @@ class MultiTokenDecoder(nn.Module):
     def from_pretrained(
         cls, name_or_path: str | os.PathLike[str], *, train_main: bool = True, verify: bool = True, **options: Any
     ) -> "MultiTokenDecoder":
-        """Load the main model and the layers of one checkpoint; `options` are those of `Decoder.from_pretrained`.
+        """Load the main model and its MTP layers from one checkpoint. options: see `Decoder.from_pretrained`.
 
-        Also raises ValueError for a checkpoint without the layers.
+        Also raises ValueError for a checkpoint without MTP layers.
         """
         main = Decoder.from_pretrained(name_or_path, **options, verify=verify)
         model, depths = main.pretrained, declared_depths(main.config)
@@ -91,7 +91,7 @@ class MultiTokenDecoder(nn.Module):
         """Return the processor's results for depths 0, 1, …; without a processor, logits [B, S, V] for each depth.
 
         `input_ids`: [B, S]. `position_ids`: [B, S] (or [1, S]); they restart at each document of a row, and padding
-        is a document of its own. The last k rows of a document have nothing to predict at depth k.
+        is a document of its own. The last k rows of a document have no label at depth k.
         """
 
         def all_depths(
@@ -108,7 +108,7 @@ class MultiTokenDecoder(nn.Module):
 
     @property
     def mtp(self) -> MtpModel:
-        """transformers' model of the layers."""
+        """The `MtpModel` of transformers that has the layers."""
         assert self.main.mtp is not None
         return self.main.mtp.model
 
@@ -118,7 +118,7 @@ class MultiTokenDecoder(nn.Module):
 
     @property
     def depths(self) -> int:
-        """The number of further depths, not counting depth 0."""
+        """The number of MTP depths; depth 0 is not counted."""
         return len(self.layers)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -127,10 +127,10 @@ class MultiTokenDecoder(nn.Module):
 
 
 def add_mtp(decoder: Decoder, depths: int, *, is_new: bool) -> None:
-    """Add MTP layers without values to a whole (unsharded) decoder.
+    """Add uninitialised MTP layers to an unsharded decoder.
 
     is_new: `decoder.mtp.initialize` will initialise them; otherwise the caller reads them from a checkpoint.
-    Raises ValueError for a model that cannot have them.
+    Raises ValueError for a model that cannot have MTP layers.
     """
     decoder.mtp = new_layers(decoder.pretrained, depths, is_new=is_new).train(decoder.training)
 
