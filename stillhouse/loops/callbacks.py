@@ -1,4 +1,4 @@
-"""The user's own evaluations: Python functions that eval.callbacks names.
+"""User-defined evaluations: Python functions whose names are in eval.callbacks.
 
 def accuracy(context: EvaluationContext) -> dict[str, float]:
     answers = context.generate(["2 + 2 ="])
@@ -21,11 +21,11 @@ _NAME = re.compile(r"[\w.\-/]+")
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """What a callback gets.
+    """The argument of a callback.
 
-    step: optimizer steps so far.
-    folder: of the run, where a callback may write files of its own.
-    generate: completes texts greedily with the present student, up to eval.task_tokens tokens each; returns the
+    step: the number of optimizer steps so far.
+    folder: the run's folder, in which a callback may write files of its own.
+    generate: completes texts greedily with the current student, up to eval.task_tokens tokens each; returns the
         completions without special tokens, in the order of the texts.
     """
 
@@ -40,11 +40,11 @@ def callback_metrics(
 ) -> dict[str, float]:
     """Call functions in this process and return their metrics, named `eval/<name>`.
 
-    paths: of the functions, as in eval.callbacks.
+    paths: the names of the functions, as in eval.callbacks.
     known: metrics of this evaluation, whose names a callback must not use.
 
-    Raises ValueError if a callback raises an error or returns something else than names with finite numbers, and
-    OverdueError if it does not return after a signal.
+    Raises ValueError if a callback raises an error or returns anything but a dict of names and finite numbers, and
+    OverdueError if a callback does not return after a signal.
     """
     metrics: dict[str, float] = {}
     for path in paths:
@@ -54,7 +54,7 @@ def callback_metrics(
 
 
 def checked_metrics(function: object, returned: Any, known: set[str]) -> dict[str, float]:
-    """Return what a callback has returned, under the keys of metrics. Raises ValueError (see `callback_metrics`)."""
+    """Return a callback's metrics under their keys. Raises ValueError (see `callback_metrics`)."""
     if not isinstance(returned, Mapping):
         raise ValueError(f"{function} gives {shown(returned)}: expected a dict of names and numbers")
     metrics: dict[str, float] = {}

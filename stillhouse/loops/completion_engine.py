@@ -1,4 +1,4 @@
-"""Opens the engine that the configuration names for completions."""
+"""Opens the engine for completions that the configuration selects."""
 
 import numpy as np
 import torch
@@ -16,16 +16,16 @@ from stillhouse.parallel import is_first, log_rank0
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.serving.client.apis.server_api import server_api
 
-#: the tokens of a batch of completions, divided by those of a micro-batch: generation keeps far fewer activations
+#: tokens of a generation batch per token of a training micro-batch: generation keeps far fewer activations
 _BATCHES = 8
 #: the number of prompts with which a server's tokenizer is compared with the student's
 _PROBES = 16
 
 
 def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> RolloutEngine | None:
-    """The engine; None on ranks that get the completions from rank 0.
+    """Return the engine; None on ranks that get the completions from rank 0.
 
-    run: the identity of the run that publishes the servers' weights.
+    run: the identity of the run that publishes weights for the servers.
 
     Raises ConfigError for a student or a teacher that cannot generate.
     """
@@ -39,14 +39,14 @@ def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> Roll
 
 
 def in_job_engine(session: Session, sampling: Sampling) -> InJobEngine:
-    """An engine with the student's own weights. Raises ConfigError for a student that cannot generate."""
+    """Return an engine with the student's own weights. Raises ConfigError for a student that cannot generate."""
     is_alone = session.ranks.size == 1
     copy = None if is_alone else StudentCopy(session.engine.student, session.student_source.build)
     return InJobEngine(_generator(session, sampling, session.student if copy is None else copy.decoder), copy)
 
 
 def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine | None:
-    """The servers on rank 0, and None on the other ranks. Raises ConfigError on all ranks if one cannot be used."""
+    """Return the servers; None except on rank 0. Raises ConfigError on all ranks if a server cannot be used."""
     engine: RolloutEngine | None = None
     rows, counted = session.student.vocabulary_rows, counted_rows(session)
     if counted < rows:
@@ -62,7 +62,7 @@ def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine
 
 def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: int) -> ServedEngine:
     prompts, student = session.train.documents, session.student
-    # with an adapter, the server keeps its own base
+    # with an adapter, a server gets only the adapter and keeps its own base model
     takes_models = rollout.writer == "student" and student.lora is None
     try:
         engine = ServedEngine(
@@ -110,17 +110,17 @@ def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Genera
 
 
 def _asking_key(rollout: RolloutConfig | None, evaluation: EvalConfig) -> str:
-    """The key of the configuration that asks for completions."""
+    """Return the configuration key that requires completions."""
     if rollout is not None:
         return "rollout.engine"
     return "eval.tasks" if evaluation.tasks else "eval.samples" if evaluation.samples else "eval.callbacks"
 
 
 def counted_rows(session: Session) -> int:
-    """The number of rows of the student's head that have a probability in training.
+    """Return the number of rows of the student's head that have a probability in training.
 
-    With a divergence, it is the smallest number of rows of the student's head and of the heads of all teachers with
-    an exact signal (`common_vocabulary`).
+    With a divergence, this is the smallest number of rows among the student's head and the heads of all teachers with
+    exact signals (`common_vocabulary`).
     """
     rows = [session.student.vocabulary_rows]
     if session.spec.divergence is not None:
@@ -130,7 +130,7 @@ def counted_rows(session: Session) -> int:
 
 
 def generation_tokens(micro_batch_tokens: int, max_tokens: int) -> int:
-    """The tokens of a batch of completions."""
+    """Return the largest number of tokens of a generation batch."""
     return max(_BATCHES * micro_batch_tokens, max_tokens)
 
 
@@ -145,7 +145,7 @@ def make_generator(
     key: str,
     counted_rows: int | None = None,
 ) -> Generator:
-    """Raises ConfigError with this key for a decoder that cannot generate. counted_rows: see `Generator`."""
+    """Return a generator. Raises ConfigError with this key if it cannot run. counted_rows: see `Generator`."""
     with as_config_error(key):
         check_generation(decoder, device)
     return Generator(
@@ -161,7 +161,7 @@ def make_generator(
 
 
 def known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The number of ids up to the tokenizer's last one. Ids from there on have no text, and are never sampled."""
+    """Return the tokenizer's largest id + 1. Larger ids have no text, and are never sampled."""
     return max(tokenizer.get_vocab().values()) + 1
 
 

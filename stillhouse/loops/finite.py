@@ -1,4 +1,4 @@
-"""Stops the run at a loss or gradient that is not finite, before it changes a weight, and names its cause.
+"""Stops the run at a loss or gradient that is not finite, before a weight changes, and finds the cause.
 
 The error names a term of the loss or a parameter, and the samples. All processes of a layout take part in the search,
 and all get the same result.
@@ -28,7 +28,7 @@ def not_finite_error(
     output: StepOutput,
     norm: float,
 ) -> ValueError:
-    """The error that names the cause of a loss or gradient norm that is NaN or infinite. The weights are unchanged.
+    """Return an error that names the cause of a loss or gradient norm that is not finite. Changes no weights.
 
     checkpoints: the folder of the run's checkpoints.
     step: the step's number, counted from 1.
@@ -80,7 +80,7 @@ def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Seque
 
 
 def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
-    """Run each micro-batch again by itself; name those whose gradient is not finite, and the first such parameter."""
+    """Run each micro-batch again separately; name those whose gradient is not finite, and the first bad parameter."""
     findings = []
     for rows in packed.rows:
         _run_again(session, packed.sequences.micro_batches([rows]))
@@ -92,7 +92,7 @@ def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
 
 
 def _sources(session: Session, sequences: PackedSequences, documents: Iterable[int]) -> str:
-    """The sources of the documents whose loss or gradient alone is not finite; of all documents if there is none.
+    """Return the sources of the documents whose own loss or gradient is not finite; if there are none, all sources.
 
     Each document is run separately, because a NaN spreads to all documents that are packed into the same row.
     """
@@ -116,6 +116,6 @@ def _fails_by_itself(session: Session, sequences: PackedSequences, document: int
 
 
 def _run_again(session: Session, packed: PackedMicroBatches) -> float:
-    """Run one micro-batch by itself and return its loss. Afterwards the student has this micro-batch's gradient."""
+    """Run one micro-batch separately and return its loss. Afterwards the student has this micro-batch's gradient."""
     session.engine.zero_grad()
     return session.forward_backward(session.shard(packed)).sums["loss"]

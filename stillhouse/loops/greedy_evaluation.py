@@ -24,15 +24,15 @@ from stillhouse.preemption import OverdueError
 from stillhouse.signals import SignalsLostError
 from stillhouse.tasks import TaskSpec, exact_match, problem
 
-#: the most tokens of a prompt that is cut from a document without a prompt of its own
+#: the most tokens of a prompt that is cut from a document if the document has no prompt
 PROMPT_TOKENS = 32
 
 
 class GreedyEvaluation:
     """The evaluations of a run that need completions.
 
-    engine: completes greedily, with a copy of the student's weights where the run has several processes.
-    file: the file of the shown completions; None without them, and on all ranks except rank 0.
+    engine: completes greedily; if the run has several processes, with a copy of the student's weights.
+    file: the file of the shown completions; None if none are shown, and on all ranks except rank 0.
     """
 
     def __init__(self, session: Session, folder: RunFolder, engine: InJobEngine, file: LineFile | None):
@@ -41,8 +41,8 @@ class GreedyEvaluation:
     def evaluate(self, step: int, known: dict[str, float]) -> dict[str, float]:
         """Return the metrics of tasks and callbacks, the same on all ranks, and show completions of held-out prompts.
 
-        A collective of all processes. Raises ValueError on all ranks if a callback fails, and SignalsLostError if it
-        does not return after a signal.
+        A collective of all processes. Raises ValueError on all ranks if a callback fails, and SignalsLostError if a
+        callback does not return after a signal.
 
         known: the other metrics of this evaluation, whose names a callback must not use.
         """
@@ -65,7 +65,7 @@ class GreedyEvaluation:
         return [future.result() for future in self._engine.generate(requests)]
 
     def _complete_texts(self, texts: Sequence[str]) -> list[str]:
-        """Complete texts on this rank alone: the other ranks wait for its metrics."""
+        """Complete texts on this rank only; the other ranks wait for the metrics of the callbacks."""
         tokenizer = self._session.tokenizer
         completions = self._engine.generator.generate(_text_requests(tokenizer, texts), self._engine.version)
         return [tokenizer.decode(completion.ids_N.tolist(), skip_special_tokens=True) for completion in completions]
@@ -100,10 +100,10 @@ class GreedyEvaluation:
 
 @contextmanager
 def greedy_evaluation(session: Session, folder: RunFolder, kept: int) -> Iterator[GreedyEvaluation | None]:
-    """The evaluations that need completions; None if the run has none.
+    """Yield the evaluations that need completions; None if the run has none.
 
-    kept: the last step whose shown completions are kept. Those of later steps are removed, because the run repeats
-        these steps.
+    kept: the last step whose shown completions are kept. Completions of later steps are removed, because the run
+        repeats these steps.
     """
     settings = session.eval_config
     if not (settings.tasks or settings.callbacks or settings.samples):
@@ -123,16 +123,16 @@ def evaluate_tasks(
     count: int,
     seed: int,
 ) -> dict[str, float]:
-    """The share of held-out problems that are completed exactly.
+    """Return the share of held-out problems that are completed exactly.
 
     generate: completes prompts greedily, in their order.
     tasks: as in `TaskSpec.parse`, each name once.
-    count: the number of problems of each task; their lengths take turns.
+    count: the number of problems of each task; the lengths of the problems alternate.
     seed: the seed of the problems.
 
-    `eval/exact_match/<task>` is over all problems of a task, `eval/exact_match/<task>/length_<n>` over those of one
-    length, and `eval/tasks_truncated` is the share of all completions that were cut before they ended. Without tasks,
-    the result is empty.
+    `eval/exact_match/<task>` is over all problems of a task, `eval/exact_match/<task>/length_<n>` over the problems
+    of one length, and `eval/tasks_truncated` is the share of all completions that reached the token limit. Without
+    tasks, the result is empty.
     """
     specs = [TaskSpec.parse(text) for text in tasks]
     problems = [(spec.name, problem(spec, seed, number, held_out=True)) for spec in specs for number in range(count)]
@@ -150,7 +150,7 @@ def evaluate_tasks(
 
 
 def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[GenerationRequest]:
-    """Requests for these texts, tokenized as prompts are in training."""
+    """Return requests for these texts, tokenized like prompts in training."""
     template = CompletionTemplate(tokenizer, ("prompt",), "none")
     prompts = template.encode([Rendered("", prompt=text) for text in texts])
     return [GenerationRequest(number, prompt.ids, seed=number) for number, prompt in enumerate(prompts)]
@@ -158,7 +158,7 @@ def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """The beginning of a held-out document, and its continuation. source: its file and line."""
+    """The beginning of a held-out document, and its continuation. source: the document's file and line."""
 
     source: str
     prompt_N: np.ndarray
@@ -166,7 +166,7 @@ class HeldOutPrompt:
 
 
 def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:
-    """Choose up to `count` prompts, the same ones in every run on this data. Several sets take turns.
+    """Choose up to `count` prompts, the same ones in every run on this data. Prompts of several sets alternate.
 
     A document with a prompt is cut where its first target begins. Another document is cut after half of
     its tokens, at most `PROMPT_TOKENS`. A document of a single token has no prompt.

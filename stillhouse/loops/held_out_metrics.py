@@ -14,14 +14,14 @@ from stillhouse.parallel import watchdog
 
 
 def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
-    """Means over all target tokens of the held-out documents (see `Engine.evaluate`).
+    """Return means over all target tokens of the held-out documents (see `Engine.evaluate`).
 
-    Several sets have their own metrics `eval/<name>/…`, besides the metrics over the tokens of all sets. No metric
-    depends on the run's objective. Without a teacher, the metrics that need one are absent. Without
-    held-out data, the result is empty.
+    If there are several sets, each set also has its own metrics `eval/<name>/…`. No metric depends on the run's
+    objective. Without a teacher, the metrics that need a teacher are absent. Without held-out data, the result is
+    empty.
 
-    of_teacher: also report the teacher's own cross-entropy, which the student's approaches. It needs a single teacher
-    with exact signals, because sparse signals may lack the label.
+    of_teacher: also report the teacher's own cross-entropy, as a reference for the student's. It needs a single
+    teacher with exact signals, because sparse signals may lack the label.
     """
     sequences = session.evaluation
     if sequences is None:
@@ -43,7 +43,7 @@ def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
 
 
 def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[MicroBatch], Sequence[Signals]]]:
-    """These held-out sequences as micro-batches with their signals. A part has one for each data rank and stage."""
+    """Yield these sequences as micro-batches with signals; each part has one micro-batch per data rank and stage."""
     sequences, layout = session.evaluation, session.engine.student.layout
     assert sequences is not None
     together = layout.degrees.data * layout.stages
@@ -57,5 +57,5 @@ def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[Mic
 
 
 def in_shown_order(documents: Documents, numbers: Iterable[int]) -> list[int]:
-    """Sort documents by a hash of their tokens, so that every run on the same data shows the same ones."""
+    """Sort documents by a hash of their tokens, so that every run on the same data shows the same documents."""
     return sorted(numbers, key=lambda number: hashlib.sha256(documents.tokens(number).tobytes()).digest())

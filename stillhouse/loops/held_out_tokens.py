@@ -1,7 +1,7 @@
 """Compares teacher and student on a few held-out documents, token by token, for tokens.json.
 
-C rows of a micro-batch that are shown, or a part of them; E hidden size of a model; V vocabulary; K tokens with the
-largest values.
+C shown rows of a micro-batch, or some of them; E hidden size of a model; V vocabulary; K tokens with the largest
+values.
 """
 
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ from stillhouse.output.records import Document, HeldOutTokens, TermAtToken, Toke
 DOCUMENTS = 4
 TOKENS = 256
 TOP = 5
-#: the number of logits shown that a term's gradient raises most, and that it lowers most
+#: how many logits are shown that a step against a term's gradient raises most, and how many that it lowers most
 PUSHED = 3
 #: rows whose logits are computed at once
 ROWS = 64
@@ -53,13 +53,13 @@ Entry = tuple[int, int, float, Ranked, Ranked, dict[str, OfTerm]]
 
 @torch.no_grad()
 def held_out_tokens(session: Session, step: int) -> HeldOutTokens | None:
-    """The content of tokens.json: for every token its text, its KL(teacher‖student), the five most probable tokens of
-    teacher and student and, if it is a target, the gradient of each term of the objective.
+    """Return the content of tokens.json: for every token its text, KL(teacher‖student), the five most probable tokens
+    of teacher and student and, if the token is a target, the gradient of each term of the objective.
 
     These values describe the distributions that predicted the token, so the first token of a document has none. Terms
     that need the student's own completions have no gradient here.
-    Returns None without held-out data, and if there is not exactly one teacher with the full vocabulary. A collective
-    of all processes, with the same result on each.
+    Returns None if there is no held-out data, or not exactly one teacher with the full vocabulary. A collective of
+    all processes, with the same result on each.
     """
     sequences = session.evaluation
     if sequences is None or not session.has_exact_teacher:
@@ -82,7 +82,7 @@ def _choose(documents: Documents) -> list[int]:
 
 
 def _sequences_with(sequences: PackedSequences, documents: list[int]) -> list[np.ndarray]:
-    """The packed sequences that contain these documents, one per micro-batch."""
+    """Return the packed sequences that contain these documents, one per micro-batch."""
     holding = (number for number in range(len(sequences)) if set(documents) & set(sequences.members(number).tolist()))
     return [np.array([number]) for number in holding]
 
@@ -108,7 +108,7 @@ def _document(
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
-    """The terms that can be computed on held-out documents; None if there are none."""
+    """Return the terms that can be computed on held-out documents; None if there are none."""
     if not spec.needs_rollouts:
         return spec
     rest = replace(spec, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
@@ -117,7 +117,7 @@ def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
 
 @dataclass(frozen=True)
 class _ShownTokens:
-    """The output processor. documents: the documents that are shown. objective: the terms whose gradients are shown.
+    """The output processor. documents: the shown documents. objective: the terms whose gradients are shown.
 
     It calls collectives of the ranks that share the vocabulary. These ranks have the same C rows.
     """
@@ -155,9 +155,9 @@ class _ShownTokens:
 def gradients_by_term(
     spec: ObjectiveSpec, student: FullVocab, teacher: FullVocab, labels_C: Tensor, weights_C: Tensor
 ) -> list[dict[str, OfTerm]]:
-    """What each term of an objective does to the student's logits at each row; empty for a row of weight 0.
+    """Return, for each row, each term's value and its gradient for the student's logits; empty for a row of weight 0.
 
-    The gradient is that of weight · scale · value. In a step, it is divided by the number of target tokens.
+    The gradient is that of weight · scale · value. A training step also divides by the number of target tokens.
     """
     head = student.head
     vocabulary = common_vocabulary([head, teacher.head])  # also for a term that needs no teacher
@@ -180,7 +180,7 @@ def gradients_by_term(
 
 
 def _gradient(term: Term, logits_CV: Tensor, weights_C: Tensor, shard: VocabShard | None) -> list[OfTerm]:
-    """What one term does to this rank's part of the logits, for each row."""
+    """Return one term's value and its gradient for each row. logits_CV: this rank's columns of the logits."""
     with torch.enable_grad(), torch.autocast(logits_CV.device.type, enabled=False):
         leaf_CV = logits_CV.detach().requires_grad_()
         output = logits_objective(leaf_CV, [term], shard=shard, weights_T=weights_C)
@@ -195,7 +195,7 @@ def _gradient(term: Term, logits_CV: Tensor, weights_C: Tensor, shard: VocabShar
 
 
 def top_tokens(signal: FullVocab, vocabulary: int, shard: VocabShard | None) -> list[Ranked]:
-    """The `TOP` tokens of each row with their probabilities, from the same logits that the objective uses."""
+    """Return each row's `TOP` tokens with their probabilities, from the same logits that the objective uses."""
     dtype = operand_dtype(signal.hidden_TE, signal.head.weight_VD)
     projection = Projection(signal.head, vocabulary, dtype, shard)
     tops: list[Ranked] = []

@@ -12,9 +12,9 @@ from stillhouse.signals import request_ahead
 
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
-    """Run all remaining steps; returns the run's progress at the end. The student then holds the final weights.
+    """Run all remaining steps; returns the run's progress at the end. The student then has the final weights.
 
-    Raises ValueError for a loss or gradient that is not finite, before it is applied, and for weights that are not
+    Raises ValueError for a loss or gradient that is not finite, before the update, and for weights that are not
     finite, before they are saved. Raises Preempted after the step in which a rank has received a signal.
     """
     engine, schedule, documents = session.engine, session.step_schedule, session.train

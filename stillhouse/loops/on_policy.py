@@ -21,9 +21,9 @@ from stillhouse.signals import PendingSignals
 
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
-    """Run all remaining steps; returns the run's progress at the end. The student then holds the final weights.
+    """Run all remaining steps; returns the run's progress at the end. The student then has the final weights.
 
-    Raises what `off_policy.train` raises, and SignalsLostError, after a checkpoint, if no server writes completions.
+    Raises the errors of `off_policy.train`. If no server generates completions, saves, then raises SignalsLostError.
     """
     engine, plan, rollout = session.engine, session.plan, session.rollout_config
     assert plan is not None
@@ -49,7 +49,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             rollouts.ask(step, timeline)
             samples, micro_batches, pending = requested.pop(step) if step in requested else request(step)
             if source.steps_ahead and rollouts.can_take(step + 1):
-                requested[step + 1] = request(step + 1)  # its teacher scores while this step is trained
+                requested[step + 1] = request(step + 1)  # the teacher scores it while this step is trained
             with (
                 timeline.span(step + 1, "trainer", "wait for the teacher"),
                 timeline.span(step + 1, "teacher", "score"),
@@ -66,7 +66,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
 
 
 class _Requested(NamedTuple):
-    """A step whose signals are requested."""
+    """A step whose signals have been requested."""
 
     samples: list[Sample]
     micro_batches: ShardedMicroBatches

@@ -15,14 +15,14 @@ from stillhouse.output import records
 from stillhouse.output.rollout_log import SAMPLES, Timeline
 from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
 
-#: The largest mean difference of log-probabilities in nats between the engine and the trainer: for tokens that the
-#: present weights generated, and for tokens of earlier weights. A larger difference gives a warning.
+#: The largest mean difference of log-probabilities in nats between the engine and the trainer without a warning: for
+#: tokens that the current weights generated, and for tokens of earlier weights.
 MAX_LOG_RATIO, MAX_STALE_LOG_RATIO = 0.1, 1.0
-#: A warning is given if completions are longer than in the first steps by this factor while this share is cut,
+#: A warning is given if more than OFTEN_CUT of the completions are cut, and if they are also LONGER times as long as
 LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
-#: or if the share that is cut has grown by this number.
+#: in the first FIRST_STEPS steps, or their cut share is larger than in those steps by more than this number.
 MORE_CUT = 0.3
-#: the prefixes of the keys of per-token values that are no divergence of teacher and student
+#: the prefixes of the keys of per-token values that are not divergences of teacher and student
 _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_")
 
 
@@ -46,7 +46,7 @@ class RolloutMetrics:
         timeline: Timeline,
         seconds: float,
     ) -> dict[str, float]:
-        """The metrics of a step, which has taken so many seconds. A collective of all processes."""
+        """Return the metrics of a step that took `seconds` seconds. A collective of all processes."""
         if not samples:
             return {"rollout/share": 0.0}
         lengths = [len(sample.completion.ids_N) for sample in samples]
@@ -67,7 +67,7 @@ class RolloutMetrics:
     def _policy(
         self, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
     ) -> dict[str, float]:
-        """The age of the weights that generated the tokens, and the differences of their log-probabilities."""
+        """Return the age of the weights that generated the tokens, and differences of engine and trainer."""
         counts, sums = staleness(samples, step), output.sums
         metrics = {
             "rollout/staleness": sum(steps * count for steps, count in counts.items()) / sum(counts.values()),
@@ -80,9 +80,9 @@ class RolloutMetrics:
         return metrics
 
     def _log_ratios(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> dict[str, float]:
-        """The mean and the largest difference of log-probabilities, and the mean for tokens of the present weights.
+        """Return mean and largest difference of log-probabilities, and the mean for tokens of the current weights.
 
-        The latter is absent if there are no such tokens. A collective of all processes.
+        The last mean is absent if there are no such tokens. A collective of all processes.
         """
         largest, total, count = 0.0, 0.0, 0
         for micro_batch, of_micro_batch in zip(micro_batches, output.outputs, strict=False):
@@ -93,14 +93,14 @@ class RolloutMetrics:
         statistics_R3 = np.array(self._ranks.gather([largest, total, count]))
         metrics = {
             "rollout/log_ratio": output.sums["log_ratio"] / (output.sums["sampled"] or 1.0),
-            "rollout/log_ratio_max": float(statistics_R3[:, 0].max()),  # a NaN stays one, unlike with max()
+            "rollout/log_ratio_max": float(statistics_R3[:, 0].max()),  # NaN stays NaN, unlike with max()
         }
         if statistics_R3[:, 2].sum():
             metrics["rollout/log_ratio_fresh"] = float(statistics_R3[:, 1].sum() / statistics_R3[:, 2].sum())
         return metrics
 
     def _watch(self, metrics: dict[str, float]) -> None:
-        """Warn once about completions without an end, and once about log-probabilities that differ too much."""
+        """Warn once about completions that do not stop, and once about log-probabilities that differ too much."""
         length, cut = metrics["rollout/completion_tokens"], metrics["rollout/truncated"]
         if len(self._first) < FIRST_STEPS:
             self._first.append((length, cut))
@@ -140,7 +140,7 @@ def shown_samples(
     micro_batches: ShardedMicroBatches,
     output: StepOutput,
 ) -> list[records.Sample]:
-    """Some samples of a step, of different prompts if there are enough. A collective of all processes."""
+    """Return some samples of a step, of different prompts if there are enough. A collective of all processes."""
     numbers = list(range(0, len(samples), max(1, len(samples) // SAMPLES)))
     divergences = _divergences(session, numbers, micro_batches, output)
     return [_shown(session, step, samples[number], divergences[number]) for number in numbers]
@@ -149,7 +149,7 @@ def shown_samples(
 def _divergences(
     session: Session, numbers: list[int], micro_batches: ShardedMicroBatches, output: StepOutput
 ) -> dict[int, dict[int, float]]:
-    """For each document, the divergences of the distributions that predicted its tokens, by the tokens' positions.
+    """Return, for each document, the divergences at the rows that predict its tokens, by the tokens' positions.
 
     numbers: the numbers of the documents in the step, as in `step_documents`.
     """

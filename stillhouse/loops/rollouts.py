@@ -60,7 +60,7 @@ class Rollouts:
         self._packer = StepPacker(session.train, session.train_config.micro_batch_tokens, session.single_row)
         self.queue: RolloutQueue | None = None
         self.engine: RolloutEngine | None = None
-        #: the run's name in what it publishes, and where; runs that share rollout.weights have folders of their own
+        #: the run's name in published weights, and their folder; runs with one rollout.weights have separate folders
         self.run, self.weights = "", folder.path / "weights"
         if self.config.urls and self.config.writer == "student":
             self.run = self._on_first(folder.identity)
@@ -72,15 +72,15 @@ class Rollouts:
             self.queue = make_queue(self.config, self.schedule, self.engine, prompts, self.plan, session.tokenizer)
 
     def require_same_writer(self, folder: RunFolder) -> None:
-        """Raise ValueError on all ranks if the weights of servers that keep their own weights have changed."""
+        """Raise ValueError on all ranks if servers that keep their own weights now have other weights than before."""
         engine = self.engine
         if self.config.urls and self.config.writer == "teacher":
             self._on_first(lambda: require_same_writer(engine, folder) if isinstance(engine, ServedEngine) else None)
 
     def ask(self, step: int, timeline: Timeline) -> None:
-        """Give the engine the weights of this step, and request the completions that are due at this step.
+        """Give this step's weights to the engine, and request the completions that are due at this step.
 
-        Except under async, the completions of this step are finished before the weights change.
+        Except under async, the completions for this step are finished before the weights change.
         """
         with watchdog.untimed(f"the completions of step {step + 1}"):
             self._ask(step, timeline)
@@ -88,7 +88,7 @@ class Rollouts:
     def _ask(self, step: int, timeline: Timeline) -> None:
         number, folder = step + 1, None
         if self.config.writer == "student" and self.config.urls:
-            # while the servers still generate
+            # published while the servers still generate
             with timeline.span(number, "weights", f"publish version {step}"), explained_write_errors(self.weights):
                 tokenizer = self.session.tokenizer
                 folder = publish(self.session.engine.student, self.weights, step, run=self.run, tokenizer=tokenizer)
@@ -108,7 +108,7 @@ class Rollouts:
             self._of_queue(lambda queue: queue.ask(step))
 
     def take(self, step: int, timeline: Timeline) -> list[Sample]:
-        """The samples of a step, the same on all ranks. Waits for them."""
+        """Wait for the samples of a step, and return them, the same on all ranks."""
         queue = self.queue
         phase = f"the completions of step {step + 1}"
         with timeline.span(step + 1, "trainer", WAIT_FOR_COMPLETIONS), watchdog.untimed(phase):
@@ -123,7 +123,7 @@ class Rollouts:
         return samples
 
     def micro_batches(self, step: int, samples: Sequence[Sample]) -> ShardedMicroBatches:
-        """This process's part of a step on these samples, and on the dataset's completions of the step."""
+        """Return this process's part of a step: of these samples, and of the completions that the dataset has."""
         dataset, numbers = self.session.dataset, self.plan.from_dataset(step)
         prompts, rules = self.session.train.documents, target_rules(self.config)
         return self._shard(step_documents(prompts, samples, rules, dataset, numbers))
@@ -143,14 +143,14 @@ class Rollouts:
         return self._of_queue(lambda queue: queue.has_requested(step) and queue.is_ready(step))
 
     def trained(self, step: int) -> None:
-        """The optimizer has made the step on its samples."""
+        """Record that the optimizer has made this step."""
         if self.queue is not None:
             self.queue.trained(step)
 
     def _update_servers(self, step: int, folder: Path) -> None:
         """On rank 0: give servers new weights, which may take minutes. A signal ends the wait.
 
-        The thread that gives the weights is not waited for then: it ends when the engine's connections are closed.
+        After a signal, the thread that updates the weights goes on until the engine's connections are closed.
         """
         assert self.engine is not None
         threads, require_no_signal = ThreadPoolExecutor(1), _ServerWatch()
@@ -165,7 +165,7 @@ class Rollouts:
     def _prove_weights(self, step: int) -> None:
         """Raise SignalsLostError on all ranks if a server generates with other weights than the student's."""
         urls, content = self._on_first(self._probes)
-        if not urls:  # each server was restarted in this moment, and is given the weights again
+        if not urls:  # all servers have just been restarted, and will get the weights again
             return
         samples = [Sample.from_json(values) for values in content]
         micro_batches = self._shard(step_documents(self.session.train.documents, samples, TargetRules()))
@@ -174,14 +174,14 @@ class Rollouts:
             self.engine.weights.set_proved(urls[0], rounding)
 
     def _probes(self) -> tuple[list[str], list[Any]]:
-        """On rank 0: the addresses of the servers, and the samples that show their weights, as JSON."""
+        """On rank 0: return the addresses of the servers, and the samples that show their weights, as JSON."""
         assert isinstance(self.engine, ServedEngine)
         by_server = self.engine.weights.probed
         samples = probe_samples(self.session.train.documents, by_server)
         return list(by_server), [sample.as_json() for sample in samples]
 
     def _of_queue(self, action: Callable[[RolloutQueue], Result]) -> Result:
-        """The result of an action on the queue, which rank 0 has, on all ranks; see `_on_first`."""
+        """Run an action on the queue of rank 0, and return its result on all ranks; see `_on_first`."""
 
         def on_first() -> Result:
             assert self.queue is not None
@@ -190,7 +190,7 @@ class Rollouts:
         return self._on_first(on_first)
 
     def _on_first(self, action: Callable[[], Result]) -> Result:
-        """The result of an action on rank 0, sent to all ranks as JSON.
+        """Run an action on rank 0, and return its result on all ranks, sent as JSON.
 
         An error of rank 0 is raised on all ranks: ValueError, or SignalsLostError if no server answers or a user's
         function does not return after a signal.
@@ -205,14 +205,14 @@ class Rollouts:
 
 
 def first_rollouts(session: Session, folder: RunFolder) -> ShardedMicroBatches:
-    """The micro-batches of the first step of a run whose completions are generated in this job; nothing is saved."""
+    """Return the micro-batches of a run's first step, with completions generated in this job. Saves nothing."""
     rollouts, timeline = Rollouts(session, folder), Timeline(time.monotonic)
     rollouts.ask(0, timeline)
     return rollouts.micro_batches(0, rollouts.take(0, timeline))
 
 
 class _ServerWatch(SignalWatch):
-    """A `SignalWatch` for answers of servers. It shows the watchdog that this process is alive."""
+    """A `SignalWatch` for answers of servers, which also reports to the watchdog that this process is alive."""
 
     def __init__(self) -> None:
         super().__init__(ServerError("a signal came while the run waited for completions"))
@@ -230,7 +230,7 @@ def make_queue(
     plan: PromptPlan,
     tokenizer: PreTrainedTokenizerBase,
 ) -> RolloutQueue:
-    """Raises ConfigError for a reward or an environment that cannot be loaded."""
+    """Return the queue. Raises ConfigError for a reward or an environment that cannot be loaded."""
     generator = SampleGenerator(
         engine,
         prompts,
@@ -253,7 +253,7 @@ def make_queue(
 
 
 def target_rules(rollout: RolloutConfig) -> TargetRules:
-    """The rules for the targets of completions and their weights."""
+    """Return the rules for the targets of completions and their weights."""
     return TargetRules(
         mask_truncated=rollout.truncated == "mask",
         position_decay=rollout.position_decay,
@@ -265,9 +265,9 @@ def target_rules(rollout: RolloutConfig) -> TargetRules:
 class StepPacker:
     """Packs documents that begin with prompts.
 
-    prompts: the packed prompts. No sequence here is longer than the longest sequence of these.
-    micro_batch_tokens: the most tokens of a micro-batch.
-    single_row: whether a micro-batch has to be one row.
+    prompts: the packed prompts. A packed sequence is at most as long as their `max_tokens`.
+    micro_batch_tokens: the largest number of tokens of a micro-batch.
+    single_row: whether a micro-batch must be one row.
     """
 
     prompts: PackedSequences
@@ -275,10 +275,10 @@ class StepPacker:
     single_row: bool
 
     def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
-        """The micro-batches of some documents.
+        """Return the micro-batches of some documents.
 
-        parts: the least number of micro-batches, if there are as many documents. Completions are often far shorter
-            than `data.max_tokens`, so that sequences of this length would leave processes without a micro-batch.
+        parts: the smallest number of micro-batches, if there are as many documents. Completions are often far shorter
+            than `data.max_tokens`; sequences of this length would leave processes without a micro-batch.
         """
         gaps = self.prompts.gaps
         widths_D = documents.lengths_D + documents.gaps_D(gaps)

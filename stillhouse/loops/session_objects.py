@@ -27,18 +27,18 @@ from stillhouse.signals import NoTeacher, SignalSource, SignalStore
 
 @dataclass
 class Session:
-    """One run, ready to start.
+    """The objects of one run.
 
-    train: the training documents. With rollouts, the prompts; `plan` chooses those of a step.
-    dataset: with rollouts, the documents for the share of completions that are the dataset's.
-    evaluation: the held-out data; None if the configuration asks for none.
+    train: the training documents; with rollouts, the prompts, from which `plan` chooses the prompts of a step.
+    dataset: with rollouts, the documents for the share of completions that come from the dataset.
+    evaluation: the held-out data; None if the configuration has none.
     source: the source of the teachers' signals.
-    stores: the caches and servers among the teachers, by the keys of their sections.
+    stores: the signal stores of teachers (caches and servers), by the keys of the teachers' sections.
     identity: the hashes that must be the same when the run is resumed.
     student_source: the source of the student's weights, for a copy of the student that generates completions.
     train_config, eval_config, checkpoint_config, rollout_config, student_config: sections of the configuration.
     teacher_configs: the sections of all teachers, by their keys.
-    single_row: whether a micro-batch has to be one row, because flash attention separates documents only there.
+    single_row: whether a micro-batch must be one row, because flash attention separates documents only in one row.
     track, values: the trackers, and the configuration by dotted keys, which the trackers show.
     """
 
@@ -84,7 +84,7 @@ class Session:
     def teacher(self) -> Decoder | None:
         """The teacher; under a pipeline, its part on this process's first stage.
 
-        None if there is none or several, if its signals come from a store, or if it is the student's base model.
+        None for no or several teachers, for signals from a store, and if the teacher is the student's base model.
         """
         return self.source.decoders.get("teacher", self.engine.student.teacher)
 
@@ -95,12 +95,12 @@ class Session:
 
     @property
     def has_exact_teacher(self) -> bool:
-        """Whether there is one teacher, whose signals give the whole distribution, and not only some ids."""
+        """Whether there is exactly one teacher, and its signals cover the full vocabulary, not only some ids."""
         return "teacher" in self.teacher_configs and all(store.signal.is_exact for store in self.stores.values())
 
     @property
     def adapter_in_words(self) -> str | None:
-        """The student's adapter; None if it has none."""
+        """A description of the student's adapter; None if it has none."""
         if self.student.lora is None:
             return None
         base_note = "; the teacher is the same model without the adapter, so only one model is in memory"
@@ -110,15 +110,15 @@ class Session:
         return self.engine.student.shard(micro_batches, training=training)
 
     def forward_backward(self, micro_batches: ShardedMicroBatches, engine: Engine | None = None) -> StepOutput:
-        """Run forward and backward of a step, with signals that are requested now. engine: None for the run's own."""
+        """Request a step's signals, then run its forward and backward. engine: None for the run's own engine."""
         engine = engine or self.engine
         signals = self.source_for(engine).request(micro_batches).result()
         return engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
 
     def close(self) -> None:
-        """Give up requests for signals that are under way."""
+        """Give up pending requests for signals."""
         self.source.close()
 
     def source_for(self, engine: Engine) -> SignalSource:
-        """The source of the signals that an engine's steps need."""
+        """Return the source of the signals that an engine's steps need."""
         return self.source if engine.needs_teacher else NoTeacher()

@@ -13,7 +13,7 @@ from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective.metric_keys import CHUNK_TOKENS, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
 
-#: the keys of a step's metrics that are no summand of the loss, or not in nats
+#: the keys of a step's metrics that are not terms of the loss, or not in nats
 _STEP_KEYS = {
     ROUTER_LOSS: f"loss/{ROUTER_LOSS}",
     "student_entropy": "train/student_entropy_nats",
@@ -33,14 +33,14 @@ _EVALUATED = (
     "uld",
     "teacher_cross_entropy",
 )
-#: metrics of one distribution at one temperature
+#: metrics of one distribution, which depend on its temperature
 _ENTROPIES = ("student_entropy", "teacher_entropy")
-#: metrics that are no part of a loss
+#: metrics that describe tokens and are not terms of a loss
 _DESCRIPTIONS = (*_ENTROPIES, "agreement", "teacher_mass")
 
 
 def step_metrics(sums: Mapping[str, float], objective: ObjectiveSpec) -> dict[str, float]:
-    """Return each unscaled term and their scaled total, in nats per target token, and what describes the tokens."""
+    """Return each term, unscaled, and the scaled total, in nats per target token; also metrics that are no terms."""
     metrics = {"loss/total_nats_per_token": sums["loss"]}
     temperatures = {share.temperature or objective.temperature for share in objective.teachers.values()}
     for depth, sums_of_depth in by_depth(sums).items():
@@ -60,7 +60,7 @@ def step_metrics(sums: Mapping[str, float], objective: ObjectiveSpec) -> dict[st
 def evaluation_metrics(
     sums: Mapping[str, float], objective: ObjectiveSpec, temperatures: Collection[float]
 ) -> dict[str, float]:
-    """Return the metrics of some held-out documents. temperatures: those at which the teachers' signals are known."""
+    """Return the metrics of some held-out documents. temperatures: the temperatures of the teachers' signals."""
     sums_by_depth = by_depth(sums)
     known = means(sums_by_depth[0], objective, mixes_temperatures=len(temperatures) > 1)
     metrics: dict[str, float] = {}
@@ -81,12 +81,12 @@ def evaluation_metrics(
 
 
 def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperatures: bool) -> dict[str, float]:
-    """Return the means per target token, under the names that the objective gives the metrics.
+    """Return the means per target token, under the objective's names of the metrics.
 
-    A metric of one of several teachers is `<name>/<teacher>`, per token that this teacher scores. `<name>` is then
-    the mean over the teachers that report it: with their weights, or, if every token has one teacher, over tokens.
-
-    mixes_temperatures: the teachers have different ones, so that entropies have no mean.
+    With several teachers, `<name>/<teacher>` is the metric of one teacher, per token that this teacher scores.
+    `<name>` is the mean over the teachers that report it: with the teachers' weights or, if each token is routed to
+    one teacher, over tokens.
+    mixes_temperatures: whether the teachers have different temperatures, so that entropies have no common mean.
     """
     averages, of_one, weights = dict[str, float](), dict[str, float](), dict[str, float]()
     for name, value in sums.items():

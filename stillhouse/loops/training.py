@@ -32,7 +32,7 @@ from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_f
 from stillhouse.preemption import Preempted, finishing, requested
 from stillhouse.signals import SignalsLostError
 
-#: how the keys of the teacher's own cross-entropy end, also on one of several evaluation sets
+#: suffix of the keys of the teacher's own cross-entropy, on all held-out data and on each of several sets
 _TEACHER = "/teacher_cross_entropy"
 
 #: printed after a first step that changed nothing
@@ -72,11 +72,11 @@ class Training:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the present step began."""
+        """Seconds since the current step began."""
         return time.monotonic() - self._started
 
     def update(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
-        """Make the optimizer step. Before it, raise ValueError for a loss or gradient that is not finite."""
+        """Make the optimizer step. Raises ValueError before the step if the loss or gradient is not finite."""
         session, checkpoints = self.session, self.folder.checkpoints
         self._rate = learning_rate(session.train_config, self.last_step, step)
         try:
@@ -93,7 +93,7 @@ class Training:
         output: StepOutput,
         more_metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Log the step, and evaluate, save or stop where it is due. Raises Preempted after a rank got a signal."""
+        """Log the step; evaluate, save or stop if it is due. Raises Preempted if a rank has received a signal."""
         session, progress = self.session, self.progress
         progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
         metrics = step_metrics(output.sums, session.spec) | {
@@ -105,7 +105,7 @@ class Training:
         self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))
         if progress.step == 1 and self._norm == 0.0:
             self.log.print_line(_NO_GRADIENT)
-        progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
+        progress.metrics = {}  # a checkpoint contains only the evaluation of its own step
         if _evaluation_is_due(session, progress.step):
             self.evaluate()
         ranks, last = session.ranks, progress.step == self.last_step
@@ -122,7 +122,7 @@ class Training:
         if self.session.evaluation is None and self.greedy is None:
             return
         metrics = evaluate(self.session, of_teacher=self._of_teacher is None)
-        if self._of_teacher is None:  # it does not change during a run
+        if self._of_teacher is None:  # the teacher's metrics do not change during a run
             self._of_teacher = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
         metrics |= self._of_teacher
         if self.greedy is not None:
@@ -163,10 +163,10 @@ def training(
     checkpoint: IntactCheckpoint | None = None,
     queue: RolloutQueue | None = None,
 ) -> Iterator[Training]:
-    """A run that is ready for its remaining steps; the checkpoint, if there is one, has been loaded.
+    """Yield a run that is ready for its remaining steps; the checkpoint, if there is one, has been loaded.
 
     If teachers' signals or completions are not available, the finished steps are saved, and SignalsLostError is
-    raised. Afterwards the student holds the final weights.
+    raised. At the end, the student has the final weights.
     """
     progress = _progress(session, folder, checkpoint, queue)
     with ExitStack() as stack:
@@ -187,7 +187,7 @@ def training(
 def _progress(
     session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None, queue: RolloutQueue | None
 ) -> Progress:
-    """The run's progress at its start, after the checkpoint, if there is one, has been loaded."""
+    """Load the checkpoint, if there is one, and return the run's progress at its start."""
     progress, steps = Progress(), session.step_schedule.steps
     if checkpoint is not None:
         progress = load_checkpoint(checkpoint, session.engine)
@@ -226,9 +226,7 @@ def _restore_queue(session: Session, checkpoint: IntactCheckpoint, step: int, qu
 
 @contextmanager
 def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
-    """If the teacher's signals or completions are not available, save the finished steps. All processes raise that
-    error.
-    """
+    """At a SignalsLostError, which must be raised on all processes, save the finished steps and raise it again."""
     try:
         yield
     except SignalsLostError as error:
@@ -245,7 +243,7 @@ def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
 
 
 def _evaluation_is_due(session: Session, step: int) -> bool:
-    """Whether there is an evaluation after so many steps, also one that compares checkpoints."""
+    """Whether to evaluate after this number of steps. `checkpoint.best` needs an evaluation at each checkpoint."""
     evaluation, checkpoint = session.eval_config, session.checkpoint_config
     compared = evaluation.every > 0 and checkpoint.best is not None and _due(step, checkpoint.every)
     return step in (0, session.step_schedule.steps) or _due(step, evaluation.every) or compared

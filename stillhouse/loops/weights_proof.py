@@ -1,8 +1,8 @@
-"""Proves after each update that servers generate with the weights that they were given.
+"""Proves after each update that servers generate with the new weights.
 
-A server's label proves nothing: it is right even if the load changed nothing, loaded only a part, or loaded the files
-of another version. So each server completes a few of the run's prompts after an update, and its log-probabilities are
-compared with those that the trainer computes.
+A server's version label proves nothing: a server may report it even if the load changed nothing, loaded only a part,
+or loaded the files of another version. So each server completes a few of the run's prompts after an update, and its
+log-probabilities are compared with those that the trainer computes.
 """
 
 import statistics
@@ -24,17 +24,17 @@ from stillhouse.signals import SignalsLostError
 
 #: the largest rounding difference of log-probabilities if both sides compute in float32, in the same way
 _EXACT = 1e-3
-#: the number of prompts of which the shortest ones are the probes
+#: the probes are the shortest ones among this number of prompts
 _CHOICE = 256
 
 
 def probe_prompts(prompts: Documents) -> list[int]:
-    """The numbers of the prompts that servers complete."""
+    """Return the numbers of the prompts that servers complete as probes."""
     return [int(number) for number in np.argsort(prompts.lengths_D[:_CHOICE], kind="stable")[:PROBES]]
 
 
 def probe_samples(prompts: Documents, by_server: Mapping[str, Sequence[Completion]]) -> list[Sample]:
-    """The samples that servers generated for the probes among these prompts, one server after the other."""
+    """Return the samples that servers generated for the probes among these prompts, server by server."""
     probes = [
         (number, completion)
         for completions in by_server.values()
@@ -49,9 +49,9 @@ def probe_samples(prompts: Documents, by_server: Mapping[str, Sequence[Completio
 def require_weights_in_use(
     session: Session, rollout: RolloutConfig, version: int, urls: Sequence[str], micro_batches: ShardedMicroBatches
 ) -> float:
-    """Raise SignalsLostError for a server whose log-probabilities are those of other weights.
+    """Raise SignalsLostError if the log-probabilities of a server come from other weights.
 
-    Returns the largest difference in nats that can be rounding. A collective of all processes.
+    Returns the largest difference in nats that rounding can cause. A collective of all processes.
 
     urls: the addresses of the servers.
     micro_batches: the micro-batches of the servers' `probe_samples`.
@@ -62,7 +62,7 @@ def require_weights_in_use(
         if not gaps:
             raise SignalsLostError(f"{url} has generated no token for the probes of its weights: expected some")
         median = statistics.median(gaps)
-        if not median <= rounding:  # a NaN is none
+        if not median <= rounding:  # also true for NaN
             raise SignalsLostError(
                 f"{url} says that it generates with version {version}, and its log-probabilities are those of other "
                 f"weights: they differ from the trainer's by {median:.3g} nats (the median of {len(gaps)} "
@@ -73,7 +73,7 @@ def require_weights_in_use(
 
 
 def _gaps_by_server(session: Session, micro_batches: ShardedMicroBatches) -> dict[int, list[float]]:
-    """For each server's number, the difference of its log-probabilities from the student's, in nats."""
+    """Return, by server number, the differences between the server's log-probabilities and the student's, in nats."""
     probes, entries = len(probe_prompts(session.train.documents)), list[list[float]]()
     outputs = session.engine.process(cross_entropy(), micro_batches, [{}] * len(micro_batches))
     for micro_batch, output in zip(micro_batches, outputs, strict=False):
@@ -88,7 +88,7 @@ def _gaps_by_server(session: Session, micro_batches: ShardedMicroBatches) -> dic
 
 
 def _rounding(session: Session, rollout: RolloutConfig) -> float:
-    """The largest rounding difference in nats. Only `stillhouse serve` certainly has the student's dtype."""
+    """Return the largest rounding difference in nats. Only `stillhouse serve` surely has the student's dtype."""
     is_exact = (
         SERVERS[rollout.engine].rounds_as_here
         and session.engine.autocast is None
