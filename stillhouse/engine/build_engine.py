@@ -1,4 +1,4 @@
-"""The engines that can train a student. Another one is a file beside `torch_engine.py`, and its name here."""
+"""The engines that can train a student. To add one, add a file beside `torch_engine.py` and an entry in `ENGINES`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from stillhouse.parallel import DistributedStudent, build_runner
 
 class EngineKind(NamedTuple):
     """distribute: builds this process's part of the student, and of a teacher in its stages, as `build_runner` does.
-    engine: makes the engine that trains this student, with the arguments of `TorchEngine`.
+    engine: creates the engine that trains this student, with the arguments of `TorchEngine`.
     """
 
     distribute: Callable[..., DistributedStudent]

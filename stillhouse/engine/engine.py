@@ -1,4 +1,4 @@
-"""The engine: what the loops, `check`, `parity`, the examples and the tests know of training, under every layout.
+"""The engine: training for the loops, `check`, `parity`, the examples and the tests, the same under every layout.
 
     output = engine.forward_backward(micro_batches, signals, normalizer)     adds the step's gradient
     norm = engine.update(learning_rate)                                      clips it, and makes the optimizer step
@@ -6,7 +6,7 @@
     engine.save(folder); engine.load(folder)                                 everything that a run needs to continue
 
 The loss of every micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So
-neither the loss nor the gradient depends on how the step is cut into micro-batches. `build_engine.py` names the
+neither the loss nor the gradient depends on how the step is split into micro-batches. `build_engine.py` lists the
 engines.
 """
 
@@ -32,7 +32,7 @@ class StepOutput:
     """The result of one forward and backward over a step's micro-batches.
 
     outputs: the objective's outputs for this process's micro-batches, with their losses detached. Empty on processes
-        without the last stage, and on all but the first of the tensor ranks, which all have the same tokens.
+        without the last stage, and on all tensor ranks but the first, because tensor ranks have the same tokens.
     """
 
     def __init__(self, outputs: list[ObjectiveOutput], total: Callable[[], dict[str, float]]):
@@ -42,7 +42,7 @@ class StepOutput:
     def sums(self) -> dict[str, float]:
         """Metric sums over all tokens of the step, the same on every process; the loss has the key `loss`.
 
-        Reading them for the first time is a collective of all processes, which waits for the device.
+        The first access is a collective of all processes and waits for the device.
         """
         return self._total()
 
@@ -58,10 +58,10 @@ class SavedTensors:
 
 
 class Engine(Protocol):
-    """Trains a student on micro-batches and the teachers' signals for them. Its methods are collectives.
+    """Trains a student on micro-batches and the teachers' signals for them. The methods are collectives.
 
     parts: the losses beside the objective.
-    autocast: the dtype of matrix products; None: that of the weights.
+    autocast: the dtype of matrix products; None: the dtype of the weights.
     """
 
     objective: ObjectiveSpec
@@ -76,7 +76,7 @@ class Engine(Protocol):
     ) -> StepOutput:
         """Add the gradient of the micro-batches' losses to the student's gradient.
 
-        signals: one for each micro-batch, from a `SignalSource`.
+        signals: the signals of each micro-batch, from a `SignalSource`.
         normalizer: the number of target tokens of the step, over all processes.
         """
         ...
@@ -92,31 +92,31 @@ class Engine(Protocol):
     def evaluate(
         self, held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
     ) -> dict[str, float]:
-        """Sums over all target tokens, the same on every process: cross-entropy and, with signals, the forward KL.
+        """Return sums over all target tokens, the same on every process: cross-entropy and, with signals, forward KL.
 
-        Both are at temperature 1, but the forward KL of a sparse signal is at the signal's own temperature. They do
-        not depend on the engine's own objective. For signals with sorted probabilities, the result has their
-        distance, `uld`, at the objective's temperature. For a student with MTP layers, the sums also have the metrics
-        of `ACCEPTANCE`.
+        Both are at temperature 1, except that the forward KL of a sparse signal is at the signal's own temperature.
+        They do not depend on the engine's own objective. For signals with sorted probabilities, the result has `uld`
+        instead, the distance of the sorted probabilities at the objective's temperature. For a student with MTP
+        layers, the sums also have the metrics of `ACCEPTANCE`.
 
-        held_out: some micro-batches and their signals at a time.
-        of_teacher: also the teacher's own cross-entropy; the signals have to be exact.
+        held_out: yields some micro-batches at a time, with their signals.
+        of_teacher: also return the teacher's own cross-entropy; the signals must be exact.
         """
         ...
 
     def bytes_to_save(self) -> int:
-        """The size of what `save` will write. Raises ValueError, naming a tensor, for state that is not finite."""
+        """Return the size of what `save` writes. Raises ValueError, naming a tensor, if state is not finite."""
         ...
 
     def save(self, folder: Path) -> SavedTensors:
         """Write the weights, the optimizer's state and the random states to a folder that all processes share.
 
-        `bytes_to_save`, called before, has refused state that is not finite.
+        Call `bytes_to_save` before, which refuses state that is not finite.
         """
         ...
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:
-        """Restore what `save` has written, perhaps under another layout. without_moments: see `SavedTensors`.
+        """Restore the files of `save`, also if they come from another layout. without_moments: see `SavedTensors`.
 
         Raises ValueError for the state of another model.
         """
@@ -131,10 +131,10 @@ class Engine(Protocol):
     ) -> list[Any]:
         """Run another output processor on each micro-batch, without gradients and in eval mode; returns its results.
 
-        The list is empty on processes whose results do not count.
+        The list is empty on processes without results (see `StepOutput.outputs`).
 
         processor: its context is `DistillTargets`.
-        parts: the losses beside it; without an `MtpLoss`, MTP layers do not run.
+        parts: the losses beside the processor's; without an `MtpLoss`, MTP layers do not run.
         """
         ...
 
@@ -144,19 +144,19 @@ class Engine(Protocol):
         ...
 
     def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
-        """The same student and optimizer with these losses. MTP layers still run, but without them in `parts`, their
-        loss has the factor 0.
+        """Return an engine with the same student and optimizer, but these losses. MTP layers still run: without an
+        `MtpLoss` in `parts`, their loss has the factor 0.
         """
         ...
 
     def zero_grad(self) -> None: ...
 
     def gradient_norm(self) -> float:
-        """The norm of the full gradient, the same on every process."""
+        """Return the norm of the full gradient, the same on every process."""
         ...
 
     def gradients_not_finite(self) -> list[str]:
-        """The names of the parameters of all processes whose gradients have a NaN or an infinity."""
+        """Return the names of the parameters of all processes whose gradients have a NaN or an infinity."""
         ...
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:

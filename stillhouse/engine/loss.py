@@ -34,19 +34,18 @@ from stillhouse.objective.spec import ObjectiveSpec
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of every micro-batch of a step. It gives an `ObjectiveOutput`; its context is `DistillTargets`.
+    """The loss of every micro-batch of a step. It returns an `ObjectiveOutput`; its context is `DistillTargets`.
 
     objective: for example `parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")`.
-    normalizer: divides the sums over tokens: the number of target tokens of the step.
+    normalizer: the number of target tokens of the step, by which the sums over tokens are divided.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
     parts: the losses that arise inside the student (`engine/parts`).
-    with_teacher_cross_entropy: also report the metric `teacher_cross_entropy`, the teacher's own on the labels; the
-        signal has to be exact.
+    with_teacher_cross_entropy: also report `teacher_cross_entropy`, the cross-entropy of the teacher on the labels;
+        the signal must be exact.
 
-    Besides the objective's own metrics there are `weights`, the sum of the rows' weights, by which the sums of
-    entropies and agreement are divided for a mean, and with routed signals, for each teacher, `weights/<name>` and
-    the number of its rows, `tokens/<name>`. The depths of multi-token prediction have the objective
-    `spec.at_mtp_depths()`.
+    There are more metrics than the objective's own. `weights` is the sum of the rows' weights, for the means of
+    entropies and agreement. With routed signals, each teacher has `weights/<name>`, and `tokens/<name>` for the
+    number of its rows. The MTP depths have the objective `spec.at_mtp_depths()`.
     """
 
     objective: ObjectiveSpec
@@ -58,7 +57,7 @@ class StepLoss:
     def __call__(
         self, *, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0
     ) -> ObjectiveOutput:
-        """hidden_states: [B, S, D], or a tuple of those of depths 0, 1, … of multi-token prediction."""
+        """hidden_states: [B, S, D], or a tuple with the hidden states of depths 0, 1, … (multi-token prediction)."""
         hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         hidden_TD, targets = hidden_by_depth[0].flatten(0, -2), context.at(depth)
         options: dict[str, Any] = {"weights_T": targets.weights_T, "normalizer": self.normalizer}
@@ -94,10 +93,10 @@ class StepLoss:
         valid_index: Tensor | None,
         depth: int = 0,
     ) -> list[Term]:
-        """Return the terms of some rows. valid_index: the rows; None: those with a weight."""
+        """Return the terms of some rows. valid_index: the rows; None: the rows with a weight."""
         objective, per_token = self.objective, targets.per_token
         if depth:
-            # tokens are sampled from depth 0: only the kind of each token matters at the other depths
+            # tokens are sampled from depth 0; other depths only need to know which tokens are sampled
             objective = objective.at_mtp_depths() if objective.needs_rollouts else objective
             per_token = {name: value_T for name, value_T in per_token.items() if name == IS_SAMPLED}
         if valid_index is None and objective.needs_rollouts:
@@ -116,14 +115,14 @@ class StepLoss:
 def _row_counts(
     targets: DistillTargets, routed: Mapping[str, RoutedSignal], output: ObjectiveOutput
 ) -> dict[str, Tensor]:
-    """The sum of the rows' weights, and of each routed teacher the sum and the number of its rows."""
+    """Return the sum of the rows' weights; for each routed teacher, the same for its rows, and their number."""
     counts = {f"tokens/{name}": output.loss.new_tensor(len(signal.index)) for name, signal in routed.items()}
     sums = {f"{WEIGHTS}/{name}": _sum_of_weights(targets, output, signal.index) for name, signal in routed.items()}
     return counts | sums | {WEIGHTS: _sum_of_weights(targets, output, targets.valid_index)}
 
 
 def _sum_of_weights(targets: DistillTargets, output: ObjectiveOutput, index: Tensor | None) -> Tensor:
-    """index: the rows that count; None: all. output: has the dtype and the device of the result."""
+    """index: the rows to count; None: all rows. output: its loss determines the result's dtype and device."""
     assert targets.weights_T is not None
     weights_T = targets.weights_T.detach()
     return (weights_T if index is None else weights_T[index.to(weights_T.device)]).to(output.loss).sum()

@@ -1,8 +1,8 @@
 """The optimizers: AdamW, Muon, Adafactor and AdamW with 8-bit moments; and their state as plain tensors.
 
-Muon (https://kellerjordan.github.io/posts/muon/) moves a matrix by its orthogonalized momentum. It is for matrices
-inside the layers. AdamW trains the embedding, the head and everything that is no matrix. The step of a matrix has the
-size that makes learning rates of AdamW fit (arXiv:2502.16982, section 2.2).
+Muon (https://kellerjordan.github.io/posts/muon/) changes a matrix by its orthogonalized momentum. It trains the
+matrices inside the layers. AdamW trains the embedding, the head and all parameters that are not matrices. Muon's
+steps are scaled so that the learning rates of AdamW fit (arXiv:2502.16982, section 2.2).
 """
 
 import importlib.util
@@ -48,7 +48,7 @@ def require_optimizer(train: TrainConfig, layout: Layout) -> None:
 def make_optimizer(
     parameters: Iterable[nn.Parameter], train: TrainConfig, embeddings: Collection[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that require a gradient.
+    """Return the optimizer of the parameters that require a gradient.
 
     Weight decay applies to matrices, not to vectors (norms and biases). embeddings: matrices that Muon leaves to
     AdamW (see `embedding_weights`).
@@ -68,7 +68,7 @@ def make_optimizer(
 
 
 def embedding_weights(students: Iterable[Decoder]) -> list[Tensor]:
-    """The weights of all embeddings and of the head, on this process."""
+    """Return the weights of all embeddings and of the head, if they are on this process."""
     weights: list[Tensor] = []
     for student in students:
         weights += [module.weight for module in student.modules() if isinstance(module, nn.Embedding)]
@@ -103,7 +103,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers, each of its own parameters, with one state and one list of groups."""
+    """Several optimizers, each with its own parameters, that share one state and one list of groups."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -116,7 +116,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             part.step()
 
     def part_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        """The optimizer that trains this parameter."""
+        """Return the optimizer that trains this parameter."""
         owners = {
             id(parameter): part for part in self.parts for group in part.param_groups for parameter in group["params"]
         }
@@ -125,7 +125,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao keeps it in a tensor, which its compiled step reads
+        if isinstance(group["lr"], Tensor):  # torchao's compiled step reads the rate from a tensor
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
@@ -149,7 +149,7 @@ def make_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """What the optimizer has for a parameter before its first step: all zeros."""
+    """Return the optimizer's state for a parameter before the first step: all zeros."""
     if isinstance(optimizer, CombinedOptimizer):
         optimizer = optimizer.part_of(parameter)
     if isinstance(optimizer, Muon):
@@ -162,13 +162,13 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
         return state | {"row_var": rows, "col_var": parameter.new_zeros(parameter[..., :1, :].shape)}
     if isinstance(optimizer, torch.optim.AdamW):
         return state | {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-    # torchao decides by the size whether a moment has 8 bits
+    # torchao decides by the size of the parameter whether a moment has 8 bits
     signed: dict[str, Any] = {"exp_avg": True, "exp_avg_sq": False}
     return state | {name: optimizer._new_buffer(parameter, value) for name, value in signed.items()}  # type: ignore[attr-defined]
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of a parameter as plain tensors, which share its memory: what a checkpoint contains.
+    """Return an optimizer's state of a parameter as plain tensors for a checkpoint. They share the state's memory.
 
     A moment of 8 bits is two tensors, its codes and the scale of each block of codes.
     """
@@ -194,7 +194,7 @@ def _adamw(parameters: Iterable[nn.Parameter], train: TrainConfig) -> torch.opti
 def _groups(parameters: Iterable[nn.Parameter], train: TrainConfig) -> list[dict[str, Any]]:
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        # foreach AdamW needs one mesh per group
+        # the foreach implementation of AdamW needs all tensors of a group on one mesh
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups[parameter.dim() >= 2, mesh].append(parameter)
     decay = {True: train.weight_decay, False: 0.0}
@@ -202,7 +202,7 @@ def _groups(parameters: Iterable[nn.Parameter], train: TrainConfig) -> list[dict
 
 
 def _orthogonal_step(momentum: Tensor, rate: float) -> Tensor:
-    """The change that torch's Muon makes to a matrix with this momentum, without weight decay."""
+    """Return the change that torch's Muon makes to a matrix with this momentum, without weight decay."""
     change = nn.Parameter(torch.zeros_like(momentum))
     change.grad = momentum
     options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}

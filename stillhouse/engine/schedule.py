@@ -1,4 +1,4 @@
-"""The number of steps, and for each step its sequences and its learning rate, which depend on the step's number only.
+"""The number of steps, and each step's sequences and learning rate, which depend only on the step's number.
 
 So a resumed run continues exactly as before: there is no state of a sampler or a scheduler to restore.
 """
@@ -16,7 +16,7 @@ WSD_DECAY = 0.2
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """How the training data are divided into steps of packed sequences, and each step into micro-batches."""
+    """How the training data are split into steps of packed sequences, and each step into micro-batches."""
 
     steps: int
     total_sequences: int
@@ -24,7 +24,7 @@ class StepSchedule:
     rows_per_micro_batch: int
 
     def micro_batches(self, sequences: PackedSequences, step: int) -> PackedMicroBatches:
-        """The micro-batches of step `step` (from 0)."""
+        """Return the micro-batches of step `step` (from 0)."""
         chosen = sequences.step_sequences(step, self.sequences_per_step, self.total_sequences)
         starts = range(0, len(chosen), self.rows_per_micro_batch)
         return sequences.micro_batches([chosen[start : start + self.rows_per_micro_batch] for start in starts])
@@ -33,10 +33,10 @@ class StepSchedule:
 def make_step_schedule(
     train: TrainConfig, sequences: int, max_tokens: int, data_ranks: int = 1, stages: int = 1
 ) -> StepSchedule:
-    """The step schedule for a number of packed sequences of at most `max_tokens` tokens.
+    """Return the step schedule for a number of packed sequences of at most `max_tokens` tokens.
 
     Each data rank should get at least as many micro-batches of a step as there are pipeline stages. If a step has
-    enough sequences for that, its micro-batches are made smaller than `train.micro_batch_tokens` where needed.
+    enough sequences for that, its micro-batches are made smaller than `train.micro_batch_tokens` if necessary.
     """
     per_step = max(1, train.tokens_per_step // max_tokens)
     rows = min(max(1, train.micro_batch_tokens // max_tokens), max(1, per_step // (data_ranks * stages)))
@@ -56,9 +56,9 @@ def make_on_policy_schedule(
     max_tokens: int,
     seed: int,
 ) -> tuple[StepSchedule, PromptPlan]:
-    """The step schedule and the plan of an on-policy run. Its sequences are counted as if each had one sample.
+    """Return the step schedule and the plan of an on-policy run. A sequence is counted as one sample.
 
-    Its micro-batches depend on the lengths of completions (`pack_step`). prompts, dataset: numbers of documents.
+    The micro-batches depend on the lengths of completions (`StepPacker`). prompts, dataset: numbers of documents.
     """
     samples = rollout.samples_per_prompt
     per_step = rollout.prompts_per_step or max(1, train.tokens_per_step // (max_tokens * samples))
@@ -72,7 +72,7 @@ def make_on_policy_schedule(
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
-    """The learning rate of step `step` (from 0) of `steps`: a linear warm-up, then `train.schedule`."""
+    """Return the learning rate of step `step` (from 0) of `steps`: a linear warm-up, then `train.schedule`."""
     warmup = train.warmup * steps if train.warmup < 1 else train.warmup
     warmup = min(math.ceil(round(warmup, 6)), steps - 1)  # 0.07 of 100 steps is 7, not 7.000000000000001
     if step < warmup:
@@ -83,7 +83,7 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
 
 
 def _height(schedule: str, progress: float) -> float:
-    """The height of the learning rate between its minimum (0) and its peak (1)."""
+    """Return the height of the learning rate between its minimum (0) and its peak (1)."""
     match schedule:
         case "constant":
             return 1.0

@@ -30,14 +30,14 @@ AVERAGE = "average."
 
 
 def write_state(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
-    """Write the tensors of all ranks, of which each may hold a shard, to a folder that they share."""
+    """Write tensors to a folder that all ranks share. Each rank may have shards of the tensors."""
     writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
     with without_distributed_warning():
         dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
 
 
 def read_in_place(folder: Path, tensors: dict[str, Any]) -> None:
-    """Read tensors of a folder of safetensors files; each may be a shard."""
+    """Read tensors in place from a folder of safetensors files; each tensor may be a shard."""
     with without_distributed_warning():
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
 
@@ -51,7 +51,7 @@ def without_distributed_warning() -> Iterator[None]:
 
 
 def read_full(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Read full tensors in host memory."""
+    """Read full tensors into host memory."""
     stored = stored_tensors(folder)
     tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
     read_in_place(folder, tensors)
@@ -64,8 +64,8 @@ def require_fit(
     """Raise ValueError if a tensor of the checkpoint does not fit the student, naming the first such tensor.
 
     DCP itself reports less, ignores tensors that are not wanted, and raises an error that is not an Exception.
-    wanted: the tensors that this process will load. is_complete: this process has the whole student, so a stored
-    tensor that is not wanted is an error, too. But a run without an average may leave that of the checkpoint.
+    wanted: the tensors that this process will load. is_complete: whether this process has the full student; then a
+    stored tensor that is not wanted is an error, too. A run without an average ignores the checkpoint's average.
     """
     shapes = {name: tuple(entry.size) for name, entry in stored.items()}
     expected = {name: tuple(value.shape) for name, value in wanted.items()}
@@ -86,7 +86,7 @@ def require_fit(
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """The shapes, dtypes and chunks of a state's tensors. Raises DamagedCheckpointError for damaged files."""
+    """Return the shapes, dtypes and chunks of a state's tensors. Raises DamagedCheckpointError for damaged files."""
     try:
         stored = dcp.HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
     except (SafetensorError, ValueError) as error:

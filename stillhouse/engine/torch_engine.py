@@ -1,6 +1,6 @@
 """The engine on PyTorch's own parts: FSDP2, tensor, context, expert and pipeline parallelism.
 
-`engine.py` says what its methods do.
+`engine.py` documents the methods.
 """
 
 import copy
@@ -31,22 +31,22 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Runner, StageInputs
 from stillhouse.signals.weight_average import WeightAverage
 
-#: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
-#: that the student accepts, and top-1 agreement the share of greedy ones
+#: the held-out objective at MTP depths: the acceptance rate of sampled drafts is 1 − total variation, and that of
+#: greedy drafts is the top-1 agreement
 ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
-#: AdamW as torch has it, without clipping
+#: AdamW with torch's default settings, without clipping
 DEFAULT_TRAIN = TrainConfig(betas=(0.9, 0.999), clip=None)
 
 
 class TorchEngine:
     """Trains a student on micro-batches and the teachers' signals for them.
 
-    objective: the minimised loss at the student's head.
-    train: the optimizer's settings and the gradient norm above which it is clipped.
-    autocast: the dtype of matrix products; the weights keep their own. None: that of the weights.
+    objective: the training loss at the student's head.
+    train: the optimizer's settings, and the norm above which the gradient is clipped.
+    autocast: the dtype of matrix products; the weights keep their own dtype. None: the dtype of the weights.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
     parts: the losses that arise inside the student.
-    average: of the student's weights, if a teacher needs one; it follows every update.
+    average: the average of the student's weights, if a teacher needs it; each update of the weights updates it.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TorchEngine:
         parts: Sequence[LossPart] = (),
         normalizer: float = 1.0,
     ) -> list[StageInputs]:
-        """Raises ValueError unless there are signals for each micro-batch."""
+        """Return the inputs of the stages. Raises ValueError unless there are signals for each micro-batch."""
         if not micro_batches or len(micro_batches) != len(signals):
             raise ValueError(
                 f"{len(signals)} signals for {len(micro_batches)} micro-batches: expected one for each, and at least "
@@ -122,7 +122,7 @@ class TorchEngine:
         ]
 
     def _total(self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
-        """Metric sums over all processes. losses: those inside this process's layers."""
+        """Return metric sums over all processes. losses: the losses inside this process's layers."""
         sums = add_up(self.student.ranks.gather(summed_metrics(outputs) | _summed(losses)))
         for part in self.parts if "loss" in sums else ():
             part.add_to(sums)
@@ -142,12 +142,12 @@ class TorchEngine:
                 with_teacher_cross_entropy=of_teacher,
             )
             outputs += self.process(loss, micro_batches, signals, self._acceptance)
-            del micro_batches, signals  # a teacher's hidden states are large, and the next ones come first
+            del micro_batches, signals  # free a teacher's large hidden states before the next ones are computed
         return add_up(self.student.ranks.gather(summed_metrics(outputs)))
 
     @property
     def _acceptance(self) -> tuple[LossPart, ...]:
-        """What is measured of the depths of multi-token prediction."""
+        """The losses that measure how many drafts of the MTP depths are accepted."""
         return tuple(replace(part, objective=ACCEPTANCE, scale=1.0, of_student=True) for part in self._mtp_losses)
 
     @property
@@ -155,7 +155,7 @@ class TorchEngine:
         return [part for part in self.parts if isinstance(part, MtpLoss)]
 
     def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
-        """The cross-entropy, and the forward KL if there are signals."""
+        """Return the cross-entropy; with signals, also the forward KL or, for `SortedTopK` signals, `uld`."""
         # a micro-batch may lack the signals of a teacher to which none of its documents is routed
         named = {
             name: signal.signal if isinstance(signal, RoutedSignal) else signal
@@ -258,7 +258,7 @@ def _summed(named: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
 
 
 def _temperature(signal: Signal) -> float:
-    """The temperature of a held-out divergence: 1, or the only one at which a sparse signal is known."""
+    """Return the temperature of a held-out divergence: 1, or the single temperature of a sparse signal."""
     sparse = signal.first if isinstance(signal, SpanSignal) else signal
     known = sparse.temperature if isinstance(sparse, SparseSignal) else None
     return 1.0 if known is None else known

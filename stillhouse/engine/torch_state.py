@@ -1,4 +1,4 @@
-"""The state of `TorchEngine` as tensors, and back. `state_folder.py` has their names, and reads and writes them.
+"""Converts the state of `TorchEngine` to tensors and back. `state_folder.py` names them, and reads and writes them.
 
 Under FSDP, tensor or expert parallelism a rank has only a shard of a tensor, as a DTensor.
 """
@@ -35,17 +35,17 @@ class TorchState:
         stored = stored_tensors(folder)
         wanted = self.student_weights() | self._empty_moments(without_moments) | self._averages()
         require_fit(folder.parent, stored, wanted, is_complete=self.runner.layout.stages == 1)
-        # a state may be absent: the checkpoint was written on another type of device, or by fewer ranks
+        # a random state may be absent: the checkpoint was written on another type of device, or by fewer ranks
         tensors = wanted | {name: value for name, value in self._random_states().items() if name in stored}
         read_in_place(folder, tensors)
         self._restore(tensors)
 
     def tensors(self) -> dict[str, Any]:
-        """All tensors that this rank holds, by their names."""
+        """Return all tensors of this rank by their names; each may be a shard."""
         return self.student_weights() | self._random_states() | self._averages() | self._moments()
 
     def student_weights(self) -> dict[str, Any]:
-        """This rank's parameters and buffers of the student. A head tied to the embedding has the embedding's name.
+        """Return this rank's parameters and buffers of the student. A tied head has the embedding's name.
 
         Frozen parameters of a student with an adapter are left out: they are in the files of the base model.
         """
@@ -59,7 +59,7 @@ class TorchState:
         return weights
 
     def bytes_to_write(self) -> int:
-        """The size of a checkpoint: all tensors, and the student's weights a second time for the folder `student`.
+        """Return the size of a checkpoint: all tensors, and the student's weights again for the folder `student`.
 
         Raises ValueError on all ranks, naming the first tensor that is not finite: no run could continue from it.
         """
@@ -72,23 +72,23 @@ class TorchState:
         return round(sum(self.runner.ranks.gather(size)))
 
     def element_count(self) -> int:
-        """The number of elements in the weights and moments of all ranks. Copies of an element count once."""
+        """Return the number of elements in the weights and moments of all ranks. Copies of an element count once."""
         runner, tensors = self.runner, self.tensors()
         names = {name for name in tensors if not name.startswith(RANDOM)}
         if runner.pipeline is not None and runner.pipeline.embedding_copy is not None and 0 not in runner.pairs:
-            # the last stage's copy of the embedding, which only the first stage saves
+            # the last stage has a copy of the embedding, but only the first stage's embedding is saved
             shared = runner.decoders[0].embedding_name
             moments = {name for name in names if name.startswith(f"{MOMENT}{shared}.")}
             names -= {f"{WEIGHT}{shared}", f"{AVERAGE}{shared}"} | moments
         return round(sum(runner.ranks.gather(sum(self._share_of(tensors[name]) for name in names))))
 
     def parameters_without_moments(self) -> list[str]:
-        """The parameters of all ranks that never had a gradient, so that the optimizer has no state for them."""
+        """Return the parameters of all ranks that never had a gradient and therefore have no optimizer state."""
         names = [name for name, parameter in self._trained().items() if parameter not in self.optimizer.state]
         return sorted({name for of_rank in self.runner.ranks.gather(names) for name in of_rank})
 
     def _averages(self) -> dict[str, Tensor]:
-        """The averages of this rank's trained weights; of two copies of a tied weight, that of the first."""
+        """Return the averages of this rank's trained weights; for two copies of a tied weight, the first one's."""
         averages: dict[str, Tensor] = {}
         for name, value in ({} if self.average is None else self.average.tensors).items():
             averages.setdefault(f"{AVERAGE}{self.runner.shared_name(name)}", value)
@@ -103,7 +103,7 @@ class TorchState:
         }
 
     def _empty_moments(self, without_moments: Sequence[str]) -> dict[str, Tensor]:
-        """Set the optimizer's state of this rank to zeros, into which DCP then reads; returns its tensors."""
+        """Set the optimizer's state on this rank to zeros, and return its tensors, into which DCP then reads."""
         self.optimizer.state.clear()
         for name, parameter in self._trained().items():
             if name not in without_moments:
@@ -111,10 +111,10 @@ class TorchState:
         return self._moments()
 
     def _random_states(self) -> dict[str, Tensor]:
-        """The states of this process's random generators.
+        """Return the states of this process's random generators.
 
-        All tensor ranks of a group load the state of the first one: dropout must drop the same elements of the hidden
-        states that they all hold.
+        All tensor ranks of a group load the state of the first rank, because dropout must drop the same elements of
+        hidden states that are replicated over them.
         """
         ranks, device = self.runner.ranks, self.runner.device
         rank = "" if ranks.size == 1 else f".{ranks.rank - self.runner.mesh.coordinate('tensor')}"
@@ -124,9 +124,9 @@ class TorchState:
         return states
 
     def _restore(self, tensors: Mapping[str, Any]) -> None:
-        """Restore the random generators, and second copies of a tied weight, of its moments and of its average.
+        """Restore the random generators, and the second copies of tied weights, with their moments and averages.
 
-        tensors: by name, as DCP has just read them. DCP has written all others in place already.
+        tensors: the tensors that DCP has just read, by name. DCP has restored everything else in place.
         """
         runner, parameters = self.runner, self._trained()
         for name, value in ({} if self.average is None else self.average.tensors).items():
@@ -162,7 +162,7 @@ class TorchState:
             )
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """This rank's trained parameters, by their names in a checkpoint; of two copies of a tied weight, one."""
+        """Return this rank's trained parameters by their names in a checkpoint; of two copies of a weight, one."""
         parameters: dict[str, nn.Parameter] = {}
         for name, parameter in self.runner.named_parameters():
             if parameter.requires_grad:
@@ -170,6 +170,6 @@ class TorchState:
         return parameters
 
     def _share_of(self, tensor: Any) -> float:
-        """The number of a tensor's elements on this rank, divided by the number of ranks with the same elements."""
+        """Return the number of a tensor's elements on this rank, divided by the number of ranks that have them."""
         degrees = self.runner.layout.degrees
         return local(tensor).numel() / copies(tensor, degrees.processes // degrees.pipeline)

@@ -15,7 +15,7 @@ from stillhouse.parallel.layer_loss_interface import LayerLoss
 
 @dataclass(frozen=True)
 class HiddenStates(LossPart):
-    """pairs: of layers of student and teacher, on all stages. Empty: not known before `distributed`."""
+    """pairs: the pairs of layers of student and teacher, on all stages; empty before `distributed`."""
 
     pairs: tuple[HiddenPair, ...] = ()
 

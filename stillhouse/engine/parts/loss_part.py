@@ -1,4 +1,4 @@
-"""The interface of a loss beside the objective: what the configuration, the engine, the stages and the head need."""
+"""The interface of a loss beside the objective, for the configuration, the engine, the stages and the head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class LossSections:
 
 
 class LossPart(LayerLosses, Protocol):
-    """A loss beside the objective. It is immutable; the loss of each micro-batch is an object of its own.
+    """A loss beside the objective. It is immutable; each micro-batch has its own `LayerLoss`.
 
-    key: of the configuration.
-    needs_teacher: whether a step with it needs a teacher's signals.
+    key: the loss's key in the configuration.
+    needs_teacher: whether a step with this loss needs a teacher's signals.
     """
 
     @property
@@ -39,12 +39,12 @@ class LossPart(LayerLosses, Protocol):
 
     @classmethod
     def from_config(cls, sections: LossSections) -> Self | None:
-        """Return the loss that the configuration has; None: it has none. Raises ConfigError if it is impossible."""
+        """Return the configured loss; None if none is configured. Raises ConfigError for an impossible loss."""
         ...
 
     @classmethod
     def in_words(cls, sections: LossSections) -> str:
-        """Return what the loss adds to the objective in words."""
+        """Return this loss's part of the objective's description in words."""
         return ""
 
     def distributed(self, student: DistributedStudent) -> Self:
@@ -59,14 +59,14 @@ class LossPart(LayerLosses, Protocol):
         head: OutputHead,
         context: DistillTargets,
     ) -> ObjectiveOutput:
-        """Add what is computed at the head, beside the objective.
+        """Add the part of this loss that is computed at the head to the objective's output.
 
         loss: the `StepLoss`.
-        output: that of the objective.
+        output: the objective's output.
         hidden_by_depth: the hidden states [B, S, D] of depths 0, 1, ….
         """
         return output
 
     def add_to(self, sums: dict[str, float]) -> None:
-        """Add to the step's loss, sums["loss"], what arises in the layers. sums: of all processes."""
+        """Add to sums["loss"] the part of this loss that arises in the layers. sums: the sums of all processes."""
         return

@@ -1,4 +1,4 @@
-"""Multi-token prediction as a part of the step's loss: one objective for all depths after the first.
+"""Multi-token prediction as a part of the step's loss: one objective for all depths k ≥ 1.
 
     loss = objective + scale · Σ_k (depth k)
 
@@ -34,13 +34,13 @@ PREFIX = "mtp_"
 
 @dataclass(frozen=True)
 class MtpLoss(LossPart):
-    """The objective of the depths of multi-token prediction.
+    """The objective at the MTP depths.
 
-    depths: their number.
+    depths: the number of depths.
     scale: the factor of the depths' loss in the step's loss.
-    of_student: the signal is the student's own distribution of the same token, without gradients, instead of the
-        teacher's.
-    group: the context ranks, on which sequences continue; None: this process has full sequences.
+    of_student: whether the signal is the student's own distribution of the same token at depth 0, without gradients,
+        instead of the teacher's.
+    group: the context ranks, over which sequences are sharded; None: this process has full sequences.
 
     The depths' metrics and values per token have the prefix `mtp_<depth>/`.
     """
@@ -93,7 +93,7 @@ class MtpLoss(LossPart):
         return f" (+ {mtp.scale:g} × {objective}{signal} at {_tokens(mtp)}{frozen})"
 
     def layers_in_words(self, mtp: MtpConfig, student: Decoder) -> str:
-        """Return the student's MTP layers in words. student: the part of it in this process."""
+        """Return a description of the student's MTP layers. student: the part of the student in this process."""
         count = "on the last stage"
         if student.mtp is not None:
             parameters = sum(parameter.numel() for parameter in student.mtp.parameters())
@@ -137,7 +137,7 @@ class MtpLoss(LossPart):
         return NextTokens(self.depths, self.group)
 
     def _shifted(self, targets: DistillTargets, depths: int) -> DistillTargets:
-        """Return the targets with those of all depths, at this rank's columns."""
+        """Return the targets with `mtp_targets` for all depths, at this rank's columns."""
         position_ids_BS = targets.position_ids_BS
         assert position_ids_BS is not None
         if self.group is None:

@@ -20,7 +20,7 @@ ROUTER_LOSS = "router_aux"
 @dataclass(frozen=True)
 class RouterBalancing(LossPart):
     """coefficient: the factor of the loss.
-    group: the context ranks, each of which has a part of every sequence; None: this process has full sequences.
+    group: the context ranks, over which sequences are sharded; None: this process has full sequences.
     """
 
     coefficient: float
