@@ -111,12 +111,12 @@ class Engine(Protocol):
     def save(self, folder: Path) -> SavedTensors:
         """Write the weights, the optimizer's state and the random states to a folder that all processes share.
 
-        Call `bytes_to_save` before, which refuses state that is not finite.
+        Call `bytes_to_save` first; it refuses state that is not finite.
         """
         ...
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:
-        """Restore the files of `save`, also if they come from another layout. without_moments: see `SavedTensors`.
+        """Restore a state that `save` has written, under any layout. without_moments: see `SavedTensors`.
 
         Raises ValueError for the state of another model.
         """

@@ -115,7 +115,7 @@ class StepLoss:
 def _row_counts(
     targets: DistillTargets, routed: Mapping[str, RoutedSignal], output: ObjectiveOutput
 ) -> dict[str, Tensor]:
-    """Return the sum of the rows' weights; for each routed teacher, the same for its rows, and their number."""
+    """Return the sum of the rows' weights; for each routed teacher, also that of its rows, and its number of rows."""
     counts = {f"tokens/{name}": output.loss.new_tensor(len(signal.index)) for name, signal in routed.items()}
     sums = {f"{WEIGHTS}/{name}": _sum_of_weights(targets, output, signal.index) for name, signal in routed.items()}
     return counts | sums | {WEIGHTS: _sum_of_weights(targets, output, targets.valid_index)}

@@ -1,6 +1,6 @@
-"""The number of steps, and each step's sequences and learning rate, which depend only on the step's number.
+"""The number of steps, and each step's sequences and learning rate.
 
-So a resumed run continues exactly as before: there is no state of a sampler or a scheduler to restore.
+A step's sequences and rate depend only on its number: a resumed run needs no state of a sampler or a scheduler.
 """
 
 import math

@@ -34,7 +34,7 @@ from stillhouse.signals.weight_average import WeightAverage
 #: the held-out objective at MTP depths: the acceptance rate of sampled drafts is 1 − total variation, and that of
 #: greedy drafts is the top-1 agreement
 ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
-#: AdamW with torch's default settings, without clipping
+#: AdamW with torch's default betas, without weight decay and clipping
 DEFAULT_TRAIN = TrainConfig(betas=(0.9, 0.999), clip=None)
 
 

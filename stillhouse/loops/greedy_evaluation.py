@@ -168,8 +168,8 @@ class HeldOutPrompt:
 def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:
     """Choose up to `count` prompts, the same ones in every run on this data. Prompts of several sets alternate.
 
-    A document with a prompt is cut where its first target begins. Another document is cut after half of
-    its tokens, at most `PROMPT_TOKENS`. A document of a single token has no prompt.
+    A document with a prompt is cut where its first target begins. A document without a prompt is cut after half of
+    its tokens, but at most `PROMPT_TOKENS`. A document of a single token is left out.
     """
     by_set: dict[int, list[int]] = {}
     for document in in_shown_order(documents, range(len(documents))):

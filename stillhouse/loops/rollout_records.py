@@ -18,9 +18,9 @@ from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
 #: The largest mean difference of log-probabilities in nats between the engine and the trainer without a warning: for
 #: tokens that the current weights generated, and for tokens of earlier weights.
 MAX_LOG_RATIO, MAX_STALE_LOG_RATIO = 0.1, 1.0
-#: A warning is given if more than OFTEN_CUT of the completions are cut, and if they are also LONGER times as long as
+#: A warning is given if the share of cut completions is above OFTEN_CUT and, compared to the first FIRST_STEPS steps,
+#: either the mean length is more than LONGER times as large, or the cut share has grown by more than MORE_CUT.
 LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
-#: in the first FIRST_STEPS steps, or their cut share is larger than in those steps by more than this number.
 MORE_CUT = 0.3
 #: the prefixes of the keys of per-token values that are not divergences of teacher and student
 _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_")

@@ -123,7 +123,7 @@ class Rollouts:
         return samples
 
     def micro_batches(self, step: int, samples: Sequence[Sample]) -> ShardedMicroBatches:
-        """Return this process's part of a step: of these samples, and of the completions that the dataset has."""
+        """Return this process's part of a step that consists of these samples and of the dataset's completions."""
         dataset, numbers = self.session.dataset, self.plan.from_dataset(step)
         prompts, rules = self.session.train.documents, target_rules(self.config)
         return self._shard(step_documents(prompts, samples, rules, dataset, numbers))

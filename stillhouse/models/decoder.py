@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # it needs a later version of transformers than the rest
     from stillhouse.models.mtp.mtp_layers import MtpLayers
 
 HEAD_WEIGHT = "head.linear.weight"
-#: the beginning of the names of the projectors of hidden states
+#: prefix of the names of the projectors of hidden states
 PROJECTORS = "hidden_match."
 
 
@@ -50,8 +50,8 @@ class Decoder(nn.Module):
     encoder, or with a head that is not a plain linear layer (a head with LoRA, or a quantized one).
 
     `verify=True` runs a few artificial tokens, and also raises ValueError if the head does not give the model's own
-    logits, if tokens attend to later tokens, or if documents in one row attend to each other. It needs the weights on
-    a device that can run the model.
+    logits, if tokens attend to later tokens, or if documents in one row attend to each other. The weights must then
+    be on a device that can run the model.
     """
 
     pretrained: PreTrainedModel

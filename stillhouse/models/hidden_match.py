@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from stillhouse.models.dtensors import name_seed, set_from_global
 from stillhouse.models.layer_hooks import AddLoss, Running, hidden_of
 
-#: the beginning of the names of pairs
+#: prefix of the names of pairs
 HIDDEN = "hidden_"
 
 

@@ -22,7 +22,7 @@ class OutputProcessor(Protocol):
     `hidden_states` is [B, S, D] after the final norm. With multi-token prediction (a forward with `mtp_input_ids`) it
     is a tuple with the hidden states of each depth. `context` is the decoder's argument of that name.
     `depth` is 0 for the next token and k for the k-th token after it (multi-token prediction). The head's weight is
-    valid during the call; a result that refers to the weight keeps its memory allocated.
+    valid during the call; a result that refers to the weight keeps the weight's memory allocated.
     """
 
     def __call__(self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any: ...

@@ -9,9 +9,9 @@ different tokens. The only difference between two forward passes is that the two
 The hidden states of `p` must not change, because only later tokens change: the model is causal. The hidden states of
 `q` must not change either, although the document before `q` changes: documents do not see each other. Both passes
 have the same shapes, documents and random numbers. So a model that separates documents gives the same bits, even in
-half precision, with dropout and with experts. A small model that does not separate them changes the hidden states by
-0.04 % or more. The two pairs have different borders, since an attention could read only the borders of one row. Row 4
-has a document of row 2 at another place. In a third pair, only the complete first documents are exchanged:
+half precision, with dropout and with experts. In a small model that does not separate them, the hidden states change
+by 0.04 % or more. The two pairs have different borders, because an attention function could use the borders of one
+row for all. Row 4 has a document of row 2 at another place. In a third pair, only the first documents are exchanged:
 
     A    row 5   s | t            B    row 5   s'| t
          row 6   s'| t'                row 6   s | t'
@@ -105,7 +105,7 @@ Forward = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
 def prove_decoder(decoder: Any) -> None:
-    """Prove an unsharded `Decoder`: separate documents at depth 0 and at all MTP depths, and logits.
+    """Prove an unsharded `Decoder`: that it separates documents (at depth 0 and all MTP depths), and its logits.
 
     Raises ProofError, naming the cause. Does not change weights, modes or the state of random numbers.
     """
@@ -133,7 +133,7 @@ def prove_decoder(decoder: Any) -> None:
 
 @torch.no_grad()
 def require_runnable(model: PreTrainedModel, name: str) -> None:
-    """Raise ValueError with the model's name if transformers cannot run the model: some damaged configurations."""
+    """Raise ValueError with the model's name if transformers cannot run it, as with some damaged configurations."""
     _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     with evaluating(model), autocast(model.device, autocast_dtype(model)), reading(f"{name} cannot be run"):

@@ -1,7 +1,7 @@
 """Runs output processors in Megatron-Core's own `GPTModel`, through a hook of Megatron-Core 0.18 and later.
 
-    processor = MegatronProcessor(model, distillation(spec))
-    targets = DistillTargets(labels, signal=signal)
+    processor = MegatronProcessor(model, StepLoss(objective))
+    targets = DistillTargets(labels, signals={TEACHER: signal})
     output = model(ids, positions, mask, output_processor=processor, output_processor_context=targets)
 
 On the last pipeline stage the model calls the hook instead of its output layer. This file converts the hook's

@@ -31,7 +31,7 @@ def text_config(config: PreTrainedConfig) -> Any:
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the list of a language model's layers, or None. The language model may be a part of a larger model.
+    """Return a language model's list of layers, even if it is a part of a larger model; None if it is not found.
 
     On a stage of a pipeline the list has empty modules in place of absent layers.
     """

@@ -37,7 +37,7 @@ from stillhouse.objective import (
 class LogProbs:
     """The log-probability of each row's label (0 without a label) and the entropy of each row's distribution in nats.
 
-    Both are differentiable and at least float32. The class is no tuple, as Megatron converts the tensors of tuples.
+    Both are differentiable and at least float32. The class is not a tuple, since Megatron converts tensors in tuples.
     """
 
     log_probs_BS: Tensor
@@ -56,8 +56,8 @@ def replicated_hidden(hidden_states: Tensor, head: OutputHead) -> Tensor:
     """Return hidden states for a computation that all ranks of a sharded vocabulary repeat, such as a value head.
 
     With sequence parallelism, the layer below sums the gradient over these ranks, since each rank's vocabulary rows
-    contribute only a part of it (`VocabShard.reduce_hidden_grad`). A repeated computation gives every rank the full
-    gradient, so backward divides it by the number of ranks.
+    contribute only a partial gradient (`VocabShard.reduce_hidden_grad`). A repeated computation gives every rank the
+    full gradient, so backward divides the gradient by the number of ranks.
     """
     shard = head.shard
     if shard is None or shard.is_alone or shard.reduce_hidden_grad:

@@ -7,9 +7,9 @@ Therefore the ranks cannot deadlock, even if the true costs are different.
     T       forward of the teacher
 
 A free rank runs the student's next action; if that action cannot start yet, the rank runs the teacher's next action.
-A T action of the next step is left out if it would delay the end of this step: if it would start later than this step
-would end without T actions of the next step. (Gradient clipping needs the global norm, so a step ends for all ranks
-at the same time.) The next step runs the T actions that were left out, before its own actions or in its bubbles.
+Gradient clipping needs the global norm, so every rank waits for the last one at the end of a step. Suppose that this
+step, without T actions of the next step, ends at time t. A T action of the next step is left out if it would start
+after t. The next step runs the T actions that were left out, before the student's actions or in bubbles.
 
 Two ranks with four micro-batches per step, where F costs 1, B 2 and T 1 (`bubble_schedule(4, 4, 1.0, (4, 3))`). T0'
 is the teacher's forward of the next step's first micro-batch:
@@ -44,7 +44,7 @@ class Action(NamedTuple):
 class Order:
     """The order in which every rank runs its actions in a step.
 
-    done: for each rank, how many micro-batches of the next step have passed the rank's teacher stage at the end.
+    done: for each rank, the number of T actions of the next step that the rank runs in this step.
     time: the duration of the step, in units of a forward of a student's stage.
     """
 

@@ -113,8 +113,8 @@ def _plan_stages(
     """Plan the layout's stages. Raises ValueError for a model that cannot be cut into them.
 
     teacher: may have only its head.
-    teacher_in_stages: the model whose layers the stages run as the teacher: the student, if the teacher is its base
-        model without the adapter.
+    teacher_in_stages: the model whose layers the stages run as the teacher. If the teacher is the student without its
+        adapter, this model is the student.
     """
     for decoder in (student, teacher):
         if decoder is not None:

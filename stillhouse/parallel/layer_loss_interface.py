@@ -24,7 +24,7 @@ class LayerLoss:
         return nullcontext()
 
     def losses(self) -> list[tuple[str, Tensor]]:
-        """To be called after the student's forward: the losses' names, and sums over target tokens without scales."""
+        """To be called after the student's forward: the losses' names, and unscaled sums over target tokens."""
         return []
 
 

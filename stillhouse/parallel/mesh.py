@@ -40,7 +40,7 @@ class Degrees:
 
     @property
     def shard(self) -> int:
-        """The number of processes over which FSDP shards weights and their states; includes the context ranks."""
+        """The number of processes, context ranks included, over which FSDP shards weights and optimizer state."""
         return self.fsdp * self.context
 
     @property
@@ -63,8 +63,8 @@ class Mesh:
     experts: (pipeline, replicate, shard, expert), the mesh of the experts' weights.
     tokens: (pipeline, data, context, tensor), the mesh of the tokens.
     ranks: all processes of the mesh.
-    pipelines: two more groups along the pipeline axis, if it has several ranks. They are for messages whose order
-        relative to the schedule's messages is not fixed.
+    pipelines: two more groups along the pipeline axis, if it has several ranks. Messages of different groups may be
+        issued in a different order on each rank.
     """
 
     weights: DeviceMesh
@@ -116,8 +116,8 @@ class Mesh:
     def _along_pipeline(self) -> list[ProcessGroup]:
         """Create a group along the pipeline axis, and return it if this rank is in the mesh.
 
-        Every process creates the groups of all pipelines. If only the members created a group, torch (2.13) would
-        derive its name from the process's number of groups so far, and this number differs between the members.
+        Every process creates the groups of all pipelines. If only the members created a group, each of them would
+        name it after the number of groups that it has created so far (torch 2.13), and these names would differ.
         """
         timeout = _group_timeout(self.device)
         pipelines = self.tokens.mesh.flatten(1).T.tolist()

@@ -43,8 +43,8 @@ class Pipeline:
         self.count = self.ranks * scheme.per_rank
         self.stages = {number: _Stage(number, self.count, pair) for number, pair in pairs.items()}
         if mesh.sharding is not None:
-            # the stage module has no weights of its own; only if it is wrapped, too, torch's schedule keeps gathered
-            # weights and reduces gradients once per step
+            # the stage module has no weights of its own, but torch's schedule keeps gathered weights, and reduces
+            # gradients once per step, only if this module is wrapped
             for stage in self.stages.values():
                 fully_shard(stage, mesh=mesh.sharding)
         self.scheme, self.plan, self.group, self.device = scheme, plan, group, mesh.device

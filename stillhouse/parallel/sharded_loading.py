@@ -42,7 +42,7 @@ class ModelSource:
     teacher_is_base: for a student with an adapter: the student without the adapter is the teacher.
     offload: keep FSDP's shards of this model in host memory between uses, even if the layout does not offload.
     name: the model's name in errors.
-    is_proven: `build` returns a full model that has already been proven, as `Decoder` does.
+    is_proven: whether the model that `build` returns is a full model that has already been proven, as by `Decoder`.
     """
 
     build: Callable[[], Decoder]
@@ -107,7 +107,7 @@ def read_weights(
     prefix: str = "",
     renamed: Callable[[str], str] | None = None,
 ) -> None:
-    """Read weights in place from a folder into a decoder that has memory, and that may have been cut and sharded.
+    """Read weights from a folder into the allocated memory of a decoder, which may have been cut and sharded.
 
     prefix: read only the tensors whose names in the decoder begin with this prefix. renamed: for a folder of another
     model: maps a tensor's name in the decoder's own files to its name in this folder. The other model's vocabulary

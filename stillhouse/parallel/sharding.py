@@ -21,7 +21,7 @@ class ShardedMicroBatches(list[MicroBatch]):
 def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
     """Return this process's part of a step.
 
-    All data ranks get the same number of micro-batches; the first micro-batch without its targets fills gaps.
+    All data ranks get the same number of micro-batches: the first one is repeated without targets if necessary.
     Each context rank gets its own columns of each micro-batch. uniform_shapes: see `padded_shapes`.
     """
     degrees, parts = mesh.degrees, []

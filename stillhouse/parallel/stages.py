@@ -208,7 +208,7 @@ def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
 def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool, norm: bool | None = None) -> None:
     """Remove from a decoder the parts that are on other stages. The decoder's family must pass `require_cuttable`.
 
-    The input of every stage but the first is hidden states; every stage but the last returns hidden states.
+    All stages except the first one take hidden states as input; all except the last one return hidden states.
     The last stage of a decoder with MTP layers has a copy of the embedding.
     norm: whether to keep the final norm; None: keep it on the last stage, like the head.
     """

@@ -62,7 +62,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _mtp_modules(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of the MTP layers' blocks, which have the class of the backbone's layers, with such names."""
+    """Yield the modules of the block in each MTP layer. A block has the class and the names of a backbone's layer."""
     for number, layer in enumerate(decoder.mtp_layers()):
         for name, module in layer.get_submodule("mtp_block").named_modules(prefix=f"layers.{number}"):
             if is_of_experts(name):
