@@ -1,4 +1,4 @@
-"""Rewards as advantages. Rewards may have any size that a float has: no sum or square of them overflows."""
+"""Computes advantages from rewards. Rewards are rescaled first, so that no sum or square of finite ones overflows."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ import numpy as np
 
 from stillhouse.generation.sample import Sample
 
-#: the divisor of the squares' sum in a standard deviation of n numbers: n, or n − 1
+#: which standard deviation of n rewards: "population" divides the sum of squares by n, "sample" by n − 1
 Deviation = Literal["population", "sample"]
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -19,9 +19,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 def with_advantages(
     samples: Sequence[Sample], how: Literal["normalized", "centered"], deviation: Deviation = "population"
 ) -> list[Sample]:
-    """One prompt's samples with their advantages. An advantage is the reward minus the mean; if "normalized", it is
-    divided by the standard deviation of the rewards (Shao et al. 2024, arXiv:2402.03300, section 4.1.2). If all
-    rewards are equal, and without rewards, advantages are 0.
+    """Return the samples of one prompt with their advantages: the reward minus the mean reward of the prompt.
+    "normalized" also divides by the standard deviation of these rewards (Shao et al. 2024, arXiv:2402.03300, section
+    4.1.2). Advantages are 0 if all rewards are equal, or if the samples have no rewards.
 
     Raises ValueError for centered advantages that float32 cannot represent.
     """
@@ -37,7 +37,7 @@ def with_advantages(
     elif how == "normalized":
         advantages = [(reward - mean) / spread for reward in rewards]
     else:
-        with np.errstate(over="ignore"):  # an advantage that is infinite is refused below
+        with np.errstate(over="ignore"):  # an infinite advantage raises ValueError below
             advantages = np.ldexp(np.array(rewards) - mean, exponent).tolist()
     if max(map(abs, advantages)) > _LARGEST:
         raise ValueError(
@@ -49,12 +49,12 @@ def with_advantages(
 
 
 def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
-    """The mean and the population's standard deviation of some rewards."""
+    """The mean and the population standard deviation of rewards."""
     scaled, exponent = _scaled(rewards)
     return math.ldexp(statistics.fmean(scaled), exponent), math.ldexp(statistics.pstdev(scaled), exponent)
 
 
 def _scaled(rewards: Sequence[float]) -> tuple[list[float], int]:
-    """The rewards divided by a power of two, so that none is above 1, and its exponent. This changes no digit."""
+    """Divide the rewards by a power of two, so that none is above 1; also return its exponent. This is exact."""
     exponent = math.frexp(max(map(abs, rewards)))[1]
     return [math.ldexp(reward, -exponent) for reward in rewards], exponent

@@ -1,8 +1,8 @@
 """Completions in this process, with transformers' own `generate`.
 
-The model generates with its key-value cache, in eval mode and without gradients, with the weights that are trained.
-The model's `generation_config` has no effect here: `eos_ids` in `models/` reads the ends of sequence from it, and the
-caller passes them in `Sampling`.
+The model generates with the weights that are trained, with a key-value cache, in eval mode and without gradients.
+Its `generation_config` has no effect here: the caller reads the end-of-sequence ids from it (`eos_ids` in `models/`)
+and passes them in `Sampling`.
 
 B completions, S tokens of the longest prompt.
 """
@@ -22,7 +22,8 @@ from stillhouse.models import Decoder, NotFiniteError, check_document_length, ev
 from stillhouse.models.model_checks import describe
 from stillhouse.parallel import watchdog
 
-# largest difference of log-probabilities with and without the cache, in nats: the matrix products have other shapes
+# largest difference between log-probabilities with and without the cache, in nats. It is not 0, because the two
+# forward passes multiply matrices of different shapes
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
@@ -31,13 +32,12 @@ class Generator:
 
     device: where the decoder is.
     autocast: the dtype of matrix products. None: the dtype of the weights.
-    batch_tokens: the most tokens of a batch: prompts, padding and completions. A single completion may have more.
-    vocabulary: the first id that is never sampled, because the tokenizer does not have it. None: all rows of the head
-        are sampled.
-    counted_rows: the rows over which log-probabilities are normalised; None: all rows of the head.
+    batch_tokens: the most tokens of a batch: prompts, padding and completions. A batch of one request may have more.
+    vocabulary: only ids below this number are sampled, because the tokenizer has no others. None: `counted_rows`.
+    counted_rows: log-probabilities are normalised over so many rows of the head. None: over all rows.
     tokenizer: needed only for `sampling.stop`.
 
-    Raises ValueError for a model that cannot generate, and for stop texts without a tokenizer.
+    Raises ValueError if the model cannot generate, or if there are stop texts but no tokenizer.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Generator:
         self._vocabulary = self._counted if vocabulary is None else min(vocabulary, self._counted)
 
     def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
-        """Return the completions of the requests, in their order.
+        """Return one completion per request, in the order of the requests.
 
-        version: the version of the present weights, which is recorded for each token. Except for rounding, a
-        completion depends only on its own request, not on the other requests of its batch (see `batches`).
+        Except for rounding, a completion depends only on its own request, not on the other requests of its batch.
+        version: the version of the present weights; it is recorded for each token.
 
-        Raises ValueError for a prompt without tokens, with ids that the model does not have, or too long for the
-        model's positions, and NotFiniteError, a ValueError, for weights that give logits which are not finite.
+        Raises ValueError if a prompt is empty, has ids that are not in the model's vocabulary, or is too long for the
+        model's positions. Raises NotFiniteError, a ValueError, if logits are not finite.
         """
         self.check(requests)
         completions_by_number: dict[int, Completion] = {}
@@ -81,7 +81,7 @@ class Generator:
     def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
         """Divide requests into batches of similar lengths. A batch is a list of positions in `requests`.
 
-        least: the least number of batches (if there are as many requests), so that every process gets one.
+        least: the minimum number of batches, so that every process gets one; fewer if there are fewer requests.
         """
         prompts = [len(request.prompt_ids) for request in requests]
         limits = [self._limit(request) for request in requests]
@@ -89,7 +89,7 @@ class Generator:
         batches: list[list[int]] = []
         prompt = limit = 0
         for at in sorted(range(len(requests)), key=lambda at: (prompts[at], limits[at], at)):
-            # rows are padded to the longest prompt, and go on until the longest completion ends
+            # each row of a batch takes the tokens of its longest prompt and its largest max_new_tokens
             prompt, limit = max(prompt, prompts[at]), max(limit, limits[at])
             rows = len(batches[-1]) + 1 if batches else 0
             if batches and rows <= most_rows and rows * (prompt + limit) <= self.batch_tokens:
@@ -106,9 +106,9 @@ class Generator:
         version: int,
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
     ) -> list[Completion]:
-        """Return the completions of one batch of requests, which `check` has checked.
+        """Return the completions of one batch. The caller has passed the requests to `check`.
 
-        errors: the context in which the model's own `generate` is called.
+        errors: a context manager around the call of the model's own `generate`.
         """
         width = max(len(request.prompt_ids) for request in requests)
         limits = [self._limit(request) for request in requests]
@@ -127,7 +127,7 @@ class Generator:
     def _run(
         self, ids_BS: np.ndarray, mask_BS: np.ndarray, tokens: int, sampler: TokenSampler, end: EndOfCompletion
     ) -> None:
-        """Call the model's `generate` for at most so many new tokens, which `sampler` and `end` record."""
+        """Call the model's `generate` with max_new_tokens = `tokens`; `sampler` and `end` record the result."""
         watchdog.progress()
         model, dtype = self.decoder.pretrained, self._autocast
         settings = GenerationConfig(
@@ -147,7 +147,7 @@ class Generator:
             )
 
     def check(self, requests: Sequence[GenerationRequest]) -> None:
-        """Raise ValueError for a request that the model cannot answer, naming its number."""
+        """Raise ValueError with the request's number if the model cannot generate a completion for a request."""
         model = self.decoder.pretrained
         rows = model.get_input_embeddings().weight.shape[0]
         for request in requests:
@@ -187,10 +187,10 @@ class Generator:
 
 @torch.no_grad()
 def check_generation(decoder: Decoder, device: torch.device) -> None:
-    """Raise ValueError, naming the model type, if the model's `generate` fails or writes something else.
+    """Raise ValueError with the model type if the model's `generate` fails or disagrees with the forward pass.
 
-    Two short prompts of different lengths are completed in one batch, and the log-probabilities of the tokens are
-    compared with those of a forward pass over the same tokens without cache and padding.
+    Two short prompts of different lengths are completed in one batch. The log-probabilities of the new tokens are
+    compared with those of a forward pass over the same tokens without a cache and without padding.
     """
     model = decoder.pretrained
     rows = model.get_input_embeddings().weight.shape[0]
@@ -214,9 +214,9 @@ def check_generation(decoder: Decoder, device: torch.device) -> None:
 
 @contextmanager
 def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block, the model has no generation settings of its own.
+    """Replace the model's `generation_config` by an empty one within the block.
 
-    transformers takes every setting that a caller of `generate` omits from the model's own `generation_config`, which
+    If a caller of `generate` omits a setting, transformers takes it from the model's `generation_config`. That config
     may contain penalties, suppressed tokens and limits.
     """
     settings = model.generation_config

@@ -1,8 +1,8 @@
-"""A cache of keys and values with room for a full completion, so that a new token does not copy all earlier ones.
+"""A preallocated key-value cache for a full completion, so that no new token copies all earlier keys and values.
 
-transformers' own cache copies the keys of every layer for each new token. For long completions, this takes longer
-than the model itself. Only models whose layers all have plain full attention have this cache; one with sliding
-windows or states keeps transformers' own.
+transformers' own cache copies the keys and values of every layer for each new token. For long completions, this takes
+longer than the model itself. This cache is used only if all layers of a model have plain full attention; a model with
+sliding windows or recurrent states keeps transformers' cache.
 
 B completions, H heads, S tokens so far, W width of a head.
 """
@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 class RoomyLayer(DynamicLayer):
-    """tokens: the expected length of prompt and completion. Longer ones are stored as transformers stores them."""
+    """tokens: room for prompt and completion. Beyond it, the layer concatenates, as transformers' own layer does."""
 
     keys: Any
     values: Any
@@ -43,7 +43,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def reset(self) -> None:
-        # that of transformers 5.17 keeps the keys
+        # `reset` of transformers 5.17 keeps the keys
         self.keys = self.values = self._room = None
         self.is_initialized = False
         super().reset()
@@ -54,7 +54,7 @@ class RoomyLayer(DynamicLayer):
 
 
 def roomy_cache(model: PreTrainedModel, tokens: int) -> DynamicCache | None:
-    """A cache for one call of `generate`; None if the model needs one of transformers' own."""
+    """A cache for one call of `generate`; None if the model needs transformers' own cache."""
     if getattr(model, "_is_stateful", False) or model.config.is_encoder_decoder:
         return None
     cache = DynamicCache(config=model.config)

@@ -1,8 +1,8 @@
 """The prompts of each step. They depend on the step's number alone, so a resumed run needs no saved state.
 
 The prompts of a run are a stream of groups, numbered from 0. A group is one prompt with several samples. Each epoch
-of the stream is a permutation of all prompts. A step has the next groups of the stream and, if a share of its
-completions is the dataset's, the next documents of a stream of the dataset's documents.
+of the stream is a permutation of all prompts. A step takes the next groups of this stream. If a share of its
+completions comes from the dataset, it also takes the next documents of a stream of the dataset's documents.
 """
 
 import math
@@ -13,13 +13,13 @@ import numpy as np
 
 from stillhouse.data.sequence_order import permutation
 
-#: the draws of permutations (see `permutation`): of prompts from here on, of the dataset's documents after it
+#: the first number of a permutation (see `permutation`), for prompts and for the dataset's documents
 _PROMPTS, _DATASET = 1, 2**31
 
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """The prompts of each step.
+    """Computes the prompts of each step.
 
     prompts: the number of documents with prompts.
     dataset: the number of documents with completions.
@@ -34,19 +34,19 @@ class PromptPlan:
     share: float = 1.0
 
     def groups(self, step: int) -> range:
-        """The numbers of the groups of a step (from 0)."""
+        """The numbers of the groups of a step; steps count from 0."""
         return range(self._groups_before(step), self._groups_before(step + 1))
 
     def step_of(self, group: int) -> int:
-        """The step that has a group; -1 for a negative number."""
+        """The step to which a group belongs; -1 if the group's number is negative."""
         return bisect_right(range(2**60), group, key=self._groups_before) - 1
 
     def prompt_of(self, group: int) -> int:
-        """The number of the document with a group's prompt."""
+        """The number of the document that gives the group its prompt."""
         return self._of_stream(group, self.prompts, _PROMPTS)
 
     def from_dataset(self, step: int) -> list[int]:
-        """The numbers of the dataset's documents in a step."""
+        """The numbers of the dataset's documents on which a step trains."""
         start, stop = (
             (at * self.prompts_per_step - self._groups_before(at)) * self.samples_per_prompt
             for at in (step, step + 1)

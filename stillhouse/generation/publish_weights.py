@@ -1,13 +1,13 @@
-"""The student's weights in a folder that the job and the servers of completions share.
+"""Publishes the student's weights in a folder that the job shares with the servers that generate completions.
 
     weights/version-00000007/
         model.safetensors, or model-00001-of-00003.safetensors … with model.safetensors.index.json
         config.json, generation_config.json, and the tokenizer's files if a tokenizer is given
         manifest.json      the version, the file of every tensor, and the sha256 of every file
 
-Names and values are those that transformers' `save_pretrained` writes, so that any engine can read them. For a
-student with an adapter, only the adapter is written, as peft writes it. A version is written under another name and
-then renamed, so that a reader finds a complete version or none.
+The tensors have the names and values that transformers' `save_pretrained` writes, so that any engine can read them.
+If the student has an adapter, only the adapter is written, in peft's format. A version is written under a temporary
+name and then renamed, so that a reader never finds an incomplete version.
 """
 
 import json
@@ -36,10 +36,10 @@ from stillhouse.models.checkpoint_names import checkpoint_names
 from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel import DistributedStudent, gathered_tensor
 
-#: the largest size of one file, unless a single tensor is larger; so much host memory a rank needs to publish, and
-#: what gathering one tensor needs
+#: the largest size of one file, unless a single tensor is larger. To publish, a rank needs this much host memory plus
+#: the memory for all-gathering one tensor
 BUCKET_BYTES = 512 * 2**20
-#: so many versions stay in the folder: a server may still be reading the one before the last
+#: the number of versions that stay in the folder: a server may still be reading the second-newest one
 KEPT = 2
 _PARTIAL = ".partial"
 
@@ -53,18 +53,18 @@ def publish(
     bucket_bytes: int = BUCKET_BYTES,
     tokenizer: Any = None,
 ) -> Path:
-    """Write the student's present weights as a version below `folder`; returns its path. A collective of all ranks.
+    """Write the student's present weights below `folder` as a new version; returns the version's path.
 
-    run: the identity of the run that publishes, whose folder this is; its manifests name it.
+    All ranks must call this. Tensors are all-gathered one at a time. One rank of each pipeline stage collects tensors
+    until it has `bucket_bytes` of them, and writes them as one file.
 
-    One tensor at a time is gathered from the ranks that hold its shards. Of each pipeline stage, one rank collects
-    tensors until a file of `bucket_bytes` is full, and writes it.
+    run: the identity of the publishing run; it is written into the manifest.
 
-    All versions but this one and the one before it are removed. A version that is newer than this one is from before
-    the run resumed from a checkpoint, and will be written again.
+    This version and the previous one stay in the folder; all others are removed. A version with a larger number was
+    published before the run resumed from an earlier checkpoint; the run will publish it again.
 
-    Raises ValueError for a model whose weights transformers converts when it saves them, if the conversion needs
-    several tensors together. Raises OSError on all ranks if one of them cannot write.
+    Raises ValueError if transformers converts this model's weights when it saves them and the conversion needs
+    several tensors at once. Raises OSError on all ranks if one rank cannot write.
     """
     final = version_folder(folder, version)
     partial = final.with_name(final.name + _PARTIAL)
@@ -82,7 +82,7 @@ def publish(
             if tokenizer is not None:
                 save_tokenizer(tokenizer, partial)
             _write_manifest(partial, version, run, kind)
-            if final.exists():  # of a run that has resumed from an earlier checkpoint
+            if final.exists():  # published before the run resumed from an earlier checkpoint
                 shutil.rmtree(final)
             os.rename(partial, final)
             _remove_others(folder, version)
@@ -115,7 +115,7 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
                 tensor = _gather(held[name], student)
                 if _collects(student):
                     tensors |= _as_saved(full_decoder.pretrained, {name: tensor})
-            # a rank that cannot write still takes part in the collectives, because the other ranks wait in them
+            # a rank that cannot write still takes part in the collectives: the other ranks would wait for it
             if _collects(student) and failure is None:
                 try:
                     save_file(tensors, partial / file, metadata={"format": "pt"})
@@ -133,7 +133,7 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
 
 
 def _write_adapter(partial: Path, student: DistributedStudent, bucket_bytes: int) -> None:
-    """Each stage's matrices go through the shared folder to the rank that writes them in peft's format."""
+    """Each stage writes its matrices to the shared folder; rank 0 reads them and writes them in peft's format."""
     weights = [pair for part in student.decoders for pair in part.state_dict().items()]
     matrices = {name: _gather(tensor, student) for name, tensor in weights if is_lora(name)}
     number = student.ranks.rank if _collects(student) else -1
@@ -150,7 +150,7 @@ def _write_adapter(partial: Path, student: DistributedStudent, bucket_bytes: int
 
 
 def _full_student(student: DistributedStudent) -> Decoder:
-    """The full student, for names and shapes: without memory under a layout, where no rank has it."""
+    """The full student, for names and shapes: with several processes, a model on the meta device."""
     (part, *_) = student.decoders
     if student.ranks.size == 1:
         return part
@@ -160,8 +160,8 @@ def _full_student(student: DistributedStudent) -> Decoder:
 
 
 def _held(student: DistributedStudent, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """This rank's tensors of the student, by their names in files. The copy of a tied embedding that a pipeline's
-    last stage holds is left out: the first stage writes it.
+    """This rank's tensors of the student, by their names in files. The copy of a tied embedding on the last stage of
+    a pipeline is left out, because the first stage writes the embedding.
     """
     held: dict[str, Tensor] = {}
     for part in student.decoders:
@@ -170,13 +170,13 @@ def _held(student: DistributedStudent, names: Mapping[str, str]) -> dict[str, Te
 
 
 def _gather(tensor: Tensor, student: DistributedStudent) -> Tensor:
-    """A full tensor in host memory: a collective of the ranks that hold its shards."""
+    """All-gather a tensor from the ranks that hold its shards; on a rank that collects, move it to host memory."""
     tensor = gathered_tensor(tensor, student.device)
     return tensor.detach().cpu().contiguous() if _collects(student) else tensor
 
 
 def _collects(student: DistributedStudent) -> bool:
-    """Whether this rank writes its pipeline stage's tensors: one rank of those that hold a copy or shard of them."""
+    """Whether this rank writes the tensors of its pipeline stage; one rank of each stage does."""
     if student.ranks.size == 1:
         return True
     coordinate = student.mesh.weights.get_coordinate()
@@ -184,7 +184,7 @@ def _collects(student: DistributedStudent) -> bool:
 
 
 def _as_saved(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors in the form in which transformers saves them: a stack of experts as one tensor for each expert."""
+    """Convert tensors to the form that transformers saves, for example stacked experts to one tensor per expert."""
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
@@ -218,7 +218,7 @@ def _write_index(partial: Path, files: Mapping[str, str], model: PreTrainedModel
 
 
 def _require_all(partial: Path, files: Mapping[str, str], model: PreTrainedModel, names: Mapping[str, str]) -> None:
-    """Raise ValueError if a tensor was not written: an engine would keep its old weight, and only log a warning."""
+    """Raise ValueError if a tensor was not written: an engine would keep the old tensor and only log a warning."""
     source = model.state_dict()
     meta = {name: tensor.to("meta") for name, tensor in source.items() if name in set(names.values())}
     expected = set(_as_saved(model, meta)) if len(meta) == len(names) else set(files)
@@ -251,7 +251,7 @@ def _remove_others(folder: Path, version: int) -> None:
 
 @contextmanager
 def _errors_on_all_ranks(student: DistributedStudent) -> Iterator[None]:
-    """If a rank cannot write in the block, all ranks raise its ValueError or OSError: otherwise they would wait."""
+    """If one rank raises ValueError or OSError in the block, all ranks raise it, so that no rank waits for ever."""
     with student.ranks.all_raise(ValueError, OSError):
         try:
             yield

@@ -1,8 +1,8 @@
 """Reads a published version of the student's weights (see `publish_weights.py`) without trusting its files.
 
-Others may write to the disk of the folder, too. So a file is opened only if the manifest names it, and if it is a
-regular file in the folder itself: no link is followed, and no pipe is waited for. A read is limited to the size that
-the manifest and the reader expect, and only bytes that match their hash are used.
+Other users may be able to write to this folder. So a file is opened only if the manifest names it and it is a regular
+file in the folder itself: links are not followed, and pipes do not block. The number of bytes read is limited, and
+bytes are used only if they match their hash.
 """
 
 import hashlib
@@ -20,22 +20,22 @@ from stillhouse.display import escaped
 
 MANIFEST = "manifest.json"
 VERSION_PREFIX = "version-"
-#: the most bytes of a manifest, which names each tensor, and of all files beside the tensors, such as a tokenizer's
+#: the most bytes of a manifest (it names each tensor), and of all files without tensors, such as the tokenizer's
 MANIFEST_BYTES, OTHER_BYTES = 64 * 2**20, 512 * 2**20
 _PIECE = 2**20
 _AGAIN = "publish the weights again"
 
 
 class Manifest(BaseModel):
-    """What a published folder holds.
+    """The content of manifest.json.
 
-    version: the number of optimizer steps of the weights.
+    version: the number of optimizer steps after which the weights were published.
     run: the identity of the run that published them; empty if it has none.
-    kind: a model, or only an adapter.
+    kind: whether the tensors are those of a model, or only of an adapter.
     dtypes: the dtypes of the tensors, as safetensors names them.
-    tensors: the file of each tensor.
-    files: the sha256 of each file except this one.
-    complete: written last.
+    tensors: tensor names and the file that contains each of them.
+    files: the sha256 of each file except the manifest.
+    complete: true; a manifest without this field was not written to its end.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -52,9 +52,8 @@ class Manifest(BaseModel):
 class PublishedFolder:
     """A published folder that is being read.
 
-    manifest: what the folder holds.
-    sha256: of the manifest's bytes, and so of all files that it names: two folders with the same hash hold the same
-        version of the same run.
+    sha256: the hash of the manifest. It covers all files, because the manifest contains their hashes: two folders
+        with the same hash contain the same version of the same run.
     """
 
     def __init__(self, path: Path, descriptor: int):
@@ -74,14 +73,14 @@ class PublishedFolder:
         self._require_files(names)
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """The content of a file that the manifest names, at most so many bytes, compared with its hash."""
+        """Read a file that the manifest names and compare it with its hash. Raises ValueError above `most_bytes`."""
         with self._opened(name, most_bytes) as file:
             content = file.read(os.fstat(file.fileno()).st_size)
         self._require_hash(name, hashlib.sha256(content).hexdigest())
         return content
 
     def compare(self, name: str, most_bytes: int) -> int:
-        """Compare a file with its hash, without keeping its content; returns its size."""
+        """Compare a file with its hash without keeping the content in memory; returns the file's size."""
         digest, size = hashlib.sha256(), 0
         with self._opened(name, most_bytes) as file:
             while size <= most_bytes and (piece := file.read(_PIECE)):
@@ -92,10 +91,10 @@ class PublishedFolder:
 
     @contextmanager
     def _opened(self, name: str, most_bytes: int) -> Iterator[IO[bytes]]:
-        """A regular file of the folder itself. Raises ValueError for anything else, without opening it."""
+        """Open a regular file of the folder itself. Raises ValueError for anything else, without opening it."""
         path = self.path / escaped(name)[:200]
         try:
-            # opening a device can already have an effect, so its kind is looked at before, too
+            # the file type is also checked before opening, because opening a device may already have an effect
             _require_regular(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False), path, most_bytes)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with os.fdopen(os.open(name, flags, dir_fd=self._descriptor), "rb") as file:
@@ -105,7 +104,7 @@ class PublishedFolder:
             raise ValueError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from error
 
     def _require_number(self) -> None:
-        """Raise ValueError if the files of one version are under the number of another version."""
+        """Raise ValueError if the manifest's version is not the one in the folder's name."""
         numbered = re.fullmatch(rf"{VERSION_PREFIX}(\d+)", self.path.name)
         if numbered is not None and int(numbered[1]) != self.manifest.version:
             raise ValueError(f"{self.path} holds version {self.manifest.version}: {_AGAIN}")
@@ -129,8 +128,8 @@ class PublishedFolder:
 
 @contextmanager
 def published_folder(path: Path) -> Iterator[PublishedFolder]:
-    """A folder of published weights, for reading. Raises ValueError if the manifest and the file names show that it
-    is incomplete or was changed.
+    """Open a folder of published weights for reading. Raises ValueError if the manifest and the file names show that
+    the folder is incomplete or was changed.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The samples of a run between the engine that generates them and the steps that train on them."""
+"""The queue of samples between the engine that generates them and the steps that train on them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -15,12 +15,12 @@ _TICK = 1.0
 
 
 class RolloutQueue:
-    """The groups of samples that were asked for and are not trained.
+    """The groups of samples that were requested and on which no step has trained yet.
 
-    schedule: when they are asked for, and which of them a step trains on.
-    advantage, deviation: how rewards become advantages (see `with_advantages`).
-    alive: called now and then while waiting.
-    by_student: whether the versions of tokens are those of the student.
+    schedule: decides when a group is requested and which step trains on it.
+    advantage, deviation: how advantages are computed from rewards (see `with_advantages`).
+    alive: called about once per second while the queue waits for samples.
+    by_student: whether the student generates the samples; a teacher's tokens always have version 0.
     """
 
     def __init__(
@@ -37,19 +37,18 @@ class RolloutQueue:
         self.generator, self.plan, self.schedule = generator, plan, schedule
         self.advantage, self.deviation, self._alive, self._by_student = advantage, deviation, alive, by_student
         self._requested_at: dict[int, int] = {}
-        self._last_chance: dict[int, int] = {}  # the last step that may train on a group that was asked for
-        self._samples: dict[int, dict[int, Sample]] = {}  # of the groups that were asked for and not taken
-        self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
+        self._last_chance: dict[int, int] = {}  # for each requested group, the last step that may train on it
+        self._samples: dict[int, dict[int, Sample]] = {}  # finished samples by group, until a step takes the group
+        self._finished: list[int] = []  # the groups whose samples are all finished, in the order of finishing
         self._trained: set[int] = set()
-        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups it has taken, not trained
-        #: when the samples that were taken last were asked for, and when the last one of them was finished
+        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step: groups taken, until the step is trained
+        #: of the last `take`: the time of the first request, and the time at which the last sample was finished
         self.taken_times = (0.0, 0.0)
 
     def ask(self, step: int) -> None:
-        """Ask for all groups that are due at a step, and for samples of earlier groups that a checkpoint did not
-        keep.
+        """Request all groups that are due at a step, and samples that are missing from earlier groups after a resume.
 
-        The engine has the weights of this step.
+        The engine must already have the weights of this step.
         """
         for later in range(step, self.schedule.last_requested(step) + 1):
             for group in self.plan.groups(later):
@@ -64,7 +63,7 @@ class RolloutQueue:
                 if number not in samples and number not in under_way
             ]
         )
-        # an engine in this process has generated all of them by now
+        # an engine in this process has already generated all of them
         while finished := self.generator.finished(0.0):
             self._keep(finished)
 
@@ -77,25 +76,25 @@ class RolloutQueue:
         )
 
     def wait_for(self, step: int) -> None:
-        """Wait until there are the groups that this step trains on."""
+        """Wait until all groups on which this step trains are finished."""
         while not self._is_ready(step):
             self._alive()
             self._keep(self.generator.finished(_TICK))
 
     def is_ready(self, step: int) -> bool:
-        """Whether there are the groups that this step trains on, without waiting for them."""
+        """Whether all groups on which this step trains are finished; does not wait."""
         self._keep(self.generator.finished(0.0))
         return self._is_ready(step)
 
     def take(self, step: int) -> list[Sample]:
-        """The samples that a step trains on, in the order of their numbers, with advantages. Waits for them.
+        """Wait for the samples on which a step trains; returns them in the order of their numbers, with advantages.
 
-        Until `trained` is called for the step, a checkpoint still has them.
+        Until `trained` is called for this step, checkpoints still contain these samples.
         """
         self.wait_for(step)
         groups = sorted(self._chosen(step))
         times = [self.generator.times.pop(number, None) for group in groups for number in self._samples[group]]
-        known = [seconds for seconds in times if seconds is not None]  # an earlier process's times are unknown
+        known = [seconds for seconds in times if seconds is not None]  # a checkpoint does not store the times
         self.taken_times = (
             min((start for start, _ in known), default=0.0),
             max((end for _, end in known), default=0.0),
@@ -108,7 +107,7 @@ class RolloutQueue:
         return taken
 
     def trained(self, step: int) -> None:
-        """The optimizer has made the step on the samples that it has taken: no later call gives them again."""
+        """Forget the samples that this step took: the optimizer has trained on them."""
         groups = self._taken.pop(step)
         for group in groups:
             del self._requested_at[group], self._last_chance[group]
@@ -117,7 +116,7 @@ class RolloutQueue:
         self._trained = {group for group in out_of_turn if before is not None and group > before}
 
     def state(self) -> QueueState:
-        """What a checkpoint keeps. Samples that are under way are asked for again after a resume."""
+        """The state for a checkpoint. Samples that are still under way are requested again after a resume."""
         self._keep(self.generator.salvage())
         groups = dict(self._samples)
         for taken in self._taken.values():
@@ -126,9 +125,9 @@ class RolloutQueue:
         return QueueState(samples, dict(self._requested_at), sorted(self._trained))
 
     def restore(self, state: QueueState, step: int) -> None:
-        """Go on with what a checkpoint of this step kept. The next `ask` asks for what it lacks.
+        """Continue from the state of a checkpoint after `step` steps. The next `ask` requests the missing samples.
 
-        Raises ValueError for a state that this run cannot have had after so many steps.
+        Raises ValueError if this run cannot have had this state after `step` steps.
         """
         require_groups(state, self.plan, self.schedule, step)
         require_samples(state.samples, state.requested_at, step, self.generator, by_student=self._by_student)
@@ -138,7 +137,9 @@ class RolloutQueue:
         self._keep(state.samples)
 
     def _add(self, group: int, requested_at: int) -> None:
-        """Note that a group was asked for. In order, the last step that may train on it is its own."""
+        """Record that a group was requested. If the schedule is in order, only its own step may train on the
+        group.
+        """
         self._requested_at[group], self._samples[group] = requested_at, {}
         latest = requested_at + self.schedule.max_staleness
         self._last_chance[group] = self.plan.step_of(group) if self.schedule.in_order else latest
@@ -157,7 +158,7 @@ class RolloutQueue:
         )
 
     def _chosen(self, step: int) -> Sequence[int]:
-        """The groups that the step trains on, of those that are finished."""
+        """Choose the step's groups among the finished ones."""
         chosen: list[int] = []
         for until, least in self._least(step).items():
             in_time = [group for group in self._finished if self._last_chance[group] <= until]
@@ -167,10 +168,10 @@ class RolloutQueue:
         return [*chosen, *others[: len(self.plan.groups(step)) - len(chosen)]]
 
     def _least(self, step: int) -> dict[int, int]:
-        """For this step and each later step `until`: the least number of groups that this step must train, among
-        those whose last chance is `until` or earlier.
+        """For `until` = this step and each later one: count the groups that must be trained at `until` or earlier.
+        This step must train on at least so many of them as the later steps, up to `until`, have no room for.
 
-        It is the number of these groups minus the room in the steps after this one, up to `until`.
+        The value is the number of these groups minus the number of groups of the later steps, up to `until`.
         """
         least, room = {}, 0
         for until in range(step, step + self.schedule.max_staleness + 1):
@@ -180,7 +181,7 @@ class RolloutQueue:
 
 
 def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -> None:
-    """Raise ValueError for a token whose version is newer than the step's, or older than the bound."""
+    """Raise ValueError if a generated token's version is newer than `step` or older than step − max_staleness."""
     for sample in samples:
         generated_N = sample.completion.versions_N[sample.is_generated_N]
         oldest, newest = int(generated_N.min()), int(generated_N.max())
@@ -192,7 +193,7 @@ def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -
 
 
 def staleness(samples: Sequence[Sample], step: int) -> Mapping[int, int]:
-    """The number of tokens of the samples, by their age in versions."""
+    """Count generated tokens by their staleness: the step's number minus the token's version."""
     counts: dict[int, int] = {}
     for sample in samples:
         for version in sample.completion.versions_N[sample.is_generated_N].tolist():

@@ -1,7 +1,7 @@
-"""What a checkpoint keeps of a queue of samples, and whether it can be what a run had at the checkpoint's step.
+"""The state of a queue of samples in a checkpoint, and checks that it fits the checkpoint's step.
 
-A state that is of another run, step or schedule would not fail: samples would be trained twice, or never. So all that
-follows from the step is compared with it. N tokens of a completion.
+Without these checks, a state of another run, step or schedule would raise no error: samples would be trained twice or
+never. N tokens of a completion.
 """
 
 import math
@@ -16,11 +16,11 @@ from stillhouse.generation.sample_generator import NOT_GENERATED, SampleGenerato
 
 @dataclass
 class QueueState:
-    """What a checkpoint keeps of a queue.
+    """The state of a queue in a checkpoint.
 
-    samples: finished, and not trained.
-    requested_at: for each group that was asked for and is not trained, the step at which it was asked for.
-    trained: the groups that were trained although an earlier one was not; a schedule in order has none.
+    samples: the finished samples on which no step has trained yet.
+    requested_at: for each requested group that is not trained yet, the step at which it was requested.
+    trained: trained groups with a larger number than some untrained group; empty if the schedule is in order.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -29,9 +29,9 @@ class QueueState:
 
 
 def require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule, step: int) -> None:
-    """Raise ValueError unless these can be the groups of a run that has made `step` steps.
+    """Raise ValueError unless a run can have these groups after `step` steps.
 
-    The last step that was begun is the one before `step`, or `step` itself if the run lost its servers during it.
+    The last step that requested groups is step − 1, or `step` itself if the run lost its servers during it.
     """
     requested_at, trained, ahead = state.requested_at, state.trained, schedule.ahead
     if both := sorted(requested_at.keys() & set(trained)):
@@ -55,8 +55,8 @@ def require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedul
 
 
 def _require_all(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule, step: int) -> None:
-    """Raise ValueError unless every group that was asked for so far is asked for or trained."""
-    due = plan.groups(step).start  # so many groups have been trained, whichever these are
+    """Raise ValueError unless every group up to the last requested one is either requested or trained."""
+    due = plan.groups(step).start  # the number of groups trained so far; in async order, not always the first ones
     first = min(state.requested_at, default=due)
     kept = sorted([*state.requested_at, *state.trained])
     stops = {
@@ -83,9 +83,9 @@ def require_samples(
     *,
     by_student: bool,
 ) -> None:
-    """Raise ValueError for a sample that cannot be one of a run that has made `step` steps.
+    """Raise ValueError for a sample that a run cannot have after `step` steps.
 
-    by_student: whether versions are those of the student; a teacher has version 0.
+    by_student: whether the student generates the samples; a teacher's tokens always have version 0.
     """
     plan, seen = generator.plan, set[int]()
     vocabulary = max(generator.tokenizer.get_vocab().values()) + 1

@@ -1,15 +1,15 @@
-"""When samples are generated, and which of them a step trains on. Every schedule asks for them by the same rule:
+"""Decides when groups of samples are requested and which groups a step trains on. All schedules request by one rule:
 
-    at step s, with the weights of version s, all groups of the steps up to s + ahead have been asked for
+    at step s, when the weights have version s, all groups of the steps up to s + ahead have been requested
 
-`ahead` is 0 for sync, 1 and 2 for one_step_off and two_step_off. Such a step trains on its own groups.
+`ahead` is 0 for sync, 1 for one_step_off and 2 for two_step_off. In these schedules, a step trains on its own groups.
 
-With `in_order=False` (async), a step trains on as many groups, on those that are finished first. A group that others
-overtake must still be trained at most `max_staleness` steps after it was asked for. So a step takes a group out of
-turn only if the steps after it have room for all others before their time is up. Overtaking needs slack: a group may
-be asked for half of `max_staleness` ahead, and wait for the other half.
+In the async schedule (`in_order=False`), a step trains on the same number of groups, but on those that finish first.
+Every group must be trained at most `max_staleness` steps after its request. So a step prefers a group that finished
+early only if the later steps can still train on all other groups in time. Therefore `ahead` is only half of
+`max_staleness`: a group may be delayed by the other half.
 
-No token is then older than `max_staleness` versions, every group is trained exactly once, and none is dropped.
+So no token is older than `max_staleness` versions, every group is trained exactly once, and none is dropped.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ _AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 
 @dataclass(frozen=True)
 class RolloutSchedule:
-    """ahead: how many steps ahead of its own a step's groups are asked for.
-    in_order: whether a step trains on its own groups, and not on those that are finished first.
-    max_staleness: steps after which a group that was asked for has to be trained, `ahead` or more.
-    last_step: of the run.
+    """ahead: a group is requested so many steps before the step to which the plan assigns it.
+    in_order: whether a step trains on its own groups; if false, it trains on the groups that finish first.
+    max_staleness: the most steps between the request of a group and its training; at least `ahead`.
+    last_step: the number of the run's last step, from 0.
     """
 
     ahead: int
@@ -35,10 +35,10 @@ class RolloutSchedule:
 
     @classmethod
     def of(cls, rollout: RolloutConfig, steps: int) -> Self:
-        """The schedule that the configuration names, for so many steps."""
+        """The configured schedule for a run of `steps` steps."""
         ahead = min(_AHEAD.get(rollout.schedule, (rollout.max_staleness + 1) // 2), rollout.max_staleness)
         return cls(ahead, rollout.schedule != "async", rollout.max_staleness, steps - 1)
 
     def last_requested(self, step: int) -> int:
-        """The last step whose groups have been asked for at a step."""
+        """The last step whose groups have been requested once `step` begins."""
         return min(step + self.ahead, self.last_step)

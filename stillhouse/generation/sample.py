@@ -1,4 +1,4 @@
-"""The requests for an engine, and the completions that it generates.
+"""Data types of rollouts: requests to an engine, completions that the engine generates, and samples.
 
 N tokens of a completion.
 """
@@ -12,14 +12,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; the same for all completions of a run.
+    """The sampling settings of all completions of a run.
 
     max_new_tokens: the most tokens of a completion, including its end of sequence.
-    temperature: divides the logits; 0 takes the token with the largest logit.
-    top_p: 1 for all tokens.
-    top_k, min_p: 0 for all tokens.
-    stop: texts that end a completion; they are part of it.
-    eos_ids: tokens that end a completion; they are part of it.
+    temperature: divides the logits; 0 means greedy decoding.
+    top_p: 1 switches the filter off.
+    top_k, min_p: 0 switches the filter off.
+    stop: a completion ends after each of these texts and contains it.
+    eos_ids: a completion ends after each of these tokens and contains it.
     """
 
     max_new_tokens: int
@@ -32,18 +32,18 @@ class Sampling:
 
     @property
     def samples_all_tokens(self) -> bool:
-        """Whether every token can be sampled, so that the log-probabilities are those of the sampled distribution."""
+        """Whether no filter removes tokens: then the recorded log-probabilities are those of the sampling."""
         return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """One completion that is asked for.
+    """The request for one completion.
 
-    number: the number of the completion in the run; no other request has it.
+    number: a number that is unique in the run.
     prompt_ids: int32, at least one token.
-    seed: the seed of the sampling, for engines that take one.
-    max_new_tokens: a smaller limit than that of `Sampling`. None: the limit of `Sampling`.
+    seed: the seed of the sampling, for engines that accept one.
+    max_new_tokens: a smaller max_new_tokens than that of `Sampling`. None: that of `Sampling`.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Completion:
     ids_N: int32, with the end of sequence, if the model generated one.
     log_probs_N: float32, the engine's own log-probabilities of these tokens over the full vocabulary, after the
         temperature.
-    versions_N: int32, for each token, the version of the weights that generated it: their number of optimizer steps.
+    versions_N: int32, the version of the weights that generated the token: the number of their optimizer steps.
     finish: "stop" if the completion has ended, "length" if it was cut.
 
     Raises ValueError for arrays of different lengths, no token, or a log-probability that is not finite or above 0.
@@ -107,8 +107,8 @@ class Sample:
     """A finished completion of a prompt.
 
     number: the number of the sample in the run.
-    prompt: the number of its document among the prompts.
-    is_generated_N: bool, whether the model generated the token; the other tokens are an environment's.
+    prompt: the number of the prompt's document.
+    is_generated_N: bool, whether the model generated the token; otherwise it comes from the environment.
     reward: None if the run has no reward.
     advantage: the reward relative to the rewards of the same prompt (see `advantages.py`).
     """

@@ -1,6 +1,6 @@
 """Generates samples turn by turn: the model generates, an environment may answer, and the model goes on.
 
-Without an environment, a sample is one turn. An environment's reply is part of the sample, but no target.
+Without an environment, a sample is one turn. Replies of an environment are part of the sample, but not targets.
 """
 
 import time
@@ -22,8 +22,8 @@ from stillhouse.preemption import OverdueError
 
 #: the version of a token that no model generated
 NOT_GENERATED = -1
-#: how many characters of a reply are tokenized at first, for each token that fits; it is read no further once it has
-#: twice the tokens that fit and so many more
+#: `_reply_ids` first tokenizes _CHARACTERS characters per token that still fits into the sample. It doubles their
+#: number until it has more than 2 × (the tokens that fit) + _MARGIN tokens
 _CHARACTERS, _MARGIN = 16, 64
 
 
@@ -31,10 +31,10 @@ _CHARACTERS, _MARGIN = 16, 64
 class _Open:
     """A sample that is being generated.
 
-    parts: the model's completions and the environment's replies so far, in turn.
-    turns: the number of the model's turns.
-    is_cut: whether the environment has answered, and no room is left for another turn.
-    requested_at: the time of the request, in seconds of `time.monotonic`.
+    parts: the model's completions and the environment's replies so far, in their order.
+    turns: the number of the model's turns so far.
+    is_cut: whether the environment's last reply has used up the remaining tokens.
+    requested_at: the time of the first request, in seconds of `time.monotonic`.
     """
 
     number: int
@@ -52,8 +52,8 @@ class _Open:
 class SampleGenerator:
     """Requests samples from an engine, and returns the finished ones.
 
-    max_new_tokens: the most tokens of all turns of a sample together, including the environment's.
-    reward, environment: see `user_functions.py`; they need the prompts' records.
+    max_new_tokens: the most tokens of a sample: all turns of the model and all replies of the environment together.
+    reward, environment: see `user_functions.py`; if one is set, `prompts` must have its records.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SampleGenerator:
         self.reward, self.environment = reward, environment
         self._futures: dict[Future[Completion], _Open] = {}
         self._answered: dict[Future[Completion], float] = {}
-        #: by the numbers of finished samples: when they were asked for and when they were finished
+        #: for each finished sample, by its number: the times of its first request and of its last completion
         self.times: dict[int, tuple[float, float]] = {}
 
     @property
@@ -82,14 +82,14 @@ class SampleGenerator:
         return [sample.number for sample in self._futures.values()]
 
     def start(self, samples: Sequence[tuple[int, int]]) -> None:
-        """Ask for samples. samples: the number of each sample, and the number of its prompt."""
+        """Request samples. samples: pairs of a sample's number and its prompt's number."""
         now = time.monotonic()
         self._ask([_Open(number, prompt, requested_at=now) for number, prompt in samples])
 
     def finished(self, seconds: float) -> list[Sample]:
-        """The samples that are finished since the last call. Waits up to so many seconds until there is one.
+        """Return the samples finished since the last call. If there is none, wait up to `seconds` seconds for one.
 
-        Raises ServerError if no server answers in time, ValueError for a reward or a reply that cannot be used, and
+        Raises ServerError if no server answers in time, ValueError if a reward or a reply is invalid, and
         OverdueError if one of the user's functions does not return after a signal.
         """
         samples: list[Sample] = []
@@ -97,11 +97,11 @@ class SampleGenerator:
             done, _ = wait(self._futures, seconds, FIRST_COMPLETED)
             if not done:
                 break
-            # in the order of the requests, so that an engine in this process is always asked for the same batches
+            # in the order of the requests, so that an engine in this process always gets the same batches
             next_turns = []
             for future in [future for future in self._futures if future in done]:
                 sample = self._futures.pop(future)
-                answered = self._answered.pop(future, time.monotonic())  # its callback may come after `wait`
+                answered = self._answered.pop(future, time.monotonic())  # the callback may run after `wait`
                 sample.parts.append(future.result())
                 sample.turns += 1
                 if self._goes_on(sample):
@@ -113,9 +113,9 @@ class SampleGenerator:
         return samples
 
     def salvage(self) -> list[Sample]:
-        """The finished samples, for a checkpoint. It does not wait, and does not raise the errors of other samples.
+        """The finished samples, for a checkpoint. This does not wait, and does not raise errors of samples.
 
-        A sample that an environment may answer, or whose reward cannot be used, stays under way.
+        With an environment, or if its reward is invalid, a sample remains under way.
         """
         samples: list[Sample] = []
         for future in [future for future in self._futures if future.done() and not future.cancelled()]:
@@ -125,7 +125,7 @@ class SampleGenerator:
             try:
                 samples.append(self._sample(sample))
             except (ValueError, OverdueError):
-                continue  # raised where the samples are waited for
+                continue  # `finished` raises this error
             del self._futures[future]
             self._answered.pop(future, None)
         return samples
@@ -143,12 +143,12 @@ class SampleGenerator:
             for sample in samples
         ]
         futures = self.engine.generate(requests)
-        for request in futures:  # called at once if the future is done already
+        for request in futures:  # if the future is already done, its callback runs immediately
             request.add_done_callback(lambda future: self._answered.__setitem__(future, time.monotonic()))
         self._futures |= dict(zip(futures, samples, strict=True))
 
     def _goes_on(self, sample: _Open) -> bool:
-        """Let the environment answer; returns whether the model is to write another turn."""
+        """Call the environment; returns whether the model generates another turn."""
         if self.environment is None or sample.parts[-1].finish == "length" or sample.turns >= self.max_turns:
             return False
         reply = checked_reply(self.environment, *self._texts(sample))
@@ -162,11 +162,11 @@ class SampleGenerator:
         return not sample.is_cut
 
     def _reply_ids(self, reply: str, room: int) -> list[int]:
-        """The tokens of a reply. If it has far more tokens than there is room for, only its beginning is read."""
+        """The tokens of a reply. Of a reply with far more than `room` tokens, only the beginning is tokenized."""
         characters = _CHARACTERS * (room + 1)
         while True:
             ids = tokenize(self.tokenizer, [reply[:characters]], special=False)[0]
-            # the last tokens of a beginning are not those of the whole reply
+            # near its end, a cut text may have other tokens than the full reply, so a margin of tokens is needed
             if characters >= len(reply) or len(ids) > 2 * room + _MARGIN:
                 return ids
             characters *= 2
@@ -190,7 +190,7 @@ class SampleGenerator:
 
 
 def _environment_tokens(ids: Sequence[int]) -> Completion:
-    """An environment's tokens as a completion."""
+    """A `Completion` for the tokens of an environment's reply, with log-probabilities 0."""
     count = len(ids)
     return Completion(
         np.asarray(ids, dtype=np.int32),

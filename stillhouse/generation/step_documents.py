@@ -1,7 +1,7 @@
 """Makes documents from a step's samples. They are packed into micro-batches like all documents.
 
-A step's documents are the student's samples, then completions from the dataset. All keep the columns and teachers'
-prefixes of their prompts, so that teachers are asked as in off-policy training.
+A step's documents are the generated samples, followed by completions from the dataset. All keep the columns and the
+teachers' prefixes of their prompts, so that teachers get the same inputs as in off-policy training.
 
 N tokens of all documents of the step.
 """
@@ -16,7 +16,7 @@ from stillhouse.data.prefixes import offsets_of
 from stillhouse.generation.sample import Sample
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 
-#: the key of the version of the weights that wrote a token, among the tensors per token; −1 if none did
+#: the key of `per_token` for the version of the weights that generated a token; −1 if no model did
 POLICY_VERSION = "policy_version"
 
 
@@ -24,9 +24,9 @@ POLICY_VERSION = "policy_version"
 class TargetRules:
     """The rules for targets and their weights in a sample.
 
-    mask_truncated: no token of a completion without an end is a target.
-    position_decay: the n-th token of a completion has the weight position_decay ** n.
-    by_student: whether the student that is trained generated the samples; otherwise a teacher did.
+    mask_truncated: whether completions that were cut at max_new_tokens have no targets.
+    position_decay: token n of a completion (from 0) has the weight position_decay ** n.
+    by_student: whether the student generated the samples; otherwise a teacher did.
     """
 
     mask_truncated: bool = False
@@ -41,10 +41,10 @@ def step_documents(
     dataset: Documents | None = None,
     from_dataset: Sequence[int] = (),
 ) -> Documents:
-    """The documents of a step. from_dataset: the numbers of the dataset's documents in the step.
+    """The documents of a step. from_dataset: the numbers of the step's documents in `dataset`.
 
-    At least one sample or document is needed. All targets of a dataset's document are kept, with the weights of their
-    positions in the completion.
+    At least one sample or document is needed. All targets of the dataset's documents are kept; their weights depend
+    on their position among the targets of the document.
     """
     parts = [_of_samples(prompts, samples, rules)] if samples else []
     if len(from_dataset):
@@ -96,7 +96,7 @@ def _of_dataset(documents: Documents, rules: TargetRules) -> Documents:
     weights = []
     for number in range(len(documents)):
         targets = documents.targets(number)
-        place_N = np.cumsum(targets) - 1  # among the document's targets
+        place_N = np.cumsum(targets) - 1  # the position among the document's targets
         weights.append(_position_weights(int(targets.sum()) or 1, rules)[np.maximum(place_N, 0)])
     weights_N = np.concatenate(weights)
     zeros_N = np.zeros(len(documents.tokens_N), dtype=np.float32)
@@ -107,7 +107,7 @@ def _of_dataset(documents: Documents, rules: TargetRules) -> Documents:
 def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
     """The weights of the targets of a completion, [count] float32.
 
-    No weight decays to 0: the loss's normaliser counts the targets with a weight, and must not depend on the decay.
+    No weight is 0: the loss's normaliser counts targets with a non-zero weight, and must not depend on the decay.
     """
     weights_N = np.power(rules.position_decay, np.arange(count, dtype=np.float64))
     return np.maximum(weights_N, np.finfo(np.float32).tiny).astype(np.float32)

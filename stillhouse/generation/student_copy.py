@@ -1,7 +1,7 @@
-"""A full copy of a student that is distributed over processes, for generation.
+"""A full copy of a sharded student on each rank, for generation.
 
-transformers' `generate` needs a full model, but under a layout each process has only a part of the student. So every
-process that generates also holds a full copy, in the student's dtype and on the process's device. It must fit there.
+transformers' `generate` needs a full model, but a rank has only a shard of the student. So each rank also keeps a
+full copy in the student's dtype on its own device. The device needs enough memory for it.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from stillhouse.parallel.sharded_loading import allocate
 
 
 class StudentCopy:
-    """The copy, and the refreshing of its weights. All ranks of the student's mesh have one.
+    """The copy and the update of its weights. All ranks of the student's mesh must create one.
 
-    build: returns the full student, as `ModelSource.build` does: with any weights, or on the meta device.
+    build: returns the full student as `ModelSource.build` does, with arbitrary weights or on the meta device.
 
-    Raises ValueError if the copy has a tensor that no rank holds, and ProofError if its results are wrong.
+    Raises ValueError if no rank has a tensor of the copy, and ProofError if the copy's results are wrong.
     """
 
     def __init__(self, student: DistributedStudent, build: Callable[[], Decoder]):
@@ -44,9 +44,9 @@ class StudentCopy:
             prove_decoder(self.decoder)
 
     def refresh(self) -> None:
-        """Copy the student's present weights, one tensor at a time; a collective of all ranks.
+        """Copy the student's trained weights, one tensor at a time; all ranks must call this.
 
-        Frozen weights, such as those below an adapter, were copied when this object was made.
+        Frozen weights, such as the base weights of an adapter, were copied when this object was created.
         """
         self._copy({name: owner for name, owner in self._owners.items() if name in self._trained})
 
@@ -70,7 +70,7 @@ class StudentCopy:
         return {name: tensor for part in self._student.decoders for name, tensor in part.state_dict().items()}
 
     def _find_owners(self) -> dict[str, int]:
-        """For each tensor of the copy, the first coordinate on the pipeline axis that holds it."""
+        """For each tensor of the copy, the first coordinate on the pipeline axis whose ranks have it."""
         stage_and_names = self.mesh.weights.get_local_rank("pipeline"), sorted(self._held())
         owners: dict[str, int] = {}
         for coordinate, names in sorted(self.mesh.ranks.gather(stage_and_names)):

@@ -1,12 +1,12 @@
 """Samples the tokens of a batch of completions and records their log-probabilities, inside transformers' `generate`.
 
 `generate` calls a `TokenSampler` with the logits of a step and an `EndOfCompletion` with the tokens so far. The
-sampler chooses the tokens itself and returns scores with which `generate` can only choose the same tokens. So each
-completion has its own random numbers: except for rounding, it does not depend on the other completions of its batch.
-The global random state is neither read nor changed.
+sampler chooses the tokens itself and returns scores of −inf for all other ids, so that `generate` takes its choice.
+Each completion has its own random numbers: except for rounding, it does not depend on the other completions of its
+batch. The global random state is neither read nor changed.
 
-B completions, S tokens of prompt and completion so far, V rows of the head, N most tokens of a completion, K blocks
-of C tokens.
+B completions, S tokens of prompt and completion so far, V rows of the head, N tokens of a completion, K blocks of C
+ids.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ from stillhouse.generation.sample import Sampling
 _FIRST, _SECOND, _GOLDEN = (value - 2**32 * (value >= 2**31) for value in (0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9))
 #: the largest float32 below 1
 _BELOW_1 = 1 - 2.0**-24
-#: tokens that are sampled together at first, so that most of the vocabulary needs no noise
+#: ids per block: a block is sampled first, then an id of this block, so that most ids need no noise
 _BLOCK = 64
-#: the first counter of tokens' noise; blocks have smaller ones
+#: the counter for the noise of id 0; the counters of blocks are smaller
 _TOKENS = 2**30
 
 
@@ -40,8 +40,8 @@ class TokenSampler(LogitsProcessor):
 
     seeds: the seed of each completion.
     tokens: the most tokens of a completion.
-    vocabulary: the first row of the head that is never sampled.
-    counted: the rows over which log-probabilities are normalised, as in the objective; None: all rows of the head.
+    vocabulary: only ids below this number are sampled.
+    counted: log-probabilities are normalised over so many rows of the head, as in the objective; None: over all rows.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TokenSampler(LogitsProcessor):
         self._log_probs_B: list[Tensor] = []
 
     def __call__(self, input_ids_BS: Tensor, logits_BV: Tensor) -> Tensor:
-        # few passes over the vocabulary, and in place: each one costs as much as a layer of a small model
+        # few passes over the vocabulary, and in place: one pass takes as long as a layer of a small model
         scores_BV = logits_BV[:, : self._counted] / self._temperature
         scores_BV -= scores_BV[:, : self._vocabulary].amax(-1, keepdim=True)
         weights_BV = scores_BV.exp()
@@ -82,8 +82,8 @@ class TokenSampler(LogitsProcessor):
 
         weights_BV: exp(scores_BV).
 
-        Every block and token has its own noise. So a difference in the last digits of the scores, such as another
-        batch or layout causes, very rarely changes the sampled token.
+        Every block and every id has its own noise. So a rounding difference in the scores, for example in another
+        batch or layout, very rarely changes the sampled token.
         """
         if self._filters:
             scores_BV = scores_BV.clone()
@@ -110,9 +110,9 @@ class TokenSampler(LogitsProcessor):
 
 
 class EndOfCompletion(StoppingCriteria):
-    """Finds where each completion ends: at an end of sequence, a stop text, or its most tokens `limit_B`.
+    """Finds where each completion ends: at an end of sequence, at a stop text, or at its limit of new tokens.
 
-    Tokens of the prompt do not count: a prompt may contain the end of sequence and parts of stop texts.
+    Only new tokens are examined: a prompt may contain the end of sequence and parts of stop texts.
     """
 
     def __init__(
@@ -145,15 +145,17 @@ class EndOfCompletion(StoppingCriteria):
         return torch.tensor([stop_text is not None for stop_text in stop_texts_B], device=ids_BN.device)
 
     def result(self) -> tuple[list[int], list[bool]]:
-        """For each completion its tokens, and whether it has ended rather than been cut."""
+        """The number of tokens of each completion, and whether it ended by itself (false: cut at its limit)."""
         return self._length_B.tolist(), self._is_stop_B.tolist()
 
 
 def stop_texts(
     ids: Sequence[Sequence[int]], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[str | None]:
-    """For each sequence of ids, the stop text at whose end it is, or None. No earlier token may have ended one."""
-    # every token but special ones is at least one byte of text; a special one is at least its name
+    """For each sequence of ids, the stop text that its last token completes, or None. The caller must call this after
+    every token, because the text before a small window is not examined.
+    """
+    # a token has at least one byte of text, so the longest stop text lies within so many tokens
     window = max(len(stop_text.encode()) for stop_text in stop) + 8
     texts = tokenizer.batch_decode(
         [row[-window:] for row in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -162,11 +164,11 @@ def stop_texts(
 
 
 def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
-    """A number of the Gumbel distribution for each counter and pair of seeds (all int32), as float32.
+    """Gumbel noise in float32 for each counter and pair of seeds (all int32).
 
-    It is −log of an exponential number −log(1 − u). Large noise, which decides a sample, has a small u of 31 bits,
-    which is exact in float32. A u that rounds to 1 would give −inf, so it becomes the number before 1. The bits are a
-    hash of counter and seeds: the same on every device.
+    The noise is −log(−log(1 − u)), where u is uniform. Large noise, which decides a sample, comes from a small u, and
+    a small u is exact in float32. A u that rounds to 1 would give −inf, so u is clamped to the largest float32 below
+    1. The 31 bits of u are a hash of counter and seeds, and the same on every device.
     """
     state_BC = counters_BC * _GOLDEN + seeds_B2[:, :1]  # integers wrap around
     state_BC = _mixed(state_BC, 16) * _FIRST + seeds_B2[:, 1:]
@@ -176,12 +178,12 @@ def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
 
 
 def _mixed(state: Tensor, bits: int) -> Tensor:
-    """state ^ (state >> bits), with zeros from the left."""
+    """state ^ (state >> bits), with a logical shift."""
     return state ^ ((state >> bits) & ((1 << (32 - bits)) - 1))
 
 
 def _filters(sampling: Sampling) -> list[LogitsProcessor]:
-    """The filters that leave only some tokens to sample, in transformers' order. vLLM applies min_p first."""
+    """The filters top_k, top_p and min_p, in transformers' order. vLLM applies min_p first."""
     filters: list[LogitsProcessor] = []
     if sampling.top_k:
         filters.append(TopKLogitsWarper(sampling.top_k))

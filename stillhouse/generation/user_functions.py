@@ -1,9 +1,9 @@
-"""The user's own functions: rewards of completions, environments that answer them, and evaluations.
+"""The user's own functions: rewards for completions, environments that reply to them, and evaluations.
 
-They are foreign code that may do anything. Every exception of such a function, also SystemExit, becomes one error
-that names the function and its call, with the traceback of the function's own frames. A signal ends a function that
-does not return (`preemption.interruptible`). A function gets a copy of the record, so that a change of the record has
-no effect on later calls, which a resumed run could not repeat.
+These functions may do anything. Every exception that one raises, also SystemExit, becomes one error that names the
+function and its call, with the traceback of the function's own frames. A signal ends a function that does not return
+(`preemption.interruptible`). A function gets a copy of the record: if it could change the record itself, later calls
+would depend on earlier ones, and a resumed run could not repeat this.
 """
 
 import copy
@@ -31,15 +31,16 @@ from stillhouse.preemption import OverdueError, interruptible
 
 CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
 _OF_COMPLETIONS = ("prompt", "completion", "record")
-#: the arguments of the functions, by the keys of the configuration that name them. prompt: the text that the model
-#: continued; completion: its text, without special tokens; record: the whole record of the data. A reward returns a
-#: number, an environment the text that follows the completion, or None at the end. context: `EvaluationContext`
+#: the parameters of the functions, by configuration key. prompt: the text of the prompt, which the model continued;
+#: completion: the text of the completion without special tokens; record: the full record of the data. A reward
+#: returns a number. An environment returns the text that follows the completion, or None at the end. context:
+#: `EvaluationContext`
 _ARGUMENTS = {CALLBACKS: ("context",), REWARD: _OF_COMPLETIONS, ENVIRONMENT: _OF_COMPLETIONS}
-#: frames of a traceback that an error shows: the first ones and the last ones
+#: how many frames of a traceback an error shows: from its beginning and from its end
 _FIRST, _LAST = 2, 6
-#: characters of a completion, and of the message of a function's error
+#: the most characters that are shown of a completion, and of the message of a function's error
 _SHOWN, _WIDTH = 80, 400
-#: the files whose frames come before those of the user
+#: the files whose frames precede the user's frames in a traceback
 _IMPORT = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 _OWN = (__file__, preemption.__file__, *_IMPORT)
 
@@ -47,11 +48,11 @@ _OWN = (__file__, preemption.__file__, *_IMPORT)
 def _folder() -> str:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # it was removed
+    except FileNotFoundError:  # the working directory was removed
         return os.curdir
 
 
-#: settings of the process on which the rest of a run depends: how they are read and set
+#: settings of the process that a function must not change: for each, how to read it and how to set it
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "the working directory": (_folder, os.chdir),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -61,7 +62,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function of the user's own. key: of the configuration that names it. path: `package.module:function`."""
+    """A function of the user. key: the configuration key that names it. path: `package.module:function`."""
 
     key: str
     path: str
@@ -71,7 +72,7 @@ class UserFunction:
         return f"{self.key}: {self.path}"
 
     def __call__(self, *arguments: Any, about: str = "") -> Any:
-        """The function's result. about: the reason of the call, for errors.
+        """Call the function. about: a text that error messages add, such as the completion.
 
         Raises ValueError if the function raises an exception or changes settings of the process. Raises OverdueError
         if it does not return after a signal.
@@ -91,7 +92,7 @@ class UserFunction:
 
 
 def require_functions(evaluation: EvalConfig, rollout: RolloutConfig | None) -> None:
-    """Raise ConfigError, as `user_function` does, unless every function that the sections name can be used."""
+    """Call `user_function` for every function that the sections name, for its ConfigErrors."""
     paths: list[tuple[str, str | None]] = [(CALLBACKS, path) for path in evaluation.callbacks]
     if rollout is not None:
         paths += [(REWARD, rollout.reward), (ENVIRONMENT, rollout.environment)]
@@ -101,10 +102,10 @@ def require_functions(evaluation: EvalConfig, rollout: RolloutConfig | None) -> 
 
 
 def user_function(key: str, path: str) -> UserFunction:
-    """The function `package.module:function` that a key names. Modules in the working directory are found, too.
+    """Import the function `package.module:function`, also from modules in the working directory.
 
-    Raises ConfigError if there is no such module or function, if the module cannot be imported, and if the function
-    cannot be called with the arguments.
+    Raises ConfigError if there is no such module or function, if the module cannot be imported, or if the function
+    does not accept the arguments of its kind (`_ARGUMENTS`).
     """
     with as_config_error(key):
         return UserFunction(key, path, _function(path, _ARGUMENTS[key]))
@@ -131,7 +132,9 @@ def _function(path: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
 def checked_reward(
     reward: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
 ) -> float:
-    """The reward of a completion. source: `file:line` of the record. Raises ValueError unless it is finite."""
+    """The reward of a completion. Raises ValueError if it is not a finite number. source: `file:line` of the
+    record.
+    """
     about = _about(completion, source)
     value = reward(prompt, completion, _copied(record, source), about=about)
     number = finite_number(value)
@@ -143,7 +146,7 @@ def checked_reward(
 def checked_reply(
     environment: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
 ) -> str | None:
-    """What follows a completion; see `checked_reward`. Raises ValueError unless it is a text or None."""
+    """The environment's reply to a completion. Raises ValueError unless the reply is a text or None."""
     about = _about(completion, source)
     value = environment(prompt, completion, _copied(record, source), about=about)
     if value is None:
@@ -162,9 +165,9 @@ def checked_reply(
 
 
 def finite_number(value: Any) -> float | None:
-    """A function's result as a number; None if the result is no number, or not finite as a float.
+    """A function's result as a float; None if the result is not a number or not finite.
 
-    Numbers of numpy are numbers, too. A subclass of int or float may have methods of its own, which are not called.
+    numpy scalars are accepted, too. Overridden methods of subclasses of int and float are not called.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -178,7 +181,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """A function's result as an error shows it: only its type if its text may have any length, or may fail."""
+    """A function's result for an error message: only its type, if its repr may be long or may raise an exception."""
     if isinstance(value, str):
         return repr(str.__str__(value)[:_SHOWN])
     if isinstance(value, bool):
@@ -207,13 +210,13 @@ def _imported(name: str) -> ModuleType | None:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, and lacks another one
+            raise  # the module exists, but another module that it imports does not
         return None
 
 
 class _ForeignCode(AbstractContextManager[object]):
-    """Turn every exception of the block into ValueError, also SystemExit: its exit code 0 would mean a complete run.
-    what, about: the words before and after the error in the message.
+    """Turn every exception of the block into ValueError. SystemExit, too: exit code 0 would mean a complete run.
+    what, about: the text before and after the exception in the message.
     """
 
     def __init__(self, what: str, about: str = ""):
@@ -226,8 +229,8 @@ class _ForeignCode(AbstractContextManager[object]):
 
 
 def _is_ctrl_c(error: BaseException) -> bool:
-    """Whether the user may have interrupted a program that uses the library. The command line has handlers of its
-    own, which raise nothing.
+    """Whether the error is Ctrl-C in a program that uses the library. In the command line, a signal handler of ours
+    catches Ctrl-C and raises nothing, so there a KeyboardInterrupt comes from the function.
     """
     return isinstance(error, KeyboardInterrupt) and not preemption.handles_signals()
 
@@ -235,7 +238,7 @@ def _is_ctrl_c(error: BaseException) -> bool:
 def _require_parameters(path: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:
     try:
         signature = inspect.signature(function, follow_wrapped=False)  # a decorator may change the arguments
-    except (ValueError, TypeError):  # of some built-in functions
+    except (ValueError, TypeError):  # some built-in functions have no signature
         return
     try:
         signature.bind(*parameters)
@@ -246,7 +249,7 @@ def _require_parameters(path: str, function: Callable[..., Any], parameters: tup
 
 
 def _in_words(error: BaseException) -> str:
-    """The type of an error and the first line of its message, which may be of any length, or fail itself."""
+    """The type of an error and the first line of its message, cut at `_WIDTH` characters."""
     message = str(traceback.TracebackException(type(error), error, None))
     first = escaped(message.strip().partition("\n")[0])
     shown = first if len(first) <= _WIDTH else f"{first[: _WIDTH - 3]}..."
@@ -254,12 +257,12 @@ def _in_words(error: BaseException) -> str:
 
 
 def _frames(trace: TracebackType | None) -> str:
-    """The user's frames of a traceback, each on lines of its own below the message."""
+    """The user's frames of a traceback, as lines to follow the message."""
     while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
         trace = trace.tb_next
-    # without the columns, which would add lines
+    # without column numbers: they would add lines with markers
     frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in traceback.extract_tb(trace)]
-    entries = traceback.StackSummary.from_list(frames).format()  # repetitions are one entry
+    entries = traceback.StackSummary.from_list(frames).format()  # repeated frames become one entry
     if len(entries) > _FIRST + _LAST:
         left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
         entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
