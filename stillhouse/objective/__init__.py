@@ -1,6 +1,7 @@
 """Objectives of post-training as weighted sums of terms, computed from hidden states and an output head.
 
-It depends only on torch. Start with `linear_objective`; `reference.dense_objective` is the same in plain autograd.
+The package depends only on torch. Start with `linear_objective`; `reference.dense_objective` computes the same in
+plain autograd.
 """
 
 from stillhouse.objective.divergence import Divergence

@@ -6,8 +6,8 @@
     α + β = 0          Σ ((p/q)^α − 1 − α log(p/q)) / α²
     α = β = 0          ½ Σ log²(q/p)
 
-`AlphaBeta(α, β)` makes an object of the class for these exponents. p is the teacher's probability, q the student's,
-r = log(q/p); all of them, and h = ∂D/∂q, as in `divergence.py`.
+`AlphaBeta(α, β)` returns an object of the class for these exponents. As in `divergence.py`, p is the teacher's
+probability, q the student's, r = log(q/p) and h = ∂D/∂q.
 
 Sources: ABKD (arXiv 2505.04560) after Cichocki, Cruces and Amari, Entropy 2011, 13, 134.
 """
@@ -28,9 +28,9 @@ class AlphaBeta(Divergence):
     """The alpha-beta divergence; (1, 0) is forward KL, (0, 1) reverse KL (ABKD, equation 3). c = 0.
 
     It is an f-divergence only for α + β = 1: otherwise merging outcomes may increase it. A negative exponent raises
-    ValueError, since one probability of zero would make the divergence infinite. An exception is α + β = 0 (including
-    α = β = 0), which is computed as the limit and is finite if all logits are finite and (p/q)^α does not overflow.
-    Arguments close to a limiting case (α = 0, β = 0 or α + β = 0) lose digits: use the limit itself.
+    ValueError, since one probability of zero would make the divergence infinite; only with α + β = 0, one exponent
+    may be negative. That limit is finite if all logits are finite and (p/q)^α does not overflow.
+    Near a limiting case (α = 0, β = 0 or α + β = 0), the result loses digits: use the limit itself.
     """
 
     definition = Definition(
@@ -45,7 +45,7 @@ class AlphaBeta(Divergence):
     beta: float
 
     def __new__(cls, alpha: float, beta: float) -> "AlphaBeta":
-        """Return an object of the class for these exponents."""
+        """Choose the class by the exponents."""
         if alpha + beta == 0:
             return super().__new__(SumZero if alpha else BothZero)
         if alpha == 0:
@@ -53,7 +53,7 @@ class AlphaBeta(Divergence):
         return super().__new__(AlphaBeta if beta else BetaZero)
 
     def __getnewargs__(self) -> tuple[float, float]:
-        return self.alpha, self.beta  # for copy and pickle
+        return self.alpha, self.beta  # used by copy and pickle
 
     def __post_init__(self) -> None:
         is_finite = math.isfinite(self.alpha) and math.isfinite(self.beta)
@@ -63,8 +63,8 @@ class AlphaBeta(Divergence):
     def balanced(self, pair: Sides) -> Tensor:
         """p^(α+β) (β (e^((α+β)r) − 1 − (α+β)r) − (α+β) (e^(βr) − 1 − βr)) / (αβ(α+β)).
 
-        Where p and q are close, this is a power series in r from the second order on. p^(α+β) or q^(α+β), the one
-        with the larger of α and β, is factored out, because the terms then cancel least.
+        Where p and q are close, this is computed as a power series in r that begins with r². The terms cancel least
+        if p^(α+β) is factored out for α ≥ β, and q^(α+β) otherwise.
         """
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
         of_p, of_q = (pair.p, pair.q) if total == 1 else (_power(pair.log_p, total), _power(pair.log_q, total))
@@ -77,9 +77,9 @@ class AlphaBeta(Divergence):
         return torch.where(near, close, far) / (alpha * beta)
 
     def balanced_slope(self, pair: Sides) -> Tensor:
-        """q·h, where for α + β > 1 the pivot's h is subtracted from h.
+        """q·h; for α + β > 1, q·(h − the pivot's h).
 
-        Otherwise the slope of an outcome with a probability near 1 would outweigh all other slopes.
+        Without this subtraction, the slope of an outcome with a probability near 1 would outweigh all other slopes.
         """
         total = self.alpha + self.beta
         if total <= 1 or pair.pivot is None:
@@ -150,7 +150,7 @@ class BothZero(AlphaBeta):
 
 
 def _ratio(pair: Sides) -> Tensor:
-    """log(q/p), 0 where neither side has mass."""
+    """log(q/p); 0 where p = q = 0."""
     return pair.ratio.masked_fill((pair.log_p == -math.inf) & (pair.log_q == -math.inf), 0.0)
 
 

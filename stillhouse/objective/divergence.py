@@ -2,21 +2,20 @@
 
     D(p, q)  = Σ_v f(log p_v, log q_v)                  summed over the vocabulary, or over other outcomes v
     h_v      = ∂D/∂q_v                                  as if the q_v were independent of each other
-    ∂D/∂z_v  = q_v (h_v − Σ_u q_u h_u) / τ              the gradient by the logits z at temperature τ
+    ∂D/∂z_v  = q_v (h_v − Σ_u q_u h_u) / τ              the gradient with respect to the logits z at temperature τ
 
 The functions return q·h instead of h: −p/q overflows where q underflows, but q·(−p/q) = −p does not.
 
-Over whole distributions Σ(q − p) is 0. So c (q − p) can be added to f, and c to h, for any constant c, without a
-change of D or its gradient. With the c that each divergence in `formulas.py` names, f is never negative, and f and h
-are 0 where p = q. Then a small divergence is a sum of small numbers, and it keeps its digits where student and
-teacher are close and both have one token with a probability near 1 (`numerics.py`). The pass sums these "balanced"
-functions:
+Over complete distributions Σ(q − p) is 0. So adding c (q − p) to f, and c to h, changes neither D nor its gradient,
+for any constant c. Each divergence in `formulas.py` names a c with which f is never negative, and f and h are 0 where
+p = q. With this c, a small divergence is a sum of small numbers. So it keeps its digits where student and teacher are
+close and both give one token a probability near 1 (`numerics.py`). The pass sums these "balanced" functions:
 
     balanced        f + c (q − p)
     balanced_slope  q (h + c)
 
-`value` and `weighted_slope` are f and q·h as in textbooks, with c = 0. They are for sums over only a part of the
-outcomes (a top-k with the tail "drop"), which depend on c.
+`value` and `weighted_slope` are the textbook's f and q·h, with c = 0. Sums over only a part of the outcomes (a top-k
+signal with the tail "drop") use them, because such sums depend on c.
 
 All inputs are log-probabilities. A probability of zero is a log-probability of −inf: 0·log 0 is 0 here, never NaN,
 and a divergence that is truly infinite (forward KL where the teacher has mass and the student has none) is inf.
@@ -42,12 +41,12 @@ class Pivot(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """Teacher and student at some outcomes, elementwise.
+    """The probabilities of teacher and student for a set of outcomes, elementwise.
 
-    ratio: log(q/p), with more correct digits than the difference log_q − log_p may have. It may be NaN where neither
-        side has mass: use it only in products with a probability (`expect`).
-    pivot: for divergences whose slope h is not small where p and q are close and near 1. They subtract the pivot's h
-        from every h. Over whole distributions this does not change the gradient, whichever outcome the pivot is.
+    ratio: log(q/p). It may have more correct digits than the difference log_q − log_p. It may be NaN where p = q = 0:
+        use it only in products with a probability (`expect`).
+    pivot: some divergences have a large slope h where p and q are close and near 1. They subtract the pivot's h from
+        every h. Over complete distributions this does not change the gradient, for any choice of the pivot.
     """
 
     log_p: Tensor
@@ -69,11 +68,11 @@ def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivo
 
 
 class Definition(NamedTuple):
-    """What expressions, error messages and docs/objective.md take from a divergence.
+    """The texts about a divergence for expressions, error messages and docs/objective.md.
 
-    name: in expressions and metrics. value, slope: f, and h up to a constant, as formulas.
-    domain: the parameters that are allowed. infinite: for which probabilities of zero the divergence is infinite.
-    example: the parameters of an example, if it needs any. synonyms: names that others give it.
+    name: its name in expressions and metrics. value, slope: formulas of f, and of h up to a constant.
+    domain: the allowed parameters. infinite: which probabilities of zero make the divergence infinite.
+    example: example parameters, if it has required ones. synonyms: other projects' names for it.
     """
 
     name: str
@@ -96,14 +95,14 @@ class Divergence(ABC):
 
     @abstractmethod
     def balanced(self, pair: Sides) -> Tensor:
-        """f + c·(q − p), elementwise, in nats, never negative; its sum over a whole distribution is D."""
+        """f + c·(q − p), elementwise, in nats, never negative; the sum over a complete distribution is D."""
 
     @abstractmethod
     def balanced_slope(self, pair: Sides) -> Tensor:
-        """q·(∂f/∂q + c), elementwise; c is a number per row such that the result is 0 or small where p = q."""
+        """q·(∂f/∂q + c), elementwise; c is a number per row that makes the result 0 or small where p = q."""
 
     def __str__(self) -> str:
-        """The expression from which `parse_divergence` makes this divergence."""
+        """The expression that `parse_divergence` turns into this divergence."""
         values = [(field, getattr(self, field.name)) for field in fields(self)]
         shown = [
             shortest(value) if field.default is MISSING else f"{field.name}={type(field.default)(value)}"
@@ -113,7 +112,7 @@ class Divergence(ABC):
         return f"{self.definition.name}({', '.join(shown)})" if shown else self.definition.name
 
     def require(self, in_domain: bool, reason: str) -> None:
-        """Raise ValueError for parameters outside the domain."""
+        """Raise ValueError with `reason` unless `in_domain`."""
         if not in_domain:
             raise ValueError(f"{self}: expected {self.definition.domain}; {reason}")
 
@@ -129,7 +128,7 @@ class Divergence(ABC):
         return WeightedSum(weighted_parts(self) + weighted_parts(other))
 
     def __mul__(self, coefficient: float) -> "Divergence":
-        if isinstance(coefficient, bool):  # would count as 1, but is probably an argument in the wrong place
+        if isinstance(coefficient, bool):  # True would count as 1, but is probably a misplaced argument
             raise ValueError(f"{coefficient}*({self}): expected a positive number")
         parts = tuple((coefficient * weight, part) for weight, part in weighted_parts(self))
         return parts[0][1] if len(parts) == 1 and parts[0][0] == 1 else WeightedSum(parts)
@@ -138,10 +137,10 @@ class Divergence(ABC):
 
 
 class KullbackLeibler(Divergence):
-    """KL(a‖b), where a and b are teacher and student, or student and teacher.
+    """KL(a‖b), where one of a and b is the teacher and the other one the student.
 
-    Its sums over unnormalized probabilities can be normalized afterwards (`statistics.py`). So they are computed in
-    the same sweep over the logits as the normalizers, and vocabulary shards gather both in the same collective.
+    Sums over unnormalized probabilities can be normalized afterwards (`statistics.py`). So these sums and the
+    normalizers need only one sweep over the logits and, with vocabulary shards, one all-gather.
     """
 
     #: whether a is the student
@@ -191,7 +190,7 @@ class WeightedSum(Divergence):
 
 
 def weighted_parts(divergence: Divergence) -> tuple[tuple[float, Divergence], ...]:
-    """Return the summands of a divergence with their weights; for a single divergence, itself with weight 1."""
+    """Return the summands of a divergence with their weights; a single divergence has the weight 1."""
     return divergence.parts if isinstance(divergence, WeightedSum) else ((1.0, divergence),)
 
 

@@ -5,7 +5,7 @@
     policy_gradient + 0.1*sampled_kl(k3)
 
 Python's own parser reads the text. Only sums, products with a number, names, and calls with literal arguments are
-accepted; nothing is evaluated. An argument is a number, or a word where a name takes words.
+accepted; nothing is evaluated. An argument is a number; `sampled_kl` takes a word instead, such as k3.
 """
 
 import ast
@@ -36,11 +36,11 @@ class Summand:
     def call(self, make: Callable[..., Made], example: str = "") -> Made:
         """Call `make` with the arguments. Raises ValueError for a wrong number or name of arguments.
 
-        example: arguments that are right, for the message if one is missing.
+        example: valid arguments; the message shows them if an argument is missing.
         """
         signature = inspect.signature(make)
         try:
-            for bind in (signature.bind_partial, signature.bind):  # an argument too many before a missing one
+            for bind in (signature.bind_partial, signature.bind):  # report surplus arguments first
                 bind(*self.arguments, **dict(self.keywords))
         except TypeError as error:
             missing = re.fullmatch(r"missing a required .*?argument: (.*)", str(error))
@@ -75,9 +75,9 @@ def weighted_sum(summands: Sequence[Summand]) -> Divergence:
 
 
 def parse_sum(text: str, take_words: Collection[str] = ()) -> list[Summand]:
-    """Return the summands of an expression, in order. Raises ValueError with the part of the text that is wrong.
+    """Return the summands of an expression, in order. Raises ValueError that quotes the invalid part of the text.
 
-    take_words: the names whose arguments are words.
+    take_words: the names whose arguments are words, not numbers.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval")
@@ -89,9 +89,9 @@ def parse_sum(text: str, take_words: Collection[str] = ()) -> list[Summand]:
 
 
 def unknown_name(name: str, others: Mapping[str, Iterable[str]] | None = None) -> ValueError:
-    """Return the error for a name that is neither a divergence nor one of the others; it has the nearest known name.
+    """Return a ValueError for an unknown name; its message suggests the nearest known name.
 
-    others: further known names, and what other projects call them.
+    others: the known names that are not divergences, with other projects' names for each of them.
     """
     synonyms = {known: kind.definition.synonyms for known, kind in DIVERGENCES.items()} | dict(others or {})
     known_names = sorted(synonyms)

@@ -1,7 +1,7 @@
-"""The divergences, each one class, and the table of their names.
+"""The divergences, one class each, and the table of their names.
 
-E(a, b) = a log(a/b) + b − a. p, q, f, h and the constant c are those of `divergence.py`; the f that a docstring names
-is f + c (q − p). Alpha-beta is in `alpha_beta.py`.
+E(a, b) = a log(a/b) + b − a. p, q, f, h and the constant c are those of `divergence.py`. In the docstrings here,
+f* = f + c (q − p). Alpha-beta is in `alpha_beta.py`.
 
 Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: DistiLLM (arXiv 2402.03898).
 """
@@ -18,7 +18,7 @@ from stillhouse.objective.numerics import difference, excess, expect, interpolat
 
 @dataclass(frozen=True)
 class ForwardKL(KullbackLeibler):
-    """KL(p‖q): the student must cover everything that the teacher covers. c = 1: f is E(p, q)."""
+    """KL(p‖q): the student must give mass to every token that has mass under the teacher. c = 1, f* = E(p, q)."""
 
     definition = Definition(
         "forward_kl", "p log(p/q)", "−p/q", infinite="q = 0 < p", synonyms=("kl", "fkl", "kld", "kl_div", "soft_loss")
@@ -34,7 +34,7 @@ class ForwardKL(KullbackLeibler):
 
 @dataclass(frozen=True)
 class ReverseKL(KullbackLeibler):
-    """KL(q‖p): the student must avoid what the teacher avoids. c = −1: f is E(q, p)."""
+    """KL(q‖p): the student must give no mass to tokens without mass under the teacher. c = −1, f* = E(q, p)."""
 
     definition = Definition(
         "reverse_kl", "q log(q/p)", "log(q/p)", infinite="p = 0 < q", synonyms=("rkl", "mode_seeking")
@@ -50,7 +50,7 @@ class ReverseKL(KullbackLeibler):
 
 @dataclass(frozen=True)
 class JensenShannon(Divergence):
-    """β·KL(p‖m) + (1 − β)·KL(q‖m) with m = βp + (1 − β)q. c = 0: f is β E(p, m) + (1 − β) E(q, m).
+    """β·KL(p‖m) + (1 − β)·KL(q‖m) with m = βp + (1 − β)q. c = 0, f* = β E(p, m) + (1 − β) E(q, m).
 
     It tends to 0 for β → 0 and β → 1. `normalized=True` divides by β(1 − β); the result tends to forward KL for β → 0
     and to reverse KL for β → 1.
@@ -97,7 +97,7 @@ class _Skewed(Divergence):
 
 
 class SkewForwardKL(_Skewed):
-    """KL(p‖m) with m = αp + (1 − α)q; α = 0 is forward KL (DistiLLM, equation 4). c = 1 − α: f is E(p, m)."""
+    """KL(p‖m) with m = αp + (1 − α)q; α = 0 is forward KL (DistiLLM, equation 4). c = 1 − α, f* = E(p, m)."""
 
     definition = Definition(
         "skew_forward_kl",
@@ -115,7 +115,7 @@ class SkewForwardKL(_Skewed):
     def balanced_slope(self, pair: Sides) -> Tensor:
         """(1 − α) q (m − p) / m, where m − p = (1 − α)(q − p)."""
         gap = difference(pair.p, pair.q, pair.ratio)
-        if self.alpha == 0:  # also where q underflows
+        if self.alpha == 0:  # exact even where q underflows
             return gap
         return (1 - self.alpha) ** 2 * (pair.q / interpolation(pair.p, pair.q, self.alpha)) * gap
 
@@ -131,7 +131,7 @@ class SkewForwardKL(_Skewed):
 
 
 class SkewReverseKL(_Skewed):
-    """KL(q‖m) with m = (1 − α)p + αq; α = 0 is reverse KL (DistiLLM, equation 5). c = α − 1: f is E(q, m)."""
+    """KL(q‖m) with m = (1 − α)p + αq; α = 0 is reverse KL (DistiLLM, equation 5). c = α − 1, f* = E(q, m)."""
 
     definition = Definition(
         "skew_reverse_kl",
@@ -165,7 +165,7 @@ class SkewReverseKL(_Skewed):
 
 @dataclass(frozen=True)
 class TotalVariation(Divergence):
-    """½ Σ|p − q|, between 0 and 1. c = 0; the slope of the argmax is subtracted from all."""
+    """½ Σ|p − q|, between 0 and 1. c = 0; the slope at the argmax is subtracted from all slopes."""
 
     definition = Definition("total_variation", "½ abs(p − q)", "½ sign(q − p)")
 
@@ -173,12 +173,12 @@ class TotalVariation(Divergence):
         return 0.5 * difference(pair.p, pair.q, pair.ratio).abs()
 
     def balanced_slope(self, pair: Sides) -> Tensor:
-        """½ q sign(q − p), less q times the pivot's ½ sign: so it is 0, not ±½, at the argmax."""
+        """½ q (sign(q − p) − the pivot's sign), so that the result is 0 and not ±½ at the argmax."""
         sign = torch.sign(pair.ratio)
         return 0.5 * expect(pair.q, sign if pair.pivot is None else sign - torch.sign(pair.pivot.ratio))
 
 
-#: every divergence by the name that it has in expressions; a new one needs its class and its line here
+#: all divergences by their names in expressions; add a new divergence here
 DIVERGENCES: dict[str, type[Divergence]] = {
     kind.definition.name: kind
     for kind in (

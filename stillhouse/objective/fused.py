@@ -5,9 +5,9 @@ gradient with respect to the tile (`tile/tile.py`), and this gradient overwrites
 compute the gradients of the hidden states and the head from it. All of this happens in forward, so backward only
 multiplies by the incoming gradient, and no product is computed twice.
 
-Over vocabulary shards each rank does this for its own vocabulary rows. For each chunk, one collective gathers every
-rank's sums for each token (two collectives if a divergence needs both normalizers first), while the next chunk's
-products run.
+Over vocabulary shards, each rank does this for its own vocabulary rows. One all-gather per chunk collects every
+rank's sums for each token (two if a divergence needs both normalizers first). It overlaps with the next chunk's
+products.
 
 T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# torch.compiler.disable, without its imports, which take a second: a compiled caller runs the pass uncompiled
+# a compiled caller must run the pass uncompiled. This is torch.compiler.disable without its imports, which take 1 s
 from torch._compile import _disable_dynamo
 
 from stillhouse.objective.head import OutputHead, require_head
@@ -36,10 +36,10 @@ class ObjectiveOutput:
     """The result of a pass. All tensors are float32, or float64 for float64 inputs.
 
     `loss`: scalar, Σ_tokens weight · Σ_terms scale · value, divided by the normalizer; differentiable.
-    `metrics`: detached sums over tokens, of each term's value and statistics; docs/objective.md has their keys, which
-        depend only on the terms, not on the rows. Each token is multiplied by its weight in the term (the objective's
-        weight times the term's own). The sums are not scaled by the term's scale and not divided by the normalizer.
-    The metric `chunk_tokens` is not a sum: it is the largest number of rows of a tile, chosen by memory or given.
+    `metrics`: detached sums over tokens of each term's value and statistics. Each token counts with its weight in the
+        term (the objective's weight times the term's own). The sums are not multiplied by the term's scale and not
+        divided by the normalizer. The keys depend only on the terms, not on the rows; docs/objective.md lists them.
+    The metric `chunk_tokens` is not a sum: it is the largest number of rows of a tile.
     `per_token`: detached [T], each term's unweighted value under its name; 0 where its weight is 0.
     """
 
@@ -61,8 +61,8 @@ def linear_objective(
 ) -> ObjectiveOutput:
     """Compute a weighted sum of terms from hidden states [T, D] and the head, differentiable in both.
 
-    weights_T: weight per token (None: 1). Rows of weight 0 contribute nothing and may hold any values, also NaN. The
-        same is true for rows that every term excludes, by the term's own weight or by a negative label.
+    weights_T: weight per token (None: 1). Rows of weight 0 contribute nothing and may contain any values, also NaN.
+        The same is true for rows that every term excludes, by the term's own weight or by a negative label.
     normalizer: divides the sum; the optimizer step's global count of tokens with a non-zero weight.
     valid_index: the rows with a non-zero weight, int64, each row once; the pass computes only these rows. None: the
         pass finds them if weights_T is on a CPU; otherwise it computes all rows, since finding them on a GPU would
@@ -94,11 +94,11 @@ def routed_objective(
 ) -> ObjectiveOutput:
     """Compute `linear_objective` where different rows have different terms, such as those of different teachers.
 
-    groups: one or more times the rows (int64, no row in two groups) and their terms. They are taken one after the
-    other, and a group's terms are not used any more when the next one is taken. All groups add to the same gradients.
+    groups: pairs of rows (int64, no row in two groups) and the terms for these rows. The pass requests the next group
+    when it no longer needs the terms of the last one. All groups add to the same gradients.
     The other arguments are those of `linear_objective`.
 
-    Raises ValueError without a group, and for what `linear_objective` refuses.
+    Raises ValueError without a group, and all ValueErrors of `linear_objective`.
     """
     return _of_hidden_states(hidden_TD, head, groups, weights_T, normalizer, chunk_tokens)
 
@@ -112,9 +112,10 @@ def logits_objective(
     weights_T: Tensor | None = None,
     normalizer: float | Tensor = 1.0,
 ) -> ObjectiveOutput:
-    """Compute the same from logits [T, V], differentiable in the logits. The pass keeps one gradient of their size.
+    """Compute a weighted sum of terms from logits [T, V], differentiable in the logits. The gradient in memory has
+    the size of the logits.
 
-    shard: which columns of the whole vocabulary the logits are; None: all columns.
+    shard: which columns of the whole vocabulary the logits contain; None: all columns.
     """
     leaves: Leaves = {"logits_TV": logits_TV}
     check_leaves(leaves)
@@ -135,7 +136,7 @@ def _of_hidden_states(
     normalizer: float | Tensor,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    """groups: the rows (None: all rows) and the terms of each group."""
+    """Run one pass per group. groups: the rows (None: all rows) and the terms of each group."""
     require_head(head)
     leaves: Leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
     check_leaves(leaves)
@@ -162,8 +163,8 @@ def _objective(
     normalizer: float | Tensor,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    """passes: the provider of the logits, the terms and the rows (None: all rows) of each group. All providers have
-    the same gradients.
+    """passes: for each group, the provider of the logits, the terms and the rows (None: all rows). All providers add
+    to the same gradient tensors.
     """
     tokens = len(first_leaf(leaves)[1])
     totals: Totals | None = None
@@ -187,10 +188,9 @@ def _objective(
 class _Attach(torch.autograd.Function):
     """Connects a loss to the gradients that the forward pass has already computed.
 
-    Backward multiplies them by the incoming gradient and by 1 / normalizer in the dtype in which the provider keeps
-    them, then rounds them to their leaf's dtype. So a loss scale is applied before a
-    float16 gradient can underflow. With retain_graph the gradients are kept, and a second backward gives the same
-    result.
+    Backward multiplies the gradients, in the dtype in which the provider keeps them, by the incoming gradient and by
+    1 / normalizer, and then rounds them to their leaf's dtype. So a loss scale is applied before a float16 gradient
+    can underflow. With retain_graph, the gradients are kept, and a second backward gives the same result.
     """
 
     @staticmethod
@@ -210,16 +210,16 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True; these gradients would enter its graph as constants
+        if torch.is_grad_enabled():  # create_graph=True: the graph would contain these gradients as constants
             raise RuntimeError("an objective has no second derivative: call backward without create_graph")
         (factor,) = ctx.saved_tensors  # a second backward without retain_graph ends here
         factor = factor * grad_loss
         if torch._C._autograd._get_current_graph_task_keep_graph():
             scaled = [None if gradient is None else gradient * factor for gradient in ctx.gradients]
-        else:  # no other backward will follow: multiply in place, without a copy as large as the weight
+        else:  # no second backward follows: multiply in place, because a copy would be as large as the weight
             scaled = [None if gradient is None else gradient.mul_(factor) for gradient in ctx.gradients]
             ctx.gradients = []
-        # the hidden states' gradient needs the sum over ranks; a gradient of logits belongs to one rank alone
+        # the hidden states' gradient is summed over ranks; a gradient of logits is not, because columns are sharded
         if scaled[0] is not None and len(scaled) > 1:
             scaled[0] = reduce_hidden_grad(scaled[0], ctx.shard)
         rounded = (grad if grad is None else grad.to(dtype) for grad, dtype in zip(scaled, ctx.dtypes, strict=True))

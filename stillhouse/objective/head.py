@@ -18,11 +18,11 @@ from stillhouse.objective.vocab import VocabShard, check_shard, rows_of
 
 @dataclass(frozen=True, eq=False)
 class OutputHead:
-    """The tensors that turn hidden states into logits. The module that owns them builds this inside its forward.
+    """The tensors that compute logits from hidden states. The head module creates this object inside its forward.
 
-    `shard`: which rows of the whole head are in `weight_VD` and `bias`. None: all rows.
-    `vocab_size`: the number of real rows over the whole vocabulary; the rows after them are padding and get no
-    probability. None: all rows are real, as in Hugging Face's own loss.
+    `shard`: which rows of the global head are in `weight_VD` and `bias`. None: all rows.
+    `vocab_size`: the number of real rows of the global head; the rows after them are padding and get no probability.
+    None: all rows are real, as in Hugging Face's own loss.
     """
 
     weight_VD: Tensor
@@ -54,7 +54,7 @@ class OutputHead:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the whole head, over all ranks."""
+        """The number of rows of the global head."""
         return self.weight_VD.shape[0] if self.shard is None else self.shard.rows
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -65,17 +65,17 @@ class OutputHead:
 
 
 def detached(head: OutputHead) -> OutputHead:
-    """Return the head without gradients. A frozen weight stays the same tensor."""
+    """Return the head with detached tensors. A tensor that requires no gradient stays the same object."""
     if not head.weight_VD.requires_grad:
         return head
     return replace(head, weight_VD=head.weight_VD.detach(), bias=None if head.bias is None else head.bias.detach())
 
 
 def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = None) -> int:
-    """Return the number of rows that get probability: the `vocab_size` of any head that has one, else all rows.
+    """Return the number of rows that get probability: the smallest `vocab_size` or row count of these heads.
 
-    Heads with different row counts share a tokenizer and differ in padding (151,936 and 152,064 rows for 151,665
-    tokens), so the smallest count is used. `logit_columns`: the number of columns of given logits without a head.
+    Heads with different row counts share a tokenizer and differ only in padding (151,936 and 152,064 rows for 151,665
+    tokens). `logit_columns`: the number of columns of logits that were given without a head.
     """
     stated = {head.vocab_size for head in heads if head.vocab_size is not None}
     if len(stated) > 1:
@@ -96,7 +96,7 @@ PANEL_ROWS = 512
 class Projection:
     """A head prepared for one pass over the tokens: real rows only, weights in the dtype of the matrix products.
 
-    `shard`: the student's shard, whose rows this rank needs; a teacher's head may be sharded differently (`rows_of`).
+    `shard`: the student's shard. This rank needs its rows; a teacher's head may be sharded differently (`rows_of`).
 
     Logits are at least float32. On a GPU, half-precision operands keep their dtype, since matrix products accumulate
     in float32; on a CPU, the weight is converted to float32 once, here.
@@ -131,7 +131,7 @@ class Projection:
 
     def operand(self, grad_CV: Tensor) -> Tensor:
         """Return the gradient of logits in the dtype of the products: rounded to bfloat16, but never to float16."""
-        # a logit's gradient can be 1e-8: below float16's smallest number, well within bfloat16's range
+        # the gradient of a logit can be 1e-8, which underflows in float16 but not in bfloat16
         return grad_CV.to(torch.float32 if self.operand_dtype == torch.float16 else self.operand_dtype)
 
     def hidden_grad(self, operand_CV: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Projection:
             total_VD += self._matmul(operand_CV.t(), hidden_CD)
 
     def _panels(self) -> Iterator[slice]:
-        """Yield parts of the vocabulary for separate products, one after the other; on a GPU the whole vocabulary."""
+        """Yield the parts of the vocabulary that are multiplied separately; on a GPU, one part with all rows."""
         rows = len(self.weight_VD)
         size = max(rows, 1) if self.weight_VD.is_cuda else PANEL_ROWS * torch.get_num_threads()
         return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
@@ -158,7 +158,7 @@ class Projection:
 
 
 def require_head(head: object) -> None:
-    """Raise ValueError for a module or a weight in the place of an `OutputHead`."""
+    """Raise ValueError if `head` is not an `OutputHead`, for example a module or a weight."""
     if not isinstance(head, OutputHead):
         raise ValueError(
             f"head is of type {type(head).__name__}: expected OutputHead(lm_head.weight, lm_head.bias), or the head"

@@ -1,8 +1,8 @@
-"""The weight of a sampled token whose probability is not the one that it was sampled with.
+"""Importance weights for sampled tokens whose probability has changed since they were sampled.
 
-An engine samples a token y with probability q_old(y). When the token is trained, the student's probability q(y) is
-another one: the weights are newer, or the engine computes with other kernels. The ratio ρ = q(y) / q_old(y) makes an
-expectation over q_old one over q, but a few large ratios would dominate a step. So they are limited:
+An engine samples a token y with probability q_old(y). In training, the student's probability q(y) differs: the
+weights are newer, or the engine uses other kernels. Weighting by the ratio ρ = q(y) / q_old(y) turns an expectation
+over q_old into one over q, but a few large ratios would dominate a step. So ratios are limited:
 
     truncated   min(ρ, limit)                            truncated importance sampling (TIS, Yao et al. 2025)
     masked      ρ if 1/limit ≤ ρ ≤ limit, otherwise 0    IcePop (Ring-1T, arXiv:2510.18855)
@@ -22,7 +22,7 @@ CorrectionKind = Literal["none", "truncated", "masked"]
 
 @dataclass(frozen=True)
 class Correction:
-    """How a sampled token is weighted by its ratio ρ. kind "none": every weight is 1. limit: a number above 1."""
+    """How the weight depends on the ratio ρ. kind: as above; "none": every weight is 1. limit: a number above 1."""
 
     kind: CorrectionKind = "none"
     limit: float = 2.0
@@ -34,13 +34,13 @@ class Correction:
             raise ValueError(f"limit={self.limit} of the correction: expected a number above 1 (infinity for none)")
 
     def weights(self, ratio_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight of each ratio, and where the limit changed it. A ratio may be infinite."""
+        """Return the weight of each ratio, and where the limit changed the weight. A ratio may be infinite."""
         if self.kind == "none":
             return torch.ones_like(ratio_C), torch.zeros_like(ratio_C, dtype=torch.bool)
         is_changed_C = ratio_C > self.limit
         if self.kind == "truncated":
             return ratio_C.clamp(max=self.limit), is_changed_C
-        # an infinite limit keeps every ratio but an infinite one
+        # with an infinite limit, only an infinite ratio is changed
         is_changed_C = is_changed_C | (ratio_C < 1 / self.limit) | (ratio_C == math.inf)
         return ratio_C.masked_fill(is_changed_C, 0.0), is_changed_C
 

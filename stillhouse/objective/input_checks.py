@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from stillhouse.objective.signals import check_per_token
 from stillhouse.objective.terms import Term
 
-#: the tensors of a pass that receive a gradient, by their names in error messages. The first one is the hidden states
+#: the tensors of a pass that receive a gradient, by their names in error messages. The first entry is hidden states
 #: or logits, with one row per token
 Leaves: TypeAlias = dict[str, Tensor | None]
 
@@ -47,7 +47,7 @@ def check_pass(
     valid_index: Tensor | None,
     chunk_tokens: int | None,
 ) -> None:
-    """Check the arguments of `linear_objective`."""
+    """Raise ValueError for invalid arguments of `linear_objective`."""
     tokens = len(first_leaf(leaves)[1])
     _check_terms(terms, tokens, leaves)
     _check_weights("weights_T", weights_T, tokens)
@@ -122,7 +122,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_device(name: str, tensor: Tensor, first: str, leaf: Tensor) -> None:
-    """Require a tensor with data on the device of `leaf`; first: the name of `leaf`."""
+    """Raise ValueError unless the tensor has data and is on the device of `leaf`. first: the name of `leaf`."""
     _check_has_data(name, tensor)
     if tensor.device != leaf.device:
         raise ValueError(

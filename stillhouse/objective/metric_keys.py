@@ -1,4 +1,4 @@
-"""The keys of an objective's metrics: a unique one for each term's value and for each of its statistics."""
+"""The keys of an objective's metrics: one unique key for each term's value and for each statistic of a term."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,19 +9,20 @@ from stillhouse.objective.terms import Distill, Term, labelled
 #: the key of the only metric that is not a sum
 CHUNK_TOKENS = "chunk_tokens"
 
-#: the sum of the rows' weights, which `models.processors.distillation` adds to the metrics
+#: the key of the sum of the rows' weights; `models.processors.distillation` adds it to the metrics
 WEIGHTS = "weights"
 
-#: the tensors per row of a micro-batch of rollouts, float32, about the token that the row predicts. Its advantage:
+#: the `per_token` tensors of a micro-batch of rollouts, float32, are about the token that a row predicts: its
+#: advantage
 ADVANTAGES = "advantages"
-#: its log-probability when it was sampled, at the sampling temperature
+#: the log-probability of the token when it was sampled, at the sampling temperature
 OLD_LOG_PROBS = "old_log_probs"
-#: 1 if the student's policy has sampled it, 0 if it is the dataset's or a teacher's
+#: 1 if the student's policy sampled the token, 0 if it comes from the dataset or a teacher
 IS_SAMPLED = "is_sampled"
 
 
 def unique_names(terms: Sequence[Term]) -> list[str]:
-    """Return the terms' keys in metrics: the second term of the same name gets "#2" after its name, and so on."""
+    """Return the terms' keys in metrics: the second term with the same name gets the suffix "#2", and so on."""
     seen: dict[str, int] = defaultdict(int)
     names = []
     for term in terms:
@@ -33,9 +34,10 @@ def unique_names(terms: Sequence[Term]) -> list[str]:
 class StatisticKeys:
     """The keys of the terms' statistics: the second term of a class gets "#2" or the next free number.
 
-    The statistics of a term with a label have the label after their names, and are numbered only among the terms of
-    that label. But the student's entropy depends on no teacher: if a distillation term has a label, and all of them
-    have one temperature and no weights of their own, then only the first of them reports it, without a label.
+    Statistics of a term with a label have the label after their names, and are numbered only among the terms with
+    this label. The student's entropy does not depend on the teacher. So if some distillation term has a label, and
+    all distillation terms have the same temperature and no `weights_T`, only the first one reports it, without a
+    label.
 
     Numbers are assigned at the first chunk, in the order of the terms. So the keys depend only on the terms.
     """
@@ -50,7 +52,7 @@ class StatisticKeys:
         one_entropy = len({term.temperature for term in distilled.values()}) == 1
         one_entropy &= all(term.weights_T is None for term in distilled.values())
         is_labelled = any(term.label is not None for term in distilled.values())
-        #: the distillation terms with the same student's entropy; empty if every one reports its own
+        #: the distillation terms that share one value of the student's entropy; empty if every term reports its own
         self.share_entropy = list(distilled) if one_entropy and is_labelled else []
 
     def of(self, position: int, name: str) -> str | None:

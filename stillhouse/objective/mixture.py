@@ -1,9 +1,9 @@
-"""Several dense teachers as one: the weighted mean of their distributions.
+"""A mixture of dense teachers: the weighted mean of their distributions.
 
     p = Σ_i w_i softmax(z_i / τ),   Σ_i w_i = 1
 
-A pass keeps p as one more tile of logits, τ·log p: its softmax at the temperature τ is p, so terms, statistics and
-gradients treat a mixture like any other dense teacher. p is exact: every member is normalized over the whole
+A pass stores p as one tile of logits τ·log p. The softmax of this tile at temperature τ is p, so terms, statistics
+and gradients treat a mixture like any other dense teacher. p is exact: every member is normalized over the whole
 vocabulary before it is added.
 
 C rows of a chunk, V vocabulary of this rank, R ranks, X statistics of a row. z_i are the logits of member i.
@@ -28,7 +28,7 @@ from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
 @dataclass(frozen=True, eq=False)
 class Mixture(Signal):
-    """The mean of the distributions of several dense teachers at one temperature, which the term must have, too.
+    """The mean of the distributions of several dense teachers at one temperature; the term must have the same one.
 
     signals: `FullVocab` or `DenseLogits`, all over the same tokens.
     weights: a positive number for each signal; they are divided by their sum.
@@ -39,7 +39,7 @@ class Mixture(Signal):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        # a list could be changed after these checks
+        # tuples, because a caller could still change a list after these checks
         object.__setattr__(self, "signals", tuple(self.signals))
         object.__setattr__(self, "weights", tuple(self.weights))
         check_temperature(self.temperature)
@@ -62,7 +62,7 @@ class Mixture(Signal):
     def log_weights(self) -> list[float]:
         """log w_i."""
         logs = [math.log(weight) for weight in self.weights]
-        # in log space, so that neither the sum of the weights nor a quotient leaves the range of a float
+        # in log space, so that neither the sum of the weights nor a quotient overflows or underflows
         largest = max(logs)
         total = largest + math.log(math.fsum(math.exp(log - largest) for log in logs))
         return [log - total for log in logs]
@@ -78,10 +78,10 @@ def add_members(
     temperature: float,
     shard: VocabShard | None,
 ) -> None:
-    """Add the members' parts w_i p_i to a total, which holds τ·log of the sum of earlier parts.
+    """Add the members' parts w_i p_i to the sum of the earlier parts, which `total_CV` stores as τ·log of the sum.
 
-    members_CV: the members' logits. If the first of them is in the total's own tile, there are no earlier parts.
-    Over several ranks, one collective gathers the sums of all these members.
+    members_CV: the members' logits. If the first member is `total_CV` itself, there are no earlier parts.
+    Over several ranks, one all-gather exchanges the sums of all these members.
     """
     plan = PointwisePlan(temperatures=(temperature,))
     local_CX = torch.cat([local_sums(plan, [member_CV]) for member_CV in members_CV], 1)
@@ -92,7 +92,7 @@ def add_members(
         columns += [known.references[STUDENT], known.student_log_mass[0] - log_weight]
     tiles_CV = list(members_CV)
     if members_CV[0] is not total_CV:
-        # the total is one more tile of logits, and needs no normalizer
+        # the total is added as one more tile; it is already normalized
         tiles_CV = [total_CV, *tiles_CV]
         columns = [torch.zeros_like(columns[0])] * 2 + columns
     rows_CX = torch.stack(columns, 1)

@@ -3,14 +3,14 @@
 Late in distillation, the student is close to the teacher and both give one token a probability near 1. There every
 divergence is a small difference of large numbers: p log(p/q) of this token cancels against the sum over all other
 tokens, and q − p of two numbers near 1 has no correct digits left in float32. So these functions do not compute such
-differences. They use the small quantity t = log(b/a), which the caller knows to its last digit:
+differences. They use the small quantity t = log(b/a), which the caller has computed to full precision:
 
     b − a           = a (e^t − 1)
     b − a − a·t     = a (e^t − 1 − t)  ≥ 0
 
-Where |t| < `NEAR`, the right side is computed with a few terms of the exponential series; elsewhere the left side,
-where nothing cancels. Expressions that are used several times are short, because a compiler that fuses everything
-into one kernel computes them anew from the inputs for each use. Autograd can differentiate all functions.
+Where |t| < `NEAR`, the right side is computed with a few terms of the exponential series. Elsewhere the left side is
+computed, since nothing cancels there. Expressions that are used several times are short, because a compiler that
+fuses all operations into one kernel recomputes an expression for each use. Autograd can differentiate all functions.
 """
 
 import math
@@ -31,7 +31,7 @@ def expect(probability: Tensor, quantity: Tensor) -> Tensor:
 
 
 def log_ratio(log_b: Tensor, log_a: Tensor) -> Tensor:
-    """log(b/a); 0 where a = b = 0 (neither side has mass there, so that no result depends on it)."""
+    """log(b/a); 0 where a = b = 0 (no result depends on the ratio there)."""
     return (log_b - log_a).masked_fill((log_a == -math.inf) & (log_b == -math.inf), 0.0)
 
 
@@ -64,9 +64,9 @@ def terms(t: Tensor) -> int:
 
 
 def log_sum_exp(largest: Tensor, others: Tensor) -> Tensor:
-    """log(largest + others) of a sum of terms e^l ≤ 1. largest: how many terms are 1. others: the sum of the rest.
+    """log Σ e^l where all e^l ≤ 1. largest: the number of terms that are 1. others: the sum of the other terms.
 
-    The two are separate because one token may have nearly all mass: added to 1, a rest of 1e-6 would lose its digits.
+    The two are separate because one token may have nearly all mass: if 1e-6 is added to 1, its digits are lost.
     """
     return torch.log1p(others + (largest - 1))
 
@@ -81,15 +81,15 @@ def log_softmax(log_weights: Tensor) -> Tensor:
 
 
 def interpolation(p: Tensor, q: Tensor, weight: float) -> Tensor:
-    """m = weight·p + (1 − weight)·q, but at least the smallest positive number, so that one can divide by it."""
+    """m = weight·p + (1 − weight)·q, clamped to the smallest positive number, so that m can be a divisor."""
     return (weight * p + (1 - weight) * q).clamp(min=torch.finfo(p.dtype).tiny)
 
 
 def interpolation_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """log(m/p) and log(m/q) for m = weight·p + (1 − weight)·q and ratio = log(q/p).
 
-    If `weight` is near 0 or 1, both are computed from the ratio alone, since one of the logarithms is small there and
-    must be correct to its last digit. For other weights this is done only where p and q are close; elsewhere they are
+    If `weight` is near 0 or 1, one of the two logarithms is small and needs full precision; then both are computed
+    from the ratio alone. For other weights this is done only where p and q are close; elsewhere the logarithms are
     computed from log m, which has the same rounding error as log p and log q.
     """
     if not 0.05 <= weight <= 0.95:
@@ -114,10 +114,10 @@ def _log_one_plus_series(weight: float, terms: int) -> list[float]:
 def _log_one_plus(weight: float, ratio: Tensor) -> Tensor:
     """log(1 + weight·(e^ratio − 1)), to full relative precision for every weight in [0, 1] and every ratio.
 
-    There are three forms, since each loses digits where another one is exact: log1p near ratio = 0, where the result
-    is small; the plain logarithm of (1 − weight) + weight·e^ratio for a weight above 0.5 and a ratio below −0.5; and
-    the ratio factored out where e^ratio would overflow. Each form's argument is clamped to its own range, so that
-    autograd meets no infinity in the forms that are not selected.
+    Three forms are needed, because each one loses digits in some range: log1p near ratio = 0, where the result is
+    small; the plain logarithm of (1 − weight) + weight·e^ratio for a weight above 0.5 and a ratio below −0.5; and a
+    form with the ratio factored out where e^ratio would overflow. Each form's argument is clamped to the form's
+    range, so that autograd sees no infinity in the forms that are not selected.
     """
     if weight == 0:
         return torch.zeros_like(ratio)

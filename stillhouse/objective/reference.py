@@ -1,8 +1,8 @@
 """The objective in plain autograd: all logits at once, without slopes and chunks. Slow, short, and exact in float64.
 
-`dense_objective` has the signature of `linear_objective`, and tests compare the two. It uses the same functions for
-the values of divergences as the fast path (the tests compare those with textbook formulas), but none of its
-gradients. T tokens, V vocabulary, K ids per token.
+`dense_objective` has the signature of `linear_objective`, and tests compare the results of the two. Both use the same
+functions for the values of divergences (other tests compare these with textbook formulas), but `dense_objective` uses
+no gradient of the fast path. T tokens, V vocabulary, K ids per token.
 """
 
 import math
@@ -46,18 +46,18 @@ def dense_objective(
     dtype = torch.promote_types(torch.promote_types(hidden_TD.dtype, head.weight_VD.dtype), torch.float32)
     weights_T = _weights(weights_T, valid_index, hidden_TD.detach().to(dtype))
     counted = [term.counted(slice(None), weights_T) for term in terms]
-    # a row that no term counts may hold NaN, and 0·NaN would make the head's gradient NaN
+    # a row that no term counts may contain NaN, and 0·NaN would make the head's gradient NaN
     hidden_TD = torch.where(torch.stack(counted).any(0)[:, None], hidden_TD, 0)
     logits_TV = _logits(hidden_TD, head, vocabulary, dtype)
     loss, metrics, per_token = logits_TV.new_zeros(()), {"tokens": (weights_T != 0).sum().to(dtype)}, {}
     for name, term, counted_T in zip(unique_names(terms), terms, counted, strict=True):
         term_weights_T = weights_T if term.weights_T is None else weights_T * term.weights_T.to(dtype)
-        # no gradient, not even 0·inf, reaches the rows that are not counted
+        # rows that are not counted must get no gradient, because 0·inf would be NaN
         attached_TV = torch.where(counted_T[:, None], logits_TV, logits_TV.detach())
         value_T = _value(term, attached_TV, vocabulary)
         value_T = torch.where(term_weights_T == 0, torch.zeros_like(value_T), value_T)
         total = (term_weights_T * value_T).sum()
-        if term.scale:  # a term of scale 0 is only reported: it may be infinite
+        if term.scale:  # a term of scale 0 is only reported; its value may be infinite
             loss = loss + term.scale * total
         metrics[name] = total.detach()
         per_token[name] = value_T.detach()

@@ -3,11 +3,11 @@
     value = φ(log q_y),   ∂value/∂z_v = φ'(log q_y) · ([v = y] − q_v) / τ
 
 q is the student's probability, z its logits, τ the temperature. On-policy, y is sampled from q. Training then follows
-the expectation over y of the term's gradient, which is not the gradient of the term's expected value. The two differ
+the expectation over y of the term's gradient. This is not the gradient of the term's expected value: the two differ
 for the estimators k1, k2, k3 of a KL (Schulman 2020).
 
-Tokens of older weights, or of an engine that computes differently, are sampled from q_old instead of q. A
-`Correction` weights each of them by a limited ρ = q(y) / q_old(y), at the sampling temperature.
+If a token was sampled with older weights, or by an engine that computes differently, its distribution was q_old and
+not q. A `Correction` weights such a token by a limited ρ = q(y) / q_old(y), at the sampling temperature.
 
 C rows of a chunk of T tokens.
 """
@@ -33,17 +33,17 @@ class SampledTerm(LabelTerm):
 
     @abstractmethod
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return φ, φ' and further statistics, [C] each."""
+        """Return φ, φ' and further statistics for the metrics, [C] each."""
 
     def per_logit(self, weights_C: Tensor) -> Tensor:
-        """Return the weights of φ' in the gradient of the logits, which the temperature divides."""
+        """Return weights_C / τ, the factor of φ' in the gradient of the logits."""
         return weights_C / self.temperature
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         label_C, has_label_C, log_q_C = self.read_labels(tile)
         value_C, slope_C, statistics = self.of(tile, log_q_C)
         if tile.needs_gradient and self.scale:
-            # a row that does not count may hold anything, and its slope may be infinite
+            # a row of weight 0 may contain any values, and its slope may be infinite
             weighted_C = expect(self.per_logit(weights_C * has_label_C), slope_C)
             tile.add_probability(self.temperature, -weighted_C)
             tile.add_at(label_C[:, None], weighted_C[:, None])
@@ -60,9 +60,9 @@ class SampledKL(SampledTerm):
     is the reverse KL. For tokens that another policy sampled, neither statement holds without a correction.
 
     teacher_log_probs_T: log p(y) at the term's temperature.
-    correction: multiplies each value by a constant weight of ρ = q(y) / q_old(y). It needs old_log_probs_T, which is
-        log q_old(y) at `sampling_temperature` (None: the term's). Its statistics are `ratio`, ρ, and `clipped`, 1
-        where the limit changed the weight.
+    correction: multiplies each value by a constant weight, computed from ρ = q(y) / q_old(y). This needs
+        old_log_probs_T: log q_old(y) at `sampling_temperature` (None: the term's temperature). The correction adds
+        the statistics `ratio`, which is ρ, and `clipped`, which is 1 where the limit changed the weight.
     `label`: as in `Distill`.
     """
 
@@ -135,9 +135,9 @@ class PolicyGradient(SampledTerm):
         eq. 5). With c > 1 + clip_high the value is also −min(min(ρ, δ)·A, clip(ρ)·A) for δ = c, the two-sided
         clipping of INTELLECT-2 (arXiv:2505.07291) and `delta` of TRL.
     surrogate: "clip" is the formula above. "cispo" is value = −clip(ρ)·A·log q(y) with a constant clip(ρ): every
-        token keeps a gradient of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5, which has clip_low=1, that
-        is, no lower bound). "corrected" is value = −w·A·log q(y), where w is the constant weight of `correction`, 1
-        by default; clip_low and clip_high have no effect.
+        token keeps a gradient of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5; that paper has no lower
+        bound, that is, clip_low=1). "corrected" is value = −w·A·log q(y), where w is the constant weight of
+        `correction`, 1 by default; clip_low and clip_high have no effect.
 
     The penalty is that of GRPO; on-policy, its gradient is that of KL(ref‖q). For KL(q‖ref) use kl_scale=0 and add
     SampledKL(…, "k2") with the reference's log-probabilities instead of a teacher's. To use distillation as a reward,
@@ -228,7 +228,7 @@ class PolicyGradient(SampledTerm):
 
 @dataclass(frozen=True, eq=False)
 class LogRatio(SampledTerm):
-    """|log q(y) − log q_old(y)|, how far the student is from what drew a token. It is reported and never in the loss.
+    """|log q(y) − log q_old(y)|: how far the student is from the policy that sampled y. It is only a metric.
 
     old_log_probs_T: log q_old(y) at the term's temperature, the sampling temperature. The statistic `sampled` is 1 at
     every row with a value, so that `log_ratio` / `sampled` is a mean.
@@ -285,7 +285,7 @@ def check_estimator(estimator: str) -> None:
 
 
 def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor | None) -> None:
-    """Require labels of the sampled tokens, and constants with a finite number at each of them. None: not needed."""
+    """Require labels, and `per_token` tensors without grad that are finite at every label. None: not checked."""
     check_labels(labels_T)
     for name, values_T in per_token.items():
         if values_T is None:

@@ -1,9 +1,9 @@
-"""The tokens of a batch that the student's policy has sampled, and what terms need to know of them.
+"""The tokens of a batch that the student's policy has sampled, and their log-probabilities for the terms.
 
     advantage_t += Σ_{u ≥ t} γ^(u−t) (log p_u − log q_old_u)        MiniLLM (arXiv:2306.08543), in the same document
 
-p is the teacher's probability of a row's label and q_old the one with which it was sampled. A row of a packed batch
-may also hold a token of the dataset, or none; such a row has no part in anything here. T tokens.
+p is the teacher's probability of a row's label; q_old is the probability with which the label was sampled. In a
+packed batch, a row's label may also come from the dataset, or be absent; such rows are ignored here. T tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class SampledTokens:
     document_T: the document of each row.
     valid_index: the rows that count; None: all rows.
     student: the student's head.
-    teacher_heads: those of all teachers of the batch. Their probabilities are over the tokens that all heads have.
+    teacher_heads: the heads of all teachers of the batch. Probabilities are over the tokens that all heads have.
     """
 
     labels_T: Tensor
@@ -42,17 +42,17 @@ class SampledTokens:
 
     @property
     def weights_T(self) -> Tensor | None:
-        """1 at sampled tokens, 0 elsewhere; None if the batch does not say which tokens were sampled."""
+        """1 at sampled tokens, 0 elsewhere; None if `per_token` has no `IS_SAMPLED`."""
         return self.per_token.get(IS_SAMPLED)
 
     @property
     def others_T(self) -> Tensor | None:
-        """1 at tokens that the student has not sampled, 0 elsewhere; None if all are of this kind."""
+        """1 at tokens that the student has not sampled, 0 elsewhere; None if no token was sampled."""
         return None if self.weights_T is None else 1 - self.weights_T
 
     @cached_property
     def is_sampled_T(self) -> Tensor:
-        """True at rows that count, with a label that the student has sampled."""
+        """True where a row is in `valid_index` and has a label that the student has sampled."""
         is_sampled_T = (self.labels_T >= 0) & (self.require(IS_SAMPLED) != 0)
         if self.valid_index is None:
             return is_sampled_T
@@ -86,7 +86,7 @@ class SampledTokens:
         )
 
     def log_ratio(self, log_p_T: Tensor, discount: float) -> Tensor:
-        """Return the discounted sum of log p − log q_old from each sampled token on, [T]."""
+        """Return, for each sampled token, the discounted sum of log p − log q_old over it and later tokens, [T]."""
         ratio_T = (log_p_T - self.require(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_sampled_T, 0.0)
         if not discount:
             return ratio_T
@@ -99,8 +99,7 @@ def discounted_sum(values_T: Tensor, document_T: Tensor, discount: float) -> Ten
     """Return Σ_{u ≥ t} discount^(u−t) · values_u over the rows u of t's document, for each row t.
 
     A document ends where the number in document_T changes. The sums are built by doubling: after step k, each row has
-    the sum over its next 2^k rows. So they take log2(T) steps, and no quotient of powers, which would leave the range
-    of a float.
+    the sum over its next 2^k rows. This takes log2(T) steps. A formula with quotients of powers would overflow.
     """
     if document_T.shape != values_T.shape or values_T.dim() != 1:
         raise ValueError(

@@ -1,16 +1,15 @@
-"""The forms of a teacher's signal, from the exact one (its hidden states and head) to a few sampled ids.
+"""The types of a teacher's signal, from the exact one (hidden states and head) to a few sampled ids.
 
 A dense signal gives log-probabilities over the whole vocabulary. A sparse signal gives K ids and their
 log-probabilities; its `tail` defines how the mass outside the K ids counts:
 
-    "bucket"       teacher and student each get one more outcome with all of their mass outside. So all of the
-                   student's mass counts. For every f-divergence the result is a lower bound of the full divergence
-                   (for alpha-beta with α + β ≠ 1 it is no bound, but still a divergence of the bucketed
-                   distributions).
+    "bucket"       teacher and student each get one more outcome with all of their mass outside the ids. For every
+                   f-divergence, the result is a lower bound of the full divergence. (For alpha-beta with α + β ≠ 1 it
+                   is a divergence of the bucketed distributions, but not a bound.)
     "renormalize"  teacher and student are both conditioned on the K ids. The student's mass outside costs nothing.
     "drop"         the sum over the K ids only. It can be negative.
-    "zero"         only for reverse KL: the teacher is conditioned on the K ids and gives e^−100 to each token outside
-                   of them. The student's mass outside costs about 100 nats times that mass (NeMo RL's
+    "zero"         only for reverse KL: the teacher is conditioned on the K ids and gives e^−100 to each other token.
+                   So the student's mass outside the ids costs about 100 nats per unit of mass (NeMo RL's
                    `zero_outside_topk`).
 
 Row t of a signal is the distribution of token t + 1, which is labels_T[t].
@@ -30,18 +29,19 @@ from torch import Tensor
 from stillhouse.objective.head import OutputHead, detached
 
 Tail = Literal["bucket", "renormalize", "drop", "zero"]
-#: which tokens: their indices, or a slice of them
+#: a selection of tokens: their indices, or a slice
 RowIndex: TypeAlias = Tensor | slice
 
-#: smallest value of the teacher's mass outside its ids if it did not send that mass and 1 − Σp rounds to 0 or less
+#: floor of 1 − Σp, the teacher's mass outside its ids, where the teacher did not send this mass
 TAIL_FLOOR = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, eq=False)
 class Signal:
-    """A teacher's output for T tokens: a dataclass whose tensors and signals have one row per token.
+    """A teacher's output for T tokens: a dataclass. All its fields that are tensors or signals have one row per
+    token.
 
-    Its tensors are constants: none receives a gradient. The first field is a tensor or a signal.
+    The tensors get no gradient. The first field is a tensor or a signal.
     """
 
     @property
@@ -56,11 +56,11 @@ class Signal:
 
     @property
     def temperature(self) -> float | None:
-        """The temperature of its probabilities; None: it has logits, or the probabilities are at the term's."""
+        """The temperature of the signal's probabilities. None: that of the term, or the signal has logits."""
         return None
 
     def require_temperature(self, temperature: float) -> None:
-        """Raise ValueError if its probabilities are at another temperature."""
+        """Raise ValueError if the signal's probabilities are at another temperature."""
         if self.temperature not in (None, temperature):
             raise ValueError(
                 f"the teacher's probabilities were taken at temperature {self.temperature}, the term needs them at "
@@ -68,26 +68,28 @@ class Signal:
             )
 
     def heads(self) -> list[OutputHead]:
-        """The output heads in the signal; they help to determine the size of the common vocabulary."""
+        """The output heads in the signal; the common vocabulary depends on their sizes."""
         return []
 
     def opened(self, student: OutputHead) -> AbstractContextManager["Signal"]:
-        """Give the signal with its output head, which may be in memory only until the context ends.
+        """A context that yields the signal with its output head. The head may be freed when the context ends.
 
         student: the student's head.
         """
         return nullcontext(self)
 
 
-#: a micro-batch's signals by the names of the teachers; empty without a teacher
+#: the signals of a micro-batch, by teacher name; empty without a teacher
 Signals: TypeAlias = Mapping[str, Signal]
-#: the name of a teacher that is the only one
+#: the name of the teacher if there is only one
 TEACHER = "teacher"
 
 
 @dataclass(frozen=True, eq=False)
 class FullVocab(Signal):
-    """The exact signal: the teacher's last hidden states and its head. V / E times smaller than its logits."""
+    """The exact signal: the teacher's last hidden states and its head. V / E times smaller than the teacher's
+    logits.
+    """
 
     hidden_TE: Tensor
     head: OutputHead
@@ -115,10 +117,11 @@ class StudentHidden(Signal):
 
 @dataclass(frozen=True, eq=False)
 class RoutedSignal(Signal):
-    """The signal of one of several teachers, each of which scores some of the T tokens.
+    """The signal of one of several teachers, where each teacher scores some of the T tokens.
 
-    signal: for all T tokens. index: the int64 numbers of its rows with a weight; no row is in those of two teachers.
-    The signal is opened only while its own rows are computed, so that one teacher's head at a time is in memory.
+    signal: has T rows, also for tokens that another teacher scores. index: the rows that this teacher scores, int64;
+    no row belongs to two teachers. The signal is opened only while these rows are computed, so that only one
+    teacher's head at a time is in memory.
     """
 
     signal: Signal
@@ -143,10 +146,11 @@ class DenseLogits(Signal):
 class SparseSignal(Signal):
     """K ids per token with the teacher's log-probabilities over the whole vocabulary.
 
-    An id that is negative or beyond the vocabulary is an absent entry. An id that is repeated in its row counts only
-    once, at its first position.
-    `tail_log_prob_T`: the log of the teacher's mass outside the ids. None: computed as 1 − Σp, but at least
-    `TAIL_FLOOR`. In float32 that difference is zero or negative for a third of peaked rows, so give it if you can.
+    An id that is negative or beyond the vocabulary is an absent entry. If a row repeats an id, only the first one
+    counts.
+    `tail_log_prob_T`: the log of the teacher's mass outside the ids. None: the mass is computed as 1 − Σp with the
+    floor `TAIL_FLOOR`. In float32, 1 − Σp is zero or negative for a third of peaked rows, so pass the mass if you
+    can.
     `temperature`: the temperature of the log-probabilities; None: the term's temperature.
     """
 
@@ -188,7 +192,7 @@ class Sampled(Signal):
 
 
 def _rows_of(value: Any, rows: RowIndex) -> Any:
-    """Return these rows of a field: of a tensor, of a signal or of several ones. Other values have no rows."""
+    """Return these rows of a tensor, of a signal or of a tuple of them; return any other field unchanged."""
     if isinstance(value, tuple):
         return tuple(_rows_of(element, rows) for element in value)
     if isinstance(value, Signal):
@@ -202,7 +206,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_per_token(tokens: int, **per_token: Tensor | None) -> None:
-    """Require one number per token in each tensor; None: absent."""
+    """Raise ValueError unless each tensor has one number per token; None is skipped."""
     for name, values_T in per_token.items():
         if values_T is not None and values_T.shape != (tokens,):
             raise ValueError(f"{name} of shape {tuple(values_T.shape)}: expected ({tokens},), one number per token")
@@ -219,7 +223,7 @@ def check_pairs(ids_name: str, ids: Tensor, values_name: str, values: Tensor) ->
 
 
 def first_occurrence(ids_TK: Tensor, vocabulary: int) -> Tensor:
-    """True where an id is inside the vocabulary and not a repetition of an earlier one in its row. [T, K] bool."""
+    """True where an id is inside the vocabulary and does not occur earlier in its row. [T, K] bool."""
     order_TK = torch.argsort(ids_TK, dim=1, stable=True)
     sorted_TK = ids_TK.gather(1, order_TK)
     repeated_TK = torch.zeros_like(ids_TK, dtype=torch.bool)
@@ -231,8 +235,8 @@ def first_occurrence(ids_TK: Tensor, vocabulary: int) -> Tensor:
 def teacher_tail(signal: SparseSignal, log_p_TK: Tensor, student_tail_T: Tensor) -> Tensor:
     """Return the log of the teacher's mass outside the ids, [T].
 
-    `TAIL_FLOOR` replaces a mass that float32 rounding has lost. Where the student has no mass outside the ids
-    (K = V), the teacher's mass there is zero.
+    A computed mass has the floor `TAIL_FLOOR`, because it may be lost in float32 rounding. Where the student has no
+    mass outside the ids (K = V), the teacher has none either.
     """
     if signal.tail_log_prob_T is not None:
         return signal.tail_log_prob_T.to(log_p_TK.dtype)

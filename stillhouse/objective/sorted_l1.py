@@ -1,9 +1,9 @@
-"""A distance between two distributions that needs no common vocabulary: both are sorted, then compared by rank.
+"""A distance between two distributions without a common vocabulary: both are sorted, then compared by rank.
 
-Universal Logit Distillation (arXiv 2402.12030): Σ_i |p_(i) − q_(i)|, where p_(i) is the i-th largest probability of
-the teacher and q_(i) of the student. The teacher gives its K largest probabilities. All smaller ones count as one
-more outcome on each side, so that the value is 0 where both sides are equal. It is a lower bound of the distance over
-all ranks, and equal to it if K is the size of the vocabulary.
+Universal Logit Distillation (arXiv 2402.12030): Σ_i |p_(i) − q_(i)|, where p_(i) and q_(i) are the i-th largest
+probabilities of teacher and student. The teacher gives its K largest probabilities. On each side, all smaller ones
+count as one more outcome, so that the value is 0 where both sides are equal. The result is a lower bound of the
+distance over all ranks of the order, and equal to it if K is the size of the vocabulary.
 
 T tokens, C rows of a chunk, K ranks, B = K + 1 outcomes.
 """
@@ -23,10 +23,10 @@ from stillhouse.objective.tile.tile_plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class SortedTopK(Signal):
-    """The log-probabilities of the teacher's top K tokens in any order, whatever these tokens are.
+    """The log-probabilities of the teacher's top K tokens in any order, without their ids.
 
-    tail_log_prob_T: the log of the teacher's mass outside of them. weights_T: 1 at rows whose distributions can be
-    compared, else 0.
+    tail_log_prob_T: the log of the teacher's mass outside the top K. weights_T: 1 at rows where the distributions of
+    teacher and student can be compared, else 0.
     """
 
     log_probs_TK: Tensor
@@ -40,7 +40,7 @@ class SortedTopK(Signal):
         check_per_token(shape[0], tail_log_prob_T=self.tail_log_prob_T, weights_T=self.weights_T)
 
     def sorted_probabilities(self, dtype: torch.dtype) -> Tensor:
-        """p_(1) ≥ … ≥ p_(K), then the mass outside, [T, B]."""
+        """p_(1) ≥ … ≥ p_(K), then the mass outside the top K, [T, B]."""
         log_p_TK = self.log_probs_TK.detach().to(dtype).sort(1, descending=True).values
         return torch.cat([log_p_TK, self.tail_log_prob_T.detach().to(dtype)[:, None]], 1).exp()
 
@@ -69,7 +69,7 @@ class SortedL1(SignalTerm):
         """The derivative of |p_(b) − q_(b)| with respect to q_(b) is sign(q_(b) − p_(b)); the order is constant."""
         ids_CK, log_q_CK = tile.top_k(self.signal.log_probs_TK.shape[1], self.temperature)
         q_CK = log_q_CK.exp()
-        # a rounding error of 1 − Σq is as small as those of the other summands: only its absolute size matters here
+        # 1 − Σq is precise enough here: its absolute rounding error is as small as that of the other summands
         q_tail_C1 = (1 - q_CK.sum(1, keepdim=True)).clamp(min=0.0)
         p_CB = self.signal.rows(tile.rows).sorted_probabilities(q_CK.dtype)
         gap_CB = torch.cat([q_CK, q_tail_C1], 1) - p_CB
@@ -77,7 +77,7 @@ class SortedL1(SignalTerm):
             slope_CB = gap_CB.sign()
             relative_CK = q_CK * (slope_CB[:, :-1] - slope_CB[:, -1:])
             weights_C = weights_C * (self.factor / self.temperature)
-            # q·(h − Σq·h) with h less the tail's slope, which is the slope of all other tokens
+            # q·(h − Σq·h), where the tail's slope is subtracted from all h, so that h = 0 outside the top K
             tile.add_probability(self.temperature, expect(weights_C, -relative_CK.sum(1)))
             tile.add_at(ids_CK, expect(weights_C[:, None], relative_CK))
         return TermResult(gap_CB.abs().sum(1) * self.factor, {})

@@ -1,7 +1,7 @@
-"""The signal of a teacher with another tokenizer: its probabilities of spans of text, over the student's ids.
+"""The signal of a teacher with another tokenizer: probabilities of spans of text, assigned to the student's ids.
 
-Where student and teacher cut a text into different tokens, the text between two common borders is a span: student
-tokens y_0 … y_k and teacher tokens x_0 … x_l. The span's probability is P = Π_j p(x_j) (GOLD's merged probability).
+Where student and teacher split a text into different tokens, the text between two common token borders is a span. It
+has student tokens y_0 … y_k, teacher tokens x_0 … x_l and the probability P = Π_j p(x_j) (GOLD's merged probability).
 
     row of y_0          a divergence over the student's ids; P counts for y_0
     rows of y_1 … y_k   P · (−log q(y_j))
@@ -44,8 +44,8 @@ class SpanSignal(Signal):
 class Continuation(SampledTerm):
     """−log q(label) at a temperature that divides the student's logits, for the later tokens of spans.
 
-    It has a name of its own in metrics, because it is a part of the divergence and not a cross-entropy with the data.
-    A row with a negative label has no value. `scale_by_temperature_squared` and `label`: as in `Distill`.
+    It has its own name in metrics, because it is a part of the divergence and not a cross-entropy with the data. A
+    row with a negative label has no value. `scale_by_temperature_squared` and `label`: as in `Distill`.
     """
 
     labels_T: Tensor

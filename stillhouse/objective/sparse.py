@@ -1,4 +1,4 @@
-"""Divergences from a teacher that gives only some ids per row: its top K, the student's choice, or sampled ids.
+"""Divergences from a teacher that gives only some ids per row: its top K, ids chosen by the student, or sampled ids.
 
 Each function reads the chunk's statistics from its `Tile` and adds weights · ∂value/∂logits to the tile's gradient.
 
@@ -66,7 +66,7 @@ def over_outcomes(
     """Return the value [C] of each part of a divergence, and q·h [C, B], over B outcomes.
 
     is_complete: whether these are all outcomes, so that the probabilities of both sides sum to 1. Then the balanced
-    functions are summed (`divergence.py`), so that a rounding error in Σ(q − p) enters no value.
+    functions are summed (`divergence.py`), so that a rounding error in Σ(q − p) has no effect on a value.
     """
     parts = [part for _, part in weighted_parts(divergence)]
     if not is_complete:
@@ -84,8 +84,8 @@ def _add_sparse_gradient(
 ) -> None:
     """Add ∂D/∂(z_v/τ) = q_v (h_b(v) − Σ_b q_b h_b), for a sum over outcomes b, where b(v) is the outcome of token v.
 
-    An id has its own q·h. The tokens in the bucket share the bucket's q·h in proportion to q. The mean Σ_b q_b h_b is
-    subtracted at every token, or, with the tail "renormalize", only at the K ids.
+    Each id has its own q·h. The bucket's q·h is distributed over the tokens in the bucket in proportion to q. The
+    mean Σ_b q_b h_b is subtracted at every token or, with the tail "renormalize", only at the K ids.
     """
     weights_C1 = weights_C[:, None]
     ids_CK, mean_C1 = tile.take(signal.ids_TK), slope_CB.sum(1, keepdim=True)
@@ -108,8 +108,8 @@ def _zero_outside(
 ) -> Tensor:
     """Σ_v q (log q − log p), [C], with the teacher conditioned on its ids and log p = `LOG_ZERO` outside of them.
 
-    ∂/∂(z_v/τ) is q_v (log q_v − log p_v − value). Its parts are the entropy's gradient, the term with log p at the
-    ids, and one with `LOG_ZERO` for all other tokens.
+    ∂/∂(z_v/τ) is q_v (log q_v − log p_v − value). This is the sum of the entropy's gradient, a part with log p at the
+    ids, and a part with `LOG_ZERO` at all other tokens.
     """
     has_ids_C = (log_p_CK > -math.inf).any(1)
     cost_CK = -log_softmax(log_p_CK).clamp(min=LOG_ZERO)
