@@ -36,7 +36,7 @@ class SampledTerm(LabelTerm):
         """Return φ, φ' and further statistics for the metrics, [C] each."""
 
     def per_logit(self, weights_C: Tensor) -> Tensor:
-        """Return weights_C / τ, the factor of φ' in the gradient of the logits."""
+        """Return the factor of φ' in the gradient of the logits: weights_C / τ, if not overridden."""
         return weights_C / self.temperature
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:

@@ -4,11 +4,10 @@ The grammar is that of `parse_divergence` with more names: `cross_entropy(label_
 entropy bonus has a negative coefficient) and `uld` (`sorted_l1.py`). All divergences of the sum become one term, so
 that they share one pass over the tile; the term's name in metrics is the divergences' expression.
 
-Two more names learn from tokens that the student has sampled, and need a batch of rollouts: `sampled_kl(k2)` or
-`sampled_kl(k3)`, and `policy_gradient(clip_low=…, clip_high=…, teacher_kl=…)`. In such a batch, cross-entropy and
-z-loss count at the tokens that the student has not sampled, these two at those that it has, and divergences and the
-entropy at all of them. Divergences and the entropy need no correction for tokens of older weights: at each row they
-are exact, whatever token was sampled there.
+Two more terms train on tokens that the student has sampled, and need a batch of rollouts: `sampled_kl(k2)` or
+`sampled_kl(k3)`, and `policy_gradient(clip_low=…, clip_high=…, teacher_kl=…)`. In such a batch, these two count at
+sampled tokens, cross-entropy and z-loss at other tokens, and divergences and the entropy at all tokens. Divergences
+and the entropy need no importance correction: at each row they are exact for any sampled token.
 """
 
 import math
@@ -32,7 +31,7 @@ from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
 from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
-#: the names of the grammar that are no divergences, and what other projects call them
+#: the names in the grammar that are not divergences, and other projects' names for them
 OTHERS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("ce", "nll", "sft", "xent", "hard_loss"),
     "z_loss": (),
@@ -45,10 +44,10 @@ OTHERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TeacherShare:
-    """The part of one of several teachers in an objective.
+    """The settings of one of several teachers in an objective.
 
-    weight: multiplies its divergence, or, in a mixture, its probabilities.
-    temperature: of its divergence; None: the objective's.
+    weight: multiplies the divergence from this teacher or, in a mixture, the teacher's probabilities.
+    temperature: the temperature of this divergence; None: that of the objective.
     """
 
     weight: float = 1.0
@@ -59,18 +58,18 @@ class TeacherShare:
 class ObjectiveSpec:
     """The objective of a run, without the data of a batch.
 
-    teachers: the shares of several teachers, by their names. is_mixture: the student has one divergence, from the
-    weighted sum of the teachers' probabilities, instead of one from each teacher.
+    teachers: the settings of several teachers, by name. is_mixture: there is one divergence from the weighted sum of
+    the teachers' probabilities, instead of one divergence from each teacher.
 
     sampled_kl, estimator: the coefficient of `SampledKL`, and "k2" or "k3".
     policy_gradient: the coefficient of `PolicyGradient`. clip_low, clip_high: if one of them is given, the surrogate
         is "clip" (a missing one is 0.2), otherwise "corrected".
-    teacher_kl: the advantage gets teacher_kl · (log p(y) − log q_old(y)), the k1 of reverse KL, with p and q_old at
-        the sampling temperature, whatever the temperatures of divergences are.
-    discount: γ in 0 … 1; a token's advantage gets the later tokens' log-ratios, too (`sampled_tokens.py`). 0: only
-        its own.
-    correction: of sampled_kl and of policy_gradient without clipping.
-    sampling_temperature: the one at which the student samples tokens.
+    teacher_kl: teacher_kl · (log p(y) − log q_old(y)), the k1 estimator of reverse KL, is added to the advantage. p
+        and q_old are at the sampling temperature, independent of the temperatures of divergences.
+    discount: γ in 0 … 1: the log-ratios of later tokens are also added to a token's advantage (`sampled_tokens.py`).
+        0: only the token's own log-ratio.
+    correction: the importance correction of sampled_kl, and of policy_gradient without clipping.
+    sampling_temperature: the temperature at which the student samples tokens.
     """
 
     cross_entropy: float | None = None
@@ -101,18 +100,18 @@ class ObjectiveSpec:
 
     @property
     def needs_rollouts(self) -> bool:
-        """Whether a term needs tokens that the student has sampled, with their old log-probabilities."""
+        """Whether a term needs tokens that the student has sampled, and their old log-probabilities."""
         return self.sampled_kl is not None or self.policy_gradient is not None
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether nothing but rewards gives an advantage. With teacher_kl, rewards are added if there are any."""
+        """Whether rewards are the only source of advantages. With teacher_kl, rewards are optional."""
         return self.policy_gradient is not None and not self.teacher_kl
 
     def at_mtp_depths(self) -> "ObjectiveSpec":
-        """Return the objective of further depths of multi-token prediction: without sampled_kl and policy_gradient.
+        """Return the objective of the MTP depths > 0: without sampled_kl and policy_gradient.
 
-        Tokens are sampled from depth 0 alone. Raises ValueError if nothing remains.
+        These two need sampled tokens, and tokens are sampled only from depth 0. Raises ValueError if no term remains.
         """
         rest = replace(self, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
         if all(term is None for term in (rest.cross_entropy, rest.divergence, rest.uld, rest.entropy)):
@@ -135,21 +134,21 @@ class ObjectiveSpec:
     ) -> list[Term]:
         """Return the terms for one batch.
 
-        signals: of all teachers that score its rows, by their names; empty if no term needs a teacher.
-        per_token: the tensors of `metric_keys.py` for a batch of rollouts. With `OLD_LOG_PROBS` among them there is a
-            `LogRatio`, too.
-        document_T: the document of each row, for a discount.
-        valid_index: the rows that count; None: all rows. The sampled terms ask the signal for no other rows.
-        student: the student's head, if its vocabulary is smaller than a teacher's, or sharded.
+        signals: the signals of all teachers that score rows of the batch, by teacher name; empty without teachers.
+        per_token: the tensors of `metric_keys.py` for a batch of rollouts. If they include `OLD_LOG_PROBS`, the terms
+            include a `LogRatio`.
+        document_T: the document of each row, needed for a discount.
+        valid_index: the rows that count; None: all rows. The sampled terms read only these rows of a signal.
+        student: the student's head, needed if its vocabulary is smaller than a teacher's, or sharded.
 
-        Raises ValueError for signals that are missing, or of teachers that the objective does not name.
+        Raises ValueError if a signal is missing, or belongs to a teacher that the objective does not name.
         """
         self._require_signals(signals, len(labels_T))
         heads = [head for signal in signals.values() for head in signal.heads()]
         tokens = SampledTokens(labels_T, per_token or {}, document_T, valid_index, student, heads)
         terms: list[Term] = []
         if self.cross_entropy is not None:
-            # the term's scale multiplies its whole value, but in the expression z-loss has its own coefficient
+            # the term's scale also multiplies z-loss, but in the expression z-loss has its own coefficient
             z_loss = self.z_loss / self.cross_entropy
             settings = (self.cross_entropy, self.label_smoothing, z_loss)
             terms.append(CrossEntropy(labels_T, *settings, weights_T=tokens.others_T))
@@ -176,7 +175,7 @@ class ObjectiveSpec:
     def _require_signals(self, signals: Signals, tokens: int) -> None:
         """Raise ValueError for signals that the terms cannot use.
 
-        Without a mixture, teachers may be absent: a routed teacher has only its own rows.
+        Without a mixture, a teacher's signal may be absent: a batch may have no rows that are routed to this teacher.
         """
         if not self.needs_teacher:
             return
@@ -195,9 +194,9 @@ class ObjectiveSpec:
             )
 
     def _shares(self, signals: Signals, temperature: float) -> list[tuple[str | None, Signal, float, float]]:
-        """Return each distribution that is compared with the student's: its label, signal, weight and temperature.
+        """Return the label, signal, weight and temperature of each distribution that the student is compared with.
 
-        temperature: of the teachers that have none of their own.
+        temperature: the temperature for teachers without their own.
         """
         if not self.teachers:
             return [(None, signal, 1.0, temperature) for signal in signals.values()]
@@ -219,7 +218,7 @@ class ObjectiveSpec:
             if not isinstance(signal, SpanSignal):
                 terms.append(Distill(signal, divergence, scale, *settings, label=label))
                 continue
-            # a sum has its coefficients inside: the continuation has their sum as its scale
+            # the coefficients of a sum are inside the divergence; the continuation is scaled by the sum of them
             total = scale * sum(coefficient for coefficient, _ in weighted_parts(divergence))
             first_T, later_T = signal.first_weights_T, signal.continuation_weights_T
             terms.append(Distill(signal.first, divergence, scale, *settings, weights_T=first_T, label=label))
@@ -245,7 +244,7 @@ class ObjectiveSpec:
         ]
 
     def _policy_gradient_term(self, scale: float, tokens: SampledTokens, signals: Signals) -> PolicyGradient:
-        """The policy is the distribution that tokens are sampled from, so the term has the sampling temperature."""
+        """The policy is the distribution from which tokens are sampled, so the term has the sampling temperature."""
         old_T = tokens.at_sampled(OLD_LOG_PROBS)
         has_rewards = self.needs_rewards or ADVANTAGES in tokens.per_token
         advantages_T = tokens.at_sampled(ADVANTAGES) if has_rewards else None
@@ -391,7 +390,7 @@ def _policy_gradient(
     return {"clip_low": clip_low, "clip_high": clip_high, "teacher_kl": teacher_kl or 0.0}
 
 
-#: the names with arguments, and the functions that return the specification's fields for them
+#: the names that take arguments, each with a function that turns the arguments into fields of `ObjectiveSpec`
 ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "cross_entropy": _cross_entropy,
     "sampled_kl": _sampled_kl,

@@ -1,7 +1,7 @@
-"""A teacher's log-probability of one token of each row, the label, from any signal that has it.
+"""A teacher's log-probability of each row's label, from any signal that includes this label.
 
-The dense signals project their hidden states once more for it, in chunks and without a gradient. So an objective that
-also has a divergence from the same teacher computes that teacher's matrix product twice.
+For a dense signal, the teacher's hidden states are projected in chunks and without a gradient. So if the objective
+also has a divergence from the same teacher, this teacher's logits are computed twice.
 
 T tokens, V vocabulary, K ids per token.
 """
@@ -34,15 +34,15 @@ def teacher_log_probs(
 
     signal: `FullVocab`, `DenseLogits`, `Mixture`, or `TopK` and `Chosen` whose ids include the label.
     vocabulary: the number of tokens with a probability, if a student has fewer of them (`common_vocabulary`).
-    shard: the student's; it tells which columns `DenseLogits` are if they are not all columns.
-    valid_index: the rows with a label, or more of them; the others are not computed. None: found on a CPU; on a GPU,
-        all rows are computed. In both cases only rows with a label are read.
+    shard: the student's shard; needed if `DenseLogits` have only this rank's columns.
+    valid_index: the rows to compute; must include all rows with a label. None: on a CPU, the rows with a label are
+        computed; on a GPU, all rows.
 
-    Collectives: for each chunk of a `FullVocab` whose head is sharded, one all-gather; the same for each in a
-    `Mixture`, and for `DenseLogits` of this rank's columns. All ranks get the same numbers.
+    Collectives: one all-gather per chunk of a `FullVocab` with a sharded head, of each of them in a `Mixture`, and of
+    `DenseLogits` with only this rank's columns. All ranks get the same numbers.
 
     Raises ValueError for other signals, for a sparse signal at another temperature, and if a label is not among a
-    sparse signal's ids. This last check waits for a GPU.
+    sparse signal's ids. This last check synchronises with a GPU.
     """
     check_sampled_tokens(labels_T)
     check_temperature(temperature)
@@ -75,7 +75,7 @@ def _of_hidden_states(
 ) -> Tensor:
     head = signal.head if vocabulary is None else replace(signal.head, vocab_size=vocabulary)
     terms, weights_T = [LogProb(labels_T, temperature)], _has_label(labels_T)
-    # a teacher's products have its own dtype in every pass, also if autocast is on for the student
+    # the teacher's matrix products use the teacher's own dtype, even if autocast is on for the student
     with torch.autocast(signal.hidden_TE.device.type, enabled=False):
         output = linear_objective(signal.hidden_TE, head, terms, weights_T=weights_T, valid_index=valid_index)
     return output.per_token["log_prob"]
@@ -100,7 +100,7 @@ def _of_logits(
                 f"teacher logits over {columns} tokens: expected those of this rank, {rows}, or of all ranks, "
                 f"{shard.rows if vocabulary is None else vocabulary}"
             )
-        # padded rows of the vocabulary have no probability
+        # padding rows of the vocabulary get no probability
         logits_TV = pad(logits_TV[:, : stop - start], (0, rows - (stop - start)), value=-torch.inf)
     terms, weights_T = [LogProb(labels_T, temperature)], _has_label(labels_T)
     return logits_objective(logits_TV, terms, shard=shard, weights_T=weights_T).per_token["log_prob"]
@@ -117,7 +117,7 @@ def _of_ids(signal: SparseSignal, labels_T: Tensor) -> Tensor:
             "token (a server gives its log-probability beside the top ones), or another loss: a divergence such as "
             "reverse_kl needs only the ids that are there"
         )
-    # argmax gives the first of several equal ids
+    # if a row repeats the id, argmax gives its first position
     log_p_T = signal.log_probs_TK.gather(1, is_label_TK.byte().argmax(1, keepdim=True))[:, 0]
     return log_p_T.to(torch.promote_types(log_p_T.dtype, torch.float32)).masked_fill(~has_label_T, 0.0)
 

@@ -1,8 +1,9 @@
 """The terms of an objective: each reads the statistics of one tile of student logits and adds to its gradient.
 
-A term holds data (labels, a signal, a scale). Before the first chunk, it requests the statistics that it needs
-(`request`). For a chunk, `add_to(tile)` returns its value per token in nats and adds the gradient of `weight · value`
-with respect to the tile's logits, as coefficients per row. So a sum of terms needs only one pass over the tokens.
+A term has data (labels, a signal, a scale). Before the first chunk, `request` requests the statistics that the term
+needs. For each chunk, `add_to(tile)` returns the term's value per token in nats and adds the gradient of
+`weight · value` with respect to the tile's logits, as coefficients per row. So a sum of terms needs only one pass
+over the tokens.
 
 C rows of a chunk of T tokens. q is the student's probability, τ the temperature, V the size of the vocabulary.
 """
@@ -28,10 +29,10 @@ class Term(ABC):
 
     scale: float
     temperature: float = 1.0
-    #: whether the value is multiplied by τ², so that the size of gradients hardly depends on the temperature
+    #: whether the value is multiplied by τ², so that the size of gradients depends little on the temperature
     scale_by_temperature_squared: bool = False
     weights_T: Tensor | None
-    #: distinguishes terms of one class in metrics
+    #: distinguishes terms of the same class in metrics
     label: str | None = None
 
     def __post_init__(self) -> None:
@@ -45,17 +46,17 @@ class Term(ABC):
 
     @property
     def tokens(self) -> int | None:
-        """T of the term's tensors; None if it has no tensors."""
+        """The number T of rows of the term's tensors; None if it has no tensors."""
         return None
 
     @property
     def factor(self) -> float:
-        """τ² if the term is scaled by it, otherwise 1."""
+        """τ² with `scale_by_temperature_squared`, otherwise 1."""
         return self.temperature**2 if self.scale_by_temperature_squared else 1.0
 
     @abstractmethod
     def request(self, plan: Plan) -> None:
-        """Request everything that `add_to` will read from a tile and add to it."""
+        """Request every statistic and every gradient coefficient of a tile that `add_to` uses."""
 
     @abstractmethod
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
@@ -70,7 +71,7 @@ class Term(ABC):
         return None
 
     def counted(self, rows: RowIndex, weights_C: Tensor) -> Tensor:
-        """Return which rows the term counts, [C]: those with a value, and a non-zero weight in objective and term."""
+        """Return which rows the term counts, [C]: rows with a value and non-zero weights in objective and term."""
         counted_C = weights_C != 0
         if self.weights_T is not None:
             counted_C = counted_C & (self.weights_T[rows] != 0)
@@ -95,9 +96,9 @@ class LabelTerm(Term):
         plan.logits_at(self.labels_T)
 
     def read_labels(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the chunk's labels, which rows have one, and log q of the labels, 0 where there is none; [C] each.
+        """Return the chunk's labels, which rows have a label, and log q of the labels (0 without a label); [C] each.
 
-        Raises ValueError for a label beyond the vocabulary; only on a CPU, since a check on a GPU would wait for it.
+        Raises ValueError for a label beyond the vocabulary, but only on a CPU, since the check would wait for a GPU.
         """
         label_C = tile.take(self.labels_T)
         if label_C.device.type == "cpu" and bool((label_C >= tile.vocabulary).any()):
@@ -130,7 +131,7 @@ class CrossEntropy(LabelTerm):
     value = (1 − ε)(−log q_y) + ε·mean_v(−log q_v) + z_loss·(log Σ e^logits)²,   ε = label_smoothing
 
     Row t predicts labels_T[t]; the code that makes the batch shifts the labels. A row with a negative label has no
-    value. With smoothing or z-loss, the plain −log q_y is also reported; with z-loss, the z-loss summand, too.
+    value. With smoothing or z-loss, the plain −log q_y is also reported; with z-loss, also the z-loss summand.
     """
 
     labels_T: Tensor
@@ -182,10 +183,10 @@ class CrossEntropy(LabelTerm):
 class Distill(SignalTerm):
     """A divergence between the teacher of `signal` and the student, at a temperature that divides both logits.
 
-    `scale_by_temperature_squared` multiplies by τ², so that the size of gradients hardly depends on the temperature.
-    For a sum of divergences, the value of each is also reported, with that τ² and without its coefficient.
-    `label`: tells the term apart from others in metrics, for example by the teacher's name. With it, "/label" follows
-    the term's name and the names of its statistics.
+    `scale_by_temperature_squared` multiplies by τ², so that the size of gradients depends little on the temperature.
+    For a sum of divergences, each divergence's value is also reported, with this τ² and without its coefficient.
+    `label`: distinguishes the term from others in metrics, for example by the teacher's name: "/label" is appended to
+    the names of the term and its statistics.
     """
 
     signal: Signal
@@ -244,7 +245,7 @@ class Distill(SignalTerm):
                     plan.pair(part, self.signal, self.temperature)
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        # the temperature divides the logits, so it also divides the gradient
+        # the logits are divided by the temperature, and therefore the gradient, too
         weights_C = weights_C * (self.factor / self.temperature)
         match self.signal:
             case Sampled():

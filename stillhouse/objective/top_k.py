@@ -1,4 +1,4 @@
-"""The top K tokens of each row, and the mass of all others, over a whole vocabulary or over shards of it.
+"""The top K tokens of each row, and the mass of all other tokens, over one rank's logits or over vocabulary shards.
 
 A rank with fewer than K rows of the vocabulary pads its candidates: id −1, logit −∞.
 
@@ -20,7 +20,7 @@ from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 class TopKLogits:
     """The top K ids of each row, the argmax first.
 
-    gap_CK: their logits less the largest one. largest_C: the largest logit.
+    gap_CK: their logits minus the largest logit. largest_C: the largest logit.
     outside_C: the mass of all other ids, in units of the argmax's mass.
     """
 
@@ -40,15 +40,15 @@ class TopKLogits:
 
     @property
     def tail_log_prob_C(self) -> Tensor:
-        """The log of the mass outside the ids: a separate sum, since 1 − Σp has no correct digit on peaked rows."""
+        """The log of the mass outside the ids, from a separate sum: 1 − Σp has no correct digit on peaked rows."""
         return self.outside_C.log() - self.log_mass_C
 
 
 def top_k(logits_CV: Tensor, k: int, shard: VocabShard | None, inside_C1: Tensor | None = None) -> TopKLogits:
     """Return the top K ids and the mass outside them. Over several ranks, this is one all-gather.
 
-    logits_CV: this rank's part of the logits, over the temperature; it is overwritten.
-    inside_C1: one more id of each row, whose mass does not count as outside; only for a whole vocabulary.
+    logits_CV: this rank's part of the logits, divided by the temperature; it is overwritten.
+    inside_C1: one more id of each row; its mass is excluded from the mass outside. Not supported with shards.
     """
     best_CK, ids_CK = local_top_k(logits_CV, k, shard)
     if logits_CV.shape[1]:
@@ -57,7 +57,7 @@ def top_k(logits_CV: Tensor, k: int, shard: VocabShard | None, inside_C1: Tensor
         if inside_C1 is not None:
             logits_CV.scatter_(1, inside_C1, -math.inf)
         rest_C1 = logits_CV.sub_(best_CK[:, :1]).exp_().sum(1, keepdim=True)
-    else:  # −inf less −inf is no number
+    else:  # −inf − (−inf) is NaN
         rest_C1 = torch.zeros_like(best_CK[:, :1])
     ranks_RCX = AsyncAllGather(torch.cat([best_CK, ids_CK, best_CK[:, :1], rest_C1], 1), shard).wait()
     logits_RCK, ids_RCK, largest_RC1, rest_RC1 = ranks_RCX.split([k, k, 1, 1], 2)
@@ -80,7 +80,7 @@ def local_top_k(values_CV: Tensor, k: int, shard: VocabShard | None) -> tuple[Te
     """Return this rank's K largest values and their ids, in the values' dtype, [C, K] each."""
     values_CK, columns_CK = values_CV.topk(min(k, values_CV.shape[1]), 1)
     missing = (0, k - values_CK.shape[1])
-    # exact: an id is far below 2²⁴, the first integer that float32 cannot hold
+    # ids are exact in float32, because they are far below 2²⁴
     ids_CK = pad(columns_CK + _first_id(shard), missing, value=-1).to(values_CK.dtype)
     return pad(values_CK, missing, value=-math.inf), ids_CK
 

@@ -1,8 +1,8 @@
-"""Vocabulary shards: which rows of an output head are on this rank, and the collectives over the ranks.
+"""Vocabulary shards: the range of rows of an output head on this rank, and the collectives of the objective.
 
 This is the only file of the objective that uses torch.distributed. A head of V rows is sharded over R ranks; each
 rank holds rows `start:stop`, and ranks may hold different numbers of rows. Hidden states, labels and teacher signals
-are the same on every rank.
+are replicated.
 
 For each chunk of C tokens, every rank computes S sums per token over its own rows. One all-gather of R·C·S numbers
 (`AsyncAllGather`) gives every rank all of these sums, and every rank combines them itself. Backward all-reduces the
@@ -33,10 +33,9 @@ class VocabShard:
     balanced split differ (10 rows over 4 ranks: 3, 3, 3, 1 or 3, 3, 2, 2). Keep one object as long as the layout does
     not change: its first use exchanges the borders with the other ranks, once.
 
-    `group`: None if no other rank holds rows.
-
-    `reduce_hidden_grad`: True: the objective sums the gradient of the hidden states over the group. False: the layer
-    below sums it, as it does with sequence parallelism.
+    `group`: None if this rank has all rows.
+    `reduce_hidden_grad`: whether the objective sums the gradient of the hidden states over the group. False if the
+    layer below does it, as with sequence parallelism.
     """
 
     start: int
@@ -71,12 +70,12 @@ class VocabShard:
 
     @property
     def rows(self) -> int:
-        """Rows of the whole head."""
+        """The number of rows of the global head."""
         return max(stop for _, stop in self.borders)
 
     @property
     def most_rows(self) -> int:
-        """The number of rows of the rank with the most rows."""
+        """The largest number of rows on a rank."""
         return max(stop - start for start, stop in self.borders)
 
     def within(self, vocabulary: int) -> Range:
@@ -93,7 +92,7 @@ def check_shard(shard: VocabShard, rows: int) -> None:
 
 
 class AsyncAllGather:
-    """Starts to gather raw sums [C, S] from every rank. `wait` returns all ranks' sums [R, C, S], in rank order."""
+    """Starts an all-gather of raw sums [C, S]. `wait` returns all ranks' sums [R, C, S], in rank order."""
 
     def __init__(self, local_CS: Tensor, shard: VocabShard | None):
         self._local_CS = local_CS.contiguous()
@@ -114,18 +113,17 @@ class AsyncAllGather:
 
 
 def reduce_hidden_grad(grad_TD: Tensor, shard: VocabShard | None) -> Tensor:
-    """Sum the ranks' parts of the hidden states' gradient in place, if the shard asks for it."""
+    """All-reduce the hidden states' gradient in place if `shard.reduce_hidden_grad` is true."""
     if shard is not None and not shard.is_alone and shard.reduce_hidden_grad:
         dist.all_reduce(grad_TD, group=shard.group)
     return grad_TD
 
 
 def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | None, vocabulary: int) -> Tensor:
-    """Return a head's weight or bias on the student shard's rows, as far as they are among the first `vocabulary`.
+    """Return the rows of a head's weight or bias that belong to the student's shard and are below `vocabulary`.
 
-    rows_VX: the head's rows on this rank: all rows (no shard), or those of the head's own shard. If a rank wants rows
-    that it does not hold, the ranks exchange rows. The result is kept as long as the tensor exists and is not
-    modified.
+    rows_VX: the head's rows on this rank: all rows (without `shard`), or those of `shard`. If a rank needs rows that
+    it does not have, the ranks exchange rows. The result is cached until the tensor is modified or freed.
     """
     if shard is None or shard.is_alone:
         start, stop = (0, vocabulary) if student is None else student.within(vocabulary)
@@ -147,12 +145,12 @@ def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | Non
     return _once(rows_VX, (shard.borders, tuple(wanted)), lambda: _resharded(rows_VX, shard, wanted))
 
 
-#: exchanged rows by their source tensor; an entry is dropped with its tensor and replaced after a modification
+#: cache of exchanged rows by their source tensor; an entry is freed with its tensor, and replaced if it was modified
 _TRAVELLED = WeakTensorKeyDictionary()
 
 
 def _once(rows_VX: Tensor, layout: object, make: Callable[[], Tensor]) -> Tensor:
-    # keyed by the tensor itself, not by its address: so all ranks find or miss the entry in the same pass
+    # keyed by the tensor itself, not by its address, so that all ranks hit or miss the cache in the same pass
     key = (0 if rows_VX.is_inference() else rows_VX._version, layout)
     kept = _TRAVELLED.get(rows_VX)
     if kept is None or kept[0] != key:
@@ -161,7 +159,7 @@ def _once(rows_VX: Tensor, layout: object, make: Callable[[], Tensor]) -> Tensor
 
 
 def _resharded(rows_VX: Tensor, shard: VocabShard, wanted: list[Range]) -> Tensor:
-    """Send every other rank the rows that it wants. The ranges of `wanted` are contiguous, as are the borders."""
+    """Send every other rank the rows that it needs. The ranges of `wanted` are contiguous, as are the borders."""
     held, want = (shard.start, shard.stop), wanted[dist.get_rank(shard.group)]
     outgoing = [_overlap(held, border) for border in wanted]
     incoming = [_overlap(border, want) for border in shard.borders]
@@ -169,7 +167,7 @@ def _resharded(rows_VX: Tensor, shard: VocabShard, wanted: list[Range]) -> Tenso
     received = sent.new_empty(want[1] - want[0], *rows_VX.shape[1:])
     received_rows, sent_rows = ([stop - start for start, stop in ranges] for ranges in (incoming, outgoing))
     dist.all_to_all_single(received, sent, received_rows, sent_rows, group=shard.group)
-    # parts are in rank order, which need not be the order of the vocabulary
+    # the parts are in rank order, which may differ from the order of the vocabulary
     parts = received.split(received_rows)
     return torch.cat([parts[rank] for rank in sorted(range(len(parts)), key=lambda rank: incoming[rank])])
 

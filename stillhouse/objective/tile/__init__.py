@@ -1,4 +1,4 @@
-"""The chunked pass: what an objective computes on one tile of logits after the other.
+"""The chunked pass over the tiles of logits.
 
 chunks            the loop over chunks of tokens, and the sums of a pass
 logits_provider   a chunk's logits from hidden states and heads, and the gradient back to them

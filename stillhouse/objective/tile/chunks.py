@@ -1,4 +1,4 @@
-"""The chunks of a pass: how many tokens a tile of logits has, the work on one chunk after the other, and its sums.
+"""The chunks of a pass: the number of rows of a tile of logits, the loop over the chunks, and the sums of the pass.
 
 T tokens, C rows of a chunk.
 """
@@ -18,8 +18,8 @@ from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
 
 #: memory budget of one tile of logits, in bytes; a tile is float32, or float64 for float64 inputs. A pass keeps one
-#: tile for the student and one for each dense teacher, and over vocabulary shards twice as many (for two chunks).
-#: Mixtures of teachers need at least one more (`LogitsProvider._mixture_logits`)
+#: tile for the student and one for each dense teacher; with vocabulary shards twice as many (for two chunks).
+#: Mixtures of teachers need at least one tile more (`LogitsProvider._mixture_logits`)
 TILE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 #: the fewest and the most rows of a tile. The minimum overrides `TILE_BYTES`: with fewer rows, matrix products are
 #: slow and, on a GPU, adding to the weight's gradient is bandwidth-bound. More rows than the maximum gain nothing
@@ -27,7 +27,7 @@ TILE_ROWS = {"cpu": (64, 512), "cuda": (1024, 4096)}
 
 
 def chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[RowIndex]:
-    """Yield at least one chunk, which may be empty: so a micro-batch without a valid row has all metrics, too."""
+    """Yield the rows of each chunk. Without rows, yield one empty chunk, so that all metrics exist."""
     if valid_index is not None:
         yield from valid_index.split(size)
     else:
@@ -35,7 +35,7 @@ def chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[RowIn
 
 
 def tile_rows(provider: LogitsProvider, tokens: int) -> int:
-    """Return the rows of a tile by the memory budget; the tokens are spread evenly over the chunks."""
+    """Return the number of rows of a tile by the memory budget; all chunks get about the same number of tokens."""
     device = provider.device.type if provider.device.type in TILE_BYTES else "cpu"
     fewest, most = TILE_ROWS[device]
     # over shards, every rank must get the same number
@@ -54,8 +54,7 @@ def run_chunks(
 ) -> "Totals":
     """Add the gradient of the terms' loss on these rows to the provider's gradients, and return the sums.
 
-    tokens: T, of which valid_index are the rows to compute (None: all rows). The other arguments are those of
-    `linear_objective`.
+    tokens: T. valid_index: the rows to compute (None: all). The other arguments are those of `linear_objective`.
     """
     totals = Totals(terms, tokens, provider)
     one = torch.ones(1, dtype=provider.dtype, device=provider.device)
@@ -80,7 +79,7 @@ def run_chunks(
 def _start(
     provider: LogitsProvider, plan: Plan, terms: Sequence[Term], rows: RowIndex, weights_C: Tensor, buffer: int
 ) -> Tile:
-    # a term of scale 0 is only reported: its rows are computed, but it adds nothing to the loss
+    # a term of scale 0 is only reported: its rows are computed, but the term adds nothing to the loss
     seen_C = counted_C = torch.zeros_like(weights_C, dtype=torch.bool)
     for term in terms:
         of_term_C = term.counted(rows, weights_C)
@@ -94,7 +93,7 @@ def _start(
 
 
 def _finish(provider: LogitsProvider, terms: Sequence[Term], tile: Tile, totals: "Totals") -> None:
-    """Finish a chunk whose collective may still be under way."""
+    """Wait for the collective of a chunk, and add the chunk to the totals and gradients."""
     tile.wait()
     totals.sums["tokens"] += (tile.weights_C != 0).sum()
     totals.chunk_tokens = max(totals.chunk_tokens, len(tile.weights_C))
@@ -108,8 +107,8 @@ def _finish(provider: LogitsProvider, terms: Sequence[Term], tile: Tile, totals:
 
 
 class Totals:
-    """The sums of a pass. They are float64: a float32 running sum loses a digit every few hundred chunks. Apple's GPU
-    has no float64.
+    """The sums of a pass, in float64: a float32 running sum loses a digit every few hundred chunks. On Apple's GPU,
+    which has no float64, they are float32.
     """
 
     def __init__(self, terms: Sequence[Term], tokens: int, provider: LogitsProvider):
@@ -125,7 +124,7 @@ class Totals:
         self.chunk_tokens = 0
 
     def plus(self, other: "Totals") -> "Totals":
-        """Add the totals of other rows."""
+        """Add the totals of another pass, over other rows."""
         self.loss += other.loss
         self.chunk_tokens = max(self.chunk_tokens, other.chunk_tokens)
         for name, value in other.sums.items():
@@ -135,13 +134,13 @@ class Totals:
         return self
 
     def add(self, position: int, rows: RowIndex, term_weights_C: Tensor, result: TermResult) -> None:
-        """Add a term's result on a chunk. A row of weight 0 adds 0 even if its value is NaN."""
+        """Add a term's result on a chunk. A row of weight 0 adds 0, even if its value is NaN."""
         is_zero_C = term_weights_C == 0
         value_C = result.value_C.masked_fill(is_zero_C, 0.0)
         value = (value_C.to(self.loss.dtype) * term_weights_C).sum()
         self.per_token[self.names[position]][rows] = value_C
         self.sums[self.names[position]] += value
-        if self.scales[position]:  # a term of scale 0 is only reported: it may be infinite
+        if self.scales[position]:  # a term of scale 0 is only reported; its value may be infinite
             self.loss += self.scales[position] * value
         for name, statistic_C in (result.statistics | result.parts).items():
             if key := self.keys.of(position, name):

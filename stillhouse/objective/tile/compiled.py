@@ -1,10 +1,8 @@
-"""Runs each pointwise function as one kernel with `torch.compile` where that works and is worth it.
+"""Runs each pointwise function as one kernel with `torch.compile`, or in plain PyTorch.
 
-Elsewhere the functions run in plain PyTorch.
-
-Both give the same numbers except for rounding. Compiling takes seconds, once for each plan and number of columns
-(torch keeps the result on disk for later processes), which is not worth it for small vocabularies.
-TORCH_COMPILE_DISABLE=1 turns compiling off.
+Both give the same numbers except for rounding. Plain PyTorch is used if compiling fails, with
+TORCH_COMPILE_DISABLE=1, and for small vocabularies: compiling takes seconds for each plan and number of columns
+(torch keeps the result on disk for later processes), which is more than it saves there.
 """
 
 import types
@@ -20,11 +18,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from stillhouse.objective.tile.tile_plan import PointwisePlan
 
-#: with at least this many columns of a tile, a compiled function is worth the time to compile it
+#: functions are compiled if a tile has at least this many columns
 COMPILED_FROM = 2048
 
-#: torch's limits of operations and reads. Beyond them, torch writes an intermediate tile that two sums use to memory;
-#: to compute it twice, in registers, is faster
+#: torch's limits for the number of operations and reads. Beyond them, torch stores an intermediate tile in memory if
+#: two sums use it; computing it twice in registers is faster
 STORED_FROM = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
 
 _plans = count()
@@ -37,7 +35,7 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
     """Call function(plan, tiles_BV, *rest), compiled if that is worth it."""
     rows, columns = tiles_BV[0].shape
     device = tiles_BV[0].device.type
-    # torch treats a size of 1 as a constant and would compile separately for one row
+    # torch treats a size of 1 as a constant, so it would compile again for a block of one row
     if columns < COMPILED_FROM or rows < 2 or device in _without_compiler or _is_off():
         return function(plan, tiles_BV, *rest)
     for argument in (*tiles_BV, *rest):
@@ -57,7 +55,7 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
 
 
 def _is_off() -> bool:
-    # under a dispatch mode (such as an operation counter), torch compiles nothing and never tries that function again
+    # under a dispatch mode (such as an operation counter), torch compiles nothing and never retries the function
     return torch._dynamo.config.disable or is_in_torch_dispatch_mode(include_infra_modes=False)
 
 
@@ -66,9 +64,9 @@ def _compiled(function: Callable[..., Any], plan: PointwisePlan, columns: int) -
     def of_plan(tiles_BV: list[Tensor], *rest: Any) -> Any:
         return function(plan, tiles_BV, *rest)
 
-    # The function gets its own code object, because torch counts compilations per code object and gives up after a
-    # few. It gets its own name, because torch remembers under that name which numbers have differed between calls,
-    # and would turn them into variables.
+    # Each plan gets its own code object, because torch counts compilations per code object and gives up after a few.
+    # It also gets its own name, because torch records by name which numbers differ between calls, and turns those
+    # numbers into variables.
     code = of_plan.__code__.replace(co_name=f"{function.__name__}_of_plan_{next(_plans)}")
     return torch.compile(
         types.FunctionType(code, of_plan.__globals__, closure=of_plan.__closure__),

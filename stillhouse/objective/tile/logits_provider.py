@@ -1,4 +1,4 @@
-"""Provides a chunk's logits and takes back their gradient: from hidden states and a head, or from given logits.
+"""Provides a chunk's logits, from hidden states and a head or from given logits, and handles their gradient.
 
 T tokens, C rows of a chunk, D student width, E teacher width, V vocabulary (of this rank).
 """
@@ -16,7 +16,7 @@ from stillhouse.objective.vocab import VocabShard
 
 
 class LogitsProvider:
-    """The inputs of a pass and their gradients. Subclasses give the student's logits and pull back their gradient."""
+    """The inputs of a pass and their gradients. Subclasses compute the student's logits and handle their gradient."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class LogitsProvider:
     def tiles(self, rows: RowIndex, seen_C: Tensor, signals: Iterable[Signal], buffer: int) -> list[Tensor]:
         """Return the logits [C, V] of the student and of dense teachers, in buffers that the pass may overwrite.
 
-        seen_C: false for a row that no term reads. `buffer`: the number of the buffers; chunks that are under way at
-        the same time have different numbers.
+        seen_C: false for a row that no term reads. `buffer`: the number of the set of buffers; chunks that are under
+        way at the same time use different sets.
         """
         teachers = (
             self._teacher_logits(signal.rows(rows), self._buffer(place, buffer, len(seen_C)))
@@ -66,7 +66,7 @@ class LogitsProvider:
         raise NotImplementedError
 
     def pull_back(self, rows: RowIndex, counted_C: Tensor, grad_CV: Tensor) -> None:
-        """Add to `gradients` what follows from the gradient of a chunk's logits, which is 0 in rows not counted."""
+        """Back-propagate grad_CV, the gradient of a chunk's logits, to `gradients`. It is 0 in rows not counted."""
         raise NotImplementedError
 
     def _teacher_logits(self, signal: Signal, out_CV: Tensor) -> Tensor:
@@ -87,17 +87,17 @@ class LogitsProvider:
         return out_CV.copy_(projection.logits(hidden_CE))  # a float64 teacher and a float32 student
 
     def _mixture_logits(self, mixture: Mixture, out_CV: Tensor) -> Tensor:
-        """Return logits τ·log p, whose softmax at the mixture's temperature τ is p.
+        """Return logits τ·log p of a mixture: their softmax at the mixture's temperature τ is p.
 
-        In one process, every member's logits are added before the next member's are computed, in one work tile. Over
-        several ranks, all members' logits are kept until one collective has gathered the sums of all of them.
+        In one process, members are computed and added one after the other, in one work tile. Over several ranks, all
+        members' logits are kept, so that one all-gather can exchange the sums of all of them.
         """
         together = 1 if self.shard is None or self.shard.is_alone else len(mixture.signals)
         log_weights = mixture.log_weights
         for first in range(0, len(mixture.signals), together):
             batch = slice(first, first + together)
             members_CV = [
-                # no chunk needs a work tile any more when this function returns, so all chunks have the same ones
+                # all chunks share these work tiles: they are free when this function returns
                 self._teacher_logits(signal, self._buffer(-place, 0, len(out_CV)) if place else out_CV)
                 for place, signal in enumerate(mixture.signals[batch], start=min(first, 1))
             ]
@@ -109,7 +109,7 @@ class LogitsProvider:
         if logits_TV.shape[1] == self.vocabulary:
             return logits_TV[:, self.start : self.stop]
         if self.shard is not None and logits_TV.shape[1] in (self.columns, self.shard.stop - self.shard.start):
-            return logits_TV[:, : self.columns]  # the columns after them are padding
+            return logits_TV[:, : self.columns]  # further columns are padding
         raise ValueError(
             f"teacher logits over {logits_TV.shape[1]} tokens, student over {self.vocabulary}; expected the same "
             "vocabulary: cut padded columns off, or set vocab_size on the head"
@@ -118,7 +118,7 @@ class LogitsProvider:
     def _buffer(self, place: int, number: int, rows: int) -> Tensor:
         """Return a work tile [C, V], allocated once and overwritten by later chunks.
 
-        place: 0 for the student, then the dense signals' places; negative for the members of a mixture.
+        place: 0 for the student, then 1, 2, … for dense signals; negative for the members of a mixture.
         """
         buffer_CV = self._buffers.get((place, number))
         if buffer_CV is None or len(buffer_CV) < rows:
@@ -128,7 +128,7 @@ class LogitsProvider:
 
 
 class HeadLogits(LogitsProvider):
-    """Hidden states and a head. Gradients stay float32 (or float64) until backward has multiplied them."""
+    """Hidden states and a head. Gradients are kept in float32 (or float64) until backward scales them."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class HeadLogits(LogitsProvider):
         terms: Sequence[Term],
         gradients: list[Tensor | None] | None = None,
     ):
-        """gradients: those of another provider with the same hidden states and head, to be added to."""
+        """gradients: add to these tensors, those of another provider with the same hidden states and head."""
         dtype = operand_dtype(hidden_TD, head.weight_VD)
         self.hidden_TD, self.device = hidden_TD.detach(), hidden_TD.device
         self.scale, self.softcap = head.scale, head.softcap
@@ -162,12 +162,12 @@ class HeadLogits(LogitsProvider):
             self.projection.add_weight_grad(here_VD, operand_CV, self._hidden(rows, counted_C))
 
     def _hidden(self, rows: RowIndex, kept_C: Tensor) -> Tensor:
-        # the other rows may hold NaN: in the weight's gradient, 0 times NaN would be NaN
+        # the other rows may contain NaN, and 0·NaN would make the weight's gradient NaN
         return self.hidden_TD[rows].masked_fill(~kept_C[:, None], 0.0)
 
 
 class TensorLogits(LogitsProvider):
-    """Given logits. The gradient has the logits' dtype, but float32 for float16 logits, whose range is too small."""
+    """Given logits. The gradient has the logits' dtype, or float32 for float16 logits."""
 
     scale, softcap = 1.0, None
 
@@ -190,7 +190,7 @@ class TensorLogits(LogitsProvider):
 
 
 def zero_gradient(leaf: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the gradient to be added to, in the dtype in which it is kept until backward; None if none is needed."""
+    """Return a zero gradient in the dtype in which it is accumulated; None if the leaf needs no gradient."""
     if leaf is None or not leaf.requires_grad or not torch.is_grad_enabled():
         return None
     return torch.zeros_like(leaf, dtype=dtype, memory_format=torch.contiguous_format)

@@ -1,19 +1,19 @@
 """The pointwise work on a block of logits: sums over the vocabulary, and the gradient.
 
-    raw_sums     the first sweep over the logits. For each softmax Σe^l and Σe^l·l, with l = (logit − reference) / τ;
-                 the reference is the row's largest logit in this part of the vocabulary. For KL divergences the sums
-                 over unnormalized e^l, which `statistics.py` normalizes; and the other sums of a `PointwisePlan`.
-                 The sums cover the whole vocabulary or one shard of it.
+    raw_sums     the first sweep over the logits. Its sums cover this rank's part of the vocabulary: for each softmax
+                 Σe^l and Σe^l·l, where l = (logit − reference) / τ and the reference is the row's largest logit in
+                 this part; for KL divergences, sums over unnormalized e^l, which `statistics.py` normalizes; and the
+                 other sums of a `PointwisePlan`.
     normalized_sums   a second sweep, for divergences that need both normalizers in every element: Σf and Σq·h.
-    log_mean     the logits of the mean of several teachers' distributions (`mixture.py`), before any of these sweeps.
+    log_mean     before these sweeps: the logits of the mean of several teachers' distributions (`mixture.py`).
     gradient     ∂loss/∂logits = Σ_τ q_τ·(a + b·log q_τ) + Σ_pairs w·q·h + Σ_buckets c·q/q(outside) + u
                  with coefficients a, b, w, c, u per row: the gradient of all terms except at single ids.
 
 p is the teacher's probability, q the student's, τ the temperature; f and h as in `divergence.py`.
 
 If student and teacher are close, the difference of their logits has more correct digits than the difference of their
-masses or of their log-probabilities. So log(q/p) is computed as the difference of the two l, minus the row's
-log(Σe^l of the student / Σe^l of the teacher), which is itself computed from a sum of differences.
+masses or of their log-probabilities. So log(q/p) is computed as (student's l − teacher's l) − log(student's Σe^l /
+teacher's Σe^l), and this last logarithm is computed from a sum of differences.
 
 These are plain functions of tensors. `compiled.py` compiles each into one kernel, which keeps log-probabilities in
 registers.
@@ -67,7 +67,7 @@ def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
         sums["excess", at] = divergence.balanced(pair).sum(1)
         sums["log_ratio", at] = expect(first_BV, ratio_BV).sum(1)
     for at in range(1, plan.tiles):
-        # no gap is above 0, so the sum of two gaps is 0 only where both are 0
+        # gaps are ≤ 0, so the sum of two gaps is 0 only where both are 0
         sums["both_top", at] = ((gaps[0] + gaps[at]).amax(1) == 0).to(gaps[0].dtype)
     if plan.uniform:
         sums |= {("logits_sum", 0): gaps[0].sum(1), ("count", 0): torch.ones_like(gaps[0]).sum(1)}
@@ -91,8 +91,9 @@ def gradient(
 ) -> None:
     """Overwrite the first tile, the student's logits, with the gradient with respect to hidden Wᵀ + bias.
 
-    rows_BX: the columns of `plan.normalizers` and `plan.coefficients`. A row whose `counted` is 0 may hold anything
-    and gets gradient 0. outside_BV: for each bucket, true where a token is outside its ids; None: true everywhere.
+    rows_BX: the columns of `plan.normalizers` and `plan.coefficients`. A row with `counted` = 0 may contain any
+    values, and its gradient is 0. outside_BV: a mask for each bucket, true at tokens outside the bucket's signal ids;
+    None: true everywhere.
     """
     rows = _named([*plan.normalizers, *plan.coefficients], rows_BX)
     logits_BV = tiles_BV[0]
@@ -106,7 +107,7 @@ def gradient(
             grad_BV = grad_BV + rows["log_probability", at] * expect(q_BV, log_q_BV)
     for at, (divergence, teacher, student) in enumerate(plan.pairs):
         slope_BV = divergence.balanced_slope(both[teacher, student])
-        # a row that does not count may hold anything, NaN included
+        # a row that does not count may contain any values, also NaN
         grad_BV = grad_BV + torch.where(rows["slope", at] == 0, 0.0, rows["slope", at] * slope_BV)
     for at, softmax in enumerate(plan.buckets):
         gap_BV = _cooled(logits_BV - rows["outside_reference", at], plan.temperatures[softmax])
@@ -142,7 +143,7 @@ def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | Non
 
 
 def _softmax_sums(log_BV: Tensor, is_largest_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σe^l without the largest logits, whose e^l = 1 `log_sum_exp` adds, and Σe^l·l, where they add 0."""
+    """Return Σe^l without the largest logits (`log_sum_exp` adds them, e^l = 1), and Σe^l·l, where l = 0 for them."""
     mass_BV = log_BV.exp()
     return torch.where(is_largest_BV, 0.0, mass_BV).sum(1), expect(mass_BV, log_BV).sum(1)
 
@@ -161,7 +162,7 @@ def _sides(
             of_p_BV - rows["teacher_log_mass", teacher],
             of_q_BV - rows["student_log_mass", student],
             of_q_BV - of_p_BV - ratio_B1,
-            # both l are 0 at the pivot: the argmax, if teacher and student have the same one
+            # the pivot is the common argmax of teacher and student: both l are 0 there
             Pivot(-rows["student_log_mass", student], -ratio_B1),
         )
     return both
@@ -177,14 +178,14 @@ def _named(columns: list[Column], columns_BX: Tensor) -> Columns:
 
 
 def _reference(logits_BV: Tensor) -> Tensor:
-    """The largest logit of each row, [B, 1]; −inf where there is none."""
+    """The largest logit of each row, [B, 1]; −inf if the row has no columns."""
     if logits_BV.shape[1] == 0:
         return logits_BV.new_full((logits_BV.shape[0], 1), -math.inf)
     return logits_BV.amax(1, keepdim=True)
 
 
 def finite(reference: Tensor) -> Tensor:
-    """Return a reference that can be subtracted: 0 for a row without any mass."""
+    """Replace a reference of −inf (a row without mass) by 0, so that it can be subtracted."""
     return torch.where(reference == -math.inf, 0.0, reference)
 
 

@@ -1,9 +1,9 @@
 """Computes the statistics of each row (normalizers, entropies, divergences) from the raw sums of all ranks.
 
-A piece is one rank's part of the vocabulary; without sharding there is one piece. A piece's sums are relative to its
-own largest logits. They are shifted to the largest logits of all pieces, and then normalized. If student and teacher
-are close, their two shifts are close, too: then the effect of the shifts' difference is added to the sums of small
-differences. Otherwise these sums are computed anew from the masses, where no digits cancel (`_Couple`).
+A piece is one rank's part of the vocabulary; without sharding there is one piece. The sums of a piece are relative to
+the piece's largest logits. They are shifted to the largest logits of all pieces, and then normalized. If student and
+teacher are close, their two shifts are close, too; then a correction for the difference of the shifts is added to the
+sums of small differences. Otherwise these sums are recomputed from the masses, where no digits cancel (`_Couple`).
 
 R pieces, C rows of a chunk, X named sums. p is the teacher's probability, q the student's,
 l = (logit − reference) / temperature.
@@ -30,8 +30,8 @@ class RowStatistics:
     student_entropy, teacher_entropy: in nats.
     mass_ratio: log(Σe^l of the student / Σe^l of the teacher) of each couple.
     both_top: for each dense teacher, 1 where teacher and student have the same argmax.
-    outside_reference, outside_log_mass: the same as above over the tokens outside each bucket's ids (finite if there
-        is no such token).
+    outside_reference, outside_log_mass: the student's largest logit and log Σe^l over the tokens outside each
+        bucket's ids (finite if there is no such token).
     tail: the student's log-probability of all tokens outside each bucket's ids together.
     mean_log_prob: the mean over the vocabulary of log q.
     vocabulary: the number of tokens of the vocabulary.
@@ -67,8 +67,8 @@ class RowStatistics:
 def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) -> RowStatistics:
     """Combine the pieces.
 
-    raw_RCX: `pointwise.raw_sums` of every piece. outside_RC2: for each bucket, the largest logit and Σe^l outside its
-    ids.
+    raw_RCX: `pointwise.raw_sums` of every piece. outside_RC2: for each bucket, the largest logit and Σe^l outside
+        ids.
     """
     raw = dict(zip(plan.raw_sums, raw_RCX.unbind(2), strict=True))
     largest = [raw["reference", tile] for tile in range(plan.tiles)]
@@ -113,9 +113,9 @@ def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tenso
 
 @dataclass(frozen=True)
 class _Softmax:
-    """Sums of the pieces of one softmax, [R, C] each, and the shift that each piece's l still needs.
+    """Sums of the pieces of one softmax, and the shift of each piece's l that is not yet applied, [R, C] each.
 
-    largest: how many e^l are 1. others: Σe^l of the others. mean: Σe^l·l.
+    largest: the number of e^l that are 1. others: Σe^l over the other e^l. mean: Σe^l·l.
     """
 
     largest: Tensor
@@ -162,7 +162,7 @@ class _Couple:
     mass_gap: Tensor
 
     def directed(self, divergence: KullbackLeibler) -> "_Couple":
-        """Return the couple in the divergence's order: a is the side that its KL(a‖b) weights by."""
+        """Return the couple in the divergence's order: first a, then b of its KL(a‖b)."""
         return _Couple(self.second, self.first, -self.mass_gap) if divergence.student_first else self
 
     def mass_ratio(self) -> Tensor:

@@ -6,7 +6,7 @@
     term.add_to(tile, …)      each term reads the statistics and adds to the coefficients of the gradient
     tile.gradient()           overwrites the student's logits with the gradient with respect to hidden Wᵀ + bias
 
-Terms work with rows, temperatures and ids of the whole vocabulary. They access neither shards nor elements of [C, V].
+Terms use rows, temperatures and global ids. They access neither shards nor elements of [C, V].
 
 C rows of the chunk, V vocabulary on this rank, N or K ids per row, R ranks, X statistics of a row. q is the
 student's probability, τ a temperature, l = (logit − reference) / τ.
@@ -36,7 +36,7 @@ BLOCK_BYTES = 1 << 20
 class TermResult:
     """A term's value per row of the chunk, without scale and weights, and further numbers per row for the metrics.
 
-    `parts`: the summands of `value_C`, if it is a sum. The names in `statistics` and `parts` depend only on the term,
+    `parts`: the summands of `value_C`, if it is a sum. The keys of `statistics` and `parts` depend only on the term,
     never on the rows.
     """
 
@@ -49,7 +49,7 @@ class Tile:
     """The logits [C, V] of the student and of dense teachers (at least float32), and later the student's gradient.
 
     weights_C: the objective's weights.
-    counted_C: the rows that at least one term of the loss counts. The other rows may hold anything; they get no
+    counted_C: the rows that at least one term of the loss counts. Other rows may contain any values; they get no
         gradient.
     """
 
@@ -94,7 +94,7 @@ class Tile:
         if self._plan.ranks:
             *entries, logits_RCK, ids_RCK = entries
             self._top_k = merged(logits_RCK, ids_RCK, self._plan.ranks)[:2]
-        # one rank holds an id's logit; the other ranks send −inf
+        # an id's logit is on one rank; the other ranks send −inf
         self._entries = [logits_RCN.amax(0) for logits_RCN in entries]
         self._known = statistics(self._pointwise, raw_RCX, outside)
         if self._pointwise.two_sweep:
@@ -106,7 +106,8 @@ class Tile:
         if logits_CV.shape[1] == 0:
             return logits_CV
         rows_CX = self._gradient_rows()
-        # first write the formula for tokens outside all buckets' ids everywhere, then overwrite the values at the ids
+        # first write the gradient of tokens outside all buckets' ids to all columns, then overwrite the columns of
+        # ids
         corrected = [self._gradient_at(signal, rows_CX) for signal, _ in self._plan.buckets]
         for block in row_blocks(self.logits_CV):
             pointwise(gradient, self._pointwise, self._block(block), rows_CX[block])
@@ -141,7 +142,7 @@ class Tile:
         return gap_CN / temperature - self._log_mass(temperature)[:, None]
 
     def is_argmax(self, ids: Tensor) -> Tensor:
-        """True where no token has a higher student probability than this id, [C, N]."""
+        """True where the id has the student's highest probability, [C, N]."""
         return self._entries[self._plan.logits_at(ids)] == self._known.references[0][:, None]
 
     def top_k(self, ranks: int, temperature: float) -> tuple[Tensor, Tensor]:
@@ -247,15 +248,17 @@ class Tile:
     def _places(self, signal: SparseSignal) -> tuple[Tensor, Tensor]:
         """Return the columns [C, K] of the signal's ids on this rank, and which rows have any of them here, [C, 1].
 
-        An id on another rank is replaced by the row's first id on this rank (or by column 0 if there is none): to
-        write the same value to a column twice is harmless.
+        An id on another rank is replaced by the row's first id on this rank, or by column 0 if there is none: writing
+        the same value to a column twice is harmless.
         """
         local_CK, is_here_CK = self._local(self.take(signal.ids_TK))
         first_C1 = local_CK.gather(1, is_here_CK.byte().argmax(1, keepdim=True))
         return torch.where(is_here_CK, local_CK, first_C1), is_here_CK.any(1, keepdim=True)
 
     def _gradient_at(self, signal: SparseSignal, rows_CX: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns [C, K] of a bucket signal's ids and the gradient there, without what `_added` adds."""
+        """Return the columns [C, K] of a bucket signal's ids and the gradient there, without the parts in
+        `_added`.
+        """
         places_CK, held_C1 = self._places(signal)
         outside = [
             ~held_C1.expand_as(places_CK) if other is signal else ~self._is_of(other, places_CK)

@@ -1,11 +1,11 @@
-"""What the terms of an objective read from a chunk's logits: softmaxes, sums and single logits, each computed once.
+"""The quantities that terms read from a chunk's logits: softmaxes, sums and single logits. Each is computed once.
 
-Before the first chunk, each term requests from a `Plan` what it will read. The plan gives everything that was
-requested an index, the same in every chunk. Its part `Plan.pointwise` is what the pointwise functions are compiled
-for: hashable, without tensors.
+Before the first chunk, each term requests its quantities from a `Plan`. The plan assigns an index to each requested
+quantity; the index is the same in every chunk. The pointwise functions are compiled for `Plan.pointwise`, the part of
+the plan without tensors, which is hashable.
 
-The functions of a pass give each other numbers per row as the columns of one tensor [C, X]. The key of a column is
-its name and the index of the softmax, tile or pair that it belongs to (0 if there is only one).
+The functions of a pass exchange numbers per row as the columns of one tensor [C, X]. The key of a column is its name
+and the index of the column's softmax, tile or pair (0 if there is only one).
 
 C rows of a chunk of T tokens, N ids per token, X columns. q is the student's probability.
 """
@@ -26,7 +26,7 @@ PairIndex = NewType("PairIndex", int)
 BucketIndex = NewType("BucketIndex", int)
 IdsIndex = NewType("IdsIndex", int)
 
-#: the tile of the student's logits; the others are those of dense teachers
+#: the index of the student's tile; the other tiles are the logits of dense teachers
 STUDENT = TileIndex(0)
 
 SumName: TypeAlias = Literal[
@@ -67,10 +67,10 @@ class PointwisePlan:
     temperatures: the temperature of each softmax of the student.
     teachers: (tile, temperature) of each softmax of a dense teacher.
     pairs: the divergences between a teacher's and a student's softmax; no divergence is a weighted sum.
-    buckets: for each sparse signal whose outside (the tokens outside its ids) is needed, the student's softmax.
-    entropic: the student's softmaxes whose entropy needs a gradient.
+    buckets: the student's softmax for each sparse signal for which sums over the tokens outside its ids are needed.
+    entropic: the student's softmaxes for which the gradient of the entropy is needed.
     uniform: whether the mean of log q over the vocabulary is needed (at temperature 1).
-    scale, softcap: those of the student's head.
+    scale, softcap: of the student's head.
     """
 
     tiles: int = 1
@@ -85,14 +85,14 @@ class PointwisePlan:
 
     @property
     def couples(self) -> list[tuple[TeacherSoftmax, StudentSoftmax]]:
-        """The different (teacher softmax, student softmax) that divergences compare."""
+        """The distinct pairs (teacher softmax, student softmax) that divergences compare."""
         return list(dict.fromkeys((teacher, student) for _, teacher, student in self.pairs))
 
     # torch.compile traces the two casts below, and cannot trace a call of a NewType
 
     @property
     def students(self) -> list[StudentSoftmax]:
-        """The indices of the student's softmaxes."""
+        """0, 1, …: an index into `temperatures` for each softmax of the student."""
         return [cast("StudentSoftmax", at) for at in range(len(self.temperatures))]
 
     @property
@@ -101,7 +101,7 @@ class PointwisePlan:
 
     @property
     def renormalizable(self) -> dict[PairIndex, KullbackLeibler]:
-        """The pairs whose sums are taken together with the normalizers' sums and normalized afterwards."""
+        """The pairs whose sums are computed in the normalizers' sweep and normalized afterwards."""
         return {at: kl for at, (kl, _, _) in self.indexed_pairs if isinstance(kl, KullbackLeibler)}
 
     @property
@@ -138,7 +138,7 @@ class PointwisePlan:
 
     @property
     def coefficients(self) -> list[Column]:
-        """The further columns that `pointwise.gradient` takes."""
+        """The other columns of rows_BX in `pointwise.gradient`."""
         columns: list[Column] = [("counted", 0)]
         columns += [("probability", at) for at in range(len(self.temperatures))]
         columns += [("log_probability", at) for at in self.entropic]
@@ -151,16 +151,16 @@ class PointwisePlan:
 
 
 class Plan:
-    """The index of everything that terms request. A repeated request is the same as one.
+    """Assigns an index to each quantity that terms request. A repeated request returns the same index.
 
-    Before the first chunk, a term calls these methods in `Term.request` to request what it will read. After `close`
-    they only look up: they raise LookupError for anything that no term has requested.
+    Before the first chunk, a term calls these methods in `Term.request` to request quantities. After `close`, the
+    methods only look up an index: they raise LookupError for a quantity that no term has requested.
 
-    scale, softcap: those of the student's head.
+    scale, softcap: of the student's head.
     signals: the dense signals, in the order of their tiles.
-    buckets: (sparse signal, student softmax) whose outside is needed.
-    ids: the ids [T] or [T, N] whose logits are needed.
-    ranks: how many of the student's top tokens are needed.
+    buckets: (sparse signal, student softmax) for which sums over the tokens outside the signal's ids are needed.
+    ids: the ids, [T] or [T, N], for which logits are needed.
+    ranks: the number of the student's top tokens that are needed.
     """
 
     def __init__(self, scale: float = 1.0, softcap: float | None = None):
@@ -173,12 +173,12 @@ class Plan:
         self._pointwise: PointwisePlan | None = None
         self.signals: dict[Signal, int] = {}
         self.buckets: dict[tuple[SparseSignal, StudentSoftmax], int] = {}
-        self.ids: dict[Tensor, int] = {}  # a tensor is equal to itself alone
+        self.ids: dict[Tensor, int] = {}  # a tensor as a key is compared by identity
         self.ranks = 0
 
     @property
     def pointwise(self) -> PointwisePlan:
-        """What the pointwise functions are compiled for; only after `close`."""
+        """The plan of the pointwise functions; only after `close`."""
         assert self._pointwise is not None
         return self._pointwise
 
@@ -188,7 +188,7 @@ class Plan:
         return StudentSoftmax(self._index(self._temperatures, temperature, name))
 
     def entropy(self, temperature: float) -> StudentSoftmax:
-        """The student's softmax at a temperature, and the gradient of its entropy."""
+        """Request the student's softmax at a temperature, and the gradient of its entropy."""
         softmax = self.softmax(temperature)
         self._index(self._entropic, softmax, f"the gradient of the entropy at temperature {temperature}")
         return softmax
@@ -199,7 +199,7 @@ class Plan:
         self._uniform = True
 
     def tile(self, signal: Signal) -> TileIndex:
-        """The tile of a dense signal, which all terms with this signal share."""
+        """The tile of a dense signal; terms with the same signal share one tile."""
         return TileIndex(self._index(self.signals, signal, "this teacher signal") + 1)
 
     def teacher(self, signal: Signal, temperature: float) -> TeacherSoftmax:
