@@ -1,4 +1,4 @@
-"""Data: reads records, turns them into tokens and masks, packs and batches them. Labels are shifted only here."""
+"""Reads records, tokenizes them, and packs the tokens into micro-batches. Labels are shifted only here."""
 
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.document_loader import LoadOptions, load_documents

@@ -17,29 +17,29 @@ def piece_source(where: str, number: int, count: int) -> str:
 
 @dataclass
 class DataReport:
-    """How many records were used, cut or skipped: `read` = `kept` + `skipped` + `without_target`."""
+    """Counts of a source's records and documents: `read` = `kept` + `skipped` + `without_target`."""
 
     source: str
-    form: str = ""  # how columns of another project were read; "" for our own columns
+    form: str = ""  # the recognised format of another project's columns; "" for our own columns
     read: int = 0
     kept: int = 0
-    skipped: int = 0  # records that could not be used; `reasons` has the errors of the first few
-    without_target: int = 0  # records without a target token, maybe because the end was cut off
+    skipped: int = 0  # records with an error; `reasons` has the first few errors
+    without_target: int = 0  # records without a target token, maybe because they were cut
     cut_documents: int = 0  # documents shortened to the limit
     cut_tokens: int = 0  # tokens lost by shortening
     split_documents: int = 0  # texts cut into pieces, without loss
     documents: int = 0  # each piece counts as one
-    records: int = 0  # each record counts once, however many pieces it has
+    records: int = 0  # each record counts once, even if it has several pieces
     tokens: int = 0
     target_tokens: int = 0
-    joined_turns: int = 0  # turns whose first token begins in the prompt, as the tokenizer joins the two
-    trained_share: float | None = None  # of a weighted source: its part of all tokens that the run trains on
+    joined_turns: int = 0  # turns whose first token overlaps the prompt
+    trained_share: float | None = None  # of a weighted source: its share of all trained tokens
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
     def total(cls, reports: Sequence["DataReport"]) -> "DataReport":
-        """The counts of several sources together."""
+        """The sum of the counts of several sources."""
         total = cls(" + ".join(report.source for report in reports))
         for report in reports:
             for name, value in asdict(report).items():
@@ -48,17 +48,17 @@ class DataReport:
         return total
 
     def counted(self, sources: Iterable[str], tokens: int, target_tokens: int) -> "DataReport":
-        """The report with new counts of documents, tokens and targets. sources: of the documents or their pieces."""
+        """The report with new counts of documents, tokens and targets. sources: `file:line` of each document."""
         sources = list(sources)
         records = len({_PIECE.sub("", source) for source in sources})
         return replace(self, documents=len(sources), records=records, tokens=tokens, target_tokens=int(target_tokens))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as JSON types."""
         return asdict(self)
 
     def summary(self) -> str:
-        """One line for the reader of a log; counts that are zero are left out."""
+        """One line for the log; counts of zero are left out."""
         pieces = f" in {self.documents:,} pieces" if self.documents > self.records else ""
         parts = [
             (True, f"{self.records:,} documents{pieces}, {self.tokens:,} tokens"),

@@ -1,9 +1,9 @@
 """Makes documents from records: reads, tokenizes, cuts and counts them.
 
-A text longer than the limit is cut into pieces, which are separate documents. A piece begins with the last token of
-the piece before it, so that no prediction is lost. A conversation, or a prompt with its completion, is cut at its
-end. The report counts both, and every record that was skipped or has no target token. The limit applies to a document
-together with a teacher's prefix.
+A plain text longer than the limit is split into pieces, which are separate documents. A piece begins with the last
+token of the previous piece, so that no prediction is lost. Conversations, and prompts with their completions, are
+truncated at the end. The report counts both, and all records that were skipped or have no target token. The limit
+applies to a document together with its longest prefix for a teacher.
 """
 
 import functools
@@ -40,26 +40,26 @@ from stillhouse.data.render.templates import Encoded, Rendered, Targets, Templat
 from stillhouse.data.token_cache import TARGETS, TOKENS, cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
-_BATCH = 512  # records tokenized at once
-_PART = 2**22  # tokens that are searched at once
-_REASONS = 5  # reasons for skips that a report keeps
+_BATCH = 512  # records per call of the tokenizer
+_PART = 2**22  # tokens per pass when all tokens are searched
+_REASONS = 5  # the most errors that a report keeps
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How records become documents.
+    """How records are converted to documents.
 
-    max_tokens: the longest document, with its longest prefix.
+    max_tokens: the most tokens of a document with its longest prefix.
     tokens: which tokens are targets if a record has a prompt or several roles.
-    on_error: "raise" for a record that cannot be used, or "skip" it and count it.
-    columns: further columns to keep, which every record must have.
-    allowed: the only values that some of these columns may have.
-    prefixes: for each teacher, the template of the text that it reads before a document (see `PrefixTemplate`).
-    reader: the column, one of `columns`, that names the teacher of each document. No other teacher reads it, and
-        only this teacher's prefix is made for it.
-    prompts: read only the text after which a model writes (see `record_forms.py`). Such a document has no targets,
-        and one that is too long is refused, not cut.
-    keep_records: keep the records themselves, too.
+    on_error: "raise" raises an error for an invalid record; "skip" skips and counts it.
+    columns: the names of additional columns to keep; every record must have them.
+    allowed: for some of these columns, the allowed values.
+    prefixes: for each teacher, the template of the prefix that this teacher reads (see `PrefixTemplate`).
+    reader: the column, one of `columns`, that names the only teacher that reads a document. The document gets only
+        this teacher's prefix.
+    prompts: read only the part before the completion (see `record_forms.py`). Such a document has no targets, and
+        raises an error if it is too long.
+    keep_records: keep the records in `Documents.records`.
 
     Raises ValueError if `max_tokens` is less than 2.
     """
@@ -89,13 +89,13 @@ def load_documents(
     options: LoadOptions,
     cache: Path | None = None,
 ) -> Documents:
-    """Read and tokenize a dataset (see `read_records` for what `source` may be).
+    """Read and tokenize a dataset. source: as in `read_records`.
 
-    cache: a folder from which the tokens are mapped if they were made before (`token_cache.py`). It has no effect for
-        a hub id, with a tokenizer that is not a fast one, and with `keep_records`.
+    cache: a folder of tokenized datasets, which are memory-mapped (`token_cache.py`). It has no effect for a hub id,
+        with a slow tokenizer, and with `keep_records`.
 
-    Raises ValueError for a missing or empty dataset and for a prefix that is no template, DataError (`file:line:
-    reason`) for a record that cannot be used and for columns of no known form.
+    Raises ValueError for a missing or empty dataset and for an invalid prefix template. Raises DataError (`file:line:
+    reason`) for an invalid record and for columns of an unknown form.
     """
     name = os.fspath(source)
 
@@ -107,7 +107,7 @@ def load_documents(
 
     if cache is None or options.keep_records or not tokenizer.is_fast or (files := local_files(source)) is None:
         return load(None)
-    # the order of the prefixes counts, and JSON objects have none
+    # as a list, because the order of the prefixes matters and JSON objects have no order
     decisive = asdict(options) | {"source": name, "prefixes": list(options.prefixes.items())}
     key = functools.partial(entry_key, files, tokenizer, decisive)
     return cached_documents(cache, lambda: local_files(source) or [], key, load)
@@ -115,7 +115,9 @@ def load_documents(
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A record before it is tokenized. values: of the kept columns. prefixes: the text of each teacher's prefix."""
+    """A record that is not tokenized yet. values: of the kept columns. prefixes: the text of each teacher's
+    prefix.
+    """
 
     rendered: Rendered
     where: str
@@ -139,8 +141,8 @@ class _Loader:
         self.template: Template | None = None
         self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
-        self.characters = 0  # of the waiting records
-        # the tokens and targets of all documents: in memory, or in files of a folder
+        self.characters = 0  # the total length of the waiting records
+        # tokens and targets of all documents, in memory or in files
         self.files: list[BinaryIO] = [
             io.BytesIO() if folder is None else (folder / f"{name}.bin").open("wb") for name in (TOKENS, TARGETS)
         ]
@@ -204,7 +206,7 @@ class _Loader:
 
     def __exit__(self, *_: object) -> None:
         for file in self.files:
-            if not isinstance(file, io.BytesIO):  # whose buffer the arrays are
+            if not isinstance(file, io.BytesIO):  # the arrays use the buffer of a BytesIO
                 file.close()
 
     def _array(self, number: int, dtype: type[np.generic]) -> np.ndarray:
@@ -215,9 +217,9 @@ class _Loader:
         return np.memmap(file.name, dtype=dtype, mode="r")
 
     def _template_for(self, first: Record) -> Template:
-        """Choose the template and the conversion of columns by the first record. Raises RecordError.
+        """Choose the template and the conversion of columns by the first record. Raises RecordError for its errors.
 
-        Raises DataError for an error that concerns all records, so that it is never skipped.
+        Raises DataError for an error that concerns all records: on_error="skip" does not skip it.
         """
         targets = self.options.targets
         try:
@@ -288,13 +290,13 @@ class _Loader:
             self.keys.append(waiting.key)
             self.sources.append(piece_source(waiting.where, number, len(pieces)))
             self.values.append(waiting.values)
-            # only the first piece begins with the document's BOS
+            # only the first piece has the BOS
             self.prefixes.append([replace(prefix, after_bos=prefix.after_bos and not number) for prefix in prefixes])
             if waiting.record is not None:
                 self.records.append(waiting.record)
 
     def _problem(self, encoded: Encoded, prefixes: list[EncodedPrefix], room: int) -> str:
-        """Why a document cannot be used, if `room` tokens fit behind its longest prefix; "" if it can."""
+        """The error of a document if `room` tokens fit after its longest prefix; "" if there is none."""
         most = self.options.max_tokens
         if room < 2:
             lengths = dict(zip(self.prefix_templates, (len(prefix.ids) for prefix in prefixes), strict=True))
@@ -315,7 +317,7 @@ class _Loader:
         return ""
 
     def _fit(self, encoded: Encoded, max_tokens: int, splits: bool) -> list[Encoded]:
-        """The document within the limit: unchanged, cut into pieces, or cut at its end."""
+        """The document within the limit: unchanged, split into pieces, or truncated."""
         excess = len(encoded.ids) - max_tokens
         if excess <= 0:
             return [encoded]
@@ -327,17 +329,16 @@ class _Loader:
         return [Encoded(encoded.ids[:max_tokens], encoded.targets[:max_tokens])]
 
     def _stops(self, tokens_N: np.ndarray, targets_N: np.ndarray) -> bool:
-        """Whether an end of sequence is among the targets; also True if the tokenizer has none."""
+        """Whether an end-of-sequence token is a target; also True if the tokenizer has no such token."""
         eos = self.tokenizer.eos_token_id
         parts = (slice(start, start + _PART) for start in range(0, len(tokens_N), _PART))
         return eos is None or any((tokens_N[part][targets_N[part]] == eos).any() for part in parts)
 
 
 def _pieces(encoded: Encoded, max_tokens: int) -> list[Encoded]:
-    """Pieces of at most `max_tokens`. Each piece begins with the last token of the piece before it.
+    """Split into pieces of at most `max_tokens`. Each piece begins with the last token of the previous piece.
 
-    The later piece reads this token and does not predict it. So every token after the text's first one is predicted
-    once.
+    This token is an input of the later piece, but not its target. So every token but the first is predicted once.
     """
     pieces = []
     for start in range(0, len(encoded.ids) - 1, max_tokens - 1):
@@ -349,7 +350,7 @@ def _pieces(encoded: Encoded, max_tokens: int) -> list[Encoded]:
 
 def _kept_value(fields: dict[str, Any], column: str, allowed: Collection[Any] | None) -> Any:
     value = column_value(fields, column)
-    if value is None:  # Parquet stores an absent value as null
+    if value is None:  # Parquet stores absent values as null
         raise RecordError(f"column '{column}' is null; expected a value in every record")
     if allowed is not None and value not in allowed:
         raise RecordError(f"column '{column}' is {describe(value)}: expected one of {name_list(allowed)}")

@@ -1,4 +1,4 @@
-"""Tokenized documents, made by `document_loader.py`: in memory, or mapped from `token_cache.py`.
+"""Tokenized documents, in memory or memory-mapped from `token_cache.py`. `document_loader.py` creates them.
 
 D documents; N tokens of all documents, concatenated.
 """
@@ -21,17 +21,17 @@ class Documents:
     """D tokenized documents, concatenated.
 
     tokens_N: int32, token ids.
-    targets_N: bool, whether a token is to be predicted; False for the first token of a document.
+    targets_N: bool, whether a token is a target; False for the first token of a document.
     offsets: [D+1] int64, document d is `offsets[d]:offsets[d+1]`.
     keys_D: uint64, a hash of the record's content, the same for all pieces of one text.
     sources: `file:line` of each document.
-    columns: further columns of the records, one value per document.
-    prefixes: by teacher, what it reads in front of each document.
+    columns: additional columns of the records, one value per document.
+    prefixes: by teacher name, the prefixes that this teacher reads before the documents.
     records: the record of each document, or empty.
-    per_token: further numbers of each token, [N] float32.
-    weights_N: float32, of the targets, above 0; None: 1 each.
-    set_D: int64, which of several sets a document belongs to: a weighted source, or an evaluation set. None: one set.
-    reports: of the sets, by their names, in the order of their numbers.
+    per_token: additional numbers per token, [N] float32.
+    weights_N: float32, the weights of the targets, above 0; None: all weights are 1.
+    set_D: int64, the number of the set (a weighted source, or an evaluation set) of each document. None: one set.
+    reports: the report of each set by the set's name, in the order of the set numbers.
     """
 
     tokens_N: np.ndarray
@@ -50,7 +50,7 @@ class Documents:
 
     @classmethod
     def joined(cls, parts: Mapping[str, "Documents"]) -> "Documents":
-        """The documents of several sets, by the sets' names, one set after the other."""
+        """Concatenate the documents of several sets. parts: the documents by the name of their set."""
         sets = list(parts.values())
         return replace(
             cls.concatenated(sets, DataReport.total([documents.report for documents in sets])),
@@ -90,15 +90,15 @@ class Documents:
         return self.part(self.tokens_N, document)
 
     def part(self, values_N: np.ndarray, document: int) -> np.ndarray:
-        """One document's part of an array over all tokens."""
+        """The slice of an array over all tokens that belongs to one document."""
         return values_N[self.offsets[document] : self.offsets[document + 1]]
 
     def targets(self, document: int) -> np.ndarray:
-        """Which tokens of one document are to be predicted."""
+        """Which tokens of one document are targets."""
         return self.part(self.targets_N, document)
 
     def gaps_D(self, teachers: Sequence[str]) -> np.ndarray:
-        """The longest prefix of each document over these teachers, in tokens, int64; 0 without a prefix."""
+        """The length of each document's longest prefix for one of these teachers, in tokens, int64; 0 without one."""
         lengths = [self.prefixes[name].lengths_D for name in teachers if name in self.prefixes]
         return np.max([np.zeros(len(self), dtype=np.int64), *lengths], axis=0)
 
@@ -123,9 +123,8 @@ class Documents:
         )
 
     def fingerprint(self) -> str:
-        """A sha256 of tokens, targets and offsets, and of the columns, prefixes and records, if there are any.
-
-        A resumed run compares it with the one in its checkpoint.
+        """A sha256 of tokens, targets, offsets, columns, prefixes and records. A resumed run compares it with the
+        checkpoint's.
         """
         digest = hashlib.sha256()
         arrays = [self.tokens_N, self.targets_N, self.offsets]
@@ -142,7 +141,9 @@ class Documents:
         return digest.hexdigest()
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> "Documents":
-        """The chosen documents, in the given order, with documents, tokens and targets in the report counted anew."""
+        """The chosen documents in the given order. The report's counts of documents, tokens and targets are
+        updated.
+        """
         chosen = np.asarray(chosen, dtype=np.int64)
         offsets, index_N = chosen_tokens(self.offsets, chosen)
         set_D = None if self.set_D is None else self.set_D[chosen]
@@ -195,14 +196,14 @@ class Documents:
         return train, replace(evaluation, report=report, set_D=None, reports={})
 
     def overlap(self, other: "Documents") -> int:
-        """How many of these documents are also in `other`, compared by the record's content."""
+        """The number of these documents that are also in `other`, compared by the content of their records."""
         return int(np.isin(self.keys_D, other.keys_D).sum())
 
     def check_ids(self, rows: int, which: str, prefixes: Sequence[str] = ()) -> None:
-        """Raise DataError for the first document with a token id that has no row in a head with `rows` rows.
+        """Raise DataError for the first document with a token id ≥ `rows`, the number of rows of a head.
 
         which: "student" or "teacher", for the error.
-        prefixes: the teachers whose prefixes are checked, too.
+        prefixes: the prefixes of these teachers are also checked.
         """
         texts: list[tuple[Documents | Prefixes, str]] = [(self, "")]
         for name in filter(self.prefixes.__contains__, prefixes):

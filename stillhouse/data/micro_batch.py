@@ -1,6 +1,6 @@
-"""A micro-batch: all data of some packed sequences, and nothing about losses.
+"""A micro-batch: the data of some packed sequences, independent of any loss. `packed_rows.py` builds it.
 
-`packed_rows.py` makes it from documents. B rows, S columns per row (the longest of the micro-batch), T = B·S.
+B rows, S columns per row (the length of the longest row), T = B·S.
 """
 
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ NO_LABEL = -1
 class MicroBatch:
     """B packed sequences; the shorter ones are padded.
 
-    inputs: arguments of a model's forward. It always has `input_ids` and `position_ids`, [B, S] int64. Positions
-        restart at every document. They separate the documents only if the model gets no attention mask and
-        `use_cache=False`. The padding of a row and each gap are separate documents, without weight. Tensors whose
-        first two dims are not [B, S] belong to the micro-batch as a whole.
+    inputs: arguments of a model's forward, always with `input_ids` and `position_ids`, [B, S] int64. Positions
+        restart at every document; they separate documents only if the model gets no attention mask and
+        `use_cache=False`. The padding of a row and each gap are separate documents without weight. Tensors whose
+        first two dims are not [B, S] have no token dim and are never cut.
     labels_T: int64, the token that row t predicts, or -1.
-    weights_T: float32, the label's weight, which is 1 unless the documents say otherwise; 0 without a label.
+    weights_T: float32, the weight of the label: 1 if `Documents.weights_N` is None; 0 without a label.
     document_T: int64, the document's number in its `Documents`; -1 for padding.
-    valid_index: int64, the rows with a weight, ascending.
-    per_token: further tensors [T, …], such as advantages and old log-probabilities.
-    teacher_inputs: like `inputs`, if the teacher reads other tokens than the student at the same rows.
+    valid_index: int64, the rows with a non-zero weight, ascending.
+    per_token: additional tensors [T, …], such as advantages and old log-probabilities.
+    teacher_inputs: like `inputs`, if the teacher reads other tokens than the student in the same rows.
 
     Raises ValueError if the tensors do not have the same rows.
     """
@@ -66,7 +66,7 @@ class MicroBatch:
 
     @property
     def valid_tokens(self) -> int:
-        """How many rows have a weight; needs no synchronization with the device."""
+        """The number of rows with a non-zero weight; does not synchronise with the device."""
         return len(self.valid_index)
 
     @property
@@ -75,7 +75,7 @@ class MicroBatch:
         return replace(self, inputs=self.teacher_inputs or self.inputs)
 
     def without_targets(self) -> "MicroBatch":
-        """The same tokens without labels, weights and documents, so that none counts."""
+        """The same tokens without labels and documents, and with weights 0."""
         return replace(
             self,
             labels_T=torch.full_like(self.labels_T, NO_LABEL),
@@ -93,11 +93,13 @@ class MicroBatch:
         return self.select(index_BS)
 
     def part(self, number: int, count: int) -> "MicroBatch":
-        """A context rank's part: a block of columns of all tensors. `count` must divide the number of columns."""
+        """The shard of a context rank: a block of columns of all tensors. `count` must divide the number of
+        columns.
+        """
         return self if count == 1 else self.select(self._numbers_BS().chunk(count, 1)[number])
 
     def select(self, index_BS: Tensor) -> "MicroBatch":
-        """Some rows of the flattened micro-batch, in the shape of `index_BS`. All cutting and padding is done here.
+        """Select rows of the flattened micro-batch; all slicing and padding uses this function.
 
         index_BS: row numbers, on the CPU; -1 is padding.
         """
@@ -141,7 +143,7 @@ def take(values_T: Tensor, index_T: Tensor, padding: float = 0) -> Tensor:
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:
-    """A tensor, tensors by their names, or None."""
+    """Move a tensor or a dict of tensors to a device; None stays None."""
     if isinstance(value, Mapping):
         return {name: tensor.to(device) for name, tensor in value.items()}
     return None if value is None else value.to(device)

@@ -3,10 +3,10 @@
 Labels are shifted only here: row t of the flattened micro-batch predicts the token at t+1 of the same document. So a
 document's last row predicts nothing, and the row of a prompt's last token predicts the first token of the completion.
 
-A teacher with a prefix reads more tokens than the student. The rows of both must have the same numbers under every
-layout. So the student's micro-batch has a gap before each document, as long as the longest prefix of this document
-over the named teachers. A gap is padding: the student reads arbitrary tokens there, as a separate document. A teacher
-has its prefix directly before the document, and padding before the prefix if it is shorter than the gap.
+A teacher with a prefix reads more tokens than the student, but a token must have the same row number for both under
+every layout. So the student's micro-batch has a gap before each document. The gap is as long as the document's
+longest prefix among the named teachers. In the gap, the student reads padding as a separate document; a teacher reads
+its prefix directly before the document and, if the prefix is shorter than the gap, padding before the prefix.
 
 B rows, S columns per row (the longest of the micro-batch), T = B·S.
 """
@@ -27,7 +27,7 @@ def make_micro_batch(
     """Pack documents into a micro-batch.
 
     rows: for each row, the numbers of its documents, in their order.
-    gaps: names of teachers. The gap before a document is as long as its longest prefix of these teachers.
+    gaps: names of teachers. The gap before a document has the length of its longest prefix for these teachers.
 
     Raises ValueError if there is no row, or a row without a document.
     """
@@ -71,7 +71,7 @@ def teacher_inputs(
 def _placed(
     documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str]
 ) -> list[tuple[int, int, int]]:
-    """(row, document, the column behind its last token) of each document, row by row, from left to right."""
+    """(row, document, end column of the document, exclusive) of each document, row by row, from left to right."""
     widths_D = documents.lengths_D + documents.gaps_D(gaps)
     return [
         (row, int(document), int(stop))
@@ -83,7 +83,7 @@ def _placed(
 def _packed_inputs(placed: Sequence[tuple[int, int, int]], ids: Sequence[np.ndarray]) -> dict[str, Tensor]:
     """Token ids and positions: `ids` of each document end at the document's end; other columns are padding."""
     shape_BS = placed[-1][0] + 1, max(stop for _, _, stop in placed)
-    # padding uses a token of the data: with id 0, whose embedding is zero in Gemma 3n, its gradient is not finite
+    # padding uses a token of the data: id 0 has a zero embedding in Gemma 3n, and its gradient would not be finite
     input_ids_BS = np.full(shape_BS, ids[0][0], dtype=np.int64)
     position_ids_BS = np.zeros(shape_BS, dtype=np.int64)
     ends_B = [0] * shape_BS[0]

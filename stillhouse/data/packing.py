@@ -1,8 +1,8 @@
-"""Packs whole documents into sequences of at most `max_tokens`, and orders the sequences for training.
+"""Packs documents, without splitting them, into sequences of at most `max_tokens`, and orders the sequences.
 
 Documents are packed once, by best fit in order of decreasing length. Only the order of the sequences changes from
-epoch to epoch: it is a permutation that depends on (seed, epoch) alone. So a step's number determines its data, and a
-resumed run continues exactly where it stopped without any saved state.
+epoch to epoch: it is a permutation that depends only on (seed, epoch). So the number of a step determines its data,
+and a resumed run continues exactly where it stopped, without saved state.
 """
 
 from bisect import bisect_left, insort
@@ -26,13 +26,14 @@ class PackedSequences:
     max_tokens: capacity of a sequence.
     seed: decides the order of the sequences, and the order in which documents of equal length are packed.
     shuffle: False keeps the order of the documents and of the sequences (for evaluation).
-    gaps: the teachers for whose prefixes there is a gap before each document (see `packed_rows.py`).
-    together: a column; only documents with the same value in it, and of the same set, share a sequence.
+    gaps: names of teachers; documents have gaps for their prefixes (see `packed_rows.py`).
+    together: the name of a column; documents share a sequence only if they have the same value in this column.
+        Documents of different sets never share a sequence.
     weights: the share of each set in all tokens of a training (`sequence_order.py`). None: every sequence is used
         once per epoch.
 
-    set_S: int64, the set of each sequence, or 0.
-    widths_D: int64, how many columns each document takes: its gap and its tokens.
+    set_S: int64, the set of each sequence; 0 without sets.
+    widths_D: int64, the number of columns of each document: its gap and its tokens.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class PackedSequences:
         self.documents, self.gaps, self.widths_D = documents, tuple(gaps), widths_D
         self.together = together
         self.max_tokens, self.seed, self.shuffle, self.weights = max_tokens, seed, shuffle, weights
-        # Permutation 0 orders documents of equal length for packing, once; number e + 1 is the order of epoch e.
+        # Permutation 0 orders documents of equal length for packing; permutation e + 1 is the order of epoch e.
         order_D = permutation(len(widths_D), seed, 0) if shuffle else np.arange(len(widths_D))
         kind_D = np.zeros(len(widths_D), dtype=np.int64)
         if together is not None:
@@ -80,7 +81,7 @@ class PackedSequences:
 
     @property
     def filled_share(self) -> float:
-        """The share of all sequences' capacity that is filled with tokens and gaps."""
+        """The share of the capacity of all sequences that is filled with tokens and gaps."""
         return int(self.widths_D.sum()) / (len(self) * self.max_tokens)
 
     def members(self, sequence: int) -> np.ndarray:
@@ -88,7 +89,7 @@ class PackedSequences:
         return self._members[self._borders[sequence] : self._borders[sequence + 1]]
 
     def micro_batch(self, sequences: Sequence[int] | np.ndarray, teacher: str | None = None) -> MicroBatch:
-        """These sequences as rows of one micro-batch. teacher: the teacher of `gaps` whose inputs are added."""
+        """These sequences as rows of a micro-batch. teacher: one of `gaps`; `teacher_inputs` are those of it."""
         rows = [self.members(sequence) for sequence in sequences]
         micro_batch = make_micro_batch(self.documents, rows, self.gaps)
         if teacher is None:
@@ -108,9 +109,9 @@ class PackedSequences:
     def step_sequences(self, step: int, sequences_per_step: int, total: int) -> np.ndarray:
         """The numbers of the sequences of optimizer step `step` (from 0), in a training on `total` sequences.
 
-        With weighted sources, `sequence_order.weighted_order` gives the sequences. Otherwise every sequence is used
-        once per epoch: a step may contain the end of one epoch and the beginning of the next, and only the last step
-        may have fewer sequences. Sequences with the same value in the column `together` follow each other. Raises
+        With weighted sources, the sequences are those of `weighted_order`. Otherwise every sequence is used once per
+        epoch: a step may contain the end of one epoch and the beginning of the next, and only the last step may have
+        fewer sequences. Within the step, sequences are sorted by their value in the column `together`. Raises
         ValueError for a step outside the training.
         """
         start, stop = step * sequences_per_step, min((step + 1) * sequences_per_step, total)
@@ -127,7 +128,7 @@ class PackedSequences:
         return chosen[np.argsort(self._kinds[chosen], kind="stable")]
 
     def weighted_order(self, total: int) -> np.ndarray:
-        """The numbers of the sequences of a training on weighted sources, in their order."""
+        """The numbers of the sequences of a training on weighted sources, in training order."""
         assert self.weights is not None
         if self._weighted_order is None or len(self._weighted_order) != total:
             self._weighted_order = weighted_order(self.set_S, self._tokens_S(), self.weights, total, self.seed)

@@ -1,7 +1,7 @@
 """Prefixes of documents, as tokens. A teacher reads its prefix before the document; the student does not see it.
 
-A prefix is privileged context, such as the answer to a question. It is put before the document's tokens, which do not
-change. So a row of the student and the teacher's row of the same token predict the same next token. If the document
+A prefix is privileged context, such as the answer to a question. It is inserted before the document's tokens, and
+these tokens do not change. So at the same token, student and teacher predict the same next token. If the document
 begins with a BOS, the BOS stays before the prefix.
 
 D documents; N tokens of all prefixes, concatenated.
@@ -36,7 +36,7 @@ class Prefixes:
 
     @classmethod
     def of(cls, prefixes: Sequence[EncodedPrefix]) -> "Prefixes":
-        """The prefixes of documents in this order."""
+        """Concatenate the prefixes of documents."""
         return cls(
             np.concatenate([prefix.ids for prefix in prefixes]),
             offsets_of([len(prefix.ids) for prefix in prefixes]),
@@ -45,7 +45,7 @@ class Prefixes:
 
     @classmethod
     def joined(cls, parts: Sequence["Prefixes"]) -> "Prefixes":
-        """The prefixes of several parts, one part after the other."""
+        """Concatenate the prefixes of several sets of documents."""
         return cls(
             np.concatenate([part.tokens_N for part in parts]),
             offsets_of(np.concatenate([part.lengths_D for part in parts])),
@@ -62,10 +62,10 @@ class Prefixes:
         return self.tokens_N[self.offsets[document] : self.offsets[document + 1]]
 
     def before(self, document: int, ids: np.ndarray) -> np.ndarray:
-        """All ids that the teacher reads: the prefix and these ids of the document, whose BOS comes first.
+        """All ids that the teacher reads: the document's BOS if it has one, the prefix, and the rest of `ids`.
 
-        With a BOS or without it, row i of the document is row `lengths_D[document] + i` of the teacher: both predict
-        the document's token i + 1.
+        With or without a BOS, row i of the document is row `lengths_D[document] + i` of the teacher: both predict the
+        document's token i + 1.
         """
         front = int(self.after_bos_D[document])
         return np.concatenate([ids[:front], self.tokens(document), ids[front:]])
@@ -77,12 +77,12 @@ class Prefixes:
 
 
 def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """[D+1] int64: where each of D consecutive parts of these lengths begins, and the end of the last one."""
+    """The offsets of D consecutive parts with these lengths: [D+1] int64, part d is `offsets[d]:offsets[d+1]`."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def chosen_tokens(offsets: np.ndarray, chosen: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The offsets of the chosen parts in their new order, and the index of each of their tokens in the old order."""
+    """The offsets of the chosen parts, concatenated, and the old index of each of their tokens."""
     lengths = np.diff(offsets)[chosen]
     new_offsets = offsets_of(lengths)
     shift_N = np.repeat(offsets[:-1][chosen] - new_offsets[:-1], lengths)
