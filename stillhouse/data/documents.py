@@ -103,7 +103,7 @@ class Documents:
         return np.max([np.zeros(len(self), dtype=np.int64), *lengths], axis=0)
 
     def as_read_by(self, teacher: str) -> "Documents":
-        """The documents with this teacher's prefixes as part of them; the same documents if it has none."""
+        """The documents with this teacher's prefixes inserted; unchanged if the teacher has no prefixes."""
         if teacher not in self.prefixes or not len(self):
             return self
         prefixes = self.prefixes[teacher]
@@ -173,11 +173,11 @@ class Documents:
         return report.counted(sources, len(index_N), self.targets_N[index_N].sum())
 
     def split(self, share: float) -> tuple["Documents", "Documents"]:
-        """(train, evaluation): a document is held out if the hash of its content falls below `share`.
+        """(train, evaluation): a document is held out if the hash of its content, scaled to 0 … 1, is below `share`.
 
-        So the choice depends neither on the order of the records nor on the tokenizer, and equal documents stay on
-        the same side. Each side gets at least one document. Raises ValueError if `share` is not in (0, 1) or if there
-        are not two different documents.
+        So the split depends neither on the order of the records nor on the tokenizer, and equal documents are in the
+        same part. Each part has at least one document. Raises ValueError if `share` is not in (0, 1) or if fewer than
+        two documents differ.
         """
         if not 0 < share < 1:
             raise ValueError(f"the share of documents held out must lie between 0 and 1, got {share}")

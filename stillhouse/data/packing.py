@@ -111,7 +111,7 @@ class PackedSequences:
 
         With weighted sources, the sequences are those of `weighted_order`. Otherwise every sequence is used once per
         epoch: a step may contain the end of one epoch and the beginning of the next, and only the last step may have
-        fewer sequences. Within the step, sequences are sorted by their value in the column `together`. Raises
+        fewer sequences. Within a step, sequences with the same value in `together` are adjacent. Raises
         ValueError for a step outside the training.
         """
         start, stop = step * sequences_per_step, min((step + 1) * sequences_per_step, total)
@@ -206,12 +206,12 @@ class PackedMicroBatches(StepMicroBatches):
 
 
 def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
-    """Assign lengths to bins, the longest length first. Each goes to the fullest bin with enough room for it.
+    """Assign lengths to bins, the longest length first. A length goes into the fullest bin with enough room for it.
 
-    Returns [D] int64, bins numbered in the order in which they were opened. Takes about D·log(capacity) time.
+    Returns the bin number of each length, [D] int64; bins are numbered as they are opened. Takes O(D·log(capacity)).
     """
     bins_D = np.empty(len(lengths_D), dtype=np.int64)
-    # bins by the room that is left in them; of bins with equal room, the last one is used first
+    # bins by their remaining room; of bins with equal room, the last one is used first
     open_bins: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of open_bins, sorted
     opened = 0

@@ -22,7 +22,7 @@ _JSON_TYPES = {
 
 @dataclass(frozen=True)
 class Record:
-    """One record and its location. If it could not be read, `problem` says why, and `fields` is empty.
+    """One record and its location. If the record could not be read, `problem` is the error and `fields` is empty.
 
     where: `file:line` (or `file:row`), counted from 1.
     """
@@ -33,11 +33,11 @@ class Record:
 
 
 class NoSourceError(ValueError):
-    """There is nothing to read under the given name."""
+    """The data source does not exist."""
 
 
 class DataError(ValueError):
-    """A record that cannot be used: `where` is `file:line`, `reason` what was found and what was expected."""
+    """An invalid record. where: `file:line`. reason: the value that was found and the expected one."""
 
     def __init__(self, where: str, reason: str):
         super().__init__(escaped(f"{where}: {reason}", lines=True))
@@ -46,15 +46,15 @@ class DataError(ValueError):
 
 
 class RecordError(ValueError):
-    """One record cannot be used. The message does not name the record's location, which the caller adds."""
+    """An invalid record. The message does not contain the record's location; the caller adds it."""
 
 
 class TemplateLimitError(ValueError):
-    """The chat template exceeds its limits. It is a fault of the template, so the record is not skipped."""
+    """The chat template exceeds its limits. on_error="skip" does not skip the record: the fault is the template's."""
 
 
 def describe(value: Any) -> str:
-    """A value as an error message shows it: its JSON type and, if it is short, the value itself."""
+    """A value for an error message: its JSON type and, if it is short, the value itself."""
     if value is None:
         return "null"
     kind = _JSON_TYPES.get(type(value), type(value).__name__)
@@ -82,7 +82,7 @@ def string_value(fields: Mapping[str, Any], column: str, *, may_be_empty: bool =
 
 
 def require_length(characters: int, what: str) -> None:
-    """Raise RecordError for more than `MAX_CHARACTERS`. what: the text, for the error."""
+    """Raise RecordError above `MAX_CHARACTERS` characters. what: a name of the text for the error."""
     if characters > MAX_CHARACTERS:
         raise RecordError(
             f"{what} has {characters:,} characters; expected at most {MAX_CHARACTERS:,} in one record: cut it into "
@@ -91,7 +91,7 @@ def require_length(characters: int, what: str) -> None:
 
 
 def require_encodable(text: str, what: str) -> None:
-    """Raise RecordError for a text that UTF-8 cannot represent. what: the text, for the error."""
+    """Raise RecordError for a text that UTF-8 cannot represent. what: a name of the text for the error."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -99,7 +99,7 @@ def require_encodable(text: str, what: str) -> None:
 
 
 def without_null(value: Any) -> Any:
-    """The value without the keys whose value is null, because Parquet fills absent keys with null."""
+    """Remove keys whose value is null at all depths, because Parquet fills absent keys with null."""
     if isinstance(value, dict):
         return {key: without_null(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

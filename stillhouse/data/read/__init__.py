@@ -1,1 +1,1 @@
-"""From data sources to records: files, folders, globs, saved datasets and hub ids, and other projects' columns."""
+"""Reads records from files, folders, globs, saved datasets and hub ids, also with other projects' columns."""

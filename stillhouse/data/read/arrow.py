@@ -37,7 +37,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """All files of a saved dataset, which has each split in a subfolder, or is one split itself."""
+    """All files of a saved dataset. Each split is in a subfolder, or the folder itself is one split."""
     folders = [folder, *(state.parent for state in folder.glob("*/state.json"))]
     return require_regular(sorted(path for inner in folders for path in inner.iterdir() if not path.is_dir()))
 
@@ -56,7 +56,7 @@ def read_saved(folder: Path) -> Iterator[Record]:
         loaded = datasets.load_from_disk(str(folder))
         splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
         for split in splits.values():
-            split.data.table.validate(full=True)  # a damaged offset could point anywhere in memory
+            split.data.table.validate(full=True)  # a damaged offset could point to any memory address
     if not splits:
         raise ValueError(f"{folder}: the saved dataset is empty; expected a split with records")
     if len(splits) > 1:

@@ -10,11 +10,11 @@ from stillhouse.data.record import DataError, Record
 
 
 def read_csv(path: Path, delimiter: str) -> Iterator[Record]:
-    """The records of a file in UTF-8, whose first line has the names of the columns. All values are strings.
+    """The records of a UTF-8 file. The first line is the header; all values are strings; empty lines are skipped.
 
-    Empty lines are left out. Raises DataError for a missing or unusable header and for damaged quotes.
+    Raises DataError for a missing or invalid header and for damaged quotes.
     """
-    csv.field_size_limit(MAX_BYTES)  # this changes the limit for all of the process; the default is 128 KiB
+    csv.field_size_limit(MAX_BYTES)  # changes the limit of the process; the default is 128 KiB
     with open_bytes(path) as file:
         rows = csv.reader(_lines(file), delimiter=delimiter, strict=True)
         names: list[str] | None = None
@@ -33,7 +33,7 @@ def read_csv(path: Path, delimiter: str) -> Iterator[Record]:
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    """Lines that end at a newline only. Bytes that are not UTF-8 become lone surrogates, which `_damaged` finds."""
+    """Lines that end only at \n. Bytes that are not UTF-8 become lone surrogates, which `_damaged` finds."""
     encoding = "utf-8-sig"
     while line := file.readline(MAX_BYTES + 1):
         if len(line) > MAX_BYTES:
@@ -52,7 +52,7 @@ def _header(where: str, names: list[str]) -> list[str]:
 
 
 def _damaged(text: str) -> bool:
-    """Whether there were bytes in it that are not UTF-8."""
+    """Whether the text was decoded from bytes that are not UTF-8."""
     return not text.isascii() and any("\udc80" <= character <= "\udcff" for character in text)
 
 

@@ -33,12 +33,12 @@ def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
     """The records of a file, a folder of files, a glob, a saved `datasets` folder or a hub id, in a fixed order.
 
     Files of a folder or a glob are read in the order of their names. Only regular files and links to them are opened;
-    other things with the name of a data file are refused, but for folders that a glob matches. A name that exists on
-    this machine is read locally. Any other name is a hub id, unless it looks like a path, which is then reported as
+    anything else with the name of a data file raises ValueError, except folders that a glob matches. If `source`
+    exists on this machine, it is read locally. Otherwise it is a hub id; if it looks like a path, it is reported as
     missing. The hub id is passed unchanged to `datasets.load_dataset`. `:configuration` and `@split` may follow it,
     as in `allenai/c4:en@validation`; the default split is "train".
 
-    Raises NoSourceError if there is nothing under that name, and ValueError if it cannot be read.
+    Raises NoSourceError if the source does not exist, and ValueError if it cannot be read.
     """
     name = os.path.expanduser(os.fspath(source))
     path, files = Path(name), local_files(source)

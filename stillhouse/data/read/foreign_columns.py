@@ -1,9 +1,9 @@
-"""Recognises the columns of ShareGPT and Alpaca, and converts their records to Stillhouse's.
+"""Recognises the columns of ShareGPT and Alpaca, and converts their records to Stillhouse's record forms.
 
     ShareGPT    conversations: [{from, value}, …], maybe system     becomes messages
     Alpaca      instruction, output, maybe input and system         becomes prompt and completion
 
-A record that also has Stillhouse's own columns is read by these; the foreign columns are then ignored.
+If a record also has the columns of one of Stillhouse's forms, the foreign columns are ignored.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,14 @@ _WITHOUT_INPUT = (
 
 
 class ForeignColumns(NamedTuple):
-    """convert: adds Stillhouse's columns to a record; raises RecordError. words: a description for the output."""
+    """words: a description for messages. convert: adds Stillhouse's columns to a record; raises RecordError."""
 
     words: str
     convert: Callable[[Fields], Fields]
 
 
 def own_forms(fields: Fields, *, prompts: bool = False) -> list[tuple[str, ...]]:
-    """The columns of Stillhouse's record forms that a record has. prompts: only prompts are read."""
+    """The record forms of Stillhouse whose columns a record has. prompts: only prompts are read."""
     forms = (("messages",), ("prompt",)) if prompts else (("messages",), ("prompt", "completion"), ("text",))
     return [form for form in forms if set(form) <= set(fields)]
 
@@ -89,7 +89,7 @@ def _turn(number: int, turn: Any) -> Fields:
     if not isinstance(turn["value"], str):
         raise RecordError(f"'value' of {where} must be a string, got {describe(turn['value'])}")
     role = ROLES[turn["from"]]
-    # which a template refuses
+    # keep these keys, so that the template raises an error for them
     masks = {key: turn[key] for key in MASKS if turn.get(key) in (False, 0)} if role == "assistant" else {}
     return {"role": role, "content": turn["value"], **masks}
 
@@ -102,7 +102,7 @@ def _system(fields: Fields) -> list[Fields]:
 
 
 def _alpaca(fields: Fields) -> tuple[str, str, str | None]:
-    """The instruction, the input ("" if there is none) and the output (None if the record has no such column)."""
+    """The instruction, the input ("" if absent) and the output (None if the record has no column `output`)."""
     _require_absent(fields, "conversations", "messages", "prompt", "text")
     if fields.get("history"):
         raise RecordError("'history' is not empty: expected conversations of several turns as 'messages'")
@@ -141,7 +141,7 @@ def _alpaca_text(fields: Fields) -> Fields:
 
 
 def _require_absent(fields: Fields, *columns: str) -> None:
-    """Raise RecordError for a record that also has one of Stillhouse's columns."""
+    """Raise RecordError if the record also has one of these columns of Stillhouse."""
     ours = [column for column in columns if fields.get(column) is not None]
     if ours:
         raise RecordError(

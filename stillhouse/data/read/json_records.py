@@ -43,7 +43,7 @@ def _parse_line(where: str, line: bytes) -> Record:
         problem = f"not UTF-8 text: byte {error.start + 1} of the line is {line[error.start]:#04x}"
     except json.JSONDecodeError as error:
         problem = f"not valid JSON: {error.msg} at column {error.colno}; expected one object per line"
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested brackets
+    except (ValueError, RecursionError) as error:  # also a number with thousands of digits, or deep nesting
         problem = f"not readable as JSON: {first_line(error)}"
     else:
         if isinstance(fields, dict):
@@ -63,7 +63,7 @@ def _is_array(path: Path) -> bool:
 def _read_array(path: Path) -> Iterator[Record]:
     """The elements of a JSON array, each with the line on which it begins.
 
-    An array that is not valid JSON always raises DataError: nobody knows where the next element begins.
+    An array that is not valid JSON always raises DataError, because the start of the next element is unknown.
     """
     with open_bytes(path) as file:
         content = file.read()
@@ -94,7 +94,7 @@ def _read_array(path: Path) -> Iterator[Record]:
 
 
 def _next_character(text: str, at: int) -> int:
-    """The position of the next character that is not white space. It may lie behind the text."""
+    """The position of the next character that is not white space, or the length of the text."""
     while text[at : at + 1] in (" ", "\t", "\r", "\n"):
         at += 1
     return at

@@ -9,14 +9,14 @@ from stillhouse.display import first_line, name_list
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
 
-#: what other projects call the weight of a turn, or whether it counts
+#: other projects' keys for the weight of a turn, or for a flag that excludes the turn from the loss
 MASKS = ("weight", "train", "loss")
-#: roles as ShareGPT calls them, which chat templates do not know, so that no turn would be a target
+#: ShareGPT's names of the roles. Chat templates do not know them, so no turn would be a target
 OTHER_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def messages_of(fields: dict[str, Any], column: str) -> list[Message]:
-    """The messages of a column, without the keys that are null. Raises RecordError if they cannot be used."""
+    """The messages of a column, without null keys. Raises RecordError if the messages are invalid."""
     value = column_value(fields, column)
     if not isinstance(value, list):
         raise RecordError(f"'{column}' must be a list of messages, got {describe(value)}")
@@ -42,7 +42,7 @@ def _message(message: Any, name: str) -> Message:
 
 
 def require_targets(messages: list[Message], column: str) -> None:
-    """Raise RecordError for a turn that other projects would leave out of the loss, because nothing here does."""
+    """Raise RecordError for a turn that is marked as excluded from the loss: such marks are not supported here."""
     for number, message in enumerate(messages, start=1):
         mask = next((key for key in MASKS if message.get(key) in (False, 0)), None)
         if mask is not None and message["role"] == "assistant":
@@ -54,8 +54,8 @@ def require_targets(messages: list[Message], column: str) -> None:
 
 
 def tools_of(fields: dict[str, Any]) -> Tools:
-    """The record's tools; None if there are none. They are a list of objects, or the JSON text of one: Parquet stores
-    objects with different keys as text. Raises RecordError for anything else.
+    """The record's tools, or None. Raises RecordError unless they are a list of objects or the JSON text of one:
+    objects with different keys have to be stored as text in Parquet.
     """
     value = tools = fields.get("tools")
     if isinstance(tools, str):

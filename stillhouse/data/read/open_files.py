@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 COMPRESSED = (".gz", ".zst")
-#: the longest line of JSON, and the longest line and field of CSV; a longer one is not read completely
+#: the most bytes of a line of JSON, and of a line and a field of CSV; the rest of a longer one is not read
 MAX_BYTES = 32 * 2**20
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -26,7 +26,7 @@ _KINDS = {
 
 
 def require_regular(paths: list[Path]) -> list[Path]:
-    """The same paths. Raises ValueError unless all are regular files or links to some. Nothing is opened."""
+    """The same paths. Raises ValueError unless all are regular files or links to regular files. Opens no file."""
     for path in paths:
         if (kind := kind_of(path)) is not None:
             raise ValueError(f"{path} is {kind}: expected a regular file")
@@ -34,7 +34,7 @@ def require_regular(paths: list[Path]) -> list[Path]:
 
 
 def kind_of(path: Path) -> str | None:
-    """What a path is in words, such as "a socket"; None for a regular file and for a link to one."""
+    """The type of a path that is not a regular file, such as "a socket"; None for a regular file or a link to one."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -47,7 +47,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def format_of(path: Path) -> str:
-    """The suffix that names the format of the content: ".jsonl" for a.jsonl and a.jsonl.zst."""
+    """The suffix without that of a compression: ".jsonl" for a.jsonl and for a.jsonl.zst."""
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 
@@ -62,7 +62,7 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
             yield file
         return
     what = "gzip" if path.suffix == ".gz" else "Zstandard"
-    if not path.stat().st_size:  # the libraries take no bytes for an empty text
+    if not path.stat().st_size:  # the libraries accept an empty file as an empty text
         raise ValueError(f"{path}: the file is empty; expected {what} data")
     try:
         with _decompressed(path) as file:

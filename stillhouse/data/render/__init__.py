@@ -1,1 +1,1 @@
-"""From records to tokens: templates of texts, completions and conversations, and the tokenizers themselves."""
+"""Converts records to tokens: templates for texts, completions and conversations, and tokenizers."""

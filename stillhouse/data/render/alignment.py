@@ -3,13 +3,14 @@
 A document is stored as the student's ids, so its text is recovered from their bytes. The teacher's tokenizer then
 tokenizes the same text. Special tokens are not part of the text. They are translated one by one:
 
-    what begins a text of the student   what begins a text of the teacher
-    the end (or begin) of a sequence    the teacher's token of the same role; without one, as the next line says
-    another special token               the teacher's special token of the same name; without one, the name as text
+    the student's tokens before a text     the teacher's tokens before a text
+    EOS or BOS                             the teacher's token of the same role; if it has none, as the next line
+    another special token                  the teacher's special token of the same name; if it has none, the name as
+    text
 
-If the student's tokenizer puts nothing before a text, every document counts as the beginning of a text.
+If the student's tokenizer puts no token before a text, every document counts as the beginning of a text.
 
-A document may begin or end within a character, where a long text was cut. The bytes of such a character have no
+A document may begin or end within a character, where a long text was split. The bytes of such a character have no
 counterpart, and the teacher does not see them.
 
 N bytes of a text, G spans.
@@ -33,11 +34,11 @@ from stillhouse.data.render.token_bytes import TokenBytes
 #: a UTF-8 character has at most this many bytes after its first one
 MAX_CONTINUATION_BYTES = 3
 ABSENT = -1
-_BATCH = 512  # documents tokenized at once
+_BATCH = 512  # documents per call of the tokenizer
 
 
 class Span(NamedTuple):
-    """The same text as student tokens `student.start` … `student.stop` − 1 and likewise of the teacher."""
+    """The token positions of the same piece of text in the student's and the teacher's tokens."""
 
     student: range
     teacher: range
@@ -47,8 +48,8 @@ class Span(NamedTuple):
 class AlignedDocument:
     """The teacher's tokens of a document, and the spans in ascending order. No range of a span is empty.
 
-    A token that has no counterpart is in no span.
-    begins: the first student token of each text before which the student's tokenizer puts a space.
+    A token without a counterpart is in no span.
+    begins: positions of student tokens at which a text begins, if the student's tokenizer puts a space before it.
     """
 
     teacher_tokens: np.ndarray
@@ -60,9 +61,9 @@ class AlignedDocument:
 class _Draft:
     """A document that is being translated.
 
-    parts: the student tokens of each part, with its text or the teacher's ids.
-    begins: whether the document begins where its text begins, not in the middle of the text.
-    behind_space: the numbers of the student tokens before which the student's tokenizer puts a space.
+    parts: the positions of the student tokens of each part, and the part's text or the teacher's ids for it.
+    begins: whether the document begins at the beginning of its text, and not in the middle of it.
+    behind_space: the positions of the student tokens before which the student's tokenizer puts a space.
     """
 
     begins: bool
@@ -75,8 +76,8 @@ class _Text:
     """A text without special tokens.
 
     ends: the number of bytes up to the end of each student token.
-    first: the byte at which `text` begins.
-    is_inner: whether the teacher's tokenizer puts no space before it.
+    first: the offset in bytes at which `text` begins.
+    is_inner: whether the teacher's tokenizer puts no space before the text.
     ids: the teacher's token ids.
     """
 
@@ -92,9 +93,10 @@ class Aligner:
 
     teacher_of: for each id of the student, the teacher's id with the same bytes or the same role, or -1.
     student_of: the inverse; each id has at most one counterpart.
-    first_of: for each id of the teacher, the student's token with the same bytes. Without one, the first token into
-        which the student's tokenizer cuts these bytes within a text; -1 if there is none.
-    first_of_text: the same at the beginning of a text, where the student's tokenizer puts a space.
+    first_of: for each id of the teacher, the student's token with the same bytes. If there is no such token, the
+        student's tokenizer tokenizes these bytes as the middle of a text, and `first_of` is the first of the tokens;
+        -1 if this is impossible.
+    first_of_text: the same for bytes at the beginning of a text, where the student's tokenizer puts a space.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -103,7 +105,7 @@ class Aligner:
         self.student, self.teacher = TokenBytes(student), TokenBytes(teacher)
         self.teacher_of = np.full(1 + max(student.get_vocab().values()), ABSENT, dtype=np.int32)
         self.student_of = np.full(1 + max(teacher.get_vocab().values()), ABSENT, dtype=np.int32)
-        # the translation of each special token, by whether it is within a text
+        # the translation of each special token, separately within a text (True) and at its beginning (False)
         self._special = {
             inner: {index: self._translated(index, inner=inner) for index in self.student.special}
             for inner in (False, True)
@@ -111,7 +113,7 @@ class Aligner:
         for content, index in self.student.id_of.items():
             if (teacher_id := self.teacher.id_of.get(content)) is not None:
                 self.teacher_of[index], self.student_of[teacher_id] = teacher_id, index
-        # the end of sequence comes first: the teacher's may have the name of another token of the student
+        # EOS comes first, because the teacher's EOS may have the name of another token of the student
         for index, ids in sorted(self._special[True].items(), key=lambda pair: pair[0] != self.student.eos):
             if len(ids) == 1 and ids[0] in self.teacher.special and self.student_of[ids[0]] == ABSENT:
                 self.teacher_of[index], self.student_of[ids[0]] = ids[0], index
@@ -134,7 +136,9 @@ class Aligner:
         return self._with_first(self.first_of.copy(), texts, inner=False)
 
     def _with_first(self, first_of: np.ndarray, texts: dict[int, str], *, inner: bool) -> np.ndarray:
-        """Set, for each teacher's id in `texts`, the first token into which the student's tokenizer cuts its text."""
+        """For each teacher's id in `texts`, tokenize its text with the student's tokenizer and enter the first
+        token.
+        """
         encoded = self.student.encode(list(texts.values()), inner=inner)
         for (index, text), ids in zip(texts.items(), encoded, strict=True):
             if ids and not self.student.special.keys() & set(ids):
@@ -144,7 +148,7 @@ class Aligner:
         return first_of
 
     def align(self, documents: Sequence[np.ndarray]) -> list[AlignedDocument]:
-        """Align one document. Raises ValueError if the teacher's tokens do not stand for exactly the same text."""
+        """Align documents. Raises ValueError if the teacher's tokens do not represent exactly the same text."""
         drafts = [self._draft(tokens) for tokens in documents]
         all_texts = [part for draft in drafts for _, part in draft.parts if isinstance(part, _Text)]
         for inner in (False, True):
@@ -212,14 +216,14 @@ class Aligner:
         return draft
 
     def _teacher_adds_space(self, before: int | None) -> bool:
-        """Whether the teacher puts a space before a text behind this special token, or (None) at the beginning."""
+        """Whether the teacher puts a space before a text that follows this special token (None: the beginning)."""
         if before is None:
             return self.teacher.adds_space(None)
         ids = self._special[True][before]
         return len(ids) == 1 and ids[0] in self.teacher.special and self.teacher.adds_space(ids[0])
 
     def _begin(self, ids: list[int]) -> int:
-        """The number of tokens that the tokenizer put before the text, at the beginning of a document."""
+        """The number of tokens at the beginning of a document that the tokenizer put before the text."""
         prefix = self.student.prefix
         if prefix and ids[: len(prefix)] == prefix:
             return len(prefix)
@@ -238,7 +242,7 @@ class Aligner:
         return AlignedDocument(np.asarray(teacher_ids, dtype=np.int32), spans, frozenset(draft.behind_space))
 
     def _spans(self, student: int, teacher: int, part: _Text) -> list[Span]:
-        """The spans of one text. student, teacher: the numbers of their first tokens."""
+        """The spans of one text. student, teacher: the positions of the text's first token for either."""
         ends = np.cumsum([len(piece) for piece in self._teacher_pieces(part)], dtype=np.int64) + part.first
         borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))
         cuts = zip(_cuts(part.ends, borders), _cuts(ends, borders, part.first), strict=True)
@@ -258,7 +262,7 @@ class Aligner:
 
 
 def _as_characters(content: bytes) -> str | None:
-    """The text of these bytes; None if they are not whole characters."""
+    """The text of these bytes; None if they are not valid UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError:
@@ -279,7 +283,8 @@ def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:
 
 
 def _cuts(ends: np.ndarray, borders: np.ndarray, first: int = 0) -> list[int]:
-    """For each border, the number of tokens before it. A token without bytes is after a border, except at the end.
+    """For each border, the number of tokens before it. A token without bytes at a border counts as after it, but not
+    at the end.
 
     ends: the number of bytes up to the end of each token.
     first: the number of bytes before the first token.
