@@ -9,9 +9,9 @@ from stillhouse.data.micro_batch import MicroBatch
 
 
 class StepMicroBatches(Sequence[MicroBatch]):
-    """All micro-batches of a step, or of a part of an evaluation; the same on every process of a run.
+    """All micro-batches of a step, or of a part of an evaluation; replicated on all processes of a run.
 
-    They are not yet cut or padded for the layout. A subclass may build each one only when it is accessed (`_build`).
+    They are not yet sharded or padded for the layout. A subclass may build a micro-batch on access (`_build`).
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch]):
@@ -54,21 +54,20 @@ class StepMicroBatches(Sequence[MicroBatch]):
         raise ValueError(f"no micro-batch of this step has document {document}")
 
     def documents_of(self, number: int) -> list[int]:
-        """The documents of one of the micro-batches."""
+        """The documents of micro-batch `number`."""
         document_T = self[number].document_T
         return document_T[document_T >= 0].unique().tolist()
 
     def value(self, document: int, column: str) -> Any:
-        """A document's value in a column of the data. Raises ValueError if it is not known."""
+        """A document's value in a column of the data. Raises ValueError if the column was not kept."""
         raise ValueError(f"column '{column}' of document {document} is not known: these are only tokens")
 
     def for_teacher(self, name: str) -> "StepMicroBatches":
-        """The same micro-batches, with `teacher_inputs` if this teacher reads a prefix for which there are gaps."""
+        """The same micro-batches, with `teacher_inputs` if they have gaps for this teacher's prefixes."""
         return self
 
     def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, int]:
-        """All ids that this teacher reads for a document, and the number of rows by which its own rows are shifted.
-
-        With a shift of s, row s + i of the teacher is row i of the document. It does not depend on gaps.
+        """All ids that this teacher reads for a document, and the shift s of its rows: row s + i of the teacher is
+        row i of the document. The shift does not depend on gaps.
         """
         return self.document_tokens(document), 0

@@ -1,14 +1,15 @@
-"""Tokenized documents on disk: written once, compared with their hashes when they are read, and mapped into memory.
+"""Tokenized documents on disk: written once, compared with their hashes when they are read, and memory-mapped.
 
-The folder of an entry is named by a hash of everything that decides its content: the bytes of the source's files, the
-tokenizer with its chat template, the options, the libraries' versions and the code of this package. It has
+The name of an entry's folder is a hash of everything that determines the content: the bytes of the source's files,
+the tokenizer with its chat template, the options, the libraries' versions and the code of this package. The folder
+has
 
-    manifest.json     that hash, the report on the records, the sha256 of each other file, and a sha256 of the
-    manifest sources.arrow     `file:line` of each document NAME.bin          an array: tokens (int32), targets
-    (bool), offsets (int64), keys (uint64), and those of prefixes
+    manifest.json     this hash, the report on the records, the sha256 of each other file and of the manifest itself
+    sources.arrow     `file:line` of each document
+    NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), and those of prefixes
 
-An entry is written in a folder of another name and renamed when it is complete, so that it is read without a lock. A
-lock file lets one process write it while the others wait.
+An entry is written under a temporary name and then renamed, so that it is read without a lock. A lock file lets one
+process write it while the others wait.
 """
 
 import inspect
@@ -62,17 +63,17 @@ class StoredStrings(Sequence[str]):
 
 
 def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
-    """The hash that names an entry. It reads all files. The tokenizer is a fast one."""
+    """The hash that names an entry. This reads all files. The tokenizer must be a fast one."""
     decisive = {
-        # another version may read the same records as other documents, or write other files
+        # another version of the code may convert records differently, or write other files
         "code": [file_hash(path) for path in sorted(Path(__file__).parent.rglob("*.py"))],
         "libraries": [transformers.__version__, tokenizers.__version__],
         "files": [[str(path), file_hash(path)] for path in files],
         "tokenizer": [
             type(tokenizer).__name__,
-            file_hash(Path(inspect.getfile(type(tokenizer)))),  # it may be the model's own code
+            file_hash(Path(inspect.getfile(type(tokenizer)))),  # the class may be the model's own code
             tokenizer.backend_tokenizer.to_str(),
-            tokenizer.split_special_tokens,  # the text above does not have it
+            tokenizer.split_special_tokens,  # not part of the serialised tokenizer
             tokenizer.chat_template,
             {role: str(token) for role, token in tokenizer.special_tokens_map.items()},
         ],
@@ -84,14 +85,14 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
 def cached_documents(
     folder: Path, files: Callable[[], Sequence[Path]], key: Callable[[], str], load: Callable[[Path], Documents]
 ) -> Documents:
-    """The documents of an entry, which is written first if there is none.
+    """The documents of an entry. If the entry does not exist, it is written first.
 
     files: lists the source's files.
     key: see `entry_key`.
     load: reads the records; it writes the arrays of tokens and targets to the given folder.
 
-    Raises ValueError for an entry that is not what was written, for a folder that cannot be used, and for files that
-    change, come or go while they are read.
+    Raises ValueError for an entry that differs from its hashes, for a folder that cannot be used, and if the source's
+    files change while they are read.
     """
     before = _states(files())
     name = key()
@@ -115,7 +116,7 @@ def cached_documents(
 
 def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchanged: Callable[[], bool]) -> None:
     prefix = f".partial-{name[:32]}-"
-    for left in path.parent.glob(f"{prefix}*"):  # this process has the lock, so another process was killed
+    for left in path.parent.glob(f"{prefix}*"):  # left by a killed process, because this process has the lock
         shutil.rmtree(left)
     partial = path.parent / f"{prefix}{uuid.uuid4().hex}"
     partial.mkdir()
@@ -202,11 +203,11 @@ def _write_strings(path: Path, strings: Sequence[str]) -> None:
 
 
 def _states(files: Sequence[Path]) -> dict[str, tuple[int, int, int]]:
-    """The inode, size and time of change of each file, by its name: a changed file has others."""
+    """The inode, size and modification time of each file by name; they change with the file."""
     states = ((path, path.stat()) for path in files)
     return {str(path): (state.st_ino, state.st_size, state.st_mtime_ns) for path, state in states}
 
 
 def user_folder() -> Path:
-    """The folder of `data.cache: auto`."""
+    """The cache folder for `data.cache: auto`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stillhouse" / "data"

@@ -1,7 +1,7 @@
 """Reads the records of a data source: a file, a folder, a glob, a saved `datasets` folder or a hub id.
 
-Every record has its location, because an error about the record must name it. A record that cannot be read is
-returned with a description of the problem, and the caller decides whether it stops the run.
+Every record has its location, so that errors can name it. A record that cannot be read is returned with a description
+of the problem, and the caller decides whether to raise an error.
 """
 
 import glob

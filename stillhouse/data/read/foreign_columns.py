@@ -44,7 +44,7 @@ def own_forms(fields: Fields, *, prompts: bool = False) -> list[tuple[str, ...]]
 def foreign_columns(
     fields: Fields, tokenizer: PreTrainedTokenizerBase, *, prompts: bool = False
 ) -> ForeignColumns | None:
-    """The conversion of a dataset whose first record has these fields; None if there is none for its columns.
+    """The conversion for a dataset, chosen by the fields of its first record; None if no other project has them.
 
     prompts: only prompts are read. Raises ValueError if the record has the columns of both projects.
     """

@@ -15,11 +15,11 @@ from stillhouse.display import first_line
 
 
 def read_json(path: Path) -> Iterator[Record]:
-    """The records of a file of JSON Lines; a file named .json may also be one array."""
+    """The records of a JSON Lines file; a file named .json may also contain one array."""
     if format_of(path) == ".json" and _is_array(path):
         yield from _read_array(path)
         return
-    with open_bytes(path) as file:  # bytes, so that only \n ends a line and a wrong encoding is an error of one line
+    with open_bytes(path) as file:  # bytes, so that only \n ends a line and a wrong encoding affects one line
         for number, line in enumerate(_lines(file), start=1):
             if len(line) > MAX_BYTES:
                 yield Record(f"{path}:{number}", problem=f"longer than {MAX_BYTES:,} bytes; expected shorter records")

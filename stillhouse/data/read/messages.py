@@ -1,4 +1,4 @@
-"""Checks the messages and tools of a conversation, as a record has them."""
+"""Checks the messages and tools of a record with a conversation."""
 
 import json
 from typing import Any

@@ -1,6 +1,5 @@
-"""Opens files of data: only regular ones, and those of gzip (`.gz`) or Zstandard (`.zst`) decompressed.
-
-Whoever opens a named pipe waits until somebody writes to it, and a device may never end.
+"""Opens data files, and decompresses gzip (`.gz`) and Zstandard (`.zst`). Only regular files are opened: opening a
+named pipe waits until another process writes to it, and a device may never end.
 """
 
 import gzip

@@ -3,15 +3,15 @@
 With most templates, the text of the first n messages (and the generation prompt after them) is a prefix of the text
 of the whole conversation. The length of this prefix is then the edge of a turn.
 
-With templates of reasoning models this does not hold, because they drop the thoughts of all turns but the last. For
-them, the first n messages and the whole conversation are rendered again with an anchor: a text that is appended to
-the content of message n. Only the two texts after the anchor are compared. The text of the first n messages must be a
-prefix of the text of the whole conversation. Rendered without the anchor, both must still end with these texts. So
-the conversation is never searched for the edge of a turn, and no text of a user can be mistaken for an edge.
+Templates of reasoning models are different: they drop the thoughts of all turns but the last. For them, an anchor (a
+unique text) is appended to the content of message n. The first n messages and the whole conversation are rendered
+with it, and only the texts after the anchor are compared: that of the first n messages must be a prefix of that of
+the whole conversation. Rendered without the anchor, both must still end with these texts. So no edge is found by a
+search in the conversation, and no text of a user can be mistaken for an edge.
 
 Two deviations are supported, both only in turns before the last message: a generation prompt that opens the thoughts
-although the earlier turn has none in the whole conversation, and text after the end marker that the template writes
-for the last turn only. Everything else is refused with a ValueError.
+although this turn has no thoughts in the whole conversation, and a text after the end marker that the template writes
+only for the last turn. Everything else raises ValueError.
 """
 
 from collections.abc import Callable
@@ -42,8 +42,8 @@ class Turns:
     def spans(self, first: int) -> list[Span]:
         """The characters that the assistant generates, one range per turn, in the messages from `first` on.
 
-        A range includes what the template writes between the generation prompt and the content (such as an empty
-        thinking block) and the marker that ends the turn, but not the white space after the marker.
+        A range includes the template's text between the generation prompt and the content (such as an empty thinking
+        block), and the end marker of the turn, but not the white space after the marker.
         """
         spans: list[Span] = []
         for index, message in enumerate(self.messages):
@@ -70,8 +70,8 @@ class Turns:
         raise self._error(count, prompt)
 
     def _behind_anchor(self, count: int, prompt: bool) -> tuple[str, str]:
-        """The text after the content of message number `count` (from 1): in the conversation shortened to its first
-        `count` messages, and in the whole conversation. Both are "" if the template drops the anchor.
+        """The text after the content of message number `count` (from 1): if only the first `count` messages are
+        rendered, and in the whole conversation. Both are "" if the template drops the anchor.
         """
         anchored = self._anchored(count)
         shortened = _behind(self.text(anchored, prompt))
@@ -79,14 +79,13 @@ class Turns:
         if shortened is None or complete is None:
             return "", ""
         if not self.messages[count - 1].get("content", "").strip():
-            # Before a tool call, templates write white space only after content that is not empty.
+            # Before a tool call, templates write white space only if the content is not empty.
             return shortened.lstrip(), complete.lstrip()
         return shortened, complete
 
     def _common(self, count: int, shortened: str, complete: str, prompt: bool) -> int | None:
-        """How many characters of `complete`, the text after the anchor, belong to the first `count` messages.
-
-        None if it cannot be determined.
+        """The number of characters of `complete`, the text after the anchor, that belong to the first `count`
+        messages; None if it cannot be determined.
         """
         if complete.startswith(shortened):
             return len(shortened)

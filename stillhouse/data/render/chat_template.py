@@ -1,9 +1,9 @@
 """Turns the messages of a record into token ids and a mask of the tokens to predict.
 
-The tokenizer's chat template writes all text around the messages, also the end of a turn, which belongs to the
-target, but not the white space after it. Target spans are ranges of characters of the rendered text; a token that
-overlaps one is a target. A chat may have a column `tools`: the functions that the assistant may call, which the
-template adds to the text.
+The tokenizer's chat template writes all text around the messages. The end marker of a turn is a target, but not the
+white space after it. Target spans are ranges of characters of the rendered text; a token that overlaps a span is a
+target. A record may have a column `tools` with the functions that the assistant may call; the template adds them to
+the text.
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ from stillhouse.data.render.conversations import Conversations
 from stillhouse.data.render.isolated_process import Isolated, LimitError
 from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Targets, Template
 
-#: limits of a chat template for one conversation: processor time and memory
+#: limits of processor time and memory for rendering one conversation
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
 
 
 class ChatTemplate(Template):
     """Conversations, rendered by the tokenizer's chat template, which writes all special tokens itself.
 
-    The template's own `{% generation %}` blocks mark the assistant's characters; if it has none, `Turns` finds them.
-    Of prompt + completion, only the assistant's turns in the completion are targets. A prefix is a system turn.
+    The template's own `{% generation %}` blocks mark the assistant's characters; without such blocks, `Turns` finds
+    them. Of prompt + completion, only the assistant's turns in the completion are targets. A prefix is a system turn.
 
-    Without targets, a conversation ends with the beginning of the assistant's turn that is to be written, as the chat
-    template writes it for generation; the assistant's turns at the end are not read.
+    Without targets, the assistant's turns at the end of the conversation are dropped, and the generation prompt
+    follows.
     """
 
     extras: tuple[str, ...] = ("tools",)
@@ -54,7 +54,7 @@ class ChatTemplate(Template):
             raise ValueError(f"chats need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")
         tokenizer.get_chat_template()  # raises if there are several templates and no default
         self.tokenizer, self.columns, self.targets = tokenizer, columns, targets
-        # Not a method of this template: a reference cycle would keep the template and its process alive.
+        # Not a method of this object: the reference cycle would keep this object and its process alive.
         answer = Conversations(tokenizer, targets).answer
         self.render_isolated = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
 
@@ -87,7 +87,7 @@ class ChatTemplate(Template):
 
     def render_prefix(self, text: str) -> str:
         body = self._rendered([{"role": "system", "content": text}], None, None).body
-        # Some templates write a system turn as a part of the user's turn, and nothing if there is none.
+        # Some templates write a system turn into the user's turn, and drop it if no user's turn follows.
         if "".join(text.split()) not in "".join(body.split()):
             raise RecordError(
                 f"the chat template writes a system turn with this text alone as {shorten(body, 80)!r}, without "

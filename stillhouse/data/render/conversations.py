@@ -1,7 +1,7 @@
-"""Renders conversations as text with a chat template, which is code that comes with a model and may do anything.
+"""Renders conversations as text with a chat template. A chat template is untrusted code that comes with a model.
 
 Therefore `Conversations.answer` runs in a separate process (`isolated_process.py`). Its arguments and results are
-JSON types, and it reports an error of the template as a result instead of raising it.
+JSON types, and it returns an error of the template instead of raising it.
 """
 
 import re
@@ -18,7 +18,7 @@ from stillhouse.data.render.templates import Targets
 from stillhouse.libraries import reading
 
 _REFUSED = "the chat template refuses the messages"
-#: what a template that asks for the date gets: the default of Llama's templates
+#: the date that templates get instead of the present one: the default of Llama's templates
 DATE = datetime(2024, 7, 26)
 _ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[^'"\\]*)(?P=quote)\s*\)""")
 
@@ -26,8 +26,8 @@ _ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[
 class Conversations:
     """Renders conversations with a tokenizer's chat template.
 
-    targets: "all" for all characters, not only those of the assistant. With "none", the text ends with the beginning
-        of the assistant's next turn.
+    targets: "all": all characters are targets, not only the assistant's. "none": the text ends with the generation
+        prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets):
@@ -35,9 +35,9 @@ class Conversations:
         self.special = tuple(tokenizer.get_added_vocab())
 
     def answer(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span], str]:
-        """The text, its target ranges from message `first` on, and a description of the error ("" if none).
+        """The text, its target ranges from message `first` on, and the error ("" if there is none).
 
-        first: None for messages that others follow. They have no targets, and no turn of the assistant is begun.
+        first: None for the beginning of a longer conversation: no targets, and no generation prompt.
         """
         try:
             body, spans = self._with_spans(messages, tools, first)
@@ -54,7 +54,7 @@ class Conversations:
             )
 
     def _source(self, tools: Tools) -> str:
-        """The template with a fixed date. Some tokenizers have a separate template for conversations with tools."""
+        """The template with a fixed date; tokenizers may have a separate template for conversations with tools."""
         with reading(_REFUSED):
             source = self.tokenizer.get_chat_template(tools=tools)
         return undated(source)
@@ -99,9 +99,7 @@ class Conversations:
 
 @lru_cache(maxsize=8)
 def undated(template: str) -> str:
-    """The template with `DATE` instead of the present date.
-
-    With the present date, the documents would change every day: a run could not be resumed, and a teacher's cache
-    would not have them.
+    """Replace the present date in the template by `DATE`. Otherwise the documents would change every day: a run could
+    not be resumed, and a cache would not contain its documents.
     """
     return _ASKS_FOR_THE_DATE.sub(lambda match: repr(DATE.strftime(match["form"])), template)

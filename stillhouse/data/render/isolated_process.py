@@ -1,8 +1,8 @@
 """Runs untrusted code in a separate process, so that it can neither hang this process nor use up its memory.
 
 Neither an alarm nor a thread can interrupt one long operation of the interpreter, such as 10**10**8, but the kernel
-can end a process. The process is a fork, so it already has the function and its data. It waits for arguments.
-Arguments and results are sent as JSON.
+can end a process. The process is a fork, so it already has the function and its data. Arguments and results are sent
+as JSON.
 """
 
 import gc
@@ -20,15 +20,14 @@ from typing import Any, NoReturn
 
 
 class LimitError(ValueError):
-    """The process was ended by a limit or for another reason, before it returned a result."""
+    """The process ended before it returned a result, because of a limit or for another reason."""
 
 
 class Isolated:
-    """Calls `function` in a separate process. The first call starts it; if it has ended, the next call restarts it.
+    """Calls `function` in a separate process. A call starts the process if it does not run.
 
-    seconds: limit of processor time for one call, which does not depend on the machine's load.
-    memory_bytes: limit of the memory that the process may take in addition to what it has at its start (enforced on
-        Linux only).
+    seconds: limit of processor time for one call; it does not depend on the machine's load.
+    memory_bytes: limit of the memory that the process may allocate after its start (only on Linux).
 
     Arguments and results have JSON types. The function must report errors in its result; an exception ends the
     process.
@@ -43,7 +42,7 @@ class Isolated:
     def __call__(self, *arguments: Any) -> Any:
         """The function's result. Raises LimitError if the process ends before it returns one.
 
-        An argument of a type that JSON does not have is replaced by `_placeholder`; a dict key of such a type raises
+        `_placeholder` replaces argument values of types that JSON does not have; a dict key of such a type raises
         TypeError.
         """
         request = json.dumps(arguments, default=_placeholder).encode()
@@ -71,7 +70,7 @@ class _Process:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # Python warns about forking with threads. The child needs no other thread and takes no lock of one.
+            # Python warns about forking with threads. The child uses no other thread and no lock of another thread.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if not pid:
@@ -92,8 +91,8 @@ class _Process:
 def _end(pid: int, connection: "Connection[Any, Any]") -> int:
     """Close the connection, end the child, and return its exit status."""
     connection.close()
-    # Closing is not enough: a later fork may hold the connection open, and the child would keep waiting. A child that
-    # has already ended keeps its own status.
+    # Closing is not enough: a process forked later may keep the connection open, and the child would wait for ever.
+    # If the child has already ended, its exit status does not change.
     os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
 
@@ -101,7 +100,7 @@ def _end(pid: int, connection: "Connection[Any, Any]") -> int:
 def _serve(
     function: Callable[..., Any], connection: "Connection[Any, Any]", seconds: float, memory_bytes: int
 ) -> NoReturn:
-    """The child's main loop. It must never return into the code that it was forked from."""
+    """The child's main loop. It must never return to its caller, the forked code of the parent."""
     try:
         gc.freeze()  # the child must not finalize the objects that it has from its parent
         signal.set_wakeup_fd(-1)  # else the parent would get a signal to the whole process group twice

@@ -1,6 +1,6 @@
-"""Makes one teacher's prefixes (`prefixes.py`) from its template, which every record fills with its own values.
+"""Makes one teacher's prefixes (`prefixes.py`) from a template: `{column}` is replaced by the record's value.
 
-A template names columns in braces. The prefix is tokenized by itself.
+The prefix is tokenized separately from the document.
 """
 
 import json
@@ -23,13 +23,13 @@ _EXPECTED = "expected a text in which {column} stands for a record's value, and 
 class PrefixTemplate:
     """Makes one teacher's prefixes. template: a text in which `{column}` stands for a record's value.
 
-    `{{` and `}}` are braces. Raises ValueError for anything else that Python's format strings allow: a template must
-    not reach into the attributes of a value.
+    `{{` and `}}` are literal braces. Raises ValueError for all other features of Python's format strings, because a
+    template must not access attributes of a value.
     """
 
     def __init__(self, teacher: str, template: str):
         self.what = f"the prefix of teacher {teacher!r}"
-        #: pairs of a text and the column whose value follows it (None: nothing follows)
+        #: pairs of a text and the name of the column whose value follows the text (None: no value follows)
         self.parts: list[tuple[str, str | None]] = []
         try:
             parsed = list(Formatter().parse(template))
@@ -44,7 +44,7 @@ class PrefixTemplate:
             self.parts.append((literal, column))
 
     def render(self, fields: Mapping[str, Any], template: Template) -> str:
-        """The prefix of one record, as text. Raises RecordError if the record does not have what it needs."""
+        """The prefix of one record, as text. Raises RecordError if a column is missing or invalid."""
         try:
             text = "".join(
                 literal + (_text(fields, column) if column is not None else "") for literal, column in self.parts
@@ -63,7 +63,9 @@ class PrefixTemplate:
         tokenizer: PreTrainedTokenizerBase,
         bos_from: BosFrom,
     ) -> list[EncodedPrefix]:
-        """The tokens of the rendered prefixes of these documents, which begin with a BOS or not (see `Template`)."""
+        """Tokenize the rendered prefixes of these documents. bos_from: of the documents' template (see
+        `Template`).
+        """
         bos = tokenizer.bos_token_id
         return [
             _behind_bos(np.asarray(ids, dtype=np.int32), document.ids, bos, bos_from)
@@ -72,7 +74,7 @@ class PrefixTemplate:
 
 
 def _behind_bos(ids: np.ndarray, document: np.ndarray, bos: int | None, bos_from: BosFrom) -> EncodedPrefix:
-    """The prefix in front of a document. If both would begin with a BOS, only the document has it."""
+    """The prefix before a document. If both begin with a BOS, it is removed from the prefix."""
     if bos is None or bos_from is None or document[:1].tolist() != [bos]:
         return EncodedPrefix(ids, after_bos=False)
     if bos_from == "tokenizer":  # the prefix was tokenized without it

@@ -1,11 +1,11 @@
-"""The forms of records. The first record of a dataset decides the form of all its records.
+"""The forms of records. All records of a dataset must have the form of its first record.
 
     text                    plain documents; every token is a target
     prompt + completion     two strings, or two lists of messages; the completion is the target
     messages                a conversation; the assistant's turns are the target
 
-Where a model generates the completions, only the part of a record before the completion is read: `prompt` (a string,
-or a list of messages), or `messages` without the assistant's turns at their end.
+In runs where a model generates the completions, only the prompt of a record is read: `prompt` (a string, or a list of
+messages), or `messages` without the assistant's turns at the end.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 def template_for(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, targets: Targets) -> Template:
     """The template for a dataset whose first record has these columns.
 
-    Raises ValueError if the columns match none or several of the forms, or if the tokenizer lacks what the form
-    needs: an end-of-sequence token, a chat template, character offsets.
+    Raises ValueError if the columns match none or several of the forms, or if the tokenizer lacks something that the
+    form needs: an end-of-sequence token, a chat template, or character offsets.
     """
     forms = own_forms(fields, prompts=targets == "none")
     if len(forms) != 1:

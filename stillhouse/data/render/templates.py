@@ -1,10 +1,10 @@
 """Turns the strings of a record into token ids and a mask of the tokens to predict.
 
-A template works in two steps, so that tokenizing runs in batches while errors still name their record: `render`
-checks one record and turns it into text, `encode` tokenizes many rendered records.
+A template works in two steps: `render` checks one record and turns it into text, so that an error can name the
+record; `encode` tokenizes a batch of rendered records.
 
-The student must learn to stop. So the end-of-sequence token is appended to texts and completions without it, and no
-token is ever masked by its id (the pad token often has the same id).
+The student must learn to stop. So an end-of-sequence token (EOS) is appended to texts and completions that do not end
+with one, and no token is ever masked by its id (the pad token often has the same id as the EOS).
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.tokenizers import tokenize
 
 Tokens = Literal["completion", "all"]
-#: "none" where a model writes the completions: only the part of a record before the completion is read
+#: "none" if a model generates the completions: only the prompt of a record is read
 Targets = Tokens | Literal["none"]
-#: what writes the beginning-of-sequence token (BOS) of a document; None if nothing does
+#: who adds the beginning-of-sequence token (BOS) to a document; None if documents have no BOS
 BosFrom = Literal["tokenizer", "chat template"] | None
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A record as text. `prompt` and `body` are tokenized separately; `spans` are a chat's target characters."""
+    """A record as text. `prompt` and `body` are tokenized separately; `spans` are the target characters of a chat."""
 
     body: str
     prompt: str = ""
@@ -39,8 +39,8 @@ class Encoded:
     """A tokenized record.
 
     ids: token ids, [n] int32.
-    targets: which tokens are to be predicted, [n] bool; never the first token.
-    joined_turns: the number of turns whose first token begins in the prompt.
+    targets: which tokens are targets, [n] bool; never the first token.
+    joined_turns: the number of turns whose first token overlaps the prompt.
     """
 
     ids: np.ndarray
@@ -52,9 +52,9 @@ class Template(Protocol):
     """Turns records of one form into tokens.
 
     columns: the columns that a record must have.
-    extras: optional columns, which are part of the record's content if present.
-    splits: whether a long record is cut into pieces; otherwise it is cut at its end.
-    bos_from: what writes the BOS at the beginning of a document.
+    extras: optional columns; if present, they are part of the record's content.
+    splits: whether a long record is split into pieces; otherwise it is truncated.
+    bos_from: who adds the BOS at the beginning of a document.
     """
 
     columns: tuple[str, ...]
@@ -67,11 +67,13 @@ class Template(Protocol):
         ...
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        """The tokens of many rendered records."""
+        """Tokenize a batch of rendered records."""
         ...
 
     def render_prefix(self, text: str) -> str:
-        """A prefix in the form in which it is tokenized without special tokens. Raises RecordError as `render`."""
+        """The text of a prefix, to be tokenized with add_special_tokens=False. Raises RecordError as `render`
+        does.
+        """
         ...
 
 
@@ -85,7 +87,7 @@ class _StringTemplate(Template):
                 "could not learn to stop; set eos_token in its tokenizer_config.json"
             )
         self.tokenizer, self.eos = tokenizer, tokenizer.eos_token_id
-        #: the ids of a text with the special tokens that the tokenizer puts around it
+        #: the ids of a text tokenized with add_special_tokens=True
         self.framed = tokenize(tokenizer, ["a"], special=True)[0]
         bos = tokenizer.bos_token_id
         self.bos_from = "tokenizer" if bos is not None and self.framed[:1] == [bos] else None
@@ -94,12 +96,12 @@ class _StringTemplate(Template):
         return text
 
     def with_eos(self, ids: list[int]) -> list[int]:
-        """The ids with an end of sequence behind them, which is appended unless they end with it."""
+        """Append an EOS unless the ids already end with it."""
         return ids if ids and ids[-1] == self.eos else [*ids, self.eos]
 
 
 class TextTemplate(_StringTemplate):
-    """Plain documents, with the tokenizer's own special tokens and an end of sequence; every token is a target."""
+    """Plain documents, with the tokenizer's own special tokens and an EOS; every token is a target."""
 
     columns: tuple[str, ...] = ("text",)
     splits = True
@@ -113,10 +115,11 @@ class TextTemplate(_StringTemplate):
 
 
 class CompletionTemplate(_StringTemplate):
-    """Prompt and completion as strings, tokenized separately, as when the model is used.
+    """Prompt and completion as strings. They are tokenized separately, because generation also tokenizes only
+    prompts.
 
-    The prompt gets the tokenizer's special tokens except an end of sequence. The completion gets only an end of
-    sequence; without targets, it is not read.
+    The prompt gets the tokenizer's special tokens except an EOS. The completion gets only an EOS; without targets, it
+    is not read.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], targets: Targets):
@@ -144,7 +147,7 @@ class CompletionTemplate(_StringTemplate):
 
 
 def with_targets(prompt: list[int], completion: list[int], every: bool = False) -> Encoded:
-    """A document of which the completion is to be predicted, or every token, but never the first one."""
+    """A document with the completion's tokens as targets, or with all tokens but the first if `every` is true."""
     targets_T = np.full(len(prompt) + len(completion), every)
     targets_T[len(prompt) :] = True
     targets_T[:1] = False

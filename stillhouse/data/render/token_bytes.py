@@ -1,9 +1,9 @@
-"""The bytes that each token of a tokenizer stands for. Two different tokenizers can be compared by these bytes.
+"""The bytes that each token of a tokenizer represents. Two different tokenizers can be compared by these bytes.
 
-Two kinds of tokenizers give exact bytes for every token: byte-level ones (GPT-2, Llama 3, Qwen), whose tokens are
-written in an alphabet of 256 characters, and those that write a space as "▁" (SentencePiece; Llama 2, Gemma). Some
-of the latter put a space before a text. Other tokenizers, such as WordPiece, lose white space, so that their tokens
-have no exact bytes: they are refused.
+Two kinds of tokenizers have exact bytes for every token. Byte-level ones (GPT-2, Llama 3, Qwen) represent the 256
+byte values by 256 characters. SentencePiece ones (Llama 2, Gemma) represent a space as "▁"; some of these put a space
+before a text. Other tokenizers, such as WordPiece, lose white space, so their tokens have no exact bytes; they raise
+ValueError.
 """
 
 import json
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-#: the settings with which these pre-tokenizers put no space before a text
+#: settings that prevent these pre-tokenizers from putting a space before a text
 _NO_ADDED_SPACE: dict[str, dict[str, Any]] = {
     "Metaspace": {"prepend_scheme": "never"},
     "ByteLevel": {"add_prefix_space": False},
@@ -24,7 +24,9 @@ _NO_ADDED_SPACE: dict[str, dict[str, Any]] = {
 
 
 def _alphabet() -> Iterator[tuple[str, int]]:
-    """GPT-2's characters of the 256 bytes: itself for a visible one, else the next character from 256 on."""
+    """GPT-2's characters for the 256 bytes: a visible byte is its own character; others get characters from 256
+    on.
+    """
     others = iter(range(256, 512))
     for byte in range(256):
         visible = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
@@ -39,10 +41,10 @@ class TokenBytes:
 
     special: the content of each special token.
     bytes_of: the bytes of each other token.
-    id_of: the token of given bytes. Of several tokens with equal bytes, it has the first one that is not written as
-        the number of a byte, if there is one.
-    bos, eos, unknown: the ids of these roles, if there are any.
-    prefix: the ids that the tokenizer puts before any text.
+    id_of: the token for given bytes. If several tokens have equal bytes, it is the first one that is not a
+        byte-fallback token such as <0x41>, if possible.
+    bos, eos, unknown: the ids of these special tokens, or None.
+    prefix: the ids that the tokenizer puts before every text.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -80,7 +82,7 @@ class TokenBytes:
         self._backend.no_padding()
         self._backend.no_truncation()
         behind_special = {index: self._ids_behind(index) for index in self.special}
-        # from here on, the names of special tokens in a text are text
+        # the name of a special token inside a text is tokenized as text
         self._backend.encode_special_tokens = True
         state = json.loads(self._backend.to_str())
         state |= {part: _without_added_space(state[part]) for part in ("normalizer", "pre_tokenizer")}
@@ -102,27 +104,27 @@ class TokenBytes:
         self.prefix = with_prefix[: starts[0]] if starts else []
 
     def encode(self, texts: Sequence[str], *, inner: bool = False) -> list[list[int]]:
-        """The ids of texts, without special tokens, even where a text contains the name of one.
+        """The ids of texts, without special tokens: the name of a special token in a text is tokenized as text.
 
-        inner: the texts are parts of longer ones, so that no space is put before them.
+        inner: whether the texts are from the middle of longer texts, so that no space is put before them.
         """
         backend = self._inner if inner else self._backend
         return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def adds_space(self, special: int | None) -> bool:
-        """Whether the tokenizer puts a space before a text behind this special token, or at the very beginning."""
+        """Whether the tokenizer puts a space before a text after this special token (None: at the beginning)."""
         return self._adds_space if special is None else self._adds_space_after[special]
 
     def has_added_space(self, content: bytes) -> bool:
         """Whether the first byte of a text is a space that the tokenizer has added.
 
-        Some tokenizers add no space to a text that begins with one. For them, a text has the same ids with a space at
-        its beginning and without it. The text without the space is then assumed.
+        Some tokenizers add no space if the text already begins with one. Their ids are then the same with and without
+        the space in the text. In this case, the text without the space is assumed.
         """
         return content.startswith(b" ") and (self._adds_second_space or not content.startswith(b"  "))
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
-        """The bytes of each token. Raises ValueError for an id that stands for no bytes."""
+        """The bytes of each token. Raises ValueError for an id without bytes."""
         missing = next((index for index in ids if index not in self.bytes_of), None)
         if missing is not None:
             raise ValueError(f"token id {missing} ({self.special.get(missing, 'unknown')!r}) stands for no text")
@@ -132,9 +134,8 @@ class TokenBytes:
         return b"".join(self.pieces(self.encode([text], inner=inner)[0]))
 
     def _ids_behind(self, index: int) -> list[int] | None:
-        """The ids of a text behind a special token; None if the tokenizer does not find the token in a text.
-
-        Then it only puts the token before whole texts.
+        """The ids of a text after a special token. None if the tokenizer does not recognise this special token inside
+        a text, but only puts it before a text.
         """
         ids = self._backend.encode(f"{self.special[index]}a", add_special_tokens=False).ids
         return ids[1:] if ids[:1] == [index] else None
@@ -159,7 +160,7 @@ def _has(decoder: dict[str, Any] | None, kind: str) -> bool:
 
 
 def _without_added_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer without what puts a space before a text."""
+    """A normalizer or pre-tokenizer without the parts that put a space before a text."""
     if part is None or part["type"] == "Prepend":
         return None
     for steps in ("normalizers", "pretokenizers"):
@@ -169,7 +170,7 @@ def _without_added_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _writes_spaces(decoder: dict[str, Any] | None) -> bool:
-    """Whether a decoder only turns "▁" into a space, numbers into bytes, and removes the space before a text."""
+    """Whether a decoder only turns "▁" into a space, byte-fallback tokens into bytes, and removes a leading space."""
     known = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
     parts = _parts(decoder)
     return all(part["type"] in known for part in parts) and any(_replaces_space(part) for part in parts)

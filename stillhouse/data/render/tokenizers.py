@@ -1,10 +1,10 @@
 """Loads tokenizers and checks that student and teacher have the same one.
 
-A divergence between two distributions has a meaning only if id v is the same piece of text for both models. And the
+A divergence between two distributions is meaningful only if id v represents the same text for both models. Also, the
 teacher's predictions are reliable only for texts that are tokenized as in its own training. So everything that
-decides ids is compared: vocabulary, merges or scores, added tokens, normalizer, pre-tokenizer. The tokens that begin,
-end or pad a sequence may differ (as between a base student and an instruct teacher), and so may the chat template;
-the student's are used. A head may have more rows than there are tokens (padding).
+determines ids is compared: vocabulary, merges or scores, added tokens, normalizer, pre-tokenizer. The BOS, EOS and
+pad tokens may differ (as between a base student and an instruct teacher), and so may the chat template; those of the
+student are used. A head may have more rows than there are tokens (padding).
 """
 
 import json
@@ -22,9 +22,9 @@ from stillhouse.libraries import reading, writing
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _NO_SETTING = ("vocab", "merges", "dropout")
-#: the files in which tokenizers have their vocabulary
+#: the files that contain the vocabulary of a tokenizer
 _OF_TOKENIZER = re.compile(r"(?i)token|vocab|merges|spiece|sentencepiece|.*\.(model|tiktoken|spm)$")
-#: the largest id that a token may have; the largest vocabularies have a million tokens
+#: the largest id that a token may have; even the largest vocabularies have only about a million tokens
 MAX_IDS = 10_000_000
 
 
@@ -33,8 +33,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or a hub id, which is passed on unchanged.
 
-    Raises ValueError if there is none or if it is damaged, even if the damage would show only when it is used or
-    saved.
+    Raises ValueError if there is no tokenizer or if it is damaged. To detect damage, it is also used and saved here.
     """
     what = f"the tokenizer of {name_or_path!r}"
     where = "cannot be loaded: there is no such folder, and it could not be loaded from the hub"
@@ -55,7 +54,7 @@ def load_tokenizer(
         tokenizer("a")
         vocabulary = tokenizer.get_vocab()
         token, largest = max(vocabulary.items(), key=lambda item: int(item[1]), default=("", 0))
-    if largest > MAX_IDS:  # the library counts up to the largest id when it serialises
+    if largest > MAX_IDS:  # serialising takes time in proportion to the largest id
         raise ValueError(
             f"{unusable}: token {token!r:.80} of {len(vocabulary):,} has the id {largest:,}, expected at most "
             f"{MAX_IDS:,}"
@@ -63,25 +62,25 @@ def load_tokenizer(
     with reading(unusable), TemporaryDirectory() as folder:
         if tokenizer.is_fast:
             tokenizer.backend_tokenizer.to_str()
-        tokenizer.save_pretrained(folder)  # as each checkpoint will do
+        tokenizer.save_pretrained(folder)  # as for each checkpoint
     return tokenizer
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
-    """The ids of each text. special: with the tokenizer's special tokens around it."""
+    """The ids of each text. special: the value of add_special_tokens."""
     return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str]) -> None:
-    """Write a tokenizer's files. Raises OSError if that fails, for a full disk for example."""
+    """Write a tokenizer's files. Raises OSError if writing fails, for example on a full disk."""
     with writing(folder):
         tokenizer.save_pretrained(folder)
 
 
 def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:
-    """Warnings about special tokens that differ between student and teacher, such as the end of sequence.
+    """Return warnings about special tokens that differ between student and teacher, such as the EOS.
 
-    Raises ValueError, naming the first difference, if the same ids may mean different text for the two.
+    Raises ValueError with the first difference if the same ids may represent different text for the two.
     """
     difference = _first_difference(_identity(student), _identity(teacher))
     if difference:
@@ -94,15 +93,15 @@ def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTo
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sha256 over what `check_same_tokenizer` compares: two tokenizers with equal hashes pass that check."""
+    """A sha256 of everything that `check_same_tokenizer` compares: tokenizers with equal hashes pass that check."""
     return json_hash(asdict(_identity(tokenizer)))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) -> list[str]:
-    """Check that a head of `rows` rows covers the tokenizer; returns warnings. More rows than tokens are fine.
+    """Check that a head with `rows` rows has a row for each token; returns warnings. More rows are allowed.
 
-    An added token without a row causes only a warning: some text-only models have such tokens for images, and no text
-    contains them (`Documents.check_ids` checks that). Raises ValueError for any other token without a row.
+    An added token without a row causes only a warning: some text-only models have such tokens for images, and texts
+    do not contain them (`Documents.check_ids` checks this). Raises ValueError for any other token without a row.
     which: "student" or "teacher".
     """
     beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
@@ -118,7 +117,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) 
 
 @dataclass(frozen=True)
 class _Identity:
-    """Everything that decides the ids of a text, except the special tokens before and after it."""
+    """Everything that determines the ids of a text, except the special tokens before and after it."""
 
     vocabulary: dict[int, str]
     added: dict[int, str]
