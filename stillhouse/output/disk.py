@@ -1,4 +1,4 @@
-"""Writes files and folders completely or not at all, and explains errors of the disk."""
+"""Writes files and folders atomically, and explains errors of the disk."""
 
 import errno
 import os
@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from stillhouse.hashing import file_hash
 
-if TYPE_CHECKING:  # the report is written without loading the models' libraries
+if TYPE_CHECKING:  # so that a report is written without importing torch
     from stillhouse.parallel import Ranks
 
 UNFINISHED = ".partial"
 
 
 def replace_text(path: Path, content: str) -> None:
-    """Write a file under a temporary name and rename it, so that a reader never sees half of it."""
+    """Write a file under a temporary name and rename it, so that a reader never sees an incomplete file."""
     partial = path.with_name(f".{path.name}{UNFINISHED}")
     with explained_write_errors(path):
         partial.write_text(content, encoding="utf-8")
@@ -33,9 +33,9 @@ def replace_text(path: Path, content: str) -> None:
 def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bool = False) -> Iterator[Path]:
     """Yield a temporary folder to write to; if the block ends without an error, flush it and rename it to `final`.
 
-    needed_bytes: how much will be written, if known, for the error message about a full disk.
-    exclusive: for a `final` that is not in a folder of ours. A temporary folder that exists is not removed: it raises
-        ValueError. The new one is removed if the block fails.
+    needed_bytes: the number of bytes to write, if known, for the error message about a full disk.
+    exclusive: set this if `final` is not in a run's folder. An existing temporary folder then raises ValueError
+        instead of being removed, and the new temporary folder is removed if the block fails.
     """
     partial = _partial(final)
     with ExitStack() as stack, explained_write_errors(final, needed_bytes):
@@ -88,10 +88,10 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def explained_write_errors(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """If writing fails in the block, raise ValueError with the path and, if the disk is full, the disk's free space.
+    """If writing fails in the block, raise ValueError with the path and, if the disk is full, its free space.
 
-    needed_bytes: how much is about to be written, if known. Each library that writes tensors reports a full disk in
-    its own way; DCP's exception is not even an `Exception`.
+    needed_bytes: the number of bytes to write, if known. The libraries that write tensors report a full disk by
+    different exceptions; DCP's is not even an `Exception`.
     """
     try:
         yield
@@ -105,7 +105,7 @@ def explained_write_errors(path: Path, needed_bytes: int | None = None) -> Itera
 
 
 def require_space(path: Path, needed_bytes: int, ranks: "Ranks") -> None:
-    """Raise ValueError on all ranks if the disk of `path` has less than `needed_bytes` free. Writes nothing."""
+    """Raise ValueError on all ranks if the disk of `path` has fewer than `needed_bytes` free bytes."""
     free = ranks.from_first(_free_bytes(path) if ranks.is_first else 0)
     if free < needed_bytes:
         raise ValueError(_no_space(path, needed_bytes, free))
@@ -122,7 +122,7 @@ def file_names(folder: Path) -> list[str]:
 
 
 def _explained(path: Path, error: Exception, needed_bytes: int | None) -> Exception:
-    """The error as a ValueError that names the path; the same error if it does not concern writing to `path`."""
+    """Convert the error to a ValueError with the path; return it unchanged if it is not about writing to `path`."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error):
         return ValueError(_no_space(path, needed_bytes, _free_bytes(path)))

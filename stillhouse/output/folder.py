@@ -27,10 +27,10 @@ from stillhouse.display import escaped
 from stillhouse.output.disk import UNFINISHED, hashes, remove_unfinished, replace_text
 
 LOCK = ".lock"
-#: the file that tells a run from all others
+#: the file with a random text that identifies the run
 IDENTITY = "identity"
-#: The file that names the process that holds the lock, or that was killed while it held the lock. It is not the lock
-#: itself, because older versions of filelock empty the lock's file at every attempt to lock it.
+#: The file that names the process that has the lock or was killed while it had the lock. This is not the lock file
+#: itself, because older versions of filelock truncate the lock file at every attempt to lock it.
 WRITER = ".writer"
 #: the file that contains a hash of every file of the final model
 HASHES = "hashes.json"
@@ -57,7 +57,7 @@ class RunFolder:
 
     @property
     def complete(self) -> bool:
-        """Whether the run is complete: the model is the last thing that it writes."""
+        """Whether the run is complete: the final model, which is written last, exists."""
         return self.model.is_dir()
 
     @property
@@ -66,12 +66,12 @@ class RunFolder:
 
     @property
     def timeline(self) -> Path:
-        """The timeline of an on-policy run: one line for each piece of work."""
+        """The timeline of an on-policy run: one line per span of work."""
         return self.path / "timeline.jsonl"
 
     @property
     def samples(self) -> Path:
-        """A few completions of each step, of an on-policy run."""
+        """A few completions of each step of an on-policy run."""
         return self.path / "samples.jsonl"
 
     @property
@@ -80,8 +80,8 @@ class RunFolder:
         return self.path / "eval_samples.jsonl"
 
     def identity(self) -> str:
-        """A text that differs from that of all other runs, also of runs at the same path on other machines and of
-        copies of this folder. The first call writes a random number, so only one process may call this.
+        """A text that identifies the run, also among runs at the same path on other machines and copies of this
+        folder. The first call writes a random number, so only one process may call this.
         """
         path = self.path / IDENTITY
         if not path.exists():
@@ -89,16 +89,16 @@ class RunFolder:
         return hashlib.sha256(path.read_bytes() + str(self.path.resolve()).encode()).hexdigest()[:12]
 
     def owns(self, checkpoint: Path) -> bool:
-        """Whether a checkpoint is this run's own, and not one of another run that this run started from."""
+        """Whether this run wrote the checkpoint; false for a checkpoint of another run that this run started from."""
         # Only the parent is resolved: the checkpoint itself may be a link to a larger disk.
         return checkpoint.parent.resolve() == self.checkpoints.resolve()
 
     def write_json(self, name: str, content: Any) -> None:
-        """content: what JSON can hold, and dataclasses of it."""
+        """content: JSON types and dataclasses of them."""
         self.write_text(name, json.dumps(content, indent=1, ensure_ascii=False, default=asdict))
 
     def write_text(self, name: str, content: str) -> None:
-        """Write a file under a temporary name and rename it, so that a reader never sees half of it."""
+        """Write a file atomically."""
         replace_text(self.path / name, content)
 
 
@@ -106,7 +106,7 @@ def init_run_dir(folder: RunFolder, config_yaml: str) -> None:
     """Prepare the folder for this run, after `candidates` has found that the run may use it."""
     folder.path.mkdir(parents=True, exist_ok=True)
     for path in (folder.path, folder.checkpoints):
-        remove_unfinished(path)  # before anything is written, since these files may fill the disk
+        remove_unfinished(path)  # before the first write, because these files may fill the disk
     folder.write_text("config.yaml", config_yaml)  # from now on the folder belongs to this run
     folder.checkpoints.mkdir(exist_ok=True)
 
@@ -115,7 +115,7 @@ def init_run_dir(folder: RunFolder, config_yaml: str) -> None:
 def folder_lock(folder: Path) -> Iterator[None]:
     """Lock a folder for this process until the block ends.
 
-    Raises ValueError if another process has locked it, and if it cannot be made or written to.
+    Raises ValueError if another process has locked the folder, or if the folder cannot be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,17 +134,17 @@ def folder_lock(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # the folder may be lost; the file only serves a message
+            with suppress(OSError):  # the folder may be lost; the file is only used in a message
                 (folder / WRITER).unlink()
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether this file may be left over from a process that was killed before it had written anything complete."""
+    """Whether this may be a file of a process that was killed before it wrote a complete file."""
     return path.name in (LOCK, WRITER) or path.name.endswith(UNFINISHED)
 
 
 def _writer(folder: Path) -> str:
-    """The process that holds the lock, in parentheses; "" if that is not written yet, or not readable."""
+    """The process that has the lock, in parentheses; "" if `WRITER` does not exist yet or is not readable."""
     try:
         text = (folder / WRITER).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -153,9 +153,9 @@ def _writer(folder: Path) -> str:
 
 
 def require_intact_model(folder: RunFolder) -> str:
-    """Compare the final model of a complete run, and its adapter, with their hashes; returns the result in words.
+    """Compare the final model and adapter of a complete run with their hashes; returns the result in words.
 
-    Raises ValueError for a file that is lost or changed. Additional files are ignored.
+    Raises ValueError if a file is missing or changed. Additional files are ignored.
     """
     path = folder.path / HASHES
     if not path.is_file():
@@ -175,7 +175,7 @@ def require_intact_model(folder: RunFolder) -> str:
 
 
 def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:
-    """Everything that a run's results and speed depend on besides its configuration."""
+    """Everything except the configuration on which the results and the speed of a run depend."""
     versions = library_versions()
     return {
         "objective": objective,

@@ -1,7 +1,7 @@
 """JSON and JSON-lines files of a run's folder.
 
 A run appends lines to a file that stays open, and gets an error if they are not written. A reader gets typed values,
-or an error that names the file and the place in it.
+or an error with the file and the line or key.
 """
 
 import errno
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 
 class LineFile:
-    """A file of JSON lines, to which this process appends. Lines of steps after `step` are removed first."""
+    """A JSON-lines file to which this process appends. Lines of steps after `step` are removed first."""
 
     def __init__(self, path: Path, step: int):
         self._path = path
         _remove_later(path, step)
         with explained_write_errors(path):
-            # unbuffered, so that closing the file does not try again to write what failed
+            # unbuffered, so that closing the file does not repeat a failed write
             self._file = path.open("ab", buffering=0)
 
     def append(self, records: Sequence[Span | Sample | EvalSample]) -> None:
@@ -44,7 +44,7 @@ class LineFile:
 
 
 def append(path: Path, file: FileIO, lines: bytes) -> None:
-    """Write to an unbuffered file. Raises ValueError if the lines do not fit on the disk, or not to this path."""
+    """Write to an unbuffered file. Raises ValueError if the disk is full or the file is no longer at this path."""
     with explained_write_errors(path, len(lines)):
         _require_in_place(path, file)
         if file.write(lines) != len(lines):  # the rest did not fit
@@ -54,7 +54,7 @@ def append(path: Path, file: FileIO, lines: bytes) -> None:
 def _require_in_place(path: Path, file: FileIO) -> None:
     """Raise OSError if the path no longer leads to the open file, or if the folder is not writable.
 
-    Without this check, writing would succeed, but into a file that nobody finds at the path any more.
+    Without this check, writing would succeed, but into a file that is no longer at this path.
     """
     there, opened = os.stat(path), os.fstat(file.fileno())
     same = (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
@@ -65,9 +65,9 @@ def _require_in_place(path: Path, file: FileIO) -> None:
 
 
 def _remove_later(path: Path, step: int) -> None:
-    """Remove all lines of later steps, and a last line without an end, by replacing the file.
+    """Remove all lines of later steps, and an incomplete last line, by replacing the file.
 
-    Nothing is kept of a run that begins at step 0. Raises ValueError for another line that this class does not write.
+    For step 0, all lines are removed. Raises ValueError for any other line that this class does not write.
     """
     with explained_write_errors(path):
         if step <= 0:
@@ -102,9 +102,9 @@ def _step(line: bytes, where: str) -> int:
 def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -> Iterator[tuple[str, int, T]]:
     """Yield (file and line number, offset, result of `parse`) of every line.
 
-    parse: gets a line without its newline, and the file and line number for its error. Only a last line without a
-    newline may be unreadable: it is left out, and `notes` gets a note for the page. Any other line that cannot be
-    parsed raises its error.
+    parse: gets a line without its newline, and the file and line number for errors. If the last line has no newline
+    and cannot be parsed, it is skipped, and a note for the page is appended to `notes`. For any other line, the error
+    is raised.
     """
     offset = 0
     with path.open("rb") as file:
@@ -124,7 +124,7 @@ def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -
 
 
 def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield (file and line number, offset, object) of every line, as `read_lines`; nothing if there is no file."""
+    """Yield (file and line number, offset, object) of every line, as `read_lines`; nothing if the file is missing."""
     if path.is_file():
         if path.stat().st_size == 0:
             notes.append(f"{path.name} has no line yet.")
@@ -132,7 +132,7 @@ def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, None if there is no file. Raises ValueError for a file with anything else."""
+    """The JSON object in a file; None if there is no file. Raises ValueError for any other content."""
     if not path.is_file():
         return None
     with reading(f"{path}: not JSON"):
@@ -143,7 +143,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def validated(kind: Callable[..., T], value: object, where: str) -> T:
-    """Return the value as this type. Raises ValueError that begins with `where` and names the key."""
+    """Return the value as this type. Raises ValueError with `where` and the key."""
     try:
         record: T = _adapter(kind).validate_python(value)
     except ValidationError as error:
@@ -160,7 +160,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """Parse a line without its newline. Raises ValueError that begins with `where`."""
+    """Parse a line without its newline. Raises ValueError with `where`."""
     with reading(f"{where}: not a JSON object"):
         value = json.loads(raw)
     if not isinstance(value, dict):

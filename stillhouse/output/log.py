@@ -1,4 +1,4 @@
-"""The output of a run: metrics.jsonl always, a live line on a terminal, and the trackers that `track` names."""
+"""The output of a run: metrics.jsonl, a live line on a terminal, and the trackers that `track` names."""
 
 import hashlib
 import math
@@ -22,9 +22,9 @@ from stillhouse.output.progress import Progress
 from stillhouse.output.trackers import open_trackers
 from stillhouse.parallel import Ranks, watchdog
 
-#: fewest seconds between printed steps if the output is not a terminal; on a terminal, one live line is redrawn
+#: if the output is not a terminal, a step is printed at most every so many seconds; a terminal has one live line
 _PLAIN_EVERY = 10.0
-#: what the live line shows of an on-policy run
+#: the metrics of an on-policy run in the live line
 _ON_POLICY = {
     "rollout/reward": "reward {:.3f}",
     "rollout/completion_tokens": "length {:,.0f}",
@@ -35,9 +35,9 @@ _ON_POLICY = {
 def open_log(
     folder: RunFolder, progress: Progress, steps: int, track: Sequence[str], values: Mapping[str, Any], ranks: Ranks
 ) -> "RunLog | NoLog":
-    """The log of a run on rank 0, which writes it; on all other ranks a `NoLog`, which writes nothing.
+    """The log of a run on rank 0; on all other ranks a `NoLog`, which writes nothing.
 
-    A collective of all processes. Raises ValueError on all of them if the log or a tracker cannot be opened.
+    All processes must call this. Raises ValueError on all of them if the log or a tracker cannot be opened.
     """
     watchdog.enter("opening the log and the trackers", timed=False)  # a server may be slow
     log: RunLog | NoLog = NoLog()
@@ -83,7 +83,7 @@ class RunLog:
         values: Mapping[str, Any] | None = None,
     ):
         self._path = folder.metrics
-        # before lines are removed from the log, which show what the trackers have already
+        # before lines are removed from the log: they show which steps the trackers already have
         self._trackers = open_trackers(folder, track, progress.log_bytes, values or {}, self.print_line)
         self._file, self._digest = _continue_file(self._path, progress.log_bytes)
         self._seconds_before, self._started = progress.seconds, time.monotonic()
@@ -108,7 +108,7 @@ class RunLog:
 
     @property
     def position(self) -> tuple[int, str]:
-        """The length and the sha256 of metrics.jsonl, after flushing all of it to disk."""
+        """The length and the sha256 of metrics.jsonl, after flushing it to disk."""
         os.fsync(self._file.fileno())
         return self._file.tell(), self._digest.hexdigest()
 
@@ -161,7 +161,7 @@ class RunLog:
 
     def _remaining(self, step: int) -> str:
         """The remaining time, estimated from the steps since the run was started or resumed."""
-        done = step - self._first - 1  # without the first step, in which functions are compiled
+        done = step - self._first - 1  # without the first step, which compiles functions
         if not done and step < self._steps:
             return "?"
         seconds = (time.monotonic() - self._compiled) / max(1, done) * (self._steps - step)
@@ -183,10 +183,10 @@ class RunLog:
 def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
     """Open the log to append to it, after removing all lines newer than the checkpoint; also returns its hash.
 
-    length: the length of the file when the checkpoint was written. `open_checkpoint` has verified this much of it.
+    length: the length of the file when the checkpoint was written; `open_checkpoint` has verified these bytes.
     """
     with explained_write_errors(path):
-        # unbuffered, so that closing the file does not try again to write what failed
+        # unbuffered, so that closing the file does not repeat a failed write
         file = path.open("r+b" if length else "w+b", buffering=0)
         beginning = file.read(length)
         file.truncate(length)
@@ -196,5 +196,5 @@ def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
 def _tensorboard(folder: Path, step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    # hide the metrics that an earlier process wrote after the checkpoint, since those steps are run again
+    # hide the metrics that an earlier process wrote after the checkpoint, because those steps are repeated
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)

@@ -15,7 +15,7 @@ from stillhouse.output.json_lines import parse_object, read_lines
 
 @dataclass(frozen=True)
 class MetricsLine:
-    """values: by metric, and the run's "tokens" and "seconds" so far; None for a number that is not finite."""
+    """values: the metrics and the run's "tokens" and "seconds" so far; None for a number that is not finite."""
 
     step: float
     values: dict[str, float | None]
@@ -25,7 +25,7 @@ class MetricsLine:
 
 
 def parse_metrics(raw: bytes, where: str) -> MetricsLine:
-    """Parse a line without its newline. Raises ValueError that begins with `where` and names the key."""
+    """Parse a line without its newline. Raises ValueError with `where` and the key."""
     line = parse_object(raw, where)
     if not _is_number(line.get("step")) or not math.isfinite(line["step"]):
         shown = escaped(raw[:80].decode(errors="replace"))
@@ -37,14 +37,14 @@ def parse_metrics(raw: bytes, where: str) -> MetricsLine:
 
 
 def without_infinity(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The values with None for those that are not finite, because JSON has none of them."""
+    """Replace values that are not finite by None, because JSON has no infinity and no NaN."""
     return {key: value if value is not None and math.isfinite(value) else None for key, value in values.items()}
 
 
 def read_metrics(path: Path) -> tuple[list[MetricsLine], list[str]]:
     """Return the lines of a metrics.jsonl, and notes for the page.
 
-    Only a last line without a newline may be unreadable; it is left out, since a killed run can end in such a line.
+    An incomplete last line without a newline is skipped, because a killed run can end in such a line.
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} contains no run: it has no metrics.jsonl. Give the `out` folder of a run.")
@@ -62,7 +62,7 @@ def read_metrics(path: Path) -> tuple[list[MetricsLine], list[str]]:
 
 
 def _is_number(value: object) -> bool:
-    """Whether the value is a number; an integer must fit into a float, since curves are drawn with floats."""
+    """Whether the value is a number that can be drawn: an integer must fit into a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isinstance(value, float) or abs(value) <= sys.float_info.max

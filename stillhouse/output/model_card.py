@@ -1,7 +1,7 @@
 """The model card of an exported student: its teacher, its data and its results.
 
-Figures and fingerprints are from the checkpoint, whose files match their hashes, or from a log whose hash is in the
-checkpoint. Of a path on the trainer's machine, the card names only the last part.
+All numbers and fingerprints come from the checkpoint (its files match their hashes) or from a log whose hash is in
+the checkpoint. Paths on the trainer's machine are shortened to their last part.
 """
 
 import os
@@ -46,7 +46,7 @@ class Exported:
 
 
 def model_card(run: Path, config: RunConfig, progress: Progress, exported: Exported) -> str:
-    """The text of README.md. Raises ValueError if a file of the run that it quotes is not the checkpoint's."""
+    """The text of README.md. Raises ValueError if a quoted file of the run does not match the checkpoint."""
     student = config.student
     sections = [
         f"# {_short_name(student.model)}, distilled",
@@ -87,7 +87,7 @@ def _front_matter(student: StudentConfig, exported: Exported) -> str:
 
 
 def _license(student: StudentConfig) -> dict[str, Any]:
-    """The license in the front matter of the student's base, if its folder or repository has a card with one."""
+    """The license in the front matter of the base model's card, if there is one."""
     path = cached_file(
         student.model,
         "README.md",
@@ -163,7 +163,8 @@ def _results(run: Path, progress: Progress) -> str:
 
 
 def _first_evaluation(run: Path, progress: Progress) -> dict[str, float | None]:
-    """The held-out metrics before training; empty if there are none. The checkpoint proves the log by a hash."""
+    """The held-out metrics before training; empty if there are none. They are read from the log, which must match its
+    hash in the checkpoint."""
     path = run / "metrics.jsonl"
     beginning = progress.saved_log(path)
     if beginning is None:
@@ -186,7 +187,7 @@ def _teacher_name(teacher: TeacherConfig) -> str:
 
 
 def _counts(report: Any, path: Path) -> str:
-    """The counts of one source, as `path` has them."""
+    """The counts of one source. path: the file of the report, for errors."""
     if not isinstance(report, dict):
         return "documents not counted"
     documents, tokens = report.get("documents"), report.get("tokens")

@@ -1,7 +1,7 @@
 """The progress of a run, and the state.json of a checkpoint, which records it.
 
-state.json is written last of all files of a checkpoint. It contains a hash of every other file and a hash of its own
-content. So a file that is lost, stale, damaged or from another run is detected.
+state.json is the last file of a checkpoint that is written. It contains a hash of every other file and a hash of its
+own content. So a file that is missing, stale, damaged or from another run is detected.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint that differs from what was written."""
+    """A checkpoint whose files do not match their hashes."""
 
 
 @dataclass
 class Progress:
-    """The progress of a run. A run continues only while the three hashes are the same.
+    """The progress of a run. A run can resume only if `data`, `models` and `configuration` are unchanged.
 
     step, tokens, seconds: the steps done, the target tokens trained on, and the time spent.
     metrics: the evaluation after this step, or empty.
@@ -54,7 +54,7 @@ class Progress:
     started_from: str | None = None
 
     def saved_log(self, path: Path) -> bytes | None:
-        """What metrics.jsonl contained when this was saved; None if the file no longer begins with it."""
+        """The content of metrics.jsonl when this was saved; None if the file no longer begins with that content."""
         beginning = b""
         if path.is_file():
             with path.open("rb") as file:
@@ -67,7 +67,7 @@ class State:
     """The content of state.json.
 
     files: the sha256 of every other file of the checkpoint, by its path relative to the checkpoint.
-    without_moments: parameters that never had a gradient, so that the optimizer has no state for them.
+    without_moments: parameters without optimizer state, because they never had a gradient.
     """
 
     __pydantic_config__ = _STRICT
@@ -89,8 +89,7 @@ def write_state(folder: Path, state: State) -> None:
 def read_state(path: Path) -> State:
     """The state of the checkpoint `path`.
 
-    Raises DamagedCheckpointError if state.json is missing or is not what was written, OSError if the file system
-    fails to read it.
+    Raises DamagedCheckpointError if state.json is missing or does not match its hash, and OSError if reading fails.
     """
     try:
         content = json.loads((path / STATE).read_bytes())

@@ -1,9 +1,9 @@
-"""The records that a run writes for its report, one type for each file. The report checks them when it reads them.
+"""The records that a run writes for its report: one type per file. The report checks them when it reads them.
 
 timeline.jsonl: Span    samples.jsonl: Sample    eval_samples.jsonl: EvalSample    tokens.json: HeldOutTokens
 
-The keys of a file are the fields in their order. `json_lines.validated` checks the values that are read. The keys of
-metrics.jsonl differ from run to run: it is in `metrics_file.py`.
+The keys in a file are the fields, in their order. `json_lines.validated` checks values when a file is read. The keys
+of metrics.jsonl differ between runs, so its type is in `metrics_file.py`.
 """
 
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, ValidationInfo
 
-#: the parts of a job that have a lane of the timeline, in the order of the page
+#: the parts of a job that have a lane in the timeline, in the order of the page
 Lane = Literal["rollout", "teacher", "trainer", "weights"]
 LANES: tuple[Lane, ...] = get_args(Lane)
-#: `Span.what` of the trainer begins with this word while the trainer waits
+#: if the trainer waits, `Span.what` begins with this word
 WAIT = "wait"
-#: the number of characters that are kept: the last ones of a prompt, the first ones of a completion
+#: so many characters are kept: the last ones of a prompt, the first ones of a completion
 CHARACTERS = 4000
 
-_LARGEST = 2**53  # every smaller integer is a float, too
+_LARGEST = 2**53  # smaller integers are exact as floats
 
 _Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 _Seconds = Annotated[float, Field(ge=0, le=_LARGEST)]
@@ -33,9 +33,9 @@ def _not_before_start(stop: float, span: ValidationInfo) -> float:
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work on the timeline.
+    """A span of work on the timeline.
 
-    step: the optimizer step that the work is for.
+    step: the optimizer step to which the work belongs.
     start, stop: seconds of the run.
     """
 
@@ -63,12 +63,11 @@ class SampleToken:
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion that a step was trained on.
+    """A completion on which a step was trained.
 
-    length: the number of tokens of the completion. `tokens` may have only the first of them.
+    length: the number of tokens of the completion. `tokens` may contain only the first ones.
     reward, advantage: None without a reward.
-    staleness: optimizer steps between the weights that generated the completion and the weights that are trained on
-        it.
+    staleness: the number of optimizer steps between the weights that generated the completion and the trained ones.
     """
 
     step: _Count
@@ -88,8 +87,8 @@ class EvalSample:
     """The student's completion of a held-out prompt at one evaluation.
 
     number: the number of the prompt.
-    source: file and line of the document.
-    reference: the continuation of the prompt in the document.
+    source: `file:line` of the document.
+    reference: the completion in the document.
     tokens: the number of tokens of the full completion.
     """
 
@@ -105,12 +104,12 @@ class EvalSample:
 
 @dataclass(frozen=True)
 class TermAtToken:
-    """What a term of the objective does at one token.
+    """The value and the gradient of a term of the objective at one token.
 
     value: the term's value in nats.
     gradient: the norm of the gradient of scale · value with respect to the student's logits.
-    raises, lowers: the logits that a step against this gradient raises and lowers most, the largest first, as (token
-        text, absolute value of the gradient's entry).
+    raises, lowers: the logits with the most negative and the most positive gradients (gradient descent raises and
+        lowers them), as (token text, absolute value), the largest first.
     """
 
     value: float
@@ -121,12 +120,11 @@ class TermAtToken:
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a held-out document, and the two distributions that predicted it.
+    """One token of a held-out document, and the models' predictions for it.
 
-    kl: KL(teacher ‖ student) in nats over the full vocabulary; None for a document's first token, which nothing
-        predicts.
+    kl: KL(teacher ‖ student) in nats over the full vocabulary; None for a document's first token.
     teacher, student: (token text, probability), most probable first.
-    terms: the terms by their names; empty for a token that is no target, and in files of earlier versions.
+    terms: the terms by name; empty if the token is not a target, and in files of earlier versions.
     """
 
     text: str
@@ -139,7 +137,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Document:
-    """source: its file and line."""
+    """source: `file:line`."""
 
     source: str
     tokens: list[Token]
@@ -147,7 +145,7 @@ class Document:
 
 @dataclass(frozen=True)
 class HeldOutTokens:
-    """Held-out documents with the predictions of teacher and student at a step."""
+    """Held-out documents with the predictions of teacher and student after `step` steps."""
 
     step: int
     documents: list[Document]

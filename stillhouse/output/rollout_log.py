@@ -1,9 +1,8 @@
-"""Two files in the folder of an on-policy run, which rank 0 writes: the timeline, and a few completions per step.
+"""Two files in the folder of an on-policy run: the timeline, and a few completions per step. Rank 0 writes them.
 
-timeline.jsonl has one line for each piece of work, samples.jsonl one for each completion that is shown. Every line
-has the optimizer step that it belongs to. The lines of a file are in the order in which they were written, so a line
-of a later step can come before a line of an earlier step. A run that continues from a checkpoint removes all lines of
-later steps, because it repeats these steps.
+timeline.jsonl has one line per span of work, samples.jsonl one line per completion. Every line has the number of its
+optimizer step. Lines are in the order of writing, so a line of a later step can precede a line of an earlier step. A
+run that resumes from a checkpoint removes all lines of later steps, because it repeats these steps.
 """
 
 import math
@@ -18,15 +17,15 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import LineFile
 from stillhouse.output.records import CHARACTERS, WAIT, Lane, Sample, Span
 
-SAMPLES = 4  # of a step
-TOKENS = 512  # of a sample
+SAMPLES = 4  # most samples of a step
+TOKENS = 512  # most tokens of a sample
 
 
 class RolloutLog:
     """Writes timeline.jsonl and samples.jsonl; a context manager that closes them.
 
-    folder: the run's folder. None writes nothing, as on all ranks except rank 0.
-    step: the step of the checkpoint that the run continues from, or 0.
+    folder: the run's folder. None (on all ranks except rank 0): nothing is written.
+    step: the step of the checkpoint from which the run resumes, or 0.
     clock: returns the seconds of the run.
     """
 
@@ -35,7 +34,7 @@ class RolloutLog:
         self.timeline = Timeline(clock, None if folder is None else LineFile(folder.timeline, step))
 
     def write(self, samples: Sequence[Sample] = ()) -> None:
-        """Write the spans that have been added so far, and the first `SAMPLES` samples, cut to what is shown."""
+        """Write the spans that have been added so far, and the first `SAMPLES` samples, shortened."""
         self.timeline.write()
         if self._samples is not None and samples:
             self._samples.append([_shortened(sample) for sample in samples[:SAMPLES]])
@@ -67,7 +66,7 @@ class Timeline:
         self._clock, self._file = clock, file
         self._lock = threading.Lock()
         self._unwritten: list[Span] = []
-        self._trainer: dict[int, list[tuple[str, float, float]]] = {}  # its spans, by step
+        self._trainer: dict[int, list[tuple[str, float, float]]] = {}  # the trainer's spans, by step
 
     @property
     def seconds(self) -> float:
@@ -81,7 +80,7 @@ class Timeline:
         self.add(step, lane, what, start, self._clock())
 
     def add(self, step: int, lane: Lane, what: str, start: float, stop: float) -> None:
-        """Add a span of the run's seconds. step: the optimizer step that the work is for."""
+        """Add a span in seconds of the run. step: the optimizer step to which the work belongs."""
         with self._lock:
             if self._file is not None:
                 self._unwritten.append(Span(step, lane, what, round(start, 4), round(stop, 4)))
@@ -112,7 +111,7 @@ class Timeline:
 
 
 def _shortened(sample: Sample) -> Sample:
-    """The sample as it is written. Numbers that are not finite become None, because JSON has none of them."""
+    """Shorten a sample for the file. Numbers that are not finite become None, because JSON cannot represent them."""
     return replace(
         sample,
         prompt=sample.prompt[-CHARACTERS:],

@@ -1,1 +1,1 @@
-"""Commands beside training: check, parity, verify, caches, exports and the demo."""
+"""Commands other than training: check, parity, verify, caches, exports and the demo."""

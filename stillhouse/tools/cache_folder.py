@@ -1,8 +1,8 @@
 """The folder of a cache that is being written. Complete shards are kept if the command ends early.
 
-`cache.json` is written before the first shard and describes the cache, so that a command for another cache is
-refused. A shard is complete when its record exists. A command that is started again computes only the missing shards.
-The index is written last: a reader refuses a folder without an index.
+`cache.json` describes the cache. It is written before the first shard, so that a command for another cache raises an
+error. A shard is complete when its record exists; a command that is started again computes only the missing shards.
+The index is written last: reading a folder without an index raises an error.
 """
 
 import json
@@ -48,13 +48,13 @@ from stillhouse.signals.cache.files import (
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.teacher_folder import save_teacher
 
-#: the size of a shard before packing, unless a single document needs more
+#: the largest size of a shard before packing, unless a single document needs more
 SHARD_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
 class _CacheFolder:
-    """A folder that all processes of a job write to; each writes every n-th shard."""
+    """A folder to which all n processes of a job write; a process writes every n-th shard."""
 
     path: Path
     manifest: Manifest
@@ -62,7 +62,7 @@ class _CacheFolder:
     def begin(self, save: Callable[[Path, SignalSpec], None]) -> None:
         """Create the folder's files, or check that an existing folder has a part of the same cache.
 
-        save: writes the files of the teacher's folder
+        save: writes the teacher's files (tokenizer and output head) into a folder.
         """
         self._require_own_folder()
         replace_text(self.path / MANIFEST, self.manifest.to_json())
@@ -89,7 +89,7 @@ class _CacheFolder:
         replace_text(self.path / INDEX, json.dumps({"sha256": {**hashes(self.path, small), **shards}}, indent=1))
 
     def is_complete(self, number: int) -> bool:
-        """Whether a shard has the hash of its record, which is written after the shard."""
+        """Whether a shard matches the hash in its record; the record is written after the shard."""
         if not (self.path / record_name(number)).is_file():
             return False
         return hashes(self.path, [shard_name(number)])[shard_name(number)] == self._recorded_hash(number)
@@ -123,7 +123,7 @@ class _CacheFolder:
 
 @dataclass(frozen=True)
 class CacheTeacher:
-    """The teacher of a cache that is written.
+    """The teacher of a cache that is being written.
 
     name, identity: the model's name, and a hash of its files.
     decoder: the model, or only its output head.
@@ -135,7 +135,7 @@ class CacheTeacher:
     tokenizer: PreTrainedTokenizerBase
 
     def describe(self, signal: SignalSpec, *, packed: bool = False) -> Manifest:
-        """The description of a cache without its documents, which `write_documents` adds."""
+        """The manifest of a cache without its documents; `write_documents` adds them."""
         return Manifest(
             signal,
             self.name,
@@ -160,15 +160,15 @@ def write_documents(
     ranks: Ranks = ONE_PROCESS,
     shard_bytes: int | None = None,
 ) -> Manifest:
-    """Write a cache, or the part of it that is missing, one shard in memory at a time. A collective of all processes.
+    """Write a cache or its missing shards, with one shard in memory at a time. All processes must call this.
 
-    description: the cache's description; its documents, rows and shards are ignored.
+    description: the manifest of the cache; its documents, rows and shards are ignored.
     documents: the id and the rows of each document.
-    read: returns the signals of several documents, by their places in `documents`.
-    save: writes the files of the teacher's folder for a signal.
-    shard_bytes: the size of a shard before packing, as it is in memory. None: `SHARD_BYTES`.
+    read: returns the signals of several documents, given by their positions in `documents`.
+    save: writes the teacher's files into a folder, for a signal.
+    shard_bytes: the largest size of a shard in memory, before packing. None: `SHARD_BYTES`.
 
-    Raises ValueError for a folder in which something else was written.
+    Raises ValueError if the folder contains anything else.
     """
     lengths = [len(rows) for _, rows in documents]
     if not lengths:
@@ -201,9 +201,10 @@ def write_documents(
 
 
 def divide(lengths: Sequence[int], rows: int) -> list[range]:
-    """The numbers of each shard's documents: at most `rows` rows, or one document that has more. No shard is empty.
+    """Divide documents into shards of at most `rows` rows; a longer document is a shard of its own. No shard is
+    empty.
 
-    lengths: the stored rows of each document
+    lengths: the stored rows of each document.
     """
     borders, shard_rows = list[int](), rows + 1
     for number, length in enumerate(lengths):

@@ -1,6 +1,6 @@
-"""`stillhouse check`: does everything that a run does before its first update, and prints the findings.
+"""`stillhouse check`: a dry run. It does everything that a run does before its first update, and prints the findings.
 
-It shows models, tokenizer, template, data, and one step with its peak memory and each term's gradient norm. It
+It shows models, tokenizer, template, data, and one step with its peak memory and the gradient norm of each term. It
 changes no weight and writes no file.
 """
 
@@ -34,14 +34,14 @@ from stillhouse.output.progress import read_state
 from stillhouse.parallel import is_first
 from stillhouse.run.session import Session, data_reports, prepare
 
-#: how many characters of the sample document are shown
+#: the number of characters of the sample document that are shown
 _SAMPLE = 600
 
 Result = TypeVar("Result")
 
 
 def check(config: RunConfig) -> None:
-    """Print the findings. Raises the errors that the run would raise; an error about the run's folder comes last."""
+    """Print the findings. Raises the errors of the run; an error about the run's folder is raised last."""
     folder = RunFolder(Path(config.out))
     with closing(prepare(config, announce=is_first())) as session:
         occupied: ValueError | None = None
@@ -142,7 +142,7 @@ def _sample(session: Session, documents: Documents) -> str:
 def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term alone.
 
-    No server is asked for completions, because that would give it this student's weights.
+    Servers are not used to generate completions, because this would replace their weights by this student's.
     """
     engine = session.engine
     if session.rollout_config is not None and session.rollout_config.urls:
@@ -178,7 +178,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
 
 
 def _size(session: Session) -> str:
-    """The size of a step, for a user whose step takes minutes; "" if its completions are not generated yet."""
+    """The size of a step, printed before it runs, because a step may take minutes; "" if it needs completions."""
     if session.plan is not None:
         return ""
     schedule = session.step_schedule
@@ -193,7 +193,7 @@ def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def single_losses(engine: Engine) -> Iterator[tuple[str, Engine]]:
-    """For each loss, its name and an engine with only this loss and its scale. z_loss comes with cross_entropy."""
+    """For each loss, its name and an engine with only this loss and its scale. z_loss is part of cross_entropy."""
     for name, spec in _single_terms(engine.objective):
         yield name, engine.with_losses(spec)
     for part in engine.parts:
@@ -218,9 +218,9 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
 
 
 def _peak_memory(device: torch.device) -> Callable[[], str]:
-    """Begin to measure the peak memory: of the GPU; without a GPU, of the process (on Linux).
+    """Start measuring the peak memory of the GPU or, without a GPU, of the process (only on Linux).
 
-    Returns a function that describes the peak since this call.
+    Returns a function that returns the peak since this call as text.
     """
     reset = Path("/proc/self/clear_refs")
     if device.type == "cuda":

@@ -18,12 +18,13 @@ from stillhouse.tools.write_cache import data_splits
 def export_distillkit(folder: Path, load_data: Callable[[], RunData], out: Path) -> Compression:
     """Write DistillKit's Parquet file and its compression configuration to a new folder, completely or not at all.
 
-    The log-probabilities are written as they are stored. DistillKit's form cannot hold the mass outside of the ids.
+    The log-probabilities are written as they are stored. DistillKit's format has no field for the mass outside the
+    ids.
 
-    load_data: returns the documents whose signals are in the cache, which has only a hash of their tokens.
+    load_data: returns the documents of the cache; the cache itself has only a hash of their tokens.
 
-    Raises ValueError for other signals than top-k ids, for documents that the cache lacks, and for rows that are
-    missing, since DistillKit reads all of a document.
+    Raises ValueError if the signals are not top-k ids, and if a document or one of its rows is missing in the cache:
+    DistillKit needs all rows of a document.
     """
     cache = SignalCache(folder)
     spec = cache.signal

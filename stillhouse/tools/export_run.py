@@ -1,8 +1,8 @@
 """Exports the student of a run or a checkpoint as a plain Hugging Face folder: `stillhouse export`.
 
-A checkpoint has its student as complete tensors, whatever layout wrote it. So an export needs one process, and one
-file of weights in memory at a time. The exception is an adapter that is merged into its base: then the full model is
-in host memory.
+Under every layout, a checkpoint contains the student as full (not sharded) tensors. So an export needs one process
+and has one file of weights in memory at a time. Only to merge an adapter into its base, it loads the full model into
+host memory.
 """
 
 import json
@@ -45,11 +45,11 @@ _WEIGHTS, _STUDENT = ".safetensors", "student/"
 class ExportSettings:
     """The options of an export.
 
-    merge: whether an adapter is merged into its base. None: yes, if the student has an adapter.
+    merge: whether an adapter is merged into its base. None: it is merged if there is one.
     dtype: the dtype of the weights. None: the dtype of training.
     shard_bytes: the largest size of one file.
     card: whether README.md is written.
-    mtp: whether the student's MTP layers are exported, if it has some.
+    mtp: whether the student's MTP layers are exported.
     """
 
     merge: bool | None = None
@@ -60,13 +60,13 @@ class ExportSettings:
 
 
 def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings) -> IntactCheckpoint:
-    """Write the student of a run's folder, or of one checkpoint, to the new folder `out`; returns its checkpoint.
+    """Write the student of a run's folder or of a checkpoint to the new folder `out`; returns the checkpoint.
 
-    step: of a run's folder, a number, "best" or "last" (None). Raises ValueError for a folder that is no run, a
-    checkpoint that is damaged or removed meanwhile, an adapter whose base has changed, and weights that the dtype
-    cannot represent.
+    step: if `path` is a run's folder: a number, "best" or "last" (None: last). Raises ValueError if the folder is not
+    a run, the checkpoint is damaged or removed during the export, an adapter's base has changed, or the dtype cannot
+    represent the weights.
     """
-    out = out.resolve()  # it may be a link to an empty folder
+    out = out.resolve()  # `out` may be a link to an empty folder
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} exists and is not empty: expected a new folder")
     checkpoint = verified(_chosen(path, step), with_student=True)
@@ -114,7 +114,7 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
 
 @contextmanager
 def _still_there(checkpoint: IntactCheckpoint) -> Iterator[None]:
-    """Raise ValueError if the run removes the checkpoint (`checkpoint.keep`) while it is exported."""
+    """Raise ValueError if the run removes the checkpoint (`checkpoint.keep`) during the export."""
     try:
         yield
     except FileNotFoundError as error:
@@ -127,7 +127,7 @@ def _still_there(checkpoint: IntactCheckpoint) -> Iterator[None]:
 
 
 def _chosen(path: Path, step: str | None) -> Path:
-    """The checkpoint that is meant."""
+    """The path of the checkpoint to export."""
     if (path / STATE).is_file():
         if step is not None:
             raise ValueError(f"--step: {path} is one checkpoint already: expected a run's folder with --step")
@@ -168,7 +168,7 @@ def _configuration(run: Path, checkpoint: IntactCheckpoint) -> RunConfig:
 
 
 def _require_same_base(base: StudentConfig, checkpoint: IntactCheckpoint) -> None:
-    """Raise ValueError unless the base model's files are those that the adapter was trained on."""
+    """Raise ValueError if the base model's files have changed since the adapter was trained."""
     if source_fingerprint(base.model, base.revision) != checkpoint.state.progress.models.get("student"):
         raise ValueError(
             f"student: the files of {base.model} are not those that the adapter in {checkpoint.path} was trained on: "
@@ -177,17 +177,17 @@ def _require_same_base(base: StudentConfig, checkpoint: IntactCheckpoint) -> Non
 
 
 def _model_config(source: Path) -> PretrainedConfig | None:
-    """The configuration of a model's folder; None for a folder with an adapter alone."""
+    """The configuration of a model's folder; None for a folder with only an adapter."""
     return read_configuration(str(source)) if (source / CONFIG_NAME).is_file() else None
 
 
 def _mtp_prefixes(config: PretrainedConfig | None) -> tuple[str, ...]:
-    """How the names of the MTP layers' weights begin; the configuration is then that of the model without them."""
+    """The prefixes of the names of the MTP layers' weights. Also removes these layers from `config`."""
     return () if config is None else tuple(without_mtp(config))
 
 
 def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, settings: ExportSettings) -> None:
-    """Copy these files of a model or an adapter, its weights in another dtype, with one file in memory at a time."""
+    """Copy files of a model or an adapter and convert the weights to `dtype`, with one file in memory at a time."""
     stored = stored_tensors(source)
     wanted = None if dtype is None else parse_dtype(dtype)
     config = _model_config(source)
@@ -220,7 +220,7 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
 
 
 def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
-    """Copy those of the files that are no weights and not there yet: configurations, tokenizer and chat template."""
+    """Copy all other files (configurations, tokenizer, chat template) that are not yet in `target`."""
     for name in names:
         is_weights = name.endswith(_WEIGHTS) or name == SAFE_WEIGHTS_INDEX_NAME
         if not is_weights and not (target / name).exists():
@@ -236,7 +236,7 @@ def _rounded(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _kept_in_float32(config: PretrainedConfig | None) -> list[str]:
-    """The parts of names of weights that transformers computes in float32 whatever the model's dtype is."""
+    """Parts of the names of weights that transformers keeps in float32 for every dtype of the model."""
     if config is None:
         return []
     with reading(f"{config.name_or_path}: its configuration cannot be read"), torch.device("meta"):
@@ -245,7 +245,7 @@ def _kept_in_float32(config: PretrainedConfig | None) -> list[str]:
 
 
 def _with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A model's configuration, and those of its parts, with another dtype of the weights."""
+    """Set the dtype in a model's configuration and in the configurations of its parts."""
     nested = {key: _with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in content.items()}
     return {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in nested.items()}
 
@@ -271,7 +271,7 @@ def _require_same_configuration(run: Path, setup: RunSetup, checkpoint: IntactCh
 
 
 def _objective(run: Path, setup: RunSetup) -> str:
-    """The objective in words. Only a file of the run tells which signals its store gave."""
+    """The objective in words. It is read from a file of the run, because it depends on the signals of the store."""
     expected = setup.objective.loss_in_words()
     if all(teacher.signals_from not in STORES for teacher in setup.teachers.values()):
         return setup.objective.in_words({})
@@ -286,14 +286,16 @@ def _objective(run: Path, setup: RunSetup) -> str:
 
 
 def _processes(checkpoint: IntactCheckpoint, tensor: int) -> int:
-    """The number of processes that wrote the checkpoint. Each tensor group of them has one random state."""
+    """The number of processes that wrote the checkpoint: its random states (one per tensor-parallel group) ×
+    `tensor`.
+    """
     name = f"{RANDOM}cpu."
     states = [stored for stored in stored_tensors(checkpoint.path / RESUME) if stored.startswith(name)]
     return len(states) * tensor or 1
 
 
 def _command(run: Path, checkpoint: IntactCheckpoint, settings: ExportSettings) -> str:
-    """The command, with only the last part of the run's path."""
+    """The export command, with the run's path shortened to its last part."""
     merge = {None: "", True: " --merge", False: " --adapter"}[settings.merge]
     dtype = "" if settings.dtype is None else f" --dtype {settings.dtype}"
     mtp = "" if settings.mtp else " --no-mtp"

@@ -1,7 +1,7 @@
 """Writes a cache from the files of other projects: the command `stillhouse cache import`.
 
-A file of another project names neither the model that wrote it nor the token of a row. So the teacher itself computes
-some of the documents, and files that disagree with it are refused.
+A file of another project names neither the model that wrote it nor the token of each row. So the teacher's forward is
+run on some documents, and ValueError is raised if the files disagree with the result.
 
 N tokens of a document, K ids per row, V vocabulary, E the teacher's width.
 """
@@ -23,10 +23,10 @@ from stillhouse.signals.cache.formats.speculators import SpeculatorsFiles
 from stillhouse.signals.signal_spec import DTYPES, SignalSpec
 from stillhouse.tools.cache_folder import CacheTeacher, write_documents
 
-#: how many documents the teacher computes, spread over all of them
+#: the number of documents on which the teacher is run, spread over all documents
 PROBES = 5
-#: The largest relative error of hidden states, and the largest mean error of log-probabilities in nats. Other kernels
-#: and bfloat16 cause about a tenth of them; a shift by one token, another layer or another model causes far more.
+#: The largest allowed relative error of hidden states, and mean error of log-probabilities in nats. Other kernels and
+#: bfloat16 cause about a tenth of these errors; a shift by one token, another layer or another model far larger ones.
 HIDDEN_ERROR, NATS = 0.1, 0.1
 
 ForeignFiles = DistillkitFiles | SpeculatorsFiles
@@ -46,12 +46,12 @@ def import_distillkit(
 ) -> Manifest:
     """Write a cache of top-k log-probabilities from DistillKit's Parquet files, or continue to write it.
 
-    The mass outside of the ids is not in the files: it is computed as 1 − Σp, which has few digits on peaked rows.
+    The mass outside the ids is not in the files: it is computed as 1 − Σp, which has few digits on peaked rows.
 
-    teacher: a folder or hub id. The teacher computes some documents, which are compared with the files.
+    teacher: a folder or hub id. The teacher is run on some documents to check the files.
     temperature: the temperature of the log-probabilities.
 
-    Raises ValueError, naming file and row, for rows that no teacher gives, and for files of another teacher.
+    Raises ValueError with file and row for rows that are not valid distributions, and for files of another teacher.
     """
     files = DistillkitFiles(source, compression)
     model = _load_teacher(teacher, dtype, device)
@@ -89,9 +89,10 @@ def import_speculators(
 ) -> Manifest:
     """Write a cache of hidden states from speculators' files, or continue to write it.
 
-    teacher: a folder or hub id; its last norm is applied to the states, and it computes some documents, to compare.
+    teacher: a folder or hub id. Its last norm is applied to the states, and it is run on some documents to check
+        them.
 
-    Raises ValueError, naming the file, for states that are not those of this teacher's last layer.
+    Raises ValueError with the file if the states are not those of this teacher's last layer.
     """
     files = SpeculatorsFiles(source)
     stored_dtype = next((name for name, dtype in DTYPES.items() if dtype == files.dtype()), None)
@@ -128,7 +129,7 @@ def import_speculators(
 
 
 def _load_teacher(name: str, dtype: str, device: torch.device | str) -> CacheTeacher:
-    """The model that has written the files, as the user says; its identity is a hash of its files, or its commit."""
+    """The model that, according to the user, wrote the files. Its identity is a hash of its files, or its commit."""
     tokenizer = load_tokenizer(name)
     decoder = Decoder.from_pretrained(name, dtype=dtype, device=device).eval()
     check_finite_weights(decoder, "teacher")
@@ -137,7 +138,7 @@ def _load_teacher(name: str, dtype: str, device: torch.device | str) -> CacheTea
 
 
 def _documents(files: ForeignFiles, vocabulary: int) -> tuple[list[int], list[tuple[bytes, range]]]:
-    """The number in the source, and the id and rows, of every different document of two tokens or more."""
+    """The numbers in the source, and the ids and rows, of the distinct documents with at least two tokens."""
     numbers: dict[bytes, int] = {}
     rows: dict[bytes, range] = {}
     for number, ids in enumerate(files.tokens()):
@@ -150,7 +151,7 @@ def _documents(files: ForeignFiles, vocabulary: int) -> tuple[list[int], list[tu
 
 
 def _probes(files: ForeignFiles, numbers: Sequence[int]) -> list[tuple[int, np.ndarray]]:
-    """The places in `numbers` of some documents, and their tokens."""
+    """The positions in `numbers` of the documents for the check, and their tokens."""
     places = {numbers[round(at)]: round(at) for at in np.linspace(0, len(numbers) - 1, min(PROBES, len(numbers)))}
     return [(places[number], ids) for number, ids in enumerate(files.tokens()) if number in places]
 
@@ -167,7 +168,7 @@ def _nats(decoder: Decoder, tokens: np.ndarray, stored: dict[str, Tensor], tempe
 
 
 def _needed_norm(decoder: Decoder, tokens: np.ndarray, stored_NE: Tensor, where: str) -> nn.Module | None:
-    """The module that turns the stored states into the teacher's hidden states; None if they are those already."""
+    """The last norm if the stored states are its input; None if they are already the teacher's hidden states."""
     before_NE, after_NE, norm = _around_last_norm(decoder, tokens)
     errors = [float((stored_NE.float() - hidden_NE).norm() / hidden_NE.norm()) for hidden_NE in (before_NE, after_NE)]
     fits = [error <= HIDDEN_ERROR for error in errors]
@@ -184,7 +185,7 @@ def _needed_norm(decoder: Decoder, tokens: np.ndarray, stored_NE: Tensor, where:
 
 @torch.no_grad()
 def _around_last_norm(decoder: Decoder, tokens: np.ndarray) -> tuple[Tensor, Tensor, nn.Module]:
-    """The input and the output [N, E] of the module that gives the teacher's hidden states, and the module."""
+    """The input and output [N, E] of the teacher's last norm, and this module. Its output are the hidden states."""
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def note(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:

@@ -14,15 +14,15 @@ from stillhouse.tools.cache_folder import write_documents
 
 #: the fields of the manifests that must be equal
 SAME = ("signal", "teacher_hash", "tokenizer_hash", "vocabulary", "width", "packed")
-#: how far the numbers of one teacher may differ, relative to their norm: its rounding depends on the batch
+#: how far the numbers of the same teacher may differ, relative to their norm: rounding depends on the batch
 TOLERANCE = 0.02
 
 
 def merge_caches(folders: Sequence[Path], out: Path, *, shard_bytes: int | None = None) -> Manifest:
     """Write a cache with the documents of several caches, in their order, or continue to write it.
 
-    Of a document that is in several caches, the first one counts. Raises ValueError for caches of different teachers,
-    tokenizers or signals, and for a document of which two caches have different rows or different numbers.
+    If several caches have a document, it is copied from the first one. Raises ValueError if the caches have different
+    teachers, tokenizers or signals, or if two caches have different rows or different numbers for a document.
     """
     if len(folders) < 2:
         raise ValueError(f"got {len(folders)} cache: expected two or more")
@@ -79,7 +79,7 @@ def _require_equal(document: bytes, first_rows: range, rows: range, owner: Signa
 
 
 def _are_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    if "counts" in ours:  # the random numbers were the same: only a draw at a border may change
+    if "counts" in ours:  # both used the same random numbers, so only a sample at a border may change
         differs_N = (ours["counts"] != theirs["counts"]).any(1) | (ours["ids"] != theirs["ids"]).any(1)
         return int(differs_N.sum()) <= max(1, TOLERANCE * len(differs_N))
     return bool(row_differences(ours, theirs).mean() <= TOLERANCE)

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
 
 It uses the run's own models and data, in float32, so that a difference comes from the layout and not from rounding.
-The completions of an on-policy run are written once, in one process.
-Every process computes the reference by itself, so both models and the student's gradients must fit into one process.
+The completions of an on-policy run are generated once, in one process. Every process computes the reference by
+itself, so both models and the student's gradients must fit into one process.
 """
 
 import math
@@ -31,7 +31,7 @@ from stillhouse.run.preflight import require_adapters
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import NoTeacher, SignalSource
 
-#: two float32 gradients count as the same up to this relative difference
+#: two float32 gradients count as equal up to this relative difference
 SAME = 1e-4
 #: micro-batches of the step per process, with one packed sequence each
 MICRO_BATCHES = 2
@@ -44,8 +44,8 @@ class Row:
     """The result for one layout.
 
     loss, gradient: relative differences from the step in one process.
-    parameter: the parameter whose gradient differs most; `gradient` is its difference.
-    refused: the reason why the layout is not possible.
+    parameter: the parameter with the largest difference of the gradient; `gradient` is this difference.
+    refused: the reason if the layout is not possible, otherwise "".
     """
 
     layout: str
@@ -62,9 +62,9 @@ class Row:
 
 
 def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
-    """Layouts with each degree alone and, with enough processes, with two degrees at a time.
+    """Layouts with one degree above 1 and, with enough processes, with two.
 
-    experts: whether a model has experts, so that expert parallelism is included.
+    experts: whether to include expert parallelism, because a model has experts.
     """
     axes = ("fsdp", "replicate", "tensor", "context", "pipeline")
     choices = [Degrees(**{axis: processes}) for axis in axes]
@@ -95,7 +95,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     }
     config = config.model_copy(update=in_float32)
     setup = RunSetup(config)
-    _ = setup.objective.spec, setup.stores  # whose mistakes are reported first
+    _ = setup.objective.spec, setup.stores  # raise their errors first
     require_adapters(config.student)
     device, processes = setup.device, process_count()
     data = setup.load_data()
@@ -131,7 +131,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
 def _generated(
     rollout: RolloutConfig, packer: StepPacker, data: RunData, engine: Engine, sequences: int, seed: int
 ) -> StepMicroBatches:
-    """A step on completions that the student writes in this process, the same ones on every process."""
+    """A step on completions that the student generates in this process; they are replicated on all processes."""
     (student,), prompts = engine.student.decoders, data.train.documents
     generator = make_generator(
         sampling_of(rollout, eos_ids(data.tokenizer, student)),
@@ -151,10 +151,10 @@ def _generated(
 
 
 def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed: int) -> float:
-    """Run one step and return its loss. The student then has the step's gradient. seed: initializes an adapter."""
+    """Run one step and return its loss; the gradient stays in the student. seed: for initialising an adapter."""
     for student in engine.student.decoders:
-        student.eval()  # dropout would draw different numbers under each layout
-        initialize_lora(student, seed, fresh=False)  # B is not zero then: a fresh adapter's A has a zero gradient
+        student.eval()  # dropout would use other random numbers under each layout
+        initialize_lora(student, seed, fresh=False)  # with a non-zero B: with B = 0, A's gradient would be 0
     micro_batches = engine.student.shard(step)
     source = source if engine.needs_teacher else NoTeacher()
     output = engine.forward_backward(micro_batches, source.request(micro_batches).result(), step.normalizer)
@@ -165,8 +165,8 @@ def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed
 def differences(engine: Engine, gradients: dict[str, Tensor], least: float) -> Iterator[tuple[str, float]]:
     """For each parameter on this process, the relative difference between its gradient and the reference gradient.
 
-    The difference is relative to the larger of the reference's norm and `least`. Gathering a sharded gradient is a
-    collective of the processes that share it.
+    The difference is divided by the larger of the reference's norm and `least`. A sharded gradient is all-gathered,
+    so all processes with a shard of it must call this.
     """
     for name, gradient in engine.gradients():
         reference = gradients.get(name)
@@ -177,7 +177,7 @@ def differences(engine: Engine, gradients: dict[str, Tensor], least: float) -> I
 
 
 def worst(errors: Iterable[tuple[Name, float]]) -> tuple[Name, float]:
-    """The largest of some errors with its name. A NaN counts as larger than any number, at every position."""
+    """The largest error with its name. NaN counts as larger than any number."""
     return max(errors, key=lambda error: (math.isnan(error[1]), error[1]))
 
 

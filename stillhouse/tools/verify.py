@@ -1,7 +1,7 @@
-"""`stillhouse verify`: checks that a run's folder is what the run wrote, without loading a model.
+"""`stillhouse verify`: checks that the files of a run's folder are unchanged, without loading a model.
 
-It checks every checkpoint by its hashes and by the coverage of its tensors; the metrics by the hash in the newest
-checkpoint, and that each step occurs once; and the final model by its hashes.
+It compares every checkpoint with its hashes and checks that it has all tensors. It compares metrics.jsonl with the
+hash in the newest checkpoint and checks that no step is repeated. It compares the final model with its hashes.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ class Finding:
 
 
 def verify(path: Path) -> Iterator[Finding]:
-    """The findings, one for each part of the folder. Raises ValueError for a folder without a run."""
+    """One finding per part of the folder. Raises ValueError for a folder without a run."""
     folder = RunFolder(path)
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} contains no run: it has no config.yaml. Give the `out` folder of a run")
@@ -55,7 +55,7 @@ def verify(path: Path) -> Iterator[Finding]:
 
 
 def _finding(what: str, described: Callable[[], str]) -> Finding:
-    """described: returns the detail; it raises ValueError for a problem"""
+    """described: a function that returns the detail, or raises ValueError for a problem."""
     try:
         return Finding(what, described())
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Writes a cache of a teacher's signals for the data of a run: the command `stillhouse cache`.
 
-The teacher runs in this job, or on servers, which then score each document once for any number of runs. Only the
-order and the sizes of the documents decide the shards. With n processes, each computes every n-th shard.
+The teacher runs in this job or on servers, and scores each document once for any number of runs. The division into
+shards depends only on the order and the sizes of the documents. With n processes, a process writes every n-th shard.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,15 +37,15 @@ def write_cache(
 ) -> Manifest:
     """Write the signals of a run's teacher for its training and held-out documents, or continue to write them.
 
-    kind, top_k, dtype, with_label: the signal of a teacher in this job. A served teacher gives `teacher.signal`.
-    top_k: ids per token of "top_k", samples per token of "sampled", both at the temperature of the run's objective.
+    kind, top_k, dtype, with_label: the signal of a teacher in this job; for a served teacher, see `teacher.signal`.
+    top_k: ids per token for "top_k", samples per token for "sampled", both at the temperature of the run's objective.
     dtype: the dtype of the stored numbers. None: float32, or the teacher's own dtype for hidden states.
-    with_label: whether "top_k" also has the actual next token.
-    packed: whether ids and counts have as few bits as they need.
+    with_label: whether "top_k" also includes the actual next token.
+    packed: whether ids and counts are stored with as few bits as possible.
 
-    A collective of all processes of a job. Raises ConfigError for a configuration without a teacher, or with a server
-    of another teacher, and ValueError for a folder in which something else was written, and for a
-    teacher whose signals are not finite.
+    All processes of a job must call this. Raises ConfigError if the configuration has no teacher, or a server has
+    another teacher. Raises ValueError if the folder contains anything else, or if the teacher's signals are not
+    finite.
     """
     setup = RunSetup(config)
     is_served = config.teacher is not None and config.teacher.signals_from == "url"
@@ -81,7 +81,7 @@ def write_cache(
 
 
 def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
-    """The teacher that writes the cache. Raises ConfigError if there is none in this job."""
+    """The configuration of the cache's teacher. Raises ConfigError if no teacher runs in this job."""
     teacher = setup.config.teacher
     if setup.config.teachers is not None:
         raise ConfigError(
@@ -99,7 +99,9 @@ def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
 
 
 def _served_teacher(setup: RunSetup, data: RunData) -> tuple[SignalStore, CacheTeacher]:
-    """The proven servers of the teacher. Raises ConfigError if their signals cannot be cached."""
+    """The teacher's servers after their proof, and the teacher. Raises ConfigError if the signals cannot be
+    cached.
+    """
     store = setup.stores["teacher"]
     setup.require_signals(data)
     if store.teacher_folder is None or store.vocabulary is None:
@@ -116,7 +118,7 @@ def data_splits(data: RunData) -> list[Documents]:
 
 
 def cache_documents(data: RunData) -> Iterator[tuple[int, DocumentRows]]:
-    """Every different document of a run that has a target, once, and the number of its split."""
+    """The distinct documents of a run that have targets, each with the number of its split."""
     seen: dict[bytes, range] = {}
     for split, documents in enumerate(data_splits(data)):
         for number, source in enumerate(documents.sources):

@@ -1,4 +1,4 @@
-"""The values of the configuration in which compared runs differ."""
+"""Finds the configuration values that differ between compared runs."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,9 +11,9 @@ ABSENT, NULL = "not set", "null"
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return (dotted key, one text for each run) of every value that is not the same in all runs.
+    """Return (dotted key, one text per run) of every value that is not the same in all runs.
 
-    A run without config.yaml has no configuration to compare, and differs in every key.
+    A run without config.yaml differs in every key.
     """
     configs = [_flat(run.config) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -26,7 +26,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _is_section(key: str, keys: Iterable[str]) -> bool:
-    """Whether a key is null in one run and a section in another; then the section's values have rows of their own."""
+    """Whether a key is null in one run and a section in another; then each value of the section has its own row."""
     return any(nested.startswith(f"{key}.") for nested in keys)
 
 

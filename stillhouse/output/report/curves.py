@@ -1,7 +1,7 @@
 """The charts of the metrics of runs: their order, titles and units, and one series per run and side.
 
-Every metric of every run is drawn, except `NOT_DRAWN`: the known ones in the order of the tables below, one chart for
-each term of the loss, and at the end all unknown metrics (for example of a later version), with their keys as titles.
+Every metric of every run is drawn, except `NOT_DRAWN`: first the known metrics in the order of the tables below, with
+one chart per term of the loss, then all unknown metrics (for example of a later version) with their keys as titles.
 """
 
 import itertools
@@ -18,14 +18,14 @@ from stillhouse.output.report.run_files import Run
 NATS = "nats per token"
 TOTAL = "loss/total_nats_per_token"
 NOT_DRAWN = {"tokens", "seconds", "eval/tokens"}  # running totals and counts; the summary shows the first two
-POINTS = 2000  # per series; of a longer series, the extremes of each section are kept
+POINTS = 2000  # most points of a series; from a longer series, the extremes of each section are kept
 SET = re.compile(
     r"eval/(?!exact_match/)([^/]+)/(cross_entropy|teacher_cross_entropy|forward_kl|agreement|student_entropy|teacher_entropy)"
 )
-TASK = "eval/exact_match/"  # the share of a task's answers that are right; the task's name follows
-LENGTH = "/length_"  # the same share over problems of one length, which follows
+TASK = "eval/exact_match/"  # prefix of a key, before a task's name: the share of right answers
+LENGTH = "/length_"  # part of such a key, before a length: the share for problems of this length
 DRAFTS = re.compile(r"eval/mtp_(\d+)/acceptance")
-LOG_FROM = 50.0  # from this ratio of largest to smallest value on, a logarithmic axis shows more than a linear one
+LOG_FROM = 50.0  # the axis is logarithmic if the largest value is at least so many times the smallest one
 
 Points = list[tuple[float, float | None]]  # (step, value); None is a gap
 
@@ -131,7 +131,7 @@ def draw(runs: Sequence[Run]) -> list[Drawing]:
 
 
 def _without_unused_sides(chart: Chart, series: list[Series]) -> tuple[Chart, list[Series]]:
-    """Leave out the sides that no run has. If only the first is left, it needs no name."""
+    """Remove the sides that no run has. If only the first side is left, remove its name, too."""
     keys = {side: key for side, key in chart.keys.items() if any(curve["side"] == side for curve in series)}
     if list(keys) == list(chart.keys)[:1]:
         (key,) = keys.values()
@@ -161,7 +161,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _charts_of_sets(keys: Iterable[str]) -> list[Chart]:
-    """The charts of held-out sets that have names, each set under a heading of its own."""
+    """The charts of named held-out sets, with one heading per set."""
     names = dict.fromkeys(match[1] for match in map(SET.fullmatch, keys) if match)
     return [
         replace(
@@ -186,7 +186,7 @@ def _term(key: str) -> Chart:
 
 
 def _total_repeats(runs: Sequence[Run]) -> bool:
-    """Whether the total adds no information: every run has one term, and the term's values equal the total."""
+    """Whether the total loss is redundant: every run has one term, and the term's values equal the total."""
     for run in runs:
         terms = {key for line in run.lines for key in line.values if key.startswith("loss/") and key != TOTAL}
         if len(terms) != 1:
@@ -215,7 +215,7 @@ def _series(lines: Sequence[MetricsLine], key: str, run: int, side: str) -> Seri
 
 
 def _section_means(points: Points, shown: Points) -> list[float | None]:
-    """For each point that is shown, the mean of its section, because smoothing only the extremes would mislead."""
+    """For each shown point, the mean of its section: the smoothed curve must not be computed from extremes only."""
     means: dict[float, float] = {}
     for section in _sections(points):
         values = [value for _, value in section if value is not None]
@@ -225,9 +225,10 @@ def _section_means(points: Points, shown: Points) -> list[float | None]:
 
 
 def _with_gaps(points: Points) -> Points:
-    """Insert a gap where steps are missing: where the distance is well above both of its neighbouring distances.
+    """Insert a gap where steps are missing: where the distance of two points is well above both neighbouring
+    distances.
 
-    Comparing with both avoids a gap where the interval changes, or before a last evaluation that follows early.
+    The comparison with both avoids a gap where the interval changes, or before an early last evaluation.
     """
     distance = [after[0] - before[0] for before, after in itertools.pairwise(points)]
     result = points[:1]

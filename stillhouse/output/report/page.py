@@ -1,4 +1,4 @@
-"""Writes the page: puts the figures at the top, the charts, the shaded text and the tables into the template."""
+"""Writes the page: fills the template with the summary, the charts, the shaded text and the tables."""
 
 import base64
 import hashlib
@@ -22,7 +22,7 @@ from stillhouse.output.report.token_text import SHADES, mean_kl, pieces, readout
 
 ASSETS = Path(__file__).parent / "assets"
 COLOURS = 8  # the style sheet's --run-0 … --run-7
-RECENT_STEPS = 4  # whose samples are listed directly; earlier ones are folded away
+RECENT_STEPS = 4  # the samples of so many last steps are listed directly; earlier steps are folded
 
 _DATA_LABELS = {
     "read": "documents read",
@@ -43,7 +43,7 @@ _DATA_LABELS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the summary. texts: one for each run, None if the run does not have the figure."""
+    """One number of the summary. texts: one per run; None if the run does not have this number."""
 
     name: str
     unit: str
@@ -63,7 +63,7 @@ def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None =
     page = render(read_runs([Path(run_dir), *map(Path, compare)]))
     target = Path(run_dir) / ("compare.html" if compare else "report.html") if out is None else Path(out)
     partial = target.with_name(target.name + ".partial")
-    # A token's text may hold half of a surrogate pair, which UTF-8 cannot encode; a browser then shows U+FFFD.
+    # A token's text may contain half of a surrogate pair. UTF-8 cannot encode it; a browser then shows U+FFFD.
     try:
         partial.write_bytes(page.encode("utf-8", errors="xmlcharrefreplace"))
         os.replace(partial, target)
@@ -76,7 +76,7 @@ def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None =
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the folders of runs that one page shows. Raises ValueError as `write_report` says."""
+    """Read the run folders of one page. Raises ValueError in the cases that `write_report` lists."""
     if len(paths) > COLOURS:
         raise ValueError(
             f"got {len(paths) - 1} runs to compare; at most {COLOURS - 1} can be distinguished in one chart"
@@ -87,7 +87,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def render(runs: Sequence[Run], *, watching: bool = False) -> str:
-    """Return the page of the first run, compared with the others. watching: whether it asks for new versions."""
+    """Return the page of the first run, compared with the others. watching: whether the page requests new
+    versions.
+    """
     run, rollouts, held_out = runs[0], runs[0].rollouts, runs[0].held_out
     drawings = draw(runs)
     names = run_names([run.path for run in runs])
@@ -142,7 +144,7 @@ def _template() -> Template:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Return folder names, with as many parent folders as are needed to make them different."""
+    """Return the folder names, with parent folders as needed to make all names different."""
     resolved = [path.resolve().parts for path in paths]
     depth = 1
     while len({parts[-depth:] for parts in resolved}) < len(resolved):
@@ -151,7 +153,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def title(run: Run) -> str:
-    """Return `student ← teacher`: for a path its last part, for a hub id the whole id; several teachers' names."""
+    """Return `student ← teachers`, each as the last part of a path or as a hub id."""
     student, teacher = (_model_name(run.config.get(side)) for side in ("student", "teacher"))
     if not student:
         return run.path.resolve().name
@@ -162,7 +164,7 @@ def title(run: Run) -> str:
 
 
 def objective(run: Run) -> str:
-    """Return the objective in words if the run has recorded it, else its expression."""
+    """Return the objective in words if the run has recorded these, otherwise its expression."""
     if run.environment and run.environment.get("objective"):
         return str(run.environment["objective"])
     section = run.config.get("objective")
@@ -220,7 +222,7 @@ def data_table(data: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[st
 
 
 def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of the lists in the data reports, such as the first reasons for skips, and other values."""
+    """Return (name, text) of values in the data reports that are not counts, such as the first reasons for skips."""
     notes = [(name, value) for name, value in data.items() if not isinstance(value, dict)]
     for name, report in data.items():
         if isinstance(report, dict):

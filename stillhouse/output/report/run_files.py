@@ -1,8 +1,8 @@
 """Reads the folder of a run into a `Run`: everything that the page shows of it.
 
-A killed run may lack any file except metrics.jsonl, and the last line of a file of JSON lines may be incomplete.
-`Run.notes` lists what is missing, and the page shows these notes. Other malformed content is an error that names the
-file and the place in the file. The tokens of a completion that is not shown are neither checked nor kept in memory.
+A killed run may lack any file except metrics.jsonl, and the last line of a file of JSON lines may be incomplete. The
+page lists missing content (`Run.notes`). Other malformed content raises an error with the file and the line or key.
+The tokens of completions that are not shown are neither checked nor kept in memory.
 """
 
 import json
@@ -19,7 +19,7 @@ from stillhouse.output.metrics_file import MetricsLine, read_metrics
 from stillhouse.output.records import EvalSample, HeldOutTokens, Sample, Span
 
 METRICS = "metrics.jsonl"
-#: for each other file, what the page lacks without it
+#: for each other file, the content that is missing on the page without this file
 OPTIONAL_FILES = {
     "config.yaml": "the run's configuration and its models' names",
     "environment.json": "versions, machine and date",
@@ -31,10 +31,10 @@ OPTIONAL_FILES = {
 }
 _ON_POLICY = {"timeline.jsonl", "samples.jsonl"}
 
-SPANS = 4000  # the newest ones, of which the page shows those of the last steps
-STEPS = 200  # at most so many steps whose samples are shown
-TOKENS = 40_000  # of all samples that are shown together: more make a page slow
-EVAL_SAMPLES = 4000  # the newest ones
+SPANS = 4000  # so many newest spans are read; the page shows those of the last steps
+STEPS = 200  # samples of at most so many steps are shown
+TOKENS = 40_000  # most tokens of all shown samples together, because more make the page slow
+EVAL_SAMPLES = 4000  # so many newest samples are read
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Rollouts:
     spans: the newest spans, in the order of the file.
     samples: the samples of some steps, in the order of steps.
     sampled_steps: the number of steps with samples.
-    staleness: for each staleness, the number of the student's own completions in the file.
+    staleness: for each staleness, the number of the student's completions in the file.
     """
 
     spans: list[Span]
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def has_held_out_data(self) -> bool:
-        """Whether the run was to have held-out data; True if that is not known."""
+        """Whether the configuration has held-out data; True if the configuration is missing."""
         return _asks_for_held_out_data(self.config)
 
     def first_and_last(self, key: str) -> tuple[float, float] | None:
@@ -108,7 +108,7 @@ def read_run(path: Path) -> Run:
 
 
 def _expected_files(config: dict[str, Any], present: set[str]) -> set[str]:
-    """The files that a run of this configuration, whose folder has the files `present`, should have."""
+    """The files that a run of this configuration should have. present: the files in the run's folder."""
     expected = {"config.yaml", "environment.json", "data.json"}
     if _asks_for_held_out_data(config):
         expected.add("tokens.json")
@@ -132,7 +132,7 @@ def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     try:
         config = read_yaml(text, str(path))
-    except ConfigError as error:  # ConfigError is for the caller's own configuration, not for a run's file
+    except ConfigError as error:  # ConfigError is only for the configuration of the caller
         raise ValueError(str(error)) from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a mapping of sections, got {type(config).__name__}")
@@ -163,9 +163,9 @@ def _sample_at(path: Path, where: str, offset: int) -> Sample:
 
 
 def shown_steps(tokens: dict[int, int]) -> list[int]:
-    """Choose at most `STEPS` steps with at most `TOKENS` tokens together, evenly. The last step is one of them.
+    """Choose evenly at most `STEPS` steps with at most `TOKENS` tokens together, including the last step.
 
-    tokens: how many tokens the samples of each step have.
+    tokens: the number of tokens of the samples of each step.
     """
     steps = sorted(tokens)
     count = min(STEPS, len(steps))

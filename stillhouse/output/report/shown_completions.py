@@ -1,17 +1,19 @@
-"""The completions that the page shows: of an on-policy run's steps by token, and of held-out prompts over time."""
+"""The completions on the page: token by token for the steps of an on-policy run, and over time for held-out
+prompts.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stillhouse.output.records import EvalSample, Sample, SampleToken
 
-STALEST = 12  # larger staleness is counted together
-EVALUATIONS = 6  # of a held-out prompt that are shown directly; those between them are folded away
+STALEST = 12  # larger values of staleness are counted together
+EVALUATIONS = 6  # evaluations of a held-out prompt that are shown directly; the others are folded
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """tokens: (token, its facts, whether other weights generated the token before it). cut: tokens not shown."""
+    """tokens: (token, its facts, whether its version differs from the previous token's). cut: tokens not shown."""
 
     facts: list[str]
     prompt: str
@@ -28,7 +30,7 @@ class ShownStep:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A held-out prompt with its completions, in the order of steps. folded: those of further evaluations."""
+    """A held-out prompt with its completions, in the order of steps. folded: completions that are folded."""
 
     last: EvalSample
     shown: list[EvalSample]

@@ -1,4 +1,4 @@
-"""The timeline of an on-policy run: the last steps of the trainer, and the work of all parts of the job in this time.
+"""The timeline of an on-policy run: the work of all parts of the job during the trainer's last steps.
 
 Each part of the job has a lane. Spans of one lane that overlap in time are in different rows.
 """
@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from stillhouse.display import escaped
 from stillhouse.output.records import LANES, WAIT, Span
 
-STEPS = 12  # of the trainer
-ROWS = 8  # of a lane; if more work goes on at the same time, boxes overlap
+STEPS = 12  # steps of the trainer that are shown
+ROWS = 8  # most rows of a lane; if more spans overlap in time, their boxes overlap
 STEP_LABELS = 8
-SHORTEST = 1e-4  # seconds; nothing is drawn of a shorter time
+SHORTEST = 1e-4  # seconds; no timeline is drawn for a shorter time
 WHAT = 60  # characters of a span's name
 
 
 @dataclass(frozen=True)
 class Box:
-    """One span in the timeline; left and width in percent of the time that is shown."""
+    """One span in the timeline; left and width in percent of the shown time."""
 
     left: float
     width: float
@@ -35,15 +35,15 @@ class Lane:
     name: str
     boxes: list[Box]
     rows: int
-    busy: float  # share of the time that is shown; of the trainer, as `waited`, share of its steps' time
+    busy: float  # share of the shown time; for the trainer and in `waited`, of its steps' time
     waited: float  # of the trainer: as `speed/waiting`, and as the run prints it
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """first, last: the steps that are shown.
-    start, seconds: the time that is shown, in seconds of the run.
-    between: the share of this time that is in no step of the trainer.
+    """first, last: the range of shown steps.
+    start, seconds: the shown time, in seconds of the run.
+    between: the share of the shown time that is outside the trainer's steps.
     marks, ticks: pairs (left in percent, text).
     """
 
@@ -110,7 +110,7 @@ def _lane(name: str, spans: list[Span], start: float, seconds: float) -> Lane:
 
 
 def _whole_steps(spans: Sequence[Span]) -> list[Span]:
-    """One span for each of the trainer's steps. An evaluation or a checkpoint lies between two steps."""
+    """One span per step of the trainer. Evaluations and checkpoints are between two steps."""
     steps = dict[int, Span]()
     for span in spans:
         step = steps.get(span.step, span)
@@ -119,7 +119,7 @@ def _whole_steps(spans: Sequence[Span]) -> list[Span]:
 
 
 def _covered(spans: list[Span], start: float) -> float:
-    """Return the seconds from `start` on in which at least one of the spans goes on."""
+    """Return how many seconds after `start` are covered by at least one span."""
     covered, until = 0.0, start
     for span in sorted(spans, key=lambda span: span.start):
         covered += max(0.0, span.stop - max(span.start, until))
@@ -128,7 +128,7 @@ def _covered(spans: list[Span], start: float) -> float:
 
 
 def _ticks(seconds: float) -> list[tuple[float, str]]:
-    """Return round times since the timeline's start, at most six, with their places."""
+    """Return at most six round times since the timeline's start, with their positions in percent."""
     power = 10 ** math.floor(math.log10(seconds / 5))
     every = next(size * power for size in (1, 2, 5, 10) if seconds / (size * power) <= 5)
     return [

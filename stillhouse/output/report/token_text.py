@@ -1,15 +1,15 @@
 """The tokens of the page: their text, shaded by divergence, with the predictions of the models.
 
-The text is unchanged; invisible characters (newlines, tabs, control characters) get a mark. A shade stands for a
-range of nats; each range starts at twice the start of the one before. The ranges are the same in every report, so
-that reports can be compared.
+The text is unchanged; invisible characters (newlines, tabs, control characters) get a mark. A shade represents a
+range of nats, and the start doubles from range to range. The ranges are the same in every report, so that reports can
+be compared.
 """
 
 import bisect
 
 from stillhouse.output.records import Document, HeldOutTokens, Token
 
-# Lower ends of the shades above the first, in nats. The style sheet has a colour for each: --kl-0 … --kl-8.
+# The lower bounds in nats of all shades but the first. The style sheet has a colour per shade: --kl-0 … --kl-8.
 SHADES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 
 _MARKS = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
@@ -20,7 +20,7 @@ def shade(nats: float) -> int:
 
 
 def shade_class(nats: float | None, target: bool) -> str:
-    """Return the style class of a token; "" if it has no divergence or is no training target."""
+    """Return the style class of a token; "" if it has no divergence or is not a target."""
     return f"k{shade(nats)}" if target and nats is not None else ""
 
 
@@ -62,7 +62,7 @@ def term_names(held_out: HeldOutTokens) -> list[str]:
 
 
 def readouts(held_out: HeldOutTokens, terms: list[str]) -> list[list[list[object]]]:
-    """Return what the page shows for the token under the pointer.
+    """Return the values that the page shows for the token under the pointer, for each token of each document:
 
     [label, KL, teacher's top, student's top, for each of `terms` (value, gradient, raises, lowers) or null]
     """

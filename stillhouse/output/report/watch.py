@@ -1,8 +1,8 @@
-"""`stillhouse report --watch`: serves a run's report on this machine while the run goes on.
+"""`stillhouse report --watch`: serves a run's report on this machine during the run.
 
-The page asks this server every two seconds whether there is a later version, and replaces its content by it.
-Smoothing, scales, zoom and scroll position stay. The server answers only requests whose host name is this machine's,
-so that a page of another origin cannot read the report through a host name of its own.
+Every two seconds, the page requests a newer version and replaces its content, but keeps smoothing, scales, zoom and
+scroll position. The server answers only requests whose host name is this machine's. Otherwise a page of another
+origin could read the report through its own host name (DNS rebinding).
 """
 
 import hashlib
@@ -19,7 +19,7 @@ ADDRESS = "127.0.0.1"
 
 
 class WatchedReport:
-    """The page of some runs as it is now. Raises ValueError, when it is made, as `read_runs` does."""
+    """The current page of some runs. The constructor raises the ValueErrors of `read_runs`."""
 
     def __init__(self, run_dir: Path, compare: Sequence[Path] = ()):
         self._paths = [Path(run_dir), *map(Path, compare)]
@@ -29,7 +29,7 @@ class WatchedReport:
     def current(self) -> tuple[str, bytes]:
         """Return the version and the page. The page is rendered again only if a file has changed.
 
-        Raises ValueError if a file is malformed; the run may be replacing it, so that a later call succeeds.
+        Raises ValueError if a file is malformed. A later call may succeed, because the run may be replacing the file.
         """
         version = self._stamp()
         if version != self._version:
@@ -39,7 +39,7 @@ class WatchedReport:
         return self._version, self._page
 
     def _stamp(self) -> str:
-        """Changes with the size or the time of any file that the page shows."""
+        """A hash of the sizes and modification times of all files that the page shows."""
         files = []
         for path in (folder / name for folder in self._paths for name in (METRICS, *OPTIONAL_FILES)):
             try:
@@ -51,7 +51,7 @@ class WatchedReport:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves the page at `/` on the loopback address. port: 0 for a free one."""
+    """Serves the page at `/` on the loopback address. port: 0 chooses a free port."""
 
     daemon_threads = True
 
@@ -113,4 +113,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Print nothing: the page asks every two seconds."""
+        """Print nothing, because the page sends a request every two seconds."""

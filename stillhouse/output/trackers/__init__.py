@@ -1,8 +1,8 @@
 """Trackers that get the metrics of a run in addition to metrics.jsonl: TensorBoard, wandb, trackio and mlflow.
 
-A run that is resumed continues its curves. It repeats the steps after its checkpoint, and `TrackerState` knows the
-steps that each tracker has already. If a tracker fails during the run, a warning is printed once and the run goes
-on without it, because metrics.jsonl has everything. Each library is imported only if `track` names it.
+A resumed run continues its curves. It repeats the steps after its checkpoint; `TrackerState` records which steps each
+tracker already has. If a tracker fails during the run, a warning is printed once and the run continues without this
+tracker, because metrics.jsonl has all metrics. Each library is imported only if `track` names it.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ Values = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """One tracker's run. Its methods raise the library's errors, whatever they are."""
+    """A run in one tracker. Its methods may raise any exception of the library."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -43,21 +43,21 @@ def require_trackers(track: Sequence[str]) -> None:
     """Raise ConfigError if a tracker in `track` is not installed."""
     for name in track:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # no origin: a folder of this name, such as wandb makes
+        if spec is None or spec.origin is None:  # no origin: only a folder of this name, for example wandb's
             raise ConfigError("track", f"{name} is not installed; pip install 'stillhouse[{name}]'")
 
 
 class Trackers:
-    """The trackers of a run, except for TensorBoard. folder: the run's folder. warn: prints a line."""
+    """The trackers of a run, except TensorBoard. folder: the run's folder. warn: prints a line."""
 
     def __init__(
         self, folder: RunFolder, trackers: dict[str, Tracker], state: TrackerState, warn: Callable[[str], None]
     ):
         self._folder, self._trackers, self._state, self._warn = folder, trackers, state, warn
-        self._logged: dict[str, int] = {}  # for each metric, its last step in this process
+        self._logged: dict[str, int] = {}  # for each metric, the last step logged by this process
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the finite values, except those that a tracker has from an earlier process."""
+        """Send the finite values to each tracker, except values that an earlier process has already sent."""
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
         for name, tracker in list(self._trackers.items()):
             known = self._state.sent.get(name, {})
@@ -66,7 +66,7 @@ class Trackers:
         self._logged |= dict.fromkeys(metrics, step)
 
     def close(self, *, complete: bool) -> None:
-        """End the trackers' runs. complete: without an error or a signal."""
+        """End the trackers' runs. complete: whether the run ended without an error or a signal."""
         for name, tracker in list(self._trackers.items()):
             self._use(name, "at the end", partial(tracker.close, complete=complete))
 
@@ -88,9 +88,9 @@ class Trackers:
 def open_trackers(
     folder: RunFolder, track: Sequence[str], log_bytes: int, values: Values, warn: Callable[[str], None]
 ) -> Trackers:
-    """Open the trackers before lines of metrics.jsonl are removed.
+    """Open the trackers. Call this before lines are removed from metrics.jsonl.
 
-    log_bytes: the length of metrics.jsonl at the checkpoint that the run continues from.
+    log_bytes: the length of metrics.jsonl at the checkpoint from which the run resumes.
     values: the configuration.
 
     Raises ValueError if a tracker cannot be started, or if trackers.json is damaged or of another run.
@@ -107,5 +107,5 @@ def open_trackers(
             opened.pop_all()
         state.active = names
     finally:
-        state.save(folder)  # also if one cannot be started: the next process continues the runs of the others
+        state.save(folder)  # even if one fails to start: the next process continues the others
     return Trackers(folder, trackers, state, warn)

@@ -1,4 +1,4 @@
-"""MLflow. Its own environment variables apply, such as MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
+"""MLflow. It reads its own environment variables, such as MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
 
 import os
 import re
@@ -11,9 +11,9 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.trackers.tracker_state import TrackerState
 
 EXPERIMENT = "stillhouse"
-_LONGEST = 500  # characters of a parameter that every version of mlflow stores
-_BATCH = 100  # parameters of one request
-#: 90 s for a server that does not answer; mlflow's own limits are 16 minutes, longer than a job waits for a rank
+_LONGEST = 500  # most characters of a parameter: all versions of mlflow store this many
+_BATCH = 100  # parameters per request
+#: give up after 90 s if a server does not answer; mlflow's default is 16 minutes, longer than a job waits for a rank
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
 
 
@@ -31,7 +31,7 @@ class MlflowRun:
 
 
 def open_mlflow(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> MlflowRun:
-    """Start the run, or continue the run whose id the state has. Raises ValueError if mlflow cannot."""
+    """Start a run, or continue the run with the id `state.mlflow`. Raises ValueError if mlflow fails."""
     for variable, value in _PATIENCE.items():
         os.environ.setdefault(variable, value)
     mlflow = imported("mlflow", "track")

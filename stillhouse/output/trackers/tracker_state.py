@@ -1,4 +1,4 @@
-"""trackers.json: by which names the trackers know a run, and which steps they have already."""
+"""trackers.json: the names and ids of a run in the trackers, and the steps that the trackers already have."""
 
 import uuid
 from typing import Self
@@ -12,11 +12,11 @@ FILE = "trackers.json"
 
 
 class TrackerState(BaseModel):
-    """name: the name of the run's folder, so that a copy of the folder does not write into the original's curves.
+    """name: the name of the run's folder. A copy of the folder has another name, so it starts its own curves.
     id: distinguishes runs whose folders have the same name.
-    mlflow: the id that mlflow has given the run.
-    active: the trackers that get each line of metrics.jsonl that is written now.
-    sent: for each tracker and metric, the last step that was sent, if metrics.jsonl does not show it.
+    mlflow: mlflow's id of the run.
+    active: the trackers to which the lines of metrics.jsonl are being sent.
+    sent: for each tracker and metric, the last step that was sent, if metrics.jsonl no longer shows it.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -29,7 +29,7 @@ class TrackerState(BaseModel):
 
     @classmethod
     def is_own(cls, folder: RunFolder) -> bool:
-        """Whether there is a state of this folder's run, which `open` does not refuse."""
+        """Whether the folder has a valid trackers.json of its own run: then `open` raises no ValueError."""
         path = folder.path / FILE
         try:
             return path.exists() and cls.model_validate_json(path.read_bytes()).name == folder.path.resolve().name
@@ -38,9 +38,9 @@ class TrackerState(BaseModel):
 
     @classmethod
     def open(cls, folder: RunFolder, log_bytes: int) -> Self:
-        """The state of a run that continues after the first `log_bytes` bytes of its metrics.jsonl; none is active.
+        """The state of a run that resumes after the first `log_bytes` bytes of its metrics.jsonl. `active` is empty.
 
-        Raises ValueError for a file that this class has not written, and for one of another run's folder.
+        Raises ValueError if trackers.json is damaged or was copied from another run's folder.
         """
         path, name = folder.path / FILE, folder.path.resolve().name
         if not path.exists():
@@ -59,7 +59,7 @@ class TrackerState(BaseModel):
         return state
 
     def lost(self, name: str, logged: dict[str, int]) -> None:
-        """A tracker has failed. logged: for each metric, the last step that it got from this process."""
+        """Record that a tracker has failed. logged: for each metric, the last step that this process sent to it."""
         self.active.remove(name)
         self.sent[name] = _later(self.sent.get(name, {}), logged)
 
@@ -72,9 +72,9 @@ def _later(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
 
 
 def _steps(folder: RunFolder, log_bytes: int) -> dict[str, int]:
-    """The last step of each metric in the lines of metrics.jsonl behind `log_bytes`, which are about to be removed.
+    """The last step of each metric in the lines of metrics.jsonl after `log_bytes`; these lines will be removed.
 
-    A line is sent after it has been written, so a last line without an end has not been sent.
+    A line is sent after it has been written, so an incomplete last line has not been sent.
     """
     last_steps: dict[str, int] = {}
     if not folder.metrics.is_file():

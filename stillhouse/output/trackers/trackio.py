@@ -1,4 +1,4 @@
-"""Trackio. Its own environment variables apply, such as TRACKIO_DIR. TRACKIO_PROJECT is read here."""
+"""Trackio. It reads its own environment variables, such as TRACKIO_DIR. This module reads TRACKIO_PROJECT."""
 
 import os
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ class TrackioRun:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self, *, complete: bool) -> None:  # trackio has no runs that failed
+    def close(self, *, complete: bool) -> None:  # trackio does not distinguish failed runs
         self._run.finish()
 
 
 def open_trackio(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> TrackioRun:
-    """Start the run, or continue the run of the same name: trackio knows runs by their names, so the id is in it."""
+    """Start a run, or continue the run of the same name: trackio identifies runs by name, so the name has the id."""
     trackio = imported("trackio", "track")
     with reading("track: trackio cannot start a run", library="trackio"):
         run = trackio.init(

@@ -1,4 +1,4 @@
-"""Weights & Biases. Its own environment variables apply, such as WANDB_MODE, WANDB_PROJECT and WANDB_DIR."""
+"""Weights & Biases. It reads its own environment variables, such as WANDB_MODE, WANDB_PROJECT and WANDB_DIR."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from stillhouse.libraries import imported, reading
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.trackers.tracker_state import TrackerState
 
-#: how long the end of a run waits until everything is sent; what is not is on the disk, for `wandb sync`
+#: at its end, a run waits so many seconds until all data are sent; unsent data stay on disk for `wandb sync`
 SECONDS = 120.0
 
 
@@ -32,13 +32,13 @@ def open_wandb(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]
             project=os.environ.get("WANDB_PROJECT", "stillhouse"),
             name=os.environ.get("WANDB_NAME", state.name),
             id=state.id,
-            # offline, wandb has nothing to compare with, and a later process only has the same id
+            # offline, wandb cannot look up the run, so a later process only reuses the id
             resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
             dir=os.environ.get("WANDB_DIR", str(folder.path)),
             config=dict(values),
             settings=wandb.Settings(
                 console=os.environ.get("WANDB_CONSOLE", "off"),
-                # wandb itself waits forever for a server that does not answer, and the model is written afterwards
+                # by default wandb waits for ever if a server does not answer, and the model would not be written
                 finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", SECONDS)),
                 finish_timeout_raises=True,
             ),

@@ -1,1 +1,1 @@
-"""The demo: a corpus that every Python contains, a shipped teacher, and two runs that show distillation."""
+"""The demo: a corpus that is part of every Python installation, a shipped teacher, and two runs to compare."""

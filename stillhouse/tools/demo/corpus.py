@@ -3,10 +3,10 @@
 A document is either one module's docstrings and longer comments, in source order with short headings, or one page of
 `pydoc_data.topics` (the language reference). Modules are parsed, never imported.
 
-A hash of a document's *name* decides its split, so that all Python versions agree on the splits. The shipped teacher
-was trained on the teacher split (and on the source code of its modules), the demo's student trains on the student
-split, and no model trains on the held-out split. The language reference repeats whole sections on several pages: a
-repeated paragraph stays only in the first document by hash. So the splits share no paragraph of prose.
+The split of a document depends only on a hash of its *name*, so it is the same in all Python versions. The shipped
+teacher was trained on the teacher split (and on the source code of its modules), the demo's student trains on the
+student split, and no model trains on the held-out split. The language reference repeats sections on several pages; a
+repeated paragraph stays only in the document with the smallest hash. So the splits share no paragraph of prose.
 """
 
 import ast
@@ -20,10 +20,10 @@ from typing import Literal
 
 Split = Literal["teacher", "student", "held_out"]
 
-#: where the hashes of each split's names end; they begin where those of the split before end
+#: the end of each split's range of hashes; the range begins at the end of the previous split
 ENDS: dict[Split, float] = {"held_out": 0.05, "student": 0.2, "teacher": 1.0}
-COMMENT_LENGTH = 100  # characters: shorter comment blocks mean too little without their code
-PARAGRAPH_LENGTH = 40  # characters: shorter paragraphs ("Examples:") may repeat
+COMMENT_LENGTH = 100  # characters: shorter comment blocks are hard to understand without their code
+PARAGRAPH_LENGTH = 40  # characters: shorter paragraphs ("Examples:") may be repeated
 
 SKIPPED = frozenset(
     {"__phello__", "__pycache__", "dist-packages", "encodings", "idle_test", "lib2to3", "pydoc_data"}
@@ -40,7 +40,7 @@ NOT_EVERYWHERE = frozenset(
 
 @dataclass(frozen=True)
 class Document:
-    """A named piece of text; the name alone decides its split."""
+    """A named text; its split depends only on the name."""
 
     name: str
     text: str
@@ -61,7 +61,7 @@ def name_hash(name: str) -> float:
 def collect_documents(library: Path | None = None, end: float = 1.0) -> list[Document]:
     """Return the documents of this Python's standard library, in the order of their names' hashes.
 
-    end: only those whose hash is smaller. The documents that it leaves out do not affect the returned ones.
+    end: return only documents with a smaller hash. The others do not affect the result.
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
     texts = {name: prose(source) for name, source in module_sources(library, end)}
@@ -94,7 +94,7 @@ def write_jsonl(documents: Iterable[Document], path: Path) -> None:
 def module_sources(library: Path, end: float = 1.0) -> Iterator[tuple[str, str]]:
     """Yield the dotted name and the source of each module under a library folder, sorted by path.
 
-    end: only modules whose name has a smaller hash.
+    end: yield only modules with a smaller hash of the name.
     """
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
@@ -167,7 +167,7 @@ def quoted_lines(tree: ast.Module) -> set[int]:
 
 
 def without_repeats(documents: Iterable[Document]) -> list[Document]:
-    """Remove every paragraph that has occurred before, and documents that are then empty."""
+    """Remove every paragraph that has occurred before, and documents without remaining paragraphs."""
     seen: set[str] = set()
     kept = []
     for document in documents:

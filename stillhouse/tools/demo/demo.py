@@ -1,7 +1,7 @@
-"""`stillhouse demo`: distillation on text that every Python contains.
+"""`stillhouse demo`: distillation on text that is part of every Python installation.
 
-A student with a quarter of the shipped teacher's parameters is trained on a small text that the teacher was not
-trained on: once with the teacher, once on the text alone, for the same number of tokens. Both are ordinary runs of
+A student with a quarter of the shipped teacher's parameters is trained twice on a small text that the teacher has not
+seen, once with the teacher and once without, for the same number of tokens. Both are ordinary runs of
 `stillhouse distill`, and their folders are kept.
 """
 
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> list[Row]:
-    """Run both, print the table and the report's path, and return the table's rows."""
+    """Execute both runs, print the table and the report's path, and return the table's rows."""
     out.mkdir(parents=True, exist_ok=True)
     write_jsonl(collect_split("student"), out / "train.jsonl")
     write_jsonl(collect_split("held_out"), out / "held_out.jsonl")

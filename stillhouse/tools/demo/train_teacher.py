@@ -48,7 +48,7 @@ def teacher_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def chooses(document: Document) -> bool:
-    """Whether a teacher document is set aside to choose the checkpoint; a module's source and prose go together."""
+    """Whether a document is used only to choose the checkpoint; the same for a module's source and its prose."""
     return name_hash("choosing:" + document.name.removeprefix("source:")) < CHOOSING_SHARE
 
 
