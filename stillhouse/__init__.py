@@ -1,6 +1,6 @@
 """Stillhouse distills large language models: any teacher into any student, without materialising logits.
 
-The names here are loaded when they are first used, so that `import stillhouse` costs nothing.
+The names are imported at their first use, so that `import stillhouse` takes almost no time.
 """
 
 import importlib

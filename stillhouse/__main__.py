@@ -1,4 +1,4 @@
-"""`python -m stillhouse`: the command line, also for launchers that start modules."""
+"""`python -m stillhouse`: the command line, for launchers that start Python modules."""
 
 from stillhouse.cli import main
 

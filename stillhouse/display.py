@@ -1,9 +1,9 @@
-"""Makes text from outside safe to show: short, and unable to move the cursor or to change the reading direction."""
+"""Makes external text safe to print: shortens it and escapes characters that control the cursor or text direction."""
 
 import re
 from collections.abc import Iterable, Sequence
 
-#: control characters except tab and newline, line separators, direction controls, halves of surrogate pairs
+#: control characters except tab and newline, line separators, text-direction controls, halves of surrogate pairs
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONTROLS_AND_LINES = re.compile(_CONTROLS.pattern[:-1] + "\n\t]")
 #: limits of a message: lines, and characters per line
@@ -19,7 +19,7 @@ def escaped(text: str, *, lines: bool = False) -> str:
 
 
 def message(text: str) -> str:
-    """An error message, escaped and cut to `LINES` lines. If it is cut, the last line counts the missing lines."""
+    """An error message, escaped and cut to `LINES` lines; the last line then has the number of missing lines."""
     lines = [_cut(line, WIDTH) for line in escaped(text, lines=True).splitlines()]
     if len(lines) > LINES:
         lines = [*lines[: LINES - 1], f"... and {len(lines) - LINES + 1:,} more lines"]
@@ -27,7 +27,7 @@ def message(text: str) -> str:
 
 
 def name_list(names: Iterable[object]) -> str:
-    """The names, sorted and escaped; only the first ones if there are many; "none" if there are none."""
+    """The names, sorted, escaped, and at most `NAMES` of them; "none" if there are none."""
     ordered = sorted(map(str, names))
     shown = [_cut(escaped(name), NAME_WIDTH) for name in ordered[:NAMES]]
     more = [f"and {len(ordered) - NAMES:,} more"] if len(ordered) > NAMES else []
@@ -35,14 +35,14 @@ def name_list(names: Iterable[object]) -> str:
 
 
 def enumerated(names: Sequence[str], word: str) -> str:
-    """The names with commas between them, and a word before the last one."""
+    """The names, separated by commas, with `word` before the last one."""
     return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, without the advice that libraries add after it.
 
-    The type of the error is added, except for ValueError, OSError and jinja2's errors, whose messages are sentences.
+    The type of the error is added, except for ValueError, OSError and jinja2's errors: their messages are sentences.
     """
     first, _, rest = str(error).strip().partition("\n")
     if first.endswith(":"):

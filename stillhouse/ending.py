@@ -1,4 +1,4 @@
-"""Ends a process without waiting for its main thread, also if torchrun is gone, and formats its error line."""
+"""Ends a process without waiting for its main thread or for torchrun, and formats its error line."""
 
 import os
 import sys
@@ -7,34 +7,34 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-#: how many seconds to wait while buffered output is written to stdout
+#: the most seconds to wait while buffered output is written to stdout
 FLUSH_SECONDS = 1.0
-#: how many seconds a command that has done its work waits for threads of other code
+#: the most seconds that a finished command waits for threads of other code
 SECONDS_FOR_THREADS = 30.0
-#: how often a process looks for torchrun, and how much later than the first process of a machine the others end, so
-#: that the first one does not report that it has lost contact with them
+#: seconds between two checks whether torchrun still runs. If it does not, local rank 0 ends first, and the other ranks
+#: wait for twice this time, so that local rank 0 does not report a lost connection
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def error_line(message: str) -> str:
-    """An error as every command prints it, with the rank's number if that is not 0."""
+    """An error in the form in which every command prints it, with the rank's number if this is not rank 0."""
     rank = os.environ.get("RANK", "0")
     return f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}"
 
 
 def print_line(line: str) -> None:
-    """Print a line on stderr, bypassing Python's buffers, whose locks the main thread may hold."""
+    """Print a line on stderr without Python's buffers, because the main thread may have locked them."""
     start = "\n" if os.isatty(2) else ""  # start below the live line of a run
-    with suppress(OSError):  # the reader may be gone
+    with suppress(OSError):  # the reader of stderr may have ended
         os.write(2, f"{start}{line}\n".encode())
 
 
 def end_process(code: int, line: str | None) -> NoReturn:
     """End this process from any thread, without unwinding the stack. line: printed on stderr first.
 
-    No file is left half-written under its final name, because files are written under another name and renamed.
+    No incomplete file remains under its final name, because files are written under another name and then renamed.
     """
-    flush = threading.Thread(target=_flush, daemon=True)  # a thread, since it may block on a lock of the main thread
+    flush = threading.Thread(target=_flush, daemon=True)  # a thread: it may wait for a lock of the main thread
     flush.start()
     flush.join(FLUSH_SECONDS)
     if line is not None:
@@ -43,10 +43,10 @@ def end_process(code: int, line: str | None) -> NoReturn:
 
 
 def end_without_threads(code: int) -> None:
-    """Call this last: it ends the process with this exit code if threads of other code do not end by themselves.
+    """End the process with this exit code if threads of other code do not end. Call this last.
 
-    Python waits for every thread that is no daemon, such as one in which a reward hangs, and signals are ignored by
-    then.
+    Otherwise Python would wait for every non-daemon thread, for example one in which a reward function hangs, and
+    signals are already ignored at this point.
     """
     threading.Thread(target=_end_without_threads, args=(code,), daemon=True).start()
 
@@ -66,13 +66,12 @@ def _flush() -> None:
 
 
 def end_with_launcher() -> None:
-    """Let this process end at once when torchrun, its parent, is gone. Without torchrun this does nothing.
+    """Start a thread that ends this process when its parent torchrun has ended. Without torchrun this does nothing.
 
     torchrun stops its processes before it ends, unless it is killed by SIGKILL or by the kernel when memory runs out.
-    Without this check, its processes would then go on training, occupy their devices and keep the run's folder
-    locked. The operating system gives a process whose parent is gone another parent. A thread looks for that: unlike
-    Linux's `prctl(PR_SET_PDEATHSIG)`, this works on every system, and also if the thread that started the process
-    ends earlier.
+    Then its processes would continue training, occupy their devices and keep the run's folder locked. The thread
+    detects this by the parent's process id, which the operating system changes when the parent ends. Unlike Linux's
+    `prctl(PR_SET_PDEATHSIG)`, this works on every system, and also if torchrun's starting thread ends earlier.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), name="launcher", daemon=True).start()

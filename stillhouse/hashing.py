@@ -13,10 +13,10 @@ def file_hash(path: Path) -> str:
 
 
 def folder_hashes(folder: Path) -> dict[str, str]:
-    """The sha256 of each file that lies directly in a folder, by its name; "" for what is no file."""
+    """The sha256 of each file directly in a folder, by name; "" for entries that are not files."""
     return {path.name: file_hash(path) if path.is_file() else "" for path in sorted(folder.iterdir())}
 
 
 def json_hash(content: Any) -> str:
-    """The sha256 of what JSON can hold. The order of an object's keys does not matter."""
+    """The sha256 of a value of JSON types. The order of an object's keys does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""What is known of the libraries below: which features need a later version, and how they fail on a damaged file.
+"""Facts about other libraries: which features need a later version, and which errors a damaged file causes.
 
-transformers, tokenizers, datasets and ruamel hardly check what they read: a number where text is expected causes an
-AttributeError deep inside them. So each of their calls on files from outside, but none of our own code, goes into a
+transformers, tokenizers, datasets and ruamel hardly validate files: a number instead of a text causes an
+AttributeError deep inside them. So each call of theirs that reads external files, but none of our own code, is in a
 `reading` block.
 """
 
@@ -19,20 +19,20 @@ from stillhouse.display import first_line
 
 
 class Needs(NamedTuple):
-    """The first version of a library that has what a feature needs."""
+    """The first version of a library that supports a feature, and the reason."""
 
     library: str
     version: str
     why: str
 
 
-#: features that need later versions than the oldest ones in pyproject.toml; docs/versions.md has the same table
+#: features that need later versions than the minimum ones in pyproject.toml; docs/versions.md has the same table
 FEATURES = {
     "expert parallelism": Needs("transformers", "5.22", "earlier versions cannot send tokens to the experts"),
     "multi-token prediction": Needs("transformers", "5.20", "earlier versions cannot run one MTP layer by itself"),
 }
 
-#: what Python raises if a value does not have the type, form or size that the code expects
+#: Python's exceptions for values of an unexpected type, form or size
 _PYTHONS = (
     ValueError,
     TypeError,
@@ -50,7 +50,7 @@ _LIBRARIES = (*("datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtim
 
 
 class reading(AbstractContextManager[object]):
-    """Within the block, turn a library's error into ValueError("{what}: {the error's first line}").
+    """Convert a library's error in the block to ValueError("{what}: {the error's first line}").
 
     passes: our own error types, which are not changed.
     library: one more library whose errors derive directly from Exception.
@@ -65,8 +65,8 @@ class reading(AbstractContextManager[object]):
 
 
 class writing(AbstractContextManager[object]):
-    """Within the block, turn an error of the disk into OSError: the Rust core of tokenizers raises an instance of
-    Exception itself, and only its text has the number of the error.
+    """Convert disk errors in the block to OSError: the Rust core of tokenizers raises a plain Exception with the
+    error number only in its text.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -81,7 +81,7 @@ class writing(AbstractContextManager[object]):
 def _about_files(error: BaseException, libraries: set[str]) -> bool:
     if type(error).__name__ == "OutOfMemoryError":  # of torch, for a GPU; by name, so as not to import torch
         return False
-    # tokenizers raises instances of Exception itself
+    # tokenizers raises plain Exceptions
     return (
         isinstance(error, _PYTHONS)
         or type(error) is Exception
@@ -90,18 +90,18 @@ def _about_files(error: BaseException, libraries: set[str]) -> bool:
 
 
 def imported(name: str, what: str) -> Any:
-    """An optional library. Raises ValueError, which begins with `what`, if it is installed and cannot be imported."""
+    """Import an optional library. Raises ValueError, which begins with `what`, if its import fails."""
     with reading(f"{what}: {name} is installed, but cannot be imported"):
         return import_module(name)
 
 
 def is_at_least(library: str, oldest: str) -> bool:
-    """Whether the installed version of a library is this one or a later one; an alpha of a version counts as it."""
+    """Whether the installed version is `oldest` or later; a pre-release counts as its version."""
     return Version(version(library)).release >= Version(oldest).release
 
 
 def is_supported(feature: str) -> bool:
-    """Whether the installed libraries have what one of `FEATURES` needs."""
+    """Whether the installed libraries support one of `FEATURES`."""
     return is_at_least(FEATURES[feature].library, FEATURES[feature].version)
 
 

@@ -1,12 +1,12 @@
-"""Handles signals that end a command: Ctrl-C, and those of SLURM, Kubernetes and torchrun before they stop a job.
+"""Handles signals that end a command: Ctrl-C, and signals by which SLURM, Kubernetes and torchrun announce a stop.
 
 The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
 
-    the first signal    Is only recorded within `finishing`: the training loop reads `requested` after each step,
+    the first signal    Within `finishing`, it is only recorded: the training loop reads `requested` after each step,
                         writes a checkpoint and raises `Preempted`. Outside `finishing` it ends the process at once.
     the second signal   Ends the process at once.
 
-A function of the user's own that does not return within `finishing` is ended, too (`interruptible`).
+If a function of the user does not return after a signal within `finishing`, it is interrupted (`interruptible`).
 
 In all these cases the exit code is 128 + the signal's number. A thread reads the signals, because Python runs signal
 handlers only in the main thread, which may be waiting in a collective that never ends. Signals that were ignored when
@@ -32,13 +32,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: signal every process of a job step, and torchrun forwards its own signal to its processes
 REPEATED_SECONDS = 1.0
 
-#: how many seconds the user's own functions may run after a signal, all together; after as many more, the process
-#: ends without a checkpoint
+#: after a signal, the user's functions may run for so many seconds in total until they are interrupted; if they do
+#: not return for so many seconds more, the process ends without a checkpoint
 SECONDS_TO_RETURN = 5.0
-#: sent to the main thread to end a function. By default it has no effect, so it is harmless if it comes too late
+#: the signal that interrupts a function in the main thread. If it arrives too late, it does no harm, because its
+#: default action is to be ignored
 _INTERRUPT = signal.SIGURG
-#: Sent to the main thread after a signal, each time that the process has computed for `_YIELD_SECONDS` within a
-#: function. One long operation of C, such as a regular expression, lets no other thread run, but handles signals.
+#: After a signal, the main thread gets `_YIELD` whenever it has used `_YIELD_SECONDS` of processor time in a
+#: function. A long operation in C, such as a regular expression, blocks all other threads, but it handles signals.
 _YIELD, _YIELD_SECONDS = signal.SIGVTALRM, 0.2
 _MILLISECONDS_BETWEEN_LOOKS = 200
 
@@ -52,7 +53,7 @@ _listener: "_Listener | None" = None
 class Preempted(Exception):
     """The run stopped because of a signal, after it wrote a checkpoint. All ranks raise this after the same step.
 
-    checkpoint: None if the run has not finished its first step, so that there is nothing to save.
+    checkpoint: None if the run did not finish its first step, and so wrote no checkpoint.
     """
 
     def __init__(self, number: int, step: int, checkpoint: Path | None):
@@ -63,8 +64,8 @@ class Preempted(Exception):
 
 
 class OverdueError(BaseException):
-    """A signal came, and a function of the user's own did not return in time. It is not an Exception, so that an
-    `except Exception` of the function does not keep it.
+    """A function of the user did not return in time after a signal. This is a BaseException, so that an
+    `except Exception` in the function does not catch it.
     """
 
 
@@ -72,8 +73,8 @@ class OverdueError(BaseException):
 def handling(message: Callable[[int], str], *, ends_process: bool = False) -> Iterator[None]:
     """Handle signals until the block ends.
 
-    message: makes, from the signal's number, the line that a process prints when a signal ends it at once.
-    ends_process: ignore signals after the block, so that they cannot change the exit code; otherwise the former
+    message: returns the line to print when a signal ends the process at once, given the signal's number.
+    ends_process: ignore signals after the block, so that they cannot change the exit code; otherwise the previous
     handlers are restored. Only the main thread can install handlers; in another thread this does nothing.
     """
     global _listener
@@ -102,7 +103,7 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
 
 @contextmanager
 def finishing(what: str) -> Iterator[None]:
-    """Within the block, the first signal is only recorded, and a line is printed: `what` will be finished first."""
+    """Within the block, the first signal is only recorded, and a line says that `what` will be finished first."""
     listener = _listener
     if listener is None:
         yield
@@ -115,13 +116,13 @@ def finishing(what: str) -> Iterator[None]:
 
 
 def interruptible(what: str, work: Callable[[], T]) -> T:
-    """The result of `work`, a function of the user's own that may never return. what: its name.
+    """Call `work`, a function of the user that may never return. what: the function's name.
 
-    Within `finishing`, OverdueError is raised in it `SECONDS_TO_RETURN` after a signal; if it still does not return,
-    the process ends after the same time again. Elsewhere a signal ends the process at once. Only the main thread can
-    be interrupted, and only between two instructions of Python, in a system call, or where an operation of C looks
-    for signals, as a regular expression does. An operation of C that neither looks for signals nor lets other threads
-    run can only be ended by SIGKILL.
+    Within `finishing`, OverdueError is raised inside `work` `SECONDS_TO_RETURN` after a signal; if `work` still does
+    not return, the process ends after the same time again. Elsewhere a signal ends the process at once. Only the main
+    thread can be interrupted, and only between two instructions of Python, in a system call, or in C code that checks
+    for signals, such as a regular expression. C code that neither checks for signals nor releases the GIL can only be
+    ended by SIGKILL.
     """
     listener = _listener
     if listener is None or threading.current_thread() is not threading.main_thread():
@@ -133,17 +134,17 @@ def interruptible(what: str, work: Callable[[], T]) -> T:
         finally:
             listener.leave()
     finally:
-        listener.leave()  # again: the error may have been raised right before the line above
+        listener.leave()  # again: the error may have been raised just before the first call
         listener.require_in_time(what)
 
 
 def handles_signals() -> bool:
-    """Whether this process handles signals as described above, so that none of them raises KeyboardInterrupt."""
+    """Whether `handling` is active in this process, so that no signal raises KeyboardInterrupt."""
     return _listener is not None
 
 
 def requested() -> int:
-    """The number of the signal that this process has received; 0 if there was none or signals are not handled."""
+    """The number of the signal that this process has received; 0 if there was none, or without `handling`."""
     return 0 if _listener is None else _listener.received()
 
 
@@ -154,9 +155,9 @@ class _Listener:
         self.finishing: str | None = None
         self._received, self._received_at = 0, 0.0
         self._arrived, self._noted = False, threading.Event()
-        self._function: str | None = None  # the user's function that runs now
-        self._entered_at = self._spent = 0.0  # spent: the seconds of such functions since the signal, but of this one
-        self._is_interrupted = False  # whether the function that runs, or ran last, was interrupted
+        self._function: str | None = None  # the user's function that is running
+        self._entered_at = self._spent = 0.0  # spent: seconds in earlier functions since the signal
+        self._is_interrupted = False  # whether the running (or last) function was interrupted
         self._message = message
         self._inbox, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -176,15 +177,17 @@ class _Listener:
             _set_timer(_YIELD_SECONDS)
 
     def received(self) -> int:
-        """The number of the received signal, or 0. If the main thread's handler has run, this first waits until the
-        thread has read that signal.
+        """The number of the received signal, or 0. If the handler has run in the main thread, this first waits until
+        the listener's thread has read the signal.
         """
         if self._arrived:
             self._noted.wait()
         return self._received
 
     def enter(self, function: str) -> None:
-        """A function of the user's own begins. Raises OverdueError if others have used its time up."""
+        """Record that a function of the user begins. Raises OverdueError if earlier functions have used all the
+        time.
+        """
         if self._received and self._spent > SECONDS_TO_RETURN:
             raise OverdueError(f"{function} was not called after a signal")
         self._is_interrupted, self._entered_at = False, time.monotonic()
@@ -205,12 +208,14 @@ class _Listener:
             self.require_in_time(self._function)
 
     def require_in_time(self, function: str) -> None:
-        """Raise OverdueError if the function was interrupted: it may have caught the first one and given a result."""
+        """Raise OverdueError if the function was interrupted: it may have caught the first one and returned a
+        result.
+        """
         if self._is_interrupted:
             raise OverdueError(f"{function} has not returned {SECONDS_TO_RETURN:g} s after a signal")
 
     def close(self) -> None:
-        # closing is not enough: a forked process that is still alive holds this end open, and the thread would wait
+        # closing is not enough: a forked process may still have this socket open, and the thread would wait
         self._wakeup.shutdown(socket.SHUT_RDWR)
         self._wakeup.close()
         self._thread.join()
@@ -233,11 +238,11 @@ class _Listener:
                         self._receive(number)
 
     def _since_signal(self) -> float:
-        """The seconds of the present function since the signal."""
+        """The seconds since the signal in which the present function has run."""
         return time.monotonic() - max(self._entered_at, self._received_at)
 
     def _end_function(self) -> None:
-        """Interrupt the user's function, or end the process, if its time is over."""
+        """If the function's time is over, interrupt it, or end the process if it was already interrupted."""
         function = self._function
         if function is None:
             return
@@ -258,8 +263,8 @@ class _Listener:
         if self._received or finishing is None:
             end_process(128 + number, self._message(number) if _is_rank_0() else None)
         self._received, self._received_at = number, now
-        # Ctrl-C also ends a `tee` that reads the output, and SIGHUP means that the terminal is gone. In both cases
-        # writing to the output fails, which must not prevent the checkpoint.
+        # Ctrl-C also ends a `tee` that reads the output, and SIGHUP means that the terminal is closed. In both cases,
+        # writing to the output fails; this must not prevent the checkpoint.
         for descriptor in _OUTPUTS:
             self._poll.register(descriptor, 0)  # reports only errors
         if _is_rank_0():
@@ -282,7 +287,7 @@ def _is_rank_0() -> bool:
 
 
 def _discard(descriptor: int) -> None:
-    """Redirect a descriptor whose reader is gone to the null device."""
+    """Redirect a descriptor to the null device, because its reader has ended."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
     os.close(null)

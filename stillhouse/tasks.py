@@ -1,8 +1,8 @@
-"""Tasks with answers that can be verified: their problems are generated from a seed.
+"""Tasks with verifiable answers. Their problems are generated from a seed.
 
 Configurations and scripts use the names of this module, as in `rollout.reward: stillhouse.tasks:exact_match`. A new
-task is a function and its entry in `TASKS`. Problem `number` of a task and a seed is the same on every machine. The
-hash of a prompt decides whether it is held out, so no problem is in both splits, whatever the seeds and lengths are.
+task is a function and its entry in `TASKS`. Problem `number` of a task and a seed is the same on every machine. A
+problem is held out by the hash of its prompt, so no problem is in both splits, for any seeds and lengths.
 """
 
 import hashlib
@@ -13,17 +13,18 @@ from typing import Any
 
 #: about this share of all problems is held out
 HELD_OUT_SHARE = 0.2
-#: terms of sums are from 1 to this number
+#: the terms of sums are from 1 to this number
 LARGEST_TERM = 19
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
-#: shorter problems are too few to hold some of them out; longer ones exceed the context of small models
+#: limits of lengths: there are too few shorter problems for two splits; longer ones exceed the context of small
+#: models
 SHORTEST, LONGEST = 2, 256
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task and the lengths of its problems, both ends included.
+    """A task and the range of lengths of its problems, inclusive.
 
     Raises ValueError for an unknown name and for lengths that are not in order or out of range.
     """
@@ -79,9 +80,9 @@ class Problem:
 
 
 def problem(task: TaskSpec, seed: int, number: int, *, held_out: bool) -> Problem:
-    """Problem `number` of a split; the lengths take turns.
+    """Problem `number` of a split; the length cycles through the range with `number`.
 
-    Problems of different numbers may be equal, which is likely only where few problems exist: of short lengths.
+    Problems with different numbers may be equal; this is likely only for short lengths, because few problems exist.
     """
     length = task.shortest + number % (task.longest - task.shortest + 1)
     random = _RandomNumbers(task.name, seed, number)
@@ -106,16 +107,18 @@ def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> floa
 
 
 class _RandomNumbers:
-    """Whole numbers from raw 64-bit ones, whose stream numpy keeps the same in all versions and on all platforms."""
+    """Random integers from raw 64-bit ones: their stream is the same in all versions of numpy and on all
+    platforms.
+    """
 
     def __init__(self, task: str, seed: int, number: int):
-        import numpy as np  # here, because the configuration reads the names of the tasks without it
+        import numpy as np  # here, because the configuration imports this module without numpy
 
         name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
         self._bits = np.random.PCG64(np.random.SeedSequence([name, seed, number]))
 
     def below(self, end: int) -> int:
-        """A number from 0 to end - 1. The remainder's bias is below 2**-56 for the small ends here."""
+        """A random integer from 0 to end - 1. The modulo bias is below 2**-56, because `end` is small here."""
         return int(self._bits.random_raw()) % end
 
 
@@ -150,7 +153,9 @@ def _brackets(random: _RandomNumbers, length: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Task:
-    """The usual lengths of a task (shortest, longest), and its writer: random numbers, length → prompt, answer."""
+    """lengths: the default range (shortest, longest). write: a function (random numbers, length) → (prompt,
+    answer).
+    """
 
     lengths: tuple[int, int]
     write: Callable[[_RandomNumbers, int], tuple[str, str]]

@@ -32,7 +32,7 @@ from stillhouse.ending import end_with_launcher, end_without_threads, error_line
 from stillhouse.preemption import Preempted, handling
 
 FAILED, USAGE = 1, 2
-#: how long ranks other than 0 wait before they print an error, since rank 0 may print the same one first
+#: ranks other than 0 wait so many seconds before they print an error, because rank 0 may print the same error
 SECONDS_FOR_FIRST = 10.0
 
 OUT_OF_MEMORY = (
@@ -46,7 +46,7 @@ RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
 def main() -> None:
     """The entry point of `stillhouse` and of `python -m stillhouse`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback if Ctrl-C comes before `run` handles it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C before `run` handles it
     end_with_launcher()
     code = FAILED
     try:
@@ -59,9 +59,9 @@ def main() -> None:
 def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
     """Run one command and return its exit code. This is the only place where errors become a line on stderr.
 
-    The user can fix a ValueError, an OSError, a GPU out of memory or a lost connection to another rank; with
-    STILLHOUSE_TRACEBACK=1 their tracebacks are shown, too. Any other exception is a bug and keeps its traceback.
-    ends_process: the caller ends the process after this call, so signals are ignored from then on.
+    Errors that the user can fix are ValueError, OSError, a GPU out of memory and a lost connection to another rank.
+    Their tracebacks are shown only with STILLHOUSE_TRACEBACK=1. Any other exception is a bug and keeps its traceback.
+    ends_process: the caller ends the process after this call, so signals are ignored after it.
     """
     with handling(lambda number: _stopped_at_once(number, arguments), ends_process=ends_process):
         return _run(arguments)
@@ -88,10 +88,10 @@ def _run(arguments: Sequence[str]) -> int:
         return _report(error, str(error) + hint, USAGE)
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        if type(error).__name__ == "OutOfMemoryError":  # of torch; by name, so as not to import torch
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; compared by name to avoid the import
             return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
         if _is_lost_contact(error):
-            what = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0]  # without gloo's source file and its advice
+            what = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0]  # without gloo's source location and advice
             again = f"{_same_command(arguments)} {_effect_of_repeating(arguments)}"
             return _report(error, f"{LOST_CONTACT} ({what}); {again}", FAILED)
         raise
@@ -241,7 +241,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _unknown_option(error: click.NoSuchOption) -> str:
-    """Names the option that is misspelled, or the key of the configuration that was written as an option."""
+    """A message with the nearest option, or with the override to use if the option is the name of a key."""
     message = f"no such option {error.option_name!r}"
     if similar := difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.8):
         return f"{message}; did you mean {similar[0]}?"
@@ -253,7 +253,7 @@ def _unknown_option(error: click.NoSuchOption) -> str:
 
 
 def _is_lost_contact(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised this error because of another process. gloo's errors have no own type."""
+    """Whether torch.distributed raised this error because another process is lost. gloo's errors have no own type."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error))
 
@@ -264,7 +264,7 @@ def _stopped_at_once(number: int, arguments: Sequence[str]) -> str:
 
 
 def _effect_of_repeating(arguments: Sequence[str]) -> str:
-    """What the same command does when it is started again."""
+    """A sentence about the effect of starting the same command again."""
     if arguments[:1] == ["distill"]:
         return "continues from the run's last checkpoint, or from the start if there is none yet"
     if arguments[:1] == ["cache"]:
@@ -273,7 +273,7 @@ def _effect_of_repeating(arguments: Sequence[str]) -> str:
 
 
 def _same_command(arguments: Sequence[str]) -> str:
-    if "RANK" in os.environ:  # the command line of torchrun is not known here
+    if "RANK" in os.environ:  # torchrun's command line is not available here
         return "the same command"
     return f"`{shlex.join(['stillhouse', *arguments])}`"
 
@@ -290,12 +290,12 @@ def _report(error: Exception, message: str, code: int) -> int:
 
 
 def _tell_torchrun(line: str, code: int) -> None:
-    """Write the error where torchrun reads it, so that its own summary ends with this line and not with a hint."""
+    """Write the error to the file that torchrun reads, so that torchrun's summary ends with this line."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         extra = {"timestamp": str(int(time.time()))}
         content = {"message": {"message": line, "errorCode": code, "extraInfo": extra}}
-        partial = Path(f"{path}.partial")  # torchrun itself fails if it reads a file that is not whole
-        with suppress(OSError):  # the line has been printed already
+        partial = Path(f"{path}.partial")  # torchrun fails if it reads an incomplete file
+        with suppress(OSError):  # the line has already been printed
             partial.write_text(json.dumps(content), encoding="utf-8")
             os.replace(partial, path)

@@ -13,7 +13,7 @@ from stillhouse.cli.hub import settle_offline
 if TYPE_CHECKING:
     from stillhouse.config import RunConfig
 
-#: the options of commands that take a configuration: for each key, the option, its value and its help
+#: the options of commands that take a configuration: for each key, the option, the name of its value, and its help
 OPTIONS = {
     "teacher.model": ("--teacher", "MODEL", "Model to imitate: hub id or folder"),
     "student.model": ("--student", "MODEL", "Model to train: hub id or folder"),
@@ -23,14 +23,14 @@ OPTIONS = {
     "out": ("--out", "DIR", "Folder of the run"),
 }
 EXAMPLE = "--teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
-#: suffixes of data, which is never a configuration
+#: suffixes of data files; such a file is never a configuration
 _OF_DATA = (".jsonl", ".csv", ".parquet", ".gz", ".zst", ".arrow", ".txt")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def configured(command: Command) -> Command:
-    """Add the arguments of a command that takes a run's configuration: a file, options and overrides."""
+    """Add the arguments for a run's configuration to a command: a file, options and overrides."""
     for key, (flag, metavar, text) in reversed(OPTIONS.items()):
         command = click.option(flag, metavar=metavar, help=f"{text} ({key}).")(command)
     return click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")(command)
@@ -69,8 +69,8 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
 def is_override(argument: str) -> bool:
     """Whether an argument is an override: `train.steps=3` is one, `runs/lr=3/config.yaml` is a path.
 
-    Hydra's `~rollout.reward` counts as an override, too, unless a file has this name. It is refused later, with an
-    error about overrides.
+    Hydra's `~rollout.reward` also counts as an override, unless a file has this name, so that the later error is
+    about overrides.
     """
     key, sign, _ = argument.partition("=")
     is_meant = bool(sign) or (key.startswith("~") and not os.path.exists(key))
@@ -78,7 +78,9 @@ def is_override(argument: str) -> bool:
 
 
 def settings_layer(options: dict[str, str]) -> dict[str, Any]:
-    """The options as a layer of the configuration. Values are text; only `--eval` may be a number, a share."""
+    """The options as a layer of the configuration. Values are text, except that `--eval` may be a number (a
+    share).
+    """
     settings: dict[str, Any] = {}
     for key, (flag, *_) in OPTIONS.items():
         name = flag.removeprefix("--")
@@ -104,8 +106,8 @@ def misused(message: str) -> click.UsageError:
 def quiet_libraries() -> None:
     """Disable progress bars of transformers, and warnings of torch's C++ code and of libraries about themselves.
 
-    The bars, which are shown while weights are read and written, would break a run's live line. If a rank dies,
-    torch's C++ code prints a warning with a stack trace on all other ranks.
+    The bars for reading and writing weights would break a run's live line. If a rank dies, torch's C++ code prints a
+    warning with a stack trace on all other ranks.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
     for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):  # transformers and peft import them if they can

@@ -1,4 +1,4 @@
-"""`stillhouse cache`: writes a teacher's signals to disk, and handles what was written."""
+"""`stillhouse cache`: writes a teacher's signals to disk; verifies, merges, exports and imports such caches."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ SIGNALS = ("hidden", "top_k", "sampled")
 
 
 class _Group(click.Group):
-    """A group that runs its first command if none is named: `stillhouse cache run.yaml` is `… write run.yaml`."""
+    """A group that runs its first command if none is named: `stillhouse cache run.yaml` means `… write run.yaml`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or args[0] not in {*self.commands, "-h", "--help"}:
@@ -86,9 +86,9 @@ def write(
 def _with_student(
     arguments: tuple[str, ...], flags: dict[str, str | None]
 ) -> tuple[tuple[str, ...], dict[str, str | None]]:
-    """The arguments of a run whose student is the teacher, if neither a file nor an option names a student.
+    """Set the student to the teacher if neither a file nor an option names a student.
 
-    Only the student's tokenizer is used, and it must be the teacher's.
+    Only the tokenizer of the student is used, and it must be the teacher's tokenizer.
     """
     if flags["student"] is not None or not all(map(is_override, arguments)):
         return arguments, flags
@@ -100,7 +100,7 @@ def _with_student(
 @cache.command()
 @click.argument("folder", type=FOLDER)
 def info(folder: Path) -> None:
-    """What a cache holds."""
+    """Show the content of a cache."""
     click.echo(_opened(folder).manifest.summary(folder))
 
 
@@ -124,7 +124,7 @@ def _opened(folder: Path) -> "SignalCache":
 @click.argument("folders", type=FOLDER, nargs=-1, required=True)
 @click.option("--out", type=FOLDER, required=True, help="Folder of the new cache.")
 def merge(folders: tuple[Path, ...], out: Path) -> None:
-    """Join caches of one teacher and signal.
+    """Merge caches of the same teacher and signal.
 
     \b
     stillhouse cache merge caches/a caches/b --out caches/c
@@ -141,9 +141,9 @@ def merge(folders: tuple[Path, ...], out: Path) -> None:
 @click.option("--to", type=click.Choice(["distillkit"]), required=True, help="distillkit: Parquet, from top_k.")
 @click.option("--out", type=FOLDER, required=True, help="A new folder.")
 def export(folder: Path, config: str, to: str, out: Path) -> None:
-    """Write a cache in the form of another project.
+    """Write a cache in the format of another project.
 
-    CONFIG is the configuration that the cache was written with: a cache has no tokens.
+    CONFIG is the configuration with which the cache was written, because the cache itself contains no tokens.
 
     \b
     stillhouse cache export caches/a run.yaml --to distillkit --out exported
@@ -181,7 +181,7 @@ def import_(
 ) -> None:
     """Write a cache from the files of another project.
 
-    The teacher computes a few documents; files that disagree with it are refused.
+    The teacher is run on a few documents; if the files disagree with the result, no cache is written.
 
     \b
     stillhouse cache import captured --from distillkit --teacher Qwen/Qwen3-8B --out caches/a

@@ -1,6 +1,6 @@
-"""Tests whether the hub can be reached, before models are read. The libraries would retry for most of a minute.
+"""Tests whether the hub can be reached, before models are loaded: the libraries would retry for most of a minute.
 
-Without the hub, the libraries use only files that were downloaded before, and fail at once if there are none.
+In offline mode, the libraries use only files that were downloaded before, and fail at once if there are none.
 """
 
 import os
@@ -13,15 +13,15 @@ import click
 
 SECONDS = 4.0
 _ADDRESSES = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-_PORTS = {"http": 80, "": 80, "https": 443}  # others are those of SOCKS
+_PORTS = {"http": 80, "": 80, "https": 443}  # any other scheme is SOCKS
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def settle_offline(names: Iterable[str | None]) -> None:
     """Set HF_HUB_OFFLINE=1 if a name is not the path of a file or folder, and the hub cannot be reached.
 
-    names: of models. Must be called before huggingface_hub is imported, which reads the variable once. Raises
-    ValueError if the environment has an invalid address of the hub or of a proxy.
+    names: of models. This must be called before huggingface_hub is imported, because it reads the variable on import.
+    Raises ValueError if the environment has an invalid address for the hub or a proxy.
     """
     on_hub = [name for name in names if name and not os.path.exists(name)]
     if not on_hub or any(os.environ.get(name) for name in _OFFLINE):
@@ -30,7 +30,7 @@ def settle_offline(names: Iterable[str | None]) -> None:
     try:
         host, port = _address()
         socket.create_connection((host, port), timeout=SECONDS).close()
-    except ValueError as error:  # an invalid host name raises it, too
+    except ValueError as error:  # also for an invalid host name
         variables = " and ".join(name for name in os.environ if name.upper() in _ADDRESSES)  # a proxy's may be secret
         raise ValueError(
             f"{variables}: the hub's address is not readable ({error}); expected a URL such as https://huggingface.co"
@@ -46,7 +46,7 @@ def settle_offline(names: Iterable[str | None]) -> None:
 
 
 def _address() -> tuple[str, int]:
-    """Host and port of the hub, or of the proxy before it."""
+    """Host and port of the hub, or of the proxy to it."""
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     proxies = urllib.request.getproxies()
     proxy = proxies.get(endpoint.scheme) or proxies.get("all")

@@ -1,4 +1,4 @@
-"""`stillhouse report`: writes the page of a run, or of several runs, or serves it while the run goes on."""
+"""`stillhouse report`: writes the report page of one or several runs, or serves it during the run."""
 
 from pathlib import Path
 

@@ -69,17 +69,16 @@ from stillhouse.cli.hub import settle_offline
 def serve(teacher: str, *, no_token: bool, generate: bool, **options: object) -> None:
     """Serve a teacher's exact signals over HTTP.
 
-    TEACHER is a hub id or a folder. Students then train with teacher.url. POST /v1/score gives hidden states or
-    log-probabilities of token ids, GET /v1/head the output head, GET /v1/info what the teacher is, and POST
-    /v1/completions answers prompt_logprobs as vLLM does. GET /healthz and GET /metrics are for operators.
+    TEACHER is a hub id or a folder. Students then train with teacher.url. POST /v1/score returns hidden states or
+    log-probabilities of token ids, GET /v1/head the output head, and GET /v1/info a description of the teacher. POST
+    /v1/completions returns prompt_logprobs as vLLM does. GET /healthz and GET /metrics are for operators.
 
-    The server listens on this machine alone unless --host says otherwise, and then it needs a token. SIGTERM and
-    Ctrl-C end it after the accepted requests are answered. Under torchrun, the model is divided over all processes
-    (tensor parallel).
+    Without --host, the server listens only on this machine; with another host, it needs a token. SIGTERM and Ctrl-C
+    end the server after it has answered the accepted requests. Under torchrun, the model is tensor-parallel over all
+    processes.
 
-    With --generate, the server writes completions for on-policy runs: POST /inference/v1/generate takes and gives
-    token ids as vLLM does, and POST /v1/weights replaces the weights by those of a published folder, between two
-    batches.
+    With --generate, the server generates completions for on-policy runs: POST /inference/v1/generate accepts and
+    returns token ids as vLLM does. POST /v1/weights loads the weights of a published folder, between two batches.
 
     \b
     stillhouse serve Qwen/Qwen3-8B

@@ -20,9 +20,9 @@ from stillhouse.tasks import TASKS, TaskSpec, problem
 def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: bool, out: Path) -> None:
     """Write problems whose answers can be verified.
 
-    NAME is sums (3+14-5=), reversal or brackets (close what is open). A record has prompt, completion, task and
-    length. The held-out problems, on which eval.tasks measures the exact match, are never written without
-    --held-out, whatever the seed is.
+    NAME is sums (3+14-5=), reversal or brackets (close the open brackets). A record has prompt, completion, task and
+    length. eval.tasks measures the exact match on the held-out problems; these are written only with --held-out, for
+    every seed.
 
     \b
     stillhouse task sums --count 5000 --seed 0 --lengths 2:8 --out sums.jsonl

@@ -1,4 +1,4 @@
-"""The errors of a wrong configuration. Every error has the key that it concerns."""
+"""Errors about an invalid configuration. Every error has the key that it concerns."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -6,16 +6,16 @@ from types import TracebackType
 
 from stillhouse.display import message
 
-#: a section of another tool gives a line for each of its keys that is known
+#: the most mistakes that one error lists
 MAX_LINES = 17
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used.
+    """An invalid configuration.
 
-    `key` is the full dotted path (`train.learning_rate`), or None if the error concerns no single key (a missing
-    file). The error's text is `key: problem`. A configuration with several mistakes raises one error with one line
-    for each mistake; `key` is then the key of the first mistake, and `parts` has an error for each.
+    `key` is the full dotted path (`train.learning_rate`), or None if the error does not concern a single key (for
+    example a missing file). The text is `key: problem`. For several mistakes, one error with one line per mistake is
+    raised; `key` is then the key of the first mistake, and `parts` has one error per mistake.
     """
 
     def __init__(self, key: str | None, problem: str) -> None:
@@ -38,10 +38,10 @@ class MissingKeyError(ConfigError):
 
 
 class as_config_error(AbstractContextManager[object]):
-    """Raise a ValueError of the block as a ConfigError with a key. A ConfigError keeps its own key.
+    """Convert a ValueError of the block to a ConfigError with a key. A ConfigError keeps its own key.
 
-    key: the key of the configuration. None: errors are not changed.
-    passes: other types of errors that are not changed.
+    key: the key of the configuration. None: errors are not converted.
+    passes: other types of errors that are not converted.
     """
 
     def __init__(self, key: str | None, *passes: type[ValueError]):
@@ -54,9 +54,8 @@ class as_config_error(AbstractContextManager[object]):
 
 
 def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
-    """One error with the first mistakes, and the number of all others.
-
-    more: the number of mistakes that are not in the list
+    """One error with the first mistakes and the number of the others. more: the number of mistakes not in the
+    list.
     """
     shown = list(mistakes[:MAX_LINES])
     if more := more + len(mistakes) - len(shown):

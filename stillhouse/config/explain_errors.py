@@ -1,4 +1,4 @@
-"""Turns each error of pydantic into one line: the key, the value, the expected values, and a suggestion."""
+"""Converts each error of pydantic to one line: the key, the value, the expected values, and a suggestion."""
 
 import difflib
 import re
@@ -15,7 +15,7 @@ from stillhouse.config.schema import ANY_NAME, Schema, describe, inner_section, 
 from stillhouse.config.section import Section
 from stillhouse.display import name_list
 
-#: the least similarity of a misspelled key and the right one
+#: the minimum similarity between a misspelled key and the right key
 CLOSE_ENOUGH = 0.75
 #: at most this many mistakes are explained, because finding the nearest key takes a hundredth of a second
 MOST = 20
@@ -24,8 +24,8 @@ MOST = 20
 def explain(error: ValidationError, content: Mapping[str, Any], model: type[Section]) -> ConfigError:
     """One error with all mistakes that pydantic found, in the order of the keys.
 
-    content: the nested mapping that was validated
-    model: the class that it was validated as
+    content: the validated nested mapping.
+    model: the class of the mapping's section.
     """
     mistakes: dict[str | None, ConfigError] = {}
     for detail in error.errors()[:MOST]:
@@ -36,7 +36,7 @@ def explain(error: ValidationError, content: Mapping[str, Any], model: type[Sect
 
 def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Section]) -> Iterator[ConfigError]:
     error = detail.get("ctx", {}).get("error")
-    if isinstance(error, ConfigError):  # a section's validator raised it, with the key within its section
+    if isinstance(error, ConfigError):  # raised by a section's validator, with the key relative to the section
         yield type(error)(".".join(map(str, [*detail["loc"], error.key])), error.problem)
     elif error is not None:
         yield ConfigError(_field(detail["loc"], model)[0], str(error))
@@ -51,7 +51,7 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
 
 
 def _unknown(key: str, value: Any, model: type[Section]) -> Iterator[ConfigError]:
-    """The errors for an unknown key or section; for another tool's section, one error for each key that is known."""
+    """The errors for an unknown key or section. For a section of another tool, one error per known key in it."""
     keys = [inner for inner in _leaves(key, value) if inner != key]
     of_peers = [inner for inner in keys if peer_hint(inner)]
     yield from (unknown_key(inner, model) for inner in of_peers or [key])
@@ -60,7 +60,7 @@ def _unknown(key: str, value: Any, model: type[Section]) -> Iterator[ConfigError
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
-    """The dotted keys within the value of a key; the key itself if it is no section."""
+    """The dotted keys of all values in a section; only `key` if its value is not a section."""
     if not isinstance(value, Mapping) or not value:
         yield key
         return
@@ -69,9 +69,9 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 
 def _field(location: tuple[int | str, ...], model: type[Section]) -> tuple[str, type[Section], str]:
-    """The dotted key, the class of its section, and its name in that section.
+    """The dotted key of a pydantic location, the class of the key's section, and the key's name in this section.
 
-    Parts of the location after the key are ignored: pydantic also names members of unions and items of lists.
+    Parts of the location after the key are ignored: they are members of unions and items of lists.
     """
     name, *rest = map(str, location)
     section = inner_section(model, name)
@@ -122,7 +122,7 @@ def _expected(owner: type[Section], name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The value as it is written in YAML, shortened."""
+    """The value in YAML, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     short = reprlib.Repr()
@@ -153,7 +153,7 @@ def _near_value(key: str, value: Any, schema: Schema, default: Any) -> str:
 
 
 def _in_brackets(value: str, items: Schema, default: Any) -> str:
-    """The list that a text may stand for: [tensorboard, wandb] for `tensorboard,wandb`, and [] for `none`."""
+    """The list that the user may mean: [tensorboard, wandb] for the text `tensorboard,wandb`, and [] for `none`."""
     if default == [] and value.lower() in ("none", "null", ""):
         return "[]"
     names = [name.strip() for name in value.split(",")]
@@ -173,7 +173,7 @@ def _nearest_choice(value: str, choices: Sequence[Any]) -> str:
 def unknown_key(key: str, model: type[Section]) -> ConfigError:
     """The error for an unknown key.
 
-    It suggests the keys of this name in other sections, the key for another tool's name, the most similar keys, or
+    It suggests keys with the same name in other sections, the key for another tool's name, the most similar keys, or
     all keys of the section.
     """
     values = value_fields(model)
@@ -215,7 +215,7 @@ def _overrides(keys: Iterable[str]) -> str:
 
 def nearest(key: str, known: Iterable[str]) -> list[str]:
     """At most three known keys that are most similar to `key`: the same name in another section, or a misspelling."""
-    if key.rpartition(".")[2].startswith("_"):  # no key begins so: Hydra's _target_ is not a misspelling
+    if key.rpartition(".")[2].startswith("_"):  # no key begins with _: Hydra's _target_ is not a misspelling
         return []
     similarity = {candidate: _similarity(key, candidate) for candidate in known}
     best = max(similarity.values())
@@ -223,9 +223,10 @@ def nearest(key: str, known: Iterable[str]) -> list[str]:
 
 
 def _similarity(key: str, candidate: str) -> tuple[float, float]:
-    """The similarity of the last names, then that of the whole paths.
+    """The similarity of the last parts of the keys, and the similarity of the full keys.
 
-    For a key without a section, the larger of both, because the section may be joined to the name without a dot.
+    If `key` has no section, the first number is the larger of the two (the user may have omitted the dot), the second
+    0.
     """
 
     def ratio(a: str, b: str) -> float:

@@ -1,6 +1,6 @@
-"""The names of Stillhouse's keys and values in other tools, and the hints about them in errors.
+"""Other tools' names for Stillhouse's keys and values, for hints in errors.
 
-The names are in `other_tools.yaml`, which is read when the first hint is needed.
+The names are in `other_tools.yaml`; it is read when the first hint is needed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from stillhouse.display import enumerated
 
 FILE = Path(__file__).with_name("other_tools.yaml")
 PEERS = {"trl": "TRL", "verl": "verl", "automodel": "Automodel", "swift": "ms-swift", "axolotl": "axolotl"}
-#: part of a hint about a name that has no counterpart here
+#: part of a hint about a name without a counterpart here
 NO_KEY = "has no key here"
 
 #: names that are separated by spaces
@@ -24,7 +24,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(lambda text: tuple(text.split
 
 
 class PeerKey(Section, validate_default=False):
-    """One entry of `other_tools.yaml`, which explains the fields."""
+    """One entry of `other_tools.yaml`; that file explains the fields."""
 
     ours: Names = ()
     trl: Names = ()
@@ -36,7 +36,7 @@ class PeerKey(Section, validate_default=False):
     note: str = ""
 
     def names(self) -> Iterator[tuple[str, str]]:
-        """Each name with the tool that has it; "" for the names in `also`."""
+        """Pairs of a tool and a name; the tool is "" for the names in `also`."""
         for field in (*PEERS, "also"):
             for name in getattr(self, field):
                 yield name, PEERS.get(field, "")
@@ -57,21 +57,21 @@ def peer_table() -> PeerTable:
 
 
 def peer_entries() -> list[PeerKey]:
-    """The entries in the order of the page docs/coming_from.md."""
+    """The entries in the order of docs/coming_from.md."""
     return [*peer_table().keys, *peer_table().without_key]
 
 
 def peer_value(key: str, value: str) -> str:
-    """Stillhouse's value for a value of another tool; "" if no tool of the table has it."""
+    """Stillhouse's value for a value of another tool; "" if the table does not contain the value."""
     values = peer_table().values.get(key, {})
     return next((ours for ours, theirs in values.items() if value.lower() in theirs), "")
 
 
 def peer_hint(key: str, *, with_section: bool = False) -> str | None:
-    """A hint with the key for another tool's name; None for a name that no tool of the table has.
+    """A hint with Stillhouse's key for another tool's name; None if the table does not contain the name.
 
-    key: the name as it was written, in a section or not, with underscores or dashes.
-    with_section: the key has a section, and the other tool's name must be the same with its section.
+    key: the name as the user wrote it, with or without a section, with underscores or dashes.
+    with_section: whether the section must match, too.
     """
     spelling = key.lower().replace("-", "_")
     matches = [
@@ -93,13 +93,13 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
 
 
 def _same(spelling: str, name: str) -> bool:
-    """Whether two dotted names are equal, or one is the end of the other and `spelling` has two parts or more."""
+    """Whether two dotted names are equal, or, if `spelling` has at least two parts, one is the end of the other."""
     if spelling == name or spelling.endswith(f".{name}"):
         return True
     return "." in spelling and name.endswith(f".{spelling}")
 
 
 def _fitting(keys: Sequence[str], spelling: str) -> Sequence[str]:
-    """The keys whose section begins the spelling; all keys if there are none."""
+    """The keys for which `spelling` begins with the key's section; all keys if there are no such keys."""
     of_section = [key for key in keys if spelling.startswith(key.partition(".")[0])]
     return of_section or keys

@@ -1,4 +1,4 @@
-"""Reads a file, settings and overrides into a validated `RunConfig`, and writes it back as YAML."""
+"""Reads a file, settings and overrides into a validated `RunConfig`, and writes a `RunConfig` as YAML."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ def load_config(
     """The configuration of a run from four layers: defaults, file, settings, overrides. A later layer has precedence.
 
     path: the YAML file, or None.
-    overrides: texts such as `train.learning_rate=2e-5`, with YAML values. The last override of a key is used.
-    defaults, settings: nested mappings like the file's content.
+    overrides: texts such as `train.learning_rate=2e-5`, with YAML values. For repeated keys, the last one is used.
+    defaults, settings: nested mappings, like the file's content.
 
-    Sections are merged, and values are replaced. `train.steps` in a later layer also replaces `train.epochs` of an
-    earlier layer, and `train.epochs` replaces `train.steps`. Raises ConfigError.
+    Sections are merged, and values are replaced. `train.steps` in a later layer also replaces `train.epochs` in an
+    earlier layer, and vice versa. Raises ConfigError.
     """
     merged: Layer = {}
     for layer in (defaults or {}, _read_file(path), settings or {}, _read_overrides(overrides)):
@@ -46,12 +46,12 @@ def load_config(
 
 
 def dump_config(config: RunConfig) -> str:
-    """All keys as YAML, from which `load_config` reads an equal configuration."""
+    """All keys as YAML. `load_config` reads an equal configuration from it."""
     return write_yaml(config.model_dump(mode="json"))
 
 
 def dotted_values(config: RunConfig) -> dict[str, Any]:
-    """Each value by its dotted key. A section within a section counts as one value."""
+    """The values by dotted key. A section within a section is one value."""
     values: dict[str, Any] = {}
     for section, content in config.model_dump(mode="json").items():
         if isinstance(content, dict):
@@ -106,7 +106,7 @@ def _read_override(override: str) -> Layer:
 
 
 def _check_key(key: str) -> None:
-    """Raise ConfigError, naming the whole key, unless `key` is the name of a section or a value."""
+    """Raise ConfigError with the full key unless `key` is the name of a section or a value."""
     model: type[Section] | None = RunConfig
     parents: list[str] = []
     for name in key.split("."):
@@ -120,7 +120,7 @@ def _check_key(key: str) -> None:
 
 
 def _without_sign(key: str) -> str:
-    """The replacement for a key with Hydra's sign + (which adds it) or ~ (which removes it)."""
+    """The replacement for a key with Hydra's sign + (add the key) or ~ (remove the key)."""
     bare = key.lstrip("+~")
     try:
         _check_key(bare)
@@ -149,7 +149,7 @@ def _merge(below: Layer, above: Layer, prefix: str = "") -> Layer:
 
 
 def _without_rival(below: Layer, above: Layer) -> Layer:
-    """`below` without train.epochs if `above` sets only train.steps, and the same with the two keys exchanged."""
+    """Remove train.epochs from `below` if `above` sets only train.steps, and vice versa."""
     train_below, train_above = below.get("train"), above.get("train")
     if not isinstance(train_below, Mapping) or not isinstance(train_above, Mapping):
         return below
@@ -162,6 +162,6 @@ def _without_rival(below: Layer, above: Layer) -> Layer:
 
 
 def _without_empty_sections(content: Layer) -> Layer:
-    """Remove empty sections (null in YAML), which then have their defaults. A null teacher is kept: it means none."""
+    """Remove empty sections (null in YAML), so that they get their defaults. `teacher: null` is kept: no teacher."""
     required = {name for name, field in RunConfig.model_fields.items() if section_of(field) is field.annotation}
     return {name: value for name, value in content.items() if value is not None or name not in required}

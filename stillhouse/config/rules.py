@@ -1,6 +1,6 @@
-"""The rules between keys of a run's configuration, as one table, and their check.
+"""The rules about several keys of a configuration, as one table, and their check.
 
-The class of a section defines the values of a single key; a row here defines a conflict between several keys.
+The class of a section defines the valid values of a single key; a row here defines a conflict between several keys.
 """
 
 import os
@@ -18,7 +18,7 @@ from stillhouse.config.sections.teacher_section import TeachersConfig
 from stillhouse.config.servers import ADAPTER_ENGINES, ENGINES
 from stillhouse.display import enumerated
 
-#: in a row, `teacher.` stands for every teacher, and this prefix for each of several teachers
+#: in a row, `teacher.` means all teachers, and this prefix means only those under `teachers`
 _NAMED = f"teachers.{ANY_NAME}."
 _OF_A_TEACHER = re.compile(rf"\bteacher\.|{re.escape(_NAMED)}")
 _FIELDS = value_fields(RunConfig)
@@ -26,10 +26,10 @@ _FIELDS = value_fields(RunConfig)
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule between keys.
+    """One rule about several keys.
 
-    keys: the key that is refused, then the keys that conflict with it.
-    refuses: whether these values of the keys break the rule. A value is None where its section is absent.
+    keys: the key that the error names, then the keys that conflict with it.
+    refuses: returns whether the values of the keys break the rule. A value is None if its section is absent.
     expected: the expected configuration, in words.
     because: the reason, or "".
     """
@@ -40,14 +40,16 @@ class Rule:
     because: str = ""
 
     def mistakes(self, config: RunConfig) -> Iterator[ConfigError]:
-        """The error of each place where the configuration breaks the rule."""
+        """The errors of the configuration under this rule, for example one per teacher."""
         for rule in self._of_teachers(config):
             values = [getattr(_owner(config, key), key.rpartition(".")[2], None) for key in rule.keys]
             if _owner(config, rule.keys[0]) is not None and rule.refuses(*values):
                 yield ConfigError(rule.keys[0], rule._problem(*values))
 
     def _of_teachers(self, config: RunConfig) -> list["Rule"]:
-        """The rule once for each teacher: `teacher.` in its keys becomes the key of that teacher's section."""
+        """One copy of the rule per teacher: `teacher.` in its keys is replaced by the key of the teacher's
+        section.
+        """
         if not any(_OF_A_TEACHER.match(key) for key in self.keys):
             return [self]
         is_of_several = any(key.startswith(_NAMED) for key in self.keys)
@@ -67,7 +69,7 @@ class Rule:
         with_others = " and ".join(
             key if _is_section(other) else f"{key}={yaml_value(other)}"
             for key, other in zip(self.keys[1:], others, strict=True)
-            if other is not None and key != "teacher"  # which `expected` then names
+            if other is not None and key != "teacher"  # `expected` already names the teacher
         )
         got = " with ".join(filter(None, ["" if _is_section(value) else f"got {yaml_value(value)}", with_others]))
         expected = f"expected {self.expected}"
@@ -78,9 +80,9 @@ class Rule:
 
 
 def excludes(key: str, *others: str, expected: str = "", because: str = "") -> Rule:
-    """A rule that a key is not set where one of the other keys is set.
+    """A rule: `key` must not be set if one of the other keys is set.
 
-    A key is set if its value is neither its default nor null; `key=value` means only this value.
+    A key is set if its value is neither the default nor null; `key=value` is set if the key has this value.
     """
     keys, signs, texts = zip(*(text.partition("=") for text in (key, *others)), strict=True)
 
@@ -95,7 +97,7 @@ def excludes(key: str, *others: str, expected: str = "", because: str = "") -> R
 
 
 def needs(key: str, *others: str) -> Rule:
-    """A rule that `key` has its default unless one of the other keys is set."""
+    """A rule: `key` must have its default unless one of the other keys is set."""
     return Rule(
         (key, *others),
         lambda value, *values: value != _default(key) and all(other is None for other in values),
@@ -105,7 +107,7 @@ def needs(key: str, *others: str) -> Rule:
 
 
 def check_rules(config: RunConfig) -> None:
-    """Raise ConfigError with the first mistake of each key, unless the configuration keeps all rules."""
+    """Raise ConfigError with the first mistake of each key if the configuration breaks rules."""
     mistakes: dict[str | None, ConfigError] = {}
     for rule in RULES:
         for mistake in rule.mistakes(config):
@@ -128,7 +130,7 @@ def _owner(config: RunConfig, key: str) -> Any:
 
 
 def _is_section(value: Any) -> bool:
-    """Whether a value is a section, or a list of sections, which would be too long to show."""
+    """Whether a value is a section or a list of sections; errors do not show such values."""
     return isinstance(value[0] if isinstance(value, list) and value else value, Section)
 
 
@@ -256,7 +258,7 @@ RULES: tuple[Rule, ...] = (
         "one source",
         "prompts are drawn evenly, without weights",
     ),
-    # hidden states, which are compared in a stage where student and teacher run side by side
+    # hidden states: they are compared in stages that run both student and teacher
     Rule(
         ("objective.hidden", "teacher"),
         lambda pairs, teacher: bool(pairs) and (teacher is None or teacher.model is None or bool(teacher.url)),
@@ -374,7 +376,7 @@ RULES: tuple[Rule, ...] = (
         expected="null, or train.precision=bf16",
         because="fp32 computes in the weights' own dtype",
     ),
-    # what multi-token prediction cannot do
+    # not supported with multi-token prediction
     *(
         excludes(key, "student.mtp")
         for key in (

@@ -1,4 +1,4 @@
-"""The keys of the configuration, from its classes, and the values that they accept, in words."""
+"""The keys of the configuration, read from its classes, and descriptions of the values that they accept."""
 
 import json
 from typing import Any, get_args, get_origin, get_type_hints
@@ -8,14 +8,14 @@ from pydantic.fields import FieldInfo
 from stillhouse.config.section import Section
 from stillhouse.display import enumerated
 
-#: stands for a name of the user's choice in a dotted key
+#: placeholder in a dotted key for a name that the user chooses
 ANY_NAME = "<name>"
 Schema = dict[str, Any]
 LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The class of a field that is a section, optional or not; None for a plain value, and for a list of sections."""
+    """The section class of a field; None if the field is a plain value or a list of sections."""
     if get_origin(field.annotation) is list:
         return None
     for kind in (field.annotation, *get_args(field.annotation)):
@@ -25,27 +25,27 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def item_section(field: FieldInfo) -> type[Section] | None:
-    """The class of the sections of which a field is a list; None for any other field."""
+    """The class of the items if a field is a list of sections, otherwise None."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) is list else ()
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def named_sections(model: type[Section]) -> type[Section] | None:
-    """The class of the sections that a section has under names of the user's choice; None if it has none."""
+    """The class of subsections with names that the user chooses (teachers.<name>); None if there are none."""
     if model.model_config.get("extra") != "allow":
         return None
     return get_args(get_type_hints(model)["__pydantic_extra__"])[1]
 
 
 def inner_section(model: type[Section], name: str) -> type[Section] | None:
-    """The class of the section with this name in a section; None for a plain value and for an unknown name."""
+    """The class of the subsection with this name; None for a plain value and for an unknown name."""
     if name in model.model_fields:
         return section_of(model.model_fields[name])
     return named_sections(model)
 
 
 def value_fields(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every key that takes a value, by its full dotted path, in the order of the classes."""
+    """All keys with values (not sections), by full dotted path, in the order of the classes."""
     fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         section = section_of(field)
@@ -107,7 +107,7 @@ def _range(schema: Schema) -> str:
 
 
 def yaml_value(value: Any) -> str:
-    """A value as it is written in YAML."""
+    """A value in YAML."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(yaml_value, value))}]"
     if isinstance(value, dict):

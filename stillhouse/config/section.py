@@ -1,7 +1,7 @@
-"""The base class of all sections, and the types of values that several sections have.
+"""The base class of all sections, and value types that several sections use.
 
-Sections are strict, frozen, and refuse unknown keys. Strict means that text is not accepted for a number, nor true
-for 1. A whole number is accepted for a number.
+Sections are strict and frozen, and unknown keys raise an error. Strict means that neither text nor `true` is accepted
+as a number. A whole number is accepted as a float.
 """
 
 import os
@@ -30,12 +30,12 @@ class Section(BaseModel):
 
 
 def expand_home(path: str) -> str:
-    """Replace `~` in `~/runs` with the home folder, as no shell does this inside YAML. Other paths stay unchanged."""
+    """Replace `~` in `~/runs` by the home folder, because no shell does this inside YAML."""
     return os.path.expanduser(path) if path.startswith("~/") else path
 
 
 def url_list(urls: str | list[str] | None) -> list[str]:
-    """The addresses of a key that takes one, several or null."""
+    """The value of a key that accepts an address, a list of addresses, or null, as a list."""
     return [] if urls is None else [urls] if isinstance(urls, str) else urls
 
 
@@ -56,7 +56,7 @@ def _checked_function(path: str) -> str:
 
 
 def function_hint(path: str) -> str:
-    """The right form of a function that is written as a file (my.py:f) or with a dot (my.f); "" for other paths."""
+    """A hint with the right form for a function path such as my.py:f or my.f; "" for other paths."""
     if match := _FILE.fullmatch(path):
         file, name = PurePath(match["file"]), match["name"] or "function"
         if all(part.isidentifier() for part in file.parts):

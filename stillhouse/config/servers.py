@@ -1,6 +1,6 @@
-"""The kinds of servers that give a teacher's signals and generate completions, as one table without torch.
+"""The kinds of servers that provide a teacher's signals or generate completions, as one table; no torch import.
 
-A new kind is an entry here, and a file in `serving/client/apis/` with the class that `api` names.
+A new kind needs an entry here, and a file in `serving/client/apis/` with the class that `api` names.
 """
 
 from dataclasses import dataclass
@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Literal
 
 @dataclass(frozen=True)
 class ServerKind:
-    """What a kind of server can do, and the words of messages about it.
+    """The features of a kind of server, and texts for messages about it.
 
-    api: its `ServerApi` in `serving/client/apis/`, as module:class. title: its name in sentences.
-    signals: of a teacher. any_temperature: whether log-probabilities can be requested at any temperature, not only 1.
-    counts_next: whether its limit of tokens also counts a generated token, so that it scores one token less.
-    generates: whether it generates completions. hint: what to do if it does not.
-    after_temperature: how it is started so that log-probabilities are those after the temperature; "": they always
-        are, and over the whole vocabulary. over_all_tokens: how, at a temperature of 1, so that they are over the
-        whole vocabulary; "": they always are.
+    api: the `ServerApi` in `serving/client/apis/`, as module:class. title: the name of the kind in messages.
+    signals: the signals that it can provide. any_temperature: whether log-probabilities can be requested at any
+        temperature, not only at 1.
+    counts_next: whether its limit of tokens includes a generated token, so that a document must be one token shorter.
+    generates: whether it generates completions. hint: for messages if it does not.
+    after_temperature: the start option with which log-probabilities are computed after the temperature; "": not
+        needed, and they are over the whole vocabulary. over_all_tokens: the start option with which, at temperature
+        1, log-probabilities are over the whole vocabulary; "": not needed.
     rounds_as_here: whether float32 log-probabilities differ from those of this process only by float32 rounding.
-    takes_adapters: whether it loads an adapter as a version of the student.
+    takes_adapters: whether it can load an adapter as a version of the student.
     tells_tokenizer: whether its tokenizer can be compared with the student's.
     """
 
@@ -70,7 +71,7 @@ _KINDS = (
     ),
 )
 SERVERS = {kind.name: kind for kind in _KINDS}
-#: what generates completions: the student in the job, or servers
+#: the engines that generate completions: the student in the job, or servers
 ENGINES = ("transformers", *(kind.name for kind in _KINDS if kind.generates))
 ADAPTER_ENGINES = tuple(name for name in ENGINES if name not in SERVERS or SERVERS[name].takes_adapters)
 

@@ -1,7 +1,7 @@
 """Writes the reference of the configuration from its classes: `python -m stillhouse.config.write_docs [docs]`.
 
-Three files: `config.md`, a table per section; `config.schema.json`, for editors; and in `coming_from.md`, between
-marks, the tables of other tools' names.
+It writes `config.md` with a table per section, `config.schema.json` for editors, and the tables of other tools' names
+between the marks in `coming_from.md`.
 """
 
 import json
@@ -118,7 +118,7 @@ def _tables(key: str, section: type[Section]) -> list[str]:
         if (inner := section_of(field)) is not None:
             tables += _tables(f"{key}.{name}", inner)
     if (named := named_sections(section)) is not None:
-        # the keys of the class that it extends are in a table already
+        # the keys of the base class are already in a table
         names = set(named.model_fields) - set(named.__mro__[1].model_fields)  # type: ignore[attr-defined]
         tables.append(_table(f"`{key}.{ANY_NAME}`", f"{key}.{ANY_NAME}.", named, names))
     return tables
@@ -143,9 +143,8 @@ def _table(title: str, prefix: str, section: type[Section], names: set[str]) -> 
 
 
 def _for_editors(schema: Any) -> Any:
-    """The schema without titles, and without `required`, because an option or an override may give a required key.
-
-    Descriptions are in one line each.
+    """The schema without titles, with one-line descriptions, and without `required`, because required keys may also
+    be given as options or overrides.
     """
     if isinstance(schema, list):
         return [_for_editors(item) for item in schema]

@@ -13,15 +13,15 @@ from stillhouse.config.errors import ConfigError
 from stillhouse.display import message
 from stillhouse.libraries import reading
 
-#: the largest whole number of 64 bits; a larger one can only be a mistake, and Python refuses to print very long ones
+#: the largest 64-bit integer; a larger number can only be a mistake, and Python cannot print very long ones
 LARGEST = 2**63 - 1
-#: limits of a document: its length, and the depth of nested brackets, since reading time grows with the depth squared
+#: limits of a document: characters, and depth of nested brackets, because reading time grows with the square of it
 MAX_CHARACTERS, MAX_DEPTH = 100_000, 200
 _TAG = "tag:yaml.org,2002:"
 
 
 class _Constructor(SafeConstructor):
-    """YAML 1.2's core schema: dates and `=`, which YAML 1.1 treats specially, are text; there are no other types."""
+    """YAML 1.2's core schema: dates and `=` are text, unlike in YAML 1.1; there are no other types."""
 
     def construct_yaml_int(self, node: Any) -> int:
         number = int(super().construct_yaml_int(node))
@@ -40,7 +40,7 @@ for _name in ("binary", "omap", "pairs", "set"):
 def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
     """The value of one YAML document; None if it is empty.
 
-    Raises ConfigError, which names `source` (the file or the override) and, if `numbered`, the line.
+    Raises ConfigError with `source` (the file or the override) and, if `numbered`, the line.
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(None, f"{source}: {len(text):,} characters; expected at most {MAX_CHARACTERS:,} of YAML")
@@ -68,7 +68,7 @@ def write_yaml(data: dict[str, Any]) -> str:
 
 
 def _depth(text: str) -> int:
-    """The depth of nested brackets. Brackets in quoted text count, too."""
+    """The depth of nested brackets, including brackets in quoted text."""
     steps = (1 if character in "[{" else -1 for character in text if character in "[{]}")
     return max(itertools.accumulate(steps), default=0)
 
@@ -83,7 +83,7 @@ def _line(error: Exception, text: str) -> str:
 
 def _problem(error: Exception) -> str:
     if isinstance(error, DuplicateKeyError):
-        return str(error.problem).partition(" with value ")[0]  # without the values, which are not read yet
+        return str(error.problem).partition(" with value ")[0]  # without the values: they are not parsed yet
     if isinstance(error, MarkedYAMLError):
         return ", ".join(part for part in (error.context, error.problem) if part)
     return str(error).partition("\n")[0]

@@ -81,10 +81,10 @@ def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
 
 
 def parity(config: RunConfig) -> Iterator[Row]:
-    """One row for each layout, the same on every process. Raises ConfigError and ValueError as a run does."""
+    """One row per layout, replicated on all processes. Raises ConfigError and ValueError as a run does."""
     exact = {"dtype": "float32"}
     several = {
-        name: teacher.model_copy(update=exact) if teacher.student is None else teacher  # that has the student's dtype
+        name: teacher.model_copy(update=exact) if teacher.student is None else teacher  # the student's dtype
         for name, teacher in config.several.items()
     }
     in_float32 = {

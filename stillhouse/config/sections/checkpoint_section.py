@@ -7,7 +7,7 @@ from pydantic import Field
 
 from stillhouse.config.section import PathText, Section
 
-#: a metric of one of several evaluation sets, or of eval.callbacks
+#: a metric of one of several evaluation sets; the next pattern also includes metrics of eval.callbacks
 OF_A_SET = r"^eval/[A-Za-z0-9_-]+/(cross_entropy|forward_kl|agreement)$"
 MetricOfCallback = Annotated[str, Field(pattern=r"^eval/[\w.\-/]+$", examples=["eval/math/cross_entropy"])]
 
@@ -28,7 +28,7 @@ def set_of(metric: str | None) -> str | None:
 
 
 def is_of_callback(metric: str | None) -> bool:
-    """Whether a metric is one of eval.callbacks: neither a metric of every run nor one of an evaluation set."""
+    """Whether a metric is from eval.callbacks: it belongs neither to every run nor to an evaluation set."""
     return metric is not None and metric not in KNOWN and set_of(metric) is None
 
 

@@ -7,9 +7,9 @@ from pydantic import AfterValidator, Field
 
 from stillhouse.config.section import PathText, Section, Share
 
-#: mtp_1 is the first depth of multi-token prediction in the names of metrics
+#: names of evaluation sets. mtp_1, … are excluded, because they are the MTP depths in the names of metrics
 _NAME = re.compile(r"(?!mtp_\d+$)[A-Za-z][A-Za-z0-9_-]*")
-#: what may follow `eval/` in a metric without the name of a set
+#: the names of metrics after `eval/` that are not names of sets
 _METRICS = {"cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "uld", "exact_match"}
 _METRICS |= {"teacher_cross_entropy", "tokens", "tasks_truncated"}
 
@@ -71,10 +71,10 @@ class DataConfig(Section):
 
     @property
     def weighted_sources(self) -> list[SourceConfig]:
-        """The sources with weights; empty if data.train is one source."""
+        """The sources with weights; empty if data.train is a single source."""
         return [] if isinstance(self.train, str) else self.train
 
     @property
     def eval_sets(self) -> dict[str, str]:
-        """The sources of several evaluation sets, by their names; empty if there is one or none."""
+        """The sources of several evaluation sets, by name; empty if data.eval is not a mapping."""
         return self.eval if isinstance(self.eval, dict) else {}

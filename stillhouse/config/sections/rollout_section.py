@@ -86,5 +86,5 @@ class RolloutConfig(Section):
 
     @property
     def is_on_student_alone(self) -> bool:
-        """Whether no completion of the dataset is trained on."""
+        """Whether the run trains only on completions of the student."""
         return self.share == 1

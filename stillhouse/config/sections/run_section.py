@@ -56,7 +56,7 @@ class RunConfig(Section):
 
     @property
     def flash_attentions(self) -> list[str]:
-        """The settings of flash attention, which separates packed documents only in a batch of one row."""
+        """The keys that select flash attention; it separates packed documents only in a batch of one row."""
         sections = {"student": self.student, **self.teacher_sections}
         return [
             f"{name}.attention={section.attention}"
@@ -67,7 +67,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _rollouts_minimise_reverse_kl(cls, content: Any) -> Any:
-        """The default loss on the student's own completions."""
+        """Set the default loss for training on the student's own completions: reverse_kl."""
         if not isinstance(content, Mapping) or content.get("rollout") is None:
             return content
         objective = content.get("objective", {})

@@ -52,7 +52,7 @@ class MtpConfig(Section):
 
 _GRAMMAR = r"^(every|first|last) [1-9][0-9]*$"
 
-# `from` cannot be the name of a field in a class statement
+# `from` is a keyword, so it cannot be a field name in a class statement
 _From = create_model(
     "_From",
     __base__=Section,
@@ -92,7 +92,9 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         return str(getattr(self, "from"))
 
     def chosen(self, count: int) -> list[int]:
-        """The numbers of the chosen layers of a teacher with `count` layers; a number may be too large for it."""
+        """The numbers of the layers to copy from a teacher with `count` layers; a number in a list may be ≥
+        `count`.
+        """
         if self.layers is None:
             return list(range(count))
         if isinstance(self.layers, list):

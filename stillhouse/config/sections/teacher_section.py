@@ -21,7 +21,7 @@ class TeacherConfig(ModelConfig):
     One of `model` (it runs in this job), `cache` and `url` says where its signals come from.
     """
 
-    #: the keys of which one says where the signals come from
+    #: the keys that name a source of signals; exactly one of them must be set
     sources: ClassVar[tuple[str, ...]] = ("model", "cache", "url")
 
     model: PathText | None = Field(default=None, examples=["Qwen/Qwen3-8B"])
@@ -80,7 +80,7 @@ class TeacherConfig(ModelConfig):
 
     @property
     def signals_from(self) -> str:
-        """The key that says where the signals come from: a store of signals if one is named, else the model."""
+        """The key of the source of the signals: cache, url or another store if it is set, otherwise model."""
         return next(key for key in ("cross_tokenizer", *reversed(self.sources)) if getattr(self, key) is not None)
 
     @property
@@ -89,7 +89,7 @@ class TeacherConfig(ModelConfig):
 
     @property
     def source_in_words(self) -> str:
-        """What gives the signals, for the objective in words."""
+        """A description of the source of the signals, for the objective in words."""
         return str(self.model)
 
     def is_base_of(self, student: StudentConfig) -> bool:
@@ -152,7 +152,7 @@ class TeachersConfig(Section):
 
     @property
     def named(self) -> dict[str, NamedTeacherConfig]:
-        """In the order of their names, which is the same on all processes, whatever the order in their files."""
+        """The teachers sorted by name, so that all processes have the same order."""
         return dict(sorted(self.__pydantic_extra__.items()))
 
     @model_validator(mode="before")
