@@ -11,8 +11,8 @@ from typing import NoReturn
 FLUSH_SECONDS = 1.0
 #: the most seconds that a finished command waits for threads of other code
 SECONDS_FOR_THREADS = 30.0
-#: seconds between two checks whether torchrun still runs. If it does not, local rank 0 ends first, and the other ranks
-#: wait for twice this time, so that local rank 0 does not report a lost connection
+#: seconds between two checks whether torchrun still runs. If it does not, local rank 0 ends first and the other
+#: ranks wait for twice this time, so that local rank 0 does not report a lost connection
 SECONDS_BETWEEN_LOOKS = 0.5
 
 

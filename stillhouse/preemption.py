@@ -185,9 +185,7 @@ class _Listener:
         return self._received
 
     def enter(self, function: str) -> None:
-        """Record that a function of the user begins. Raises OverdueError if earlier functions have used all the
-        time.
-        """
+        """Record that a function of the user begins. Raises OverdueError if no time is left."""
         if self._received and self._spent > SECONDS_TO_RETURN:
             raise OverdueError(f"{function} was not called after a signal")
         self._is_interrupted, self._entered_at = False, time.monotonic()
@@ -208,9 +206,7 @@ class _Listener:
             self.require_in_time(self._function)
 
     def require_in_time(self, function: str) -> None:
-        """Raise OverdueError if the function was interrupted: it may have caught the first one and returned a
-        result.
-        """
+        """Raise OverdueError if the function was interrupted: it may have caught the first OverdueError."""
         if self._is_interrupted:
             raise OverdueError(f"{function} has not returned {SECONDS_TO_RETURN:g} s after a signal")
 

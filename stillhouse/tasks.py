@@ -107,9 +107,7 @@ def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> floa
 
 
 class _RandomNumbers:
-    """Random integers from raw 64-bit ones: their stream is the same in all versions of numpy and on all
-    platforms.
-    """
+    """Random integers from raw 64-bit ones, which are the same in all versions of numpy."""
 
     def __init__(self, task: str, seed: int, number: int):
         import numpy as np  # here, because the configuration imports this module without numpy
@@ -153,9 +151,7 @@ def _brackets(random: _RandomNumbers, length: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Task:
-    """lengths: the default range (shortest, longest). write: a function (random numbers, length) → (prompt,
-    answer).
-    """
+    """lengths: default (shortest, longest). write: a function (random numbers, length) → (prompt, answer)."""
 
     lengths: tuple[int, int]
     write: Callable[[_RandomNumbers, int], tuple[str, str]]

@@ -54,9 +54,7 @@ class as_config_error(AbstractContextManager[object]):
 
 
 def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
-    """One error with the first mistakes and the number of the others. more: the number of mistakes not in the
-    list.
-    """
+    """One error with the first mistakes and the number of the others. more: how many are not in the list."""
     shown = list(mistakes[:MAX_LINES])
     if more := more + len(mistakes) - len(shown):
         shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))

@@ -47,9 +47,7 @@ class Rule:
                 yield ConfigError(rule.keys[0], rule._problem(*values))
 
     def _of_teachers(self, config: RunConfig) -> list["Rule"]:
-        """One copy of the rule per teacher: `teacher.` in its keys is replaced by the key of the teacher's
-        section.
-        """
+        """One copy of the rule per teacher, where `teacher.` in keys is replaced by the key of the section."""
         if not any(_OF_A_TEACHER.match(key) for key in self.keys):
             return [self]
         is_of_several = any(key.startswith(_NAMED) for key in self.keys)

@@ -115,9 +115,7 @@ def load_documents(
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A record that is not tokenized yet. values: of the kept columns. prefixes: the text of each teacher's
-    prefix.
-    """
+    """A record that is not tokenized yet. values: of the kept columns. prefixes: one text per teacher."""
 
     rendered: Rendered
     where: str

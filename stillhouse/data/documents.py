@@ -123,9 +123,7 @@ class Documents:
         )
 
     def fingerprint(self) -> str:
-        """A sha256 of tokens, targets, offsets, columns, prefixes and records. A resumed run compares it with the
-        checkpoint's.
-        """
+        """A sha256 of tokens, targets, offsets, columns, prefixes and records. A resumed run compares it."""
         digest = hashlib.sha256()
         arrays = [self.tokens_N, self.targets_N, self.offsets]
         for prefixes in (self.prefixes[name] for name in sorted(self.prefixes)):
@@ -141,9 +139,7 @@ class Documents:
         return digest.hexdigest()
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> "Documents":
-        """The chosen documents in the given order. The report's counts of documents, tokens and targets are
-        updated.
-        """
+        """The chosen documents in the given order. The counts in the report are updated."""
         chosen = np.asarray(chosen, dtype=np.int64)
         offsets, index_N = chosen_tokens(self.offsets, chosen)
         set_D = None if self.set_D is None else self.set_D[chosen]

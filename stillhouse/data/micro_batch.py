@@ -93,9 +93,7 @@ class MicroBatch:
         return self.select(index_BS)
 
     def part(self, number: int, count: int) -> "MicroBatch":
-        """The shard of a context rank: a block of columns of all tensors. `count` must divide the number of
-        columns.
-        """
+        """The shard of a context rank: a block of columns. `count` must divide the number of columns."""
         return self if count == 1 else self.select(self._numbers_BS().chunk(count, 1)[number])
 
     def select(self, index_BS: Tensor) -> "MicroBatch":

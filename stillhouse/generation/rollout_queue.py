@@ -137,9 +137,7 @@ class RolloutQueue:
         self._keep(state.samples)
 
     def _add(self, group: int, requested_at: int) -> None:
-        """Record that a group was requested. If the schedule is in order, only its own step may train on the
-        group.
-        """
+        """Record that a group was requested. In an in-order schedule, only its own step may train on it."""
         self._requested_at[group], self._samples[group] = requested_at, {}
         latest = requested_at + self.schedule.max_staleness
         self._last_chance[group] = self.plan.step_of(group) if self.schedule.in_order else latest

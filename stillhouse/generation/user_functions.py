@@ -132,9 +132,7 @@ def _function(path: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
 def checked_reward(
     reward: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
 ) -> float:
-    """The reward of a completion. Raises ValueError if it is not a finite number. source: `file:line` of the
-    record.
-    """
+    """The reward of a completion. Raises ValueError if it is not finite. source: `file:line` of the record."""
     about = _about(completion, source)
     value = reward(prompt, completion, _copied(record, source), about=about)
     number = finite_number(value)

@@ -87,9 +87,7 @@ TEACHER = "teacher"
 
 @dataclass(frozen=True, eq=False)
 class FullVocab(Signal):
-    """The exact signal: the teacher's last hidden states and its head. V / E times smaller than the teacher's
-    logits.
-    """
+    """The exact signal: the teacher's last hidden states and head. V / E times smaller than its logits."""
 
     hidden_TE: Tensor
     head: OutputHead

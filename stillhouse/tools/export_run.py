@@ -286,9 +286,7 @@ def _objective(run: Path, setup: RunSetup) -> str:
 
 
 def _processes(checkpoint: IntactCheckpoint, tensor: int) -> int:
-    """The number of processes that wrote the checkpoint: its random states (one per tensor-parallel group) ×
-    `tensor`.
-    """
+    """The number of processes that wrote the checkpoint: (random states, one per tensor group) × `tensor`."""
     name = f"{RANDOM}cpu."
     states = [stored for stored in stored_tensors(checkpoint.path / RESUME) if stored.startswith(name)]
     return len(states) * tensor or 1

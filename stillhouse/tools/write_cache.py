@@ -99,9 +99,7 @@ def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
 
 
 def _served_teacher(setup: RunSetup, data: RunData) -> tuple[SignalStore, CacheTeacher]:
-    """The teacher's servers after their proof, and the teacher. Raises ConfigError if the signals cannot be
-    cached.
-    """
+    """The teacher and its servers after their proof. Raises ConfigError for signals that cannot be cached."""
     store = setup.stores["teacher"]
     setup.require_signals(data)
     if store.teacher_folder is None or store.vocabulary is None:

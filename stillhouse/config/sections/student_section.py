@@ -92,9 +92,7 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         return str(getattr(self, "from"))
 
     def chosen(self, count: int) -> list[int]:
-        """The numbers of the layers to copy from a teacher with `count` layers; a number in a list may be ≥
-        `count`.
-        """
+        """The layers to copy from a teacher with `count` layers; numbers in a list may be too large."""
         if self.layers is None:
             return list(range(count))
         if isinstance(self.layers, list):

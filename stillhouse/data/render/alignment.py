@@ -136,9 +136,7 @@ class Aligner:
         return self._with_first(self.first_of.copy(), texts, inner=False)
 
     def _with_first(self, first_of: np.ndarray, texts: dict[int, str], *, inner: bool) -> np.ndarray:
-        """For each teacher's id in `texts`, tokenize its text with the student's tokenizer and enter the first
-        token.
-        """
+        """Tokenize each text with the student's tokenizer and set its id in `first_of` to the first token."""
         encoded = self.student.encode(list(texts.values()), inner=inner)
         for (index, text), ids in zip(texts.items(), encoded, strict=True):
             if ids and not self.student.special.keys() & set(ids):

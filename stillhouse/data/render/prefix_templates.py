@@ -63,9 +63,7 @@ class PrefixTemplate:
         tokenizer: PreTrainedTokenizerBase,
         bos_from: BosFrom,
     ) -> list[EncodedPrefix]:
-        """Tokenize the rendered prefixes of these documents. bos_from: of the documents' template (see
-        `Template`).
-        """
+        """Tokenize the rendered prefixes of these documents. bos_from: see `Template`."""
         bos = tokenizer.bos_token_id
         return [
             _behind_bos(np.asarray(ids, dtype=np.int32), document.ids, bos, bos_from)

@@ -71,9 +71,7 @@ class Template(Protocol):
         ...
 
     def render_prefix(self, text: str) -> str:
-        """The text of a prefix, to be tokenized with add_special_tokens=False. Raises RecordError as `render`
-        does.
-        """
+        """The text of a prefix, to tokenize with add_special_tokens=False. Raises RecordError."""
         ...
 
 

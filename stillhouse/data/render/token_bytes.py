@@ -24,9 +24,7 @@ _NO_ADDED_SPACE: dict[str, dict[str, Any]] = {
 
 
 def _alphabet() -> Iterator[tuple[str, int]]:
-    """GPT-2's characters for the 256 bytes: a visible byte is its own character; others get characters from 256
-    on.
-    """
+    """GPT-2's characters for the 256 bytes: itself for a visible byte, otherwise a character from 256 on."""
     others = iter(range(256, 512))
     for byte in range(256):
         visible = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255

@@ -256,9 +256,7 @@ class Tile:
         return torch.where(is_here_CK, local_CK, first_C1), is_here_CK.any(1, keepdim=True)
 
     def _gradient_at(self, signal: SparseSignal, rows_CX: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns [C, K] of a bucket signal's ids and the gradient there, without the parts in
-        `_added`.
-        """
+        """Return the columns [C, K] of a bucket signal's ids and the gradient there, without `_added`."""
         places_CK, held_C1 = self._places(signal)
         outside = [
             ~held_C1.expand_as(places_CK) if other is signal else ~self._is_of(other, places_CK)

@@ -92,7 +92,7 @@ class PointwisePlan:
 
     @property
     def students(self) -> list[StudentSoftmax]:
-        """0, 1, …: an index into `temperatures` for each softmax of the student."""
+        """The indices of the student's softmaxes in `temperatures`."""
         return [cast("StudentSoftmax", at) for at in range(len(self.temperatures))]
 
     @property

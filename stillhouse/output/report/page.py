@@ -87,9 +87,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def render(runs: Sequence[Run], *, watching: bool = False) -> str:
-    """Return the page of the first run, compared with the others. watching: whether the page requests new
-    versions.
-    """
+    """Return the page of the first run, compared with the others. watching: whether the page updates itself."""
     run, rollouts, held_out = runs[0], runs[0].rollouts, runs[0].held_out
     drawings = draw(runs)
     names = run_names([run.path for run in runs])
