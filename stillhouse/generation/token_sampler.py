@@ -155,7 +155,7 @@ def stop_texts(
     """For each sequence of ids, the stop text that its last token completes, or None. The caller must call this after
     every token, because the text before a small window is not examined.
     """
-    # a token has at least one byte of text, so the longest stop text lies within so many tokens
+    # a token has at least one byte of text, so a stop text of n bytes is within the last n tokens; 8 more as a margin
     window = max(len(stop_text.encode()) for stop_text in stop) + 8
     texts = tokenizer.batch_decode(
         [row[-window:] for row in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False

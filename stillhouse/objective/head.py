@@ -65,7 +65,7 @@ class OutputHead:
 
 
 def detached(head: OutputHead) -> OutputHead:
-    """Return the head with detached tensors. A tensor that requires no gradient stays the same object."""
+    """Return the head with detached tensors, or the head itself if its weight requires no gradient."""
     if not head.weight_VD.requires_grad:
         return head
     return replace(head, weight_VD=head.weight_VD.detach(), bias=None if head.bias is None else head.bias.detach())

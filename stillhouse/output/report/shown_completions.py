@@ -1,6 +1,4 @@
-"""The completions on the page: token by token for the steps of an on-policy run, and over time for held-out
-prompts.
-"""
+"""The completions on the page: by token for steps of an on-policy run, and over time for held-out prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
