@@ -29,7 +29,7 @@ from stillhouse.objective.tile.tile_plan import Plan
 
 
 class SampledTerm(LabelTerm):
-    """A term whose value is a function φ of log q at the labels."""
+    """A term with the value φ(log q) at the labels."""
 
     @abstractmethod
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -76,7 +76,7 @@ class Template(Protocol):
 
 
 class _StringTemplate(Template):
-    """Records of strings, to which the tokenizer adds its special tokens."""
+    """Records of strings; the tokenizer adds its special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         if tokenizer.eos_token_id is None:

@@ -1,4 +1,4 @@
-"""Reads the folder of a run into a `Run`: everything that the page shows of it.
+"""Reads a run's folder into a `Run`, the data for the page.
 
 A killed run may lack any file except metrics.jsonl, and the last line of a file of JSON lines may be incomplete. The
 page lists missing content (`Run.notes`). Other malformed content raises an error with the file and the line or key.

@@ -31,7 +31,7 @@ def label(text: str) -> str:
 
 
 def pieces(text: str) -> list[tuple[str, str]]:
-    """Split the text at characters that need a mark; return (text, mark), one of which may be empty.
+    """Split the text at characters that need a mark; return pairs (text, mark). Either part of a pair may be empty.
 
     Newlines and tabs also stay in the text beside their mark.
     """
