@@ -9,7 +9,7 @@ from stillhouse.objective.terms import Distill, Term, labelled
 #: the key of the only metric that is not a sum
 CHUNK_TOKENS = "chunk_tokens"
 
-#: the key of the sum of the rows' weights; `models.processors.distillation` adds it to the metrics
+#: the key of the sum of the rows' weights; `StepLoss` adds it to the metrics
 WEIGHTS = "weights"
 
 #: the `per_token` tensors of a micro-batch of rollouts, float32, are about the token that a row predicts: its
