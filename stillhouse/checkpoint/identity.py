@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stillhouse.config.source_kinds import SOURCES
 from stillhouse.hashing import json_hash
 
 #: sections and keys that may change when a run is resumed
@@ -17,7 +18,6 @@ _FREE = {
     "parallel",
     "teacher.parallel",
     "teacher.offload",
-    "teacher.url",
     "teacher.api",
     "teacher.timeout",
     "teacher.prove",
@@ -30,6 +30,7 @@ _FREE = {
     "train.micro_batch_tokens",
     "train.timeout",
     "train.activation_checkpointing",
+    *(f"teacher.{key}" for key, kind in SOURCES.items() if kind.is_address),
 }
 
 #: keys that earlier versions lacked, with the values that mean the earlier behaviour, so that runs can be resumed
@@ -42,6 +43,7 @@ _ADDED: dict[str, Any] = {
     "teacher.quantize": None,
     "objective.hidden": [],
     "rollout.deviation": "population",
+    **{f"teacher.{key}": None for key in SOURCES if key not in ("model", "cache", "student", "cross_tokenizer")},
 }
 
 

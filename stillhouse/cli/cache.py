@@ -69,7 +69,7 @@ def write(
     from stillhouse.parallel import destroy_process_group, is_first
     from stillhouse.tools.write_cache import write_cache
 
-    if config.teacher is not None and config.teacher.signals_from == "url":
+    if config.teacher is not None and "signal" in config.teacher.source_kind.options:
         options = {"signal": signal, "top_k": top_k, "dtype": dtype}
         overrides = [f"teacher.{name}={value}" for name, value in options.items() if value is not None]
         config = load((*arguments, *overrides), flags)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from stillhouse.config.errors import ConfigError, listed
@@ -16,6 +17,7 @@ from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_t
 from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.sections.teacher_section import TeachersConfig
 from stillhouse.config.servers import ADAPTER_ENGINES, ENGINES
+from stillhouse.config.source_kinds import OF_WEIGHTS, SOURCES
 from stillhouse.display import enumerated
 
 #: in a row, `teacher.` means all teachers, and this prefix means only those under `teachers`
@@ -137,33 +139,41 @@ def _is_within(folder: str, parent: str) -> bool:
     return os.path.commonpath([parent, os.path.abspath(folder)]) == parent
 
 
-_ONE_SOURCE = "one source of signals, and null for the others"
-_NOT_HERE = "no teacher runs in this job"
-_OF_URL = ("api", "signal", "timeout", "prove", "prove_every", "accept")
-_OF_WEIGHTS = ("parallel", "attention", "revision", "trust_remote_code", "dtype", "quantize", "offload")
+def _rules_of_sources() -> Iterator[Rule]:
+    """The rules that follow from the table of sources."""
+    kinds = [kind for kind in SOURCES.values() if kind.key != "model"]
+    complete: list[str] = []
+    for key, kind in ((f"teacher.{kind.key}", kind) for kind in kinds if not kind.needs_model):
+        if others := complete if "model" in kind.beside else ["teacher.model", *complete]:
+            yield excludes(key, *others, expected="one source of signals, and null for the others")
+        complete.append(key)
+    for key, kind in ((f"teacher.{kind.key}", kind) for kind in kinds):
+        if kind.needs_model:
+            yield excludes(key, *complete, because="it needs teacher.model, a teacher in this job")
+        if not kind.any_tokens:
+            yield excludes(key, "rollout", because="it has no signals of completions that the run writes")
+            yield excludes(f"{_NAMED}prefix", key, because=f"the signals of {key} are of other tokens")
+    for name, because in product(OF_WEIGHTS, dict.fromkeys(kind.because for kind in kinds)):
+        without = [kind.key for kind in kinds if kind.because == because and name not in kind.beside]
+        if without:
+            yield excludes(f"teacher.{name}", *(f"teacher.{key}" for key in without), because=because)
+    for option in dict.fromkeys(option for kind in kinds for option in kind.options):
+        section = "teacher." if f"teacher.{option}" in _FIELDS else _NAMED
+        yield needs(section + option, *(f"teacher.{kind.key}" for kind in kinds if option in kind.options))
+
 
 RULES: tuple[Rule, ...] = (
     # the sources of a teacher's signals
-    excludes("teacher.cache", "teacher.model", "teacher.url", "teacher.student", expected=_ONE_SOURCE),
-    excludes(f"{_NAMED}student", f"{_NAMED}model", f"{_NAMED}url", expected=_ONE_SOURCE),
-    *(
-        excludes(f"teacher.{key}", "teacher.cache", "teacher.url", because=_NOT_HERE)
-        for key in ("parallel", "quantize", "offload")
-    ),
-    excludes("teacher.trust_remote_code", "teacher.url"),
     excludes("teacher.dtype=float64", "teacher.url", expected="float32, bfloat16 or float16"),
     Rule(
         ("teacher.prove", "teacher.model"),
         lambda prove, model: prove == "always" and model is None,
         "auto, or teacher.model, the weights to compare with",
     ),
-    *(needs(f"teacher.{key}", "teacher.url") for key in _OF_URL),
-    needs("teacher.top_k", "teacher.url", "teacher.cross_tokenizer"),
+    *_rules_of_sources(),
     # a teacher in this job
     excludes("teacher.quantize", "teacher.parallel"),
     excludes("teacher.offload", "teacher.quantize", "teacher.cross_tokenizer"),
-    excludes("teacher.cross_tokenizer", "teacher.cache", because="the ids of a cache are the student's"),
-    excludes("teacher.cross_tokenizer", "teacher.url", because="it needs teacher.model, a teacher in this job"),
     excludes(
         "teacher.parallel",
         "teacher.cross_tokenizer",
@@ -188,17 +198,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         (f"{_NAMED}cross_tokenizer",), lambda method: method == "uld", "gold or null", "uld is for a single teacher"
     ),
-    needs(f"{_NAMED}ema_decay", f"{_NAMED}student"),
-    excludes(f"{_NAMED}prefix", f"{_NAMED}cache", because="the signals of a cache are of other tokens"),
     Rule(
         (f"{_NAMED}prefix", f"{_NAMED}student"),
         lambda prefix, student: prefix is None and student == "live",
         "a text",
         "without one, the student with its present weights is the student",
-    ),
-    *(
-        excludes(f"{_NAMED}{key}", f"{_NAMED}student", because="the student's own is used")
-        for key in (*_OF_WEIGHTS, "cross_tokenizer")
     ),
     excludes("teachers.sum", "teachers.route", because="every document has one teacher"),
     excludes(
@@ -248,7 +252,6 @@ RULES: tuple[Rule, ...] = (
     ),
     excludes("rollout.discount", "parallel.context", because="context parallelism divides completions"),
     excludes("objective.tokens", "rollout", because="rollouts train on completions"),
-    excludes("teacher.cache", "rollout", because="a cache has no signals of completions that the run writes"),
     excludes("teacher.cross_tokenizer", "rollout"),
     Rule(
         ("data.train", "rollout"),
@@ -259,7 +262,7 @@ RULES: tuple[Rule, ...] = (
     # hidden states: they are compared in stages that run both student and teacher
     Rule(
         ("objective.hidden", "teacher"),
-        lambda pairs, teacher: bool(pairs) and (teacher is None or teacher.model is None or bool(teacher.url)),
+        lambda pairs, teacher: bool(pairs) and (teacher is None or not teacher.source_kind.runs_model),
         "[], or the section teacher with model and without url",
         "the teacher's layers have to be in this job",
     ),

@@ -177,13 +177,12 @@ def _first_evaluation(run: Path, progress: Progress) -> dict[str, float | None]:
 
 
 def _teacher_name(teacher: TeacherConfig) -> str:
-    if teacher.model is not None:
-        served = ", on a server" if teacher.url is not None else ""
-        bits = "" if teacher.quantize is None else f", {teacher.quantize}"
-        return f"{_short_name(teacher.model)}{bits}{served}"
-    if teacher.cache is not None:
-        return f"cache {_short_name(teacher.cache)}"
-    return "on a server" if teacher.url is not None else "the student itself"
+    kind = teacher.source_kind
+    source = kind.title.format(_short_name(str(getattr(teacher, kind.key))))
+    if teacher.model is None:
+        return source
+    bits = "" if teacher.quantize is None else f", {teacher.quantize}"
+    return f"{_short_name(teacher.model)}{bits}" + ("" if kind.runs_model else f", {source}")
 
 
 def _counts(report: Any, path: Path) -> str:

@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -52,13 +52,13 @@ def open_stores(
     Raises ConfigError for a store that cannot be used.
     """
     return {
-        section: STORES[teacher.signals_from].open(section, teacher, objective, batch_tokens)
+        section: resolve_name(teacher.source_kind.made_by)(section, teacher, objective, batch_tokens)
         for section, teacher in teachers.items()
-        if teacher.signals_from in STORES
+        if teacher.source_kind.is_store
     }
 
 
-def _open_cross_tokenizer(
+def open_cross_tokenizer(
     section: str, teacher: TeacherConfig, objective: RunObjective, batch_tokens: int
 ) -> CrossTokenizerStore:
     """The store of a teacher with another tokenizer. The teacher itself is loaded by the store's `start`.
@@ -85,12 +85,12 @@ def _open_cross_tokenizer(
         return CrossTokenizerStore(model, ours, theirs, teacher.cross_tokenizer)
 
 
-def _open_cache(section: str, teacher: TeacherConfig, *_: object) -> SignalCache:
+def open_cache(section: str, teacher: TeacherConfig, *_: object) -> SignalCache:
     with _store_errors(section, teacher):
         return SignalCache(Path(str(teacher.cache)))
 
 
-def _connect(section: str, teacher: TeacherConfig, objective: RunObjective, _: int) -> RemoteSignals:
+def open_servers(section: str, teacher: TeacherConfig, objective: RunObjective, _: int) -> RemoteSignals:
     with _store_errors(section, teacher):
         return connect(
             teacher,
@@ -140,8 +140,8 @@ def require_signals(
                 store.require(_documents_of(section, route, data.dataset), "data.train")
             if data.evaluation is not None:
                 store.require(_documents_of(section, route, data.evaluation.documents), "data.eval")
-            prove_store = STORES[teacher.signals_from].prove
-            if prove_store is not None:
+            if teacher.source_kind.proved_by:
+                prove_store = resolve_name(teacher.source_kind.proved_by)
                 prove_store(section, teacher, train, data.tokenizer, store, ranks.device)
 
 
@@ -167,7 +167,8 @@ def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig,
     several = objective.teachers
     if several is not None and several.sum == "distributions" and not signal.is_exact:
         raise ConfigError(
-            f"{section}.cache", f"holds {signal}: expected hidden states, from which distributions can be summed"
+            f"{section}.{teacher.signals_from}",
+            f"holds {signal}: expected hidden states, from which distributions can be summed",
         )
 
 
@@ -180,7 +181,7 @@ def _documents_of(section: str, route: str | None, documents: Documents) -> Docu
     return documents.as_read_by(name)
 
 
-def _prove(
+def prove_servers(
     section: str,
     teacher: TeacherConfig,
     documents: Documents,
@@ -241,18 +242,3 @@ def _is_readable(teacher: TeacherConfig) -> bool:
         return True
     files = Path(teacher.model).glob("*.safetensors") if os.path.isdir(teacher.model) else ()
     return 0 < sum(path.stat().st_size for path in files) <= SMALL
-
-
-class StoreKind(NamedTuple):
-    """open: opens a store, as `_connect` does. prove: proves its signals, as `_prove` does; None: no proof needed."""
-
-    open: Callable[[str, TeacherConfig, RunObjective, int], SignalStore]
-    prove: Callable[[str, TeacherConfig, Documents, PreTrainedTokenizerBase, Any, torch.device], None] | None = None
-
-
-#: the kinds of stores, by the key of the teacher's section that selects them (`TeacherConfig.signals_from`)
-STORES = {
-    "cache": StoreKind(_open_cache),
-    "cross_tokenizer": StoreKind(_open_cross_tokenizer),
-    "url": StoreKind(_connect, _prove),
-}

@@ -1,8 +1,9 @@
 """Builds the sources of the teachers' signals, under any layout."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pkgutil import resolve_name
 
 import torch
 
@@ -54,7 +55,7 @@ def teacher_of_stages(
     """
     if store is not None:
         return models.head_of_store("teacher", store) if store.signal.is_exact else None
-    if teacher is None or models.teacher_is_base:
+    if teacher is None or not teacher.source_kind.runs_model or models.teacher_is_base:
         return None
     if layout.degrees.processes == 1 and not head_only:
         return models.whole_teacher("teacher")
@@ -96,7 +97,8 @@ class TeacherSources:
         """The source of one teacher. head: the teacher's head, on processes with the student's last stage."""
         store = self.stores.get(section)
         if store is None:
-            return IN_JOB[teacher.signals_from](self, section, teacher, head)
+            source: SignalSource = resolve_name(teacher.source_kind.made_by)(self, section, teacher, head)
+            return source
         if self.student.has_results:
             store.start(self.student.device)
         name = section.partition(".")[2]
@@ -128,7 +130,8 @@ class TeacherSources:
         decoders: dict[str, Decoder] = {}
         for name, teacher in teachers.named.items() if self.student.ranks.size == 1 else ():
             section = f"teachers.{name}"
-            if teacher.signals_from != "model" or (teacher.quantize is None and _can_be_cut(teacher)):
+            is_here = teacher.source_kind.runs_model and section not in self.stores
+            if not is_here or (teacher.quantize is None and _can_be_cut(teacher)):
                 continue
             if teacher.offload:
                 raise ConfigError(
@@ -150,7 +153,7 @@ class TeacherSources:
             store = self.stores.get(section)
             if store is not None and store.signal.is_exact:
                 source = self.models.head_of_store(section, store, device)
-            elif teacher.signals_from == "model" and name not in unsplit:
+            elif store is None and teacher.source_kind.runs_model and name not in unsplit:
                 source = self.models.teacher(section, device, offload=self.models.offload)
             else:
                 continue
@@ -193,13 +196,6 @@ class TeacherSources:
     ) -> SeparateTeacher:
         with as_config_error(key, ProofError):
             return SeparateTeacher(source, layout, mesh, self.student.layout, self.student.mesh, head=head)
-
-
-#: the sources without a store, by the key of the teacher's section that selects them (`TeacherConfig.signals_from`)
-IN_JOB: dict[str, Callable[[TeacherSources, str, TeacherConfig, TeacherHead | None], SignalSource]] = {
-    "model": TeacherSources.model,
-    "student": TeacherSources.self_teacher,
-}
 
 
 def _can_be_cut(teacher: TeacherConfig) -> bool:

@@ -82,7 +82,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
         yield _row("adapter", session.adapter_in_words)
     teachers = session.teacher_configs
     same = ""
-    if teachers and all(teacher.cross_tokenizer is None for teacher in teachers.values()):
+    if teachers and all(teacher.source_kind.compares_tokenizer for teacher in teachers.values()):
         same = f", the same for {'both' if 'teacher' in teachers else 'all'}"
     tokenizer_hash = session.identity.models["tokenizer"]
     yield _row("tokenizer", f"{len(session.tokenizer):,} tokens, hash {tokenizer_hash[:12]}{same}")

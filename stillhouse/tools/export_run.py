@@ -35,7 +35,6 @@ from stillhouse.output.model_card import Exported, model_card, quoted_file
 from stillhouse.output.progress import STATE
 from stillhouse.run.models import source_fingerprint
 from stillhouse.run.setup import RunSetup
-from stillhouse.run.stores import STORES
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _STUDENT = ".safetensors", "student/"
@@ -273,7 +272,7 @@ def _require_same_configuration(run: Path, setup: RunSetup, checkpoint: IntactCh
 def _objective(run: Path, setup: RunSetup) -> str:
     """The objective in words. It is read from a file of the run, because it depends on the signals of the store."""
     expected = setup.objective.loss_in_words()
-    if all(teacher.signals_from not in STORES for teacher in setup.teachers.values()):
+    if not any(teacher.source_kind.is_store for teacher in setup.teachers.values()):
         return setup.objective.in_words({})
     path = run / "environment.json"
     words = quoted_file(path).get("objective")

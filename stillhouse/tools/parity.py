@@ -84,7 +84,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     """One row per layout, replicated on all processes. Raises ConfigError and ValueError as a run does."""
     exact = {"dtype": "float32"}
     several = {
-        name: teacher.model_copy(update=exact) if teacher.student is None else teacher  # the student's dtype
+        name: teacher.model_copy(update=exact) if "dtype" in teacher.source_kind.beside else teacher
         for name, teacher in config.several.items()
     }
     in_float32 = {

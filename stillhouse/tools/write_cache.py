@@ -48,7 +48,7 @@ def write_cache(
     finite.
     """
     setup = RunSetup(config)
-    is_served = config.teacher is not None and config.teacher.signals_from == "url"
+    is_served = config.teacher is not None and "signal" in config.teacher.source_kind.options
     teacher_config = None if is_served else _teacher_in_job(setup)
     data = setup.load_data()
     entries = list(cache_documents(data))
@@ -88,7 +88,7 @@ def _teacher_in_job(setup: RunSetup) -> TeacherConfig:
             "teachers",
             "a cache has one teacher's signals; expected the section teacher, and a cache for each of them",
         )
-    if teacher is None or teacher.model is None:
+    if teacher is None or not teacher.source_kind.runs_model:
         raise ConfigError("teacher.model", "is missing: a cache is written by a teacher that is in this job")
     if teacher.cross_tokenizer is not None:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The models that are imitated, and where their signals come from: one teacher, or several with names."""
 
 import re
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -11,6 +11,7 @@ from stillhouse.config.sections.model_section import ModelConfig
 from stillhouse.config.sections.parallel_section import ParallelConfig
 from stillhouse.config.sections.student_section import StudentConfig
 from stillhouse.config.servers import ApiName
+from stillhouse.config.source_kinds import SOURCES, SourceKind
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
@@ -20,9 +21,6 @@ class TeacherConfig(ModelConfig):
 
     One of `model` (it runs in this job), `cache` and `url` says where its signals come from.
     """
-
-    #: the keys that name a source of signals; exactly one of them must be set
-    sources: ClassVar[tuple[str, ...]] = ("model", "cache", "url")
 
     model: PathText | None = Field(default=None, examples=["Qwen/Qwen3-8B"])
     """Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer. With url, it is needed
@@ -80,8 +78,12 @@ class TeacherConfig(ModelConfig):
 
     @property
     def signals_from(self) -> str:
-        """The key of the source of the signals: cache, url or another store if it is set, otherwise model."""
-        return next(key for key in ("cross_tokenizer", *reversed(self.sources)) if getattr(self, key) is not None)
+        """The key of the source of the signals: `model` only if no other source is set."""
+        return next(key for key in reversed(SOURCES) if getattr(self, key, None) is not None)
+
+    @property
+    def source_kind(self) -> SourceKind:
+        return SOURCES[self.signals_from]
 
     @property
     def urls(self) -> list[str]:
@@ -90,11 +92,11 @@ class TeacherConfig(ModelConfig):
     @property
     def source_in_words(self) -> str:
         """A description of the source of the signals, for the objective in words."""
-        return str(self.model)
+        return self.source_kind.title.format(getattr(self, self.signals_from))
 
     def is_base_of(self, student: StudentConfig) -> bool:
         """Whether the teacher is the student without its adapter, so that one model in memory serves as both."""
-        if student.adapter is None or self.url is not None:
+        if student.adapter is None or not self.source_kind.runs_model:
             return False
         same = all(getattr(student, key) == getattr(self, key) for key in ("model", "revision", "attention"))
         return same and self.quantize is None and self.dtype in ("auto", student.dtype) and self.parallel is None
@@ -102,8 +104,9 @@ class TeacherConfig(ModelConfig):
     @model_validator(mode="before")
     @classmethod
     def _has_a_source(cls, content: Any) -> Any:
-        if isinstance(content, dict) and all(content.get(name) is None for name in cls.sources):
-            *others, last = cls.sources[1:]
+        sources = [name for name in cls.model_fields if name in SOURCES and not SOURCES[name].needs_model]
+        if isinstance(content, dict) and all(content.get(name) is None for name in sources):
+            *others, last = sources[1:]
             raise MissingKeyError(
                 "model",
                 f"required, but not given; expected: the model, such as Qwen/Qwen3-8B, or in its place the key "
@@ -114,8 +117,6 @@ class TeacherConfig(ModelConfig):
 
 class NamedTeacherConfig(TeacherConfig):
     """One of several teachers. It has the keys of `teacher`, and more; `student` is one more source of signals."""
-
-    sources = (*TeacherConfig.sources, "student")
 
     student: Literal["live", "ema"] | None = None
     """The student as its own teacher, in eval mode and without gradients. live: with its present weights; it then
@@ -135,7 +136,7 @@ class NamedTeacherConfig(TeacherConfig):
     @property
     def source_in_words(self) -> str:
         average = f"the student's average (decay {self.ema_decay:g})"
-        return {None: str(self.model), "live": "the student", "ema": average}[self.student]
+        return {None: super().source_in_words, "live": "the student", "ema": average}[self.student]
 
 
 class TeachersConfig(Section):
