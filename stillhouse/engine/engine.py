@@ -96,8 +96,8 @@ class Engine(Protocol):
 
         Both are at temperature 1, except that the forward KL of a sparse signal is at the signal's own temperature.
         They do not depend on the engine's own objective. For signals with sorted probabilities, the result has `uld`
-        instead, the distance of the sorted probabilities at the objective's temperature. For a student with MTP
-        layers, the sums also have the metrics of `ACCEPTANCE`.
+        instead, the distance of the sorted probabilities at the objective's temperature. The sums also have the
+        metrics of `LossPart.held_out`.
 
         held_out: yields some micro-batches at a time, with their signals.
         of_teacher: also return the teacher's own cross-entropy; the signals must be exact.
@@ -144,9 +144,7 @@ class Engine(Protocol):
         ...
 
     def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
-        """Return an engine with the same student and optimizer, but these losses. MTP layers still run: without an
-        `MtpLoss` in `parts`, their loss has the factor 0.
-        """
+        """Return an engine with the same student and optimizer, but these losses. `LossPart.silent` still runs."""
         ...
 
     def zero_grad(self) -> None: ...

@@ -80,8 +80,8 @@ def require_fit(
         if there != here:
             raise ValueError(
                 f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "
-                "expected the same student, and the same train.optimizer, that wrote the checkpoint; a projector of "
-                "hidden states is of its layers in objective.hidden"
+                "expected the same student, and the same train.optimizer, that wrote the checkpoint; the weights of "
+                "a loss inside layers are of its layers in the section objective"
             )
 
 

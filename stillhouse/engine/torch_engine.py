@@ -19,21 +19,18 @@ from stillhouse.data import MicroBatch
 from stillhouse.engine.engine import SavedTensors, StepOutput, add_up
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.optimizer import embedding_weights, make_optimizer, make_step
-from stillhouse.engine.parts import LossPart, MtpLoss
+from stillhouse.engine.parts import LossPart
 from stillhouse.engine.state_folder import write_state
 from stillhouse.engine.torch_state import TorchState
 from stillhouse.models import NotFiniteError, OutputProcessor, evaluating
 from stillhouse.models.dtensors import gathered_tensor, local
 from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
-from stillhouse.objective.formulas import forward_kl, total_variation
+from stillhouse.objective.formulas import forward_kl
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Runner, StageInputs
 from stillhouse.signals.weight_average import WeightAverage
 
-#: the held-out objective at MTP depths: the acceptance rate of sampled drafts is 1 − total variation, and that of
-#: greedy drafts is the top-1 agreement
-ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
 #: AdamW with torch's default betas, without weight decay and clipping
 DEFAULT_TRAIN = TrainConfig(betas=(0.9, 0.999), clip=None)
 
@@ -124,8 +121,9 @@ class TorchEngine:
     def _total(self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
         """Return metric sums over all processes. losses: the losses inside this process's layers."""
         sums = add_up(self.student.ranks.gather(summed_metrics(outputs) | _summed(losses)))
-        for part in self.parts if "loss" in sums else ():
-            part.add_to(sums)
+        terms = [term for part in self.parts for term in part.terms.items()]
+        for name, term in terms if "loss" in sums else ():
+            sums["loss"] += term.scale * sums.get(name, 0.0) / max(1.0, sums["tokens"])
         return sums
 
     # ---- passes without gradients
@@ -134,25 +132,17 @@ class TorchEngine:
         self, held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
     ) -> dict[str, float]:
         outputs: list[ObjectiveOutput] = []
+        parts = tuple(measured for part in self.parts if (measured := part.held_out()) is not None)
         for micro_batches, signals in held_out:
             loss = StepLoss(
                 self._held_out_objective(signals),
                 chunk_tokens=self._chunk_tokens,
-                parts=self._acceptance,
+                parts=parts,
                 with_teacher_cross_entropy=of_teacher,
             )
-            outputs += self.process(loss, micro_batches, signals, self._acceptance)
+            outputs += self.process(loss, micro_batches, signals, parts)
             del micro_batches, signals  # free a teacher's large hidden states before the next ones are computed
         return add_up(self.student.ranks.gather(summed_metrics(outputs)))
-
-    @property
-    def _acceptance(self) -> tuple[LossPart, ...]:
-        """The losses that measure how many drafts of the MTP depths are accepted."""
-        return tuple(replace(part, objective=ACCEPTANCE, scale=1.0, of_student=True) for part in self._mtp_losses)
-
-    @property
-    def _mtp_losses(self) -> list[MtpLoss]:
-        return [part for part in self.parts if isinstance(part, MtpLoss)]
 
     def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
         """Return the cross-entropy; with signals, also the forward KL or, for `SortedTopK` signals, `uld`."""
@@ -199,9 +189,8 @@ class TorchEngine:
     def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
         other = copy.copy(self)
         other.optimizer, other.objective = self.optimizer, objective
-        other.parts = tuple(parts)
-        if not any(isinstance(part, MtpLoss) for part in parts):
-            other.parts += tuple(replace(part, scale=0.0) for part in self._mtp_losses)
+        others = [part for part in self.parts if type(part) not in {type(part) for part in parts}]
+        other.parts = *parts, *(silent for part in others if (silent := part.silent()) is not None)
         return other
 
     # ---- gradients

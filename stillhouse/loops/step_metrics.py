@@ -5,17 +5,15 @@ loss/mtp_1/forward_kl_nats_per_token     the same at depth 1 of multi-token pred
 eval/mtp_1/acceptance                    the share of held-out tokens at which a greedy draft of depth 1 is accepted
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from stillhouse.engine.parts import ROUTER_LOSS
+from stillhouse.engine.parts import LossPart
 from stillhouse.engine.parts.mtp import PREFIX
-from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective.metric_keys import CHUNK_TOKENS, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
 
-#: the keys of a step's metrics that are not terms of the loss, or not in nats
+#: the keys of a step's metrics that are not terms of the loss
 _STEP_KEYS = {
-    ROUTER_LOSS: f"loss/{ROUTER_LOSS}",
     "student_entropy": "train/student_entropy_nats",
     "teacher_entropy": "train/teacher_entropy_nats",
     "agreement": "train/agreement",
@@ -39,20 +37,17 @@ _ENTROPIES = ("student_entropy", "teacher_entropy")
 _DESCRIPTIONS = (*_ENTROPIES, "agreement", "teacher_mass")
 
 
-def step_metrics(sums: Mapping[str, float], objective: ObjectiveSpec) -> dict[str, float]:
+def step_metrics(sums: Mapping[str, float], objective: ObjectiveSpec, parts: Sequence[LossPart]) -> dict[str, float]:
     """Return each term, unscaled, and the scaled total, in nats per target token; also metrics that are no terms."""
     metrics = {"loss/total_nats_per_token": sums["loss"]}
+    keys = _STEP_KEYS | {name: term.metric for part in parts for name, term in part.terms.items()}
     temperatures = {share.temperature or objective.temperature for share in objective.teachers.values()}
     for depth, sums_of_depth in by_depth(sums).items():
         for name, mean in means(sums_of_depth, objective, mixes_temperatures=len(temperatures) > 1).items():
             kind, slash, teacher = name.partition("/")
             if kind.partition("#")[0] in _OF_SAMPLED_TOKENS:
                 continue
-            if kind in _STEP_KEYS:
-                key = f"{_STEP_KEYS[kind]}{slash}{teacher}"
-            else:
-                unit = "" if kind.startswith(HIDDEN) else "_nats"
-                key = f"loss/{name}{unit}_per_token"
+            key = f"{keys[kind]}{slash}{teacher}" if kind in keys else f"loss/{name}_nats_per_token"
             metrics[_depth_key(key, depth)] = mean
     return metrics
 

@@ -96,7 +96,7 @@ class Training:
         """Log the step; evaluate, save or stop if it is due. Raises Preempted if a rank has received a signal."""
         session, progress = self.session, self.progress
         progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
-        metrics = step_metrics(output.sums, session.spec) | {
+        metrics = step_metrics(output.sums, session.spec, session.engine.parts) | {
             "train/learning_rate": self._rate,
             "train/gradient_norm": self._norm,
             "speed/tokens_per_second": micro_batches.of_all_ranks.tokens / self.seconds,

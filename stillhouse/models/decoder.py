@@ -12,9 +12,8 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 import os
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from stillhouse.display import escaped
 from stillhouse.models import document_packing
 from stillhouse.models.forward_modes import evaluating
-from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
-from stillhouse.models.layer_hooks import Running, checkpoint_contexts
+from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
 from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough
 from stillhouse.models.load_proof import prove_decoder, require_runnable
 from stillhouse.models.lora import Lora
@@ -32,15 +30,13 @@ from stillhouse.models.model_checks import require_decoder
 from stillhouse.models.model_parts import LogitRule, layer_list, outermost_lists, text_config
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
-from stillhouse.models.router_aux_loss import RouterAuxLoss, RouterBalance
 from stillhouse.objective import FullVocab, OutputHead
 
 if TYPE_CHECKING:  # it needs a later version of transformers than the rest
     from stillhouse.models.mtp.mtp_layers import MtpLayers
 
 HEAD_WEIGHT = "head.linear.weight"
-#: prefix of the names of the projectors of hidden states
-PROJECTORS = "hidden_match."
+Kind = TypeVar("Kind", bound=LayerLossModule)
 
 
 class Decoder(nn.Module):
@@ -61,9 +57,7 @@ class Decoder(nn.Module):
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: Lora | None = None  # describes the adapter that `add_lora` has added
     mtp: "MtpLayers | None"  # the MTP layers that `add_mtp` has added
-    hidden_match: HiddenMatch | None  # the projectors of the hidden-state loss that `match_hidden` has added
-    router_balance: RouterBalance | None = None  # the loss of the routers that `balance_routers` has added
-    running_losses: list[Running]  # the states that hooks of `match_hidden` and `balance_routers` read
+    layer_losses: dict[str, LayerLossModule]  # those that `add_layer_loss` has added, by their names
 
     def __init__(self, model: PreTrainedModel, *, verify: bool = True):
         super().__init__()
@@ -72,8 +66,7 @@ class Decoder(nn.Module):
         self.__dict__["pretrained"] = model
         self.backbone = model.base_model
         self.head = Head(linear, LogitRule.from_config(model.config))
-        self.mtp = self.hidden_match = None
-        self.running_losses = []
+        self.mtp, self.layer_losses = None, {}
         self.training = self.head.training = model.training
         embedding = model.get_input_embeddings().weight
         self.tied = linear.weight is embedding
@@ -263,24 +256,26 @@ class Decoder(nn.Module):
         embedding = self.pretrained.get_input_embeddings()
         return self.output_weight if embedding is None else embedding.weight
 
-    def balancing(self, loss: RouterAuxLoss) -> AbstractContextManager[None]:
-        """Return a context in which a forward adds the routers' loss to the training loss, and records it in `loss`.
+    def add_layer_loss(self, loss: LayerLossModule) -> None:
+        """Add a loss inside the layers. Its weights become parameters of this module."""
+        self.add_module(loss.name, loss)
+        self.layer_losses[loss.name] = loss
 
-        Raises ValueError if `balance_routers` has not been called for this decoder.
-        """
-        if self.router_balance is None:
-            raise ValueError("a RouterAuxLoss for routers without hooks: expected balance_routers(decoder) before")
-        return self.router_balance.running.using(loss)
+    def layer_loss(self, kind: type[Kind]) -> Kind:
+        """Return the loss of this kind. Raises ValueError if none has been added."""
+        loss = self.layer_losses.get(kind.name)
+        if not isinstance(loss, kind):
+            raise ValueError(f"a decoder without a {kind.__name__}: expected Decoder.add_layer_loss before")
+        return loss
 
-    def matching(self, loss: HiddenMatchLoss) -> AbstractContextManager[None]:
-        """Return a context in which a forward adds the hidden-state loss to the training loss, and records it."""
-        assert self.hidden_match is not None, "a HiddenMatchLoss for layers without hooks"
-        return self.hidden_match.running.using(loss)
+    def is_of_layer_loss(self, name: str) -> bool:
+        """Whether the tensor of this name belongs to a loss inside the layers."""
+        return name.partition(".")[0] in self.layer_losses
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer in backward instead of keeping its activations. The head still runs once."""
         model = self.pretrained
-        options = {"use_reentrant": False, "context_fn": partial(checkpoint_contexts, self.running_losses)}
+        options = {"use_reentrant": False, "context_fn": partial(checkpoint_contexts, self.layer_losses)}
         if hasattr(model, "activation_checkpointing_enable"):  # its name in later versions of transformers
             model.activation_checkpointing_enable(options)
         else:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stillhouse.models.dtensors import name_seed, set_from_global
-from stillhouse.models.layer_hooks import AddLoss, Running, hidden_of
+from stillhouse.models.layer_hooks import LayerLossModule, hidden_of, with_loss
 
 #: prefix of the names of pairs
 HIDDEN = "hidden_"
@@ -62,22 +62,21 @@ class HiddenMatchLoss:
     losses: dict[str, Tensor] = field(default_factory=dict)
 
 
-class HiddenMatch(nn.Module):
+class HiddenMatch(LayerLossModule):
     """The projectors of a student, and the hooks of its layers.
 
-    pairs: the pairs on this stage, with different names and with layer numbers from 0 on. all_pairs: the pairs of all
-    stages. projectors: by the pair's name, if the models' widths differ. A projector's name in a checkpoint thus
-    identifies its pair.
+    layers: all layers of the student. pairs: the pairs on this stage, with different names and with layer numbers
+    from 0 on. all_pairs: the pairs of all stages. projectors: by the pair's name, if the models' widths differ. A
+    projector's name in a checkpoint thus identifies its pair.
     """
 
-    def __init__(self, pairs: Sequence[HiddenPair], projectors: nn.ModuleDict):
+    name = "hidden_match"
+
+    def __init__(self, layers: Sequence[nn.Module], pairs: Sequence[HiddenPair], projectors: nn.ModuleDict):
         super().__init__()
         self.all_pairs = self.pairs = tuple(pairs)
+        self.layer_pairs = [(pair.student, pair.teacher) for pair in pairs]
         self.projectors = projectors
-        self.running = Running[HiddenMatchLoss]()
-
-    def attach(self, layers: Sequence[nn.Module]) -> None:
-        """Register the hooks. layers: all layers of the student."""
         for pair in self.pairs:
             layers[pair.student].register_forward_hook(partial(self._add_loss, pair))
 
@@ -99,14 +98,9 @@ class HiddenMatch(nn.Module):
             generator = torch.Generator().manual_seed(name_seed(seed, f"hidden_match {name}"))
             set_from_global(weight, torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5)
 
-    @property
-    def teacher_layers(self) -> set[int]:
-        """The numbers of the teacher's layers that the pairs need."""
-        return {pair.teacher for pair in self.pairs}
-
     def _add_loss(self, pair: HiddenPair, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of a student's layer: adds the pair's loss to the graph and records it."""
-        loss, recomputing = self.running.current
+        loss, recomputing = self.current
         if loss is None or not torch.is_grad_enabled():
             return output
         hidden_BSD = hidden_of(output)
@@ -118,8 +112,7 @@ class HiddenMatch(nn.Module):
             value = (distance(pair.kind, hidden_TE, teacher_TE.float()) * loss.weights_T).sum()
         if not recomputing:
             loss.losses[pair.name] = value.detach()
-        hidden_BSD = AddLoss.apply(hidden_BSD, pair.scale / loss.normalizer * value)
-        return (hidden_BSD, *output[1:]) if isinstance(output, tuple) else hidden_BSD
+        return with_loss(output, pair.scale / loss.normalizer * value)
 
 
 def distance(kind: str, hidden_TE: Tensor, teacher_TE: Tensor) -> Tensor:

@@ -1,80 +1,98 @@
 """Tools for forward hooks, mainly for hooks that add a loss inside a decoder's layers.
 
-Such a hook (`router_aux_loss.py`, `hidden_match.py`) reads the inputs of its loss for the current micro-batch from
-`Running`, even if its layer is recomputed in backward, and adds the loss to the autograd graph with `AddLoss`. So
-no pipeline stage has to send the loss to the next one.
+A hook of a `LayerLossModule` reads its loss for the current micro-batch, even if its layer is recomputed in backward,
+and adds the loss to the autograd graph. So no pipeline stage has to send the loss to the next one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-Value = TypeVar("Value")
 
-
-class Current(NamedTuple, Generic[Value]):
-    """value: the value for the current micro-batch; None: the hooks do nothing. recomputing: whether backward is
+class Current(NamedTuple):
+    """value: the loss of the current micro-batch; None: the hooks do nothing. recomputing: whether backward is
     recomputing a layer. The layer's hooks have then recorded their results already.
     """
 
-    value: Value | None
+    value: Any
     recomputing: bool
 
 
-class Running(Generic[Value]):
-    """The value that the forward hooks of one decoder read.
+class LayerLossModule(nn.Module):
+    """A loss inside a decoder's layers: its weights, if any, and its hooks, which read `current`.
 
-    It is a plain attribute, not a context variable: on a GPU, backward runs in another thread than forward, and
-    layers are recomputed in that thread.
+    name: the module's name in the decoder and in checkpoints. layer_pairs: the numbers of layers of student and
+    teacher that must be on the same stage. FSDP gathers the weights of a submodule only when the submodule is called.
+
+    `current` is a plain attribute, not a context variable: on a GPU, backward runs in another thread than forward,
+    and layers are recomputed in that thread.
     """
 
-    def __init__(self) -> None:
-        self.current: Current[Value] = Current(None, recomputing=False)
+    name: ClassVar[str]
+    layer_pairs: Sequence[tuple[int, int]] = ()
 
-    def using(self, value: Value) -> AbstractContextManager[None]:
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = Current(None, recomputing=False)
+
+    def using(self, value: Any) -> AbstractContextManager[None]:
         """Return a context in which the hooks read this value."""
         return _Using([(self, Current(value, recomputing=False))])
 
+    def initialize(self, seed: int) -> None:
+        """Initialize the weights on this process. The values must not depend on the layout."""
+
+    def keep(self, layers: range) -> None:
+        """Remove the weights that only layers of other stages need."""
+
+    def with_weights(self) -> list[nn.Module]:
+        """Return this module and its submodules, without those that have no weights of their own."""
+        return [module for module in self.modules() if next(module.parameters(recurse=False), None) is not None]
+
 
 def checkpoint_contexts(
-    states: Sequence[Running],
+    losses: Mapping[str, LayerLossModule],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts in which a layer's forward runs and is recomputed: torch's `context_fn`.
 
     torch calls this when the forward of a layer begins, and keeps both contexts. Until backward recomputes the layer,
     other micro-batches may have run, but the layer's hooks need the values of the time when the forward began.
     """
-    return nullcontext(), _Using([(state, Current(state.current.value, recomputing=True)) for state in states])
+    return nullcontext(), _Using([(loss, Current(loss.current.value, recomputing=True)) for loss in losses.values()])
 
 
 class _Using(AbstractContextManager[None]):
-    """A context that sets the current values of some states.
-
-    It can be entered several times, because torch recomputes a layer for each backward pass through the layer, and
-    zero-bubble schedules run two backward passes.
+    """A context that sets `current` of some losses. It can be entered several times, because torch recomputes a layer
+    for each backward pass through the layer, and zero-bubble schedules run two backward passes.
     """
 
-    def __init__(self, values: Sequence[tuple[Running, Current]]):
+    def __init__(self, values: Sequence[tuple[LayerLossModule, Current]]):
         self.values = values
         self.before: list[Current] = []
 
     def __enter__(self) -> None:
-        self.before = [state.current for state, _ in self.values]
-        for state, value in self.values:
-            state.current = value
+        self.before = [loss.current for loss, _ in self.values]
+        for loss, value in self.values:
+            loss.current = value
 
     def __exit__(self, *_: object) -> None:
-        for (state, _), before in zip(self.values, self.before, strict=True):
-            state.current = before
+        for (loss, _), before in zip(self.values, self.before, strict=True):
+            loss.current = before
 
 
 def hidden_of(output: Any) -> Tensor:
     """Return the hidden states in a layer's output, which may be a tuple that begins with them."""
     return output[0] if isinstance(output, tuple) else output
+
+
+def with_loss(output: Any, loss: Tensor) -> Any:
+    """Return a layer's output unchanged, with a loss in its graph."""
+    hidden_BSD = _AddLoss.apply(hidden_of(output), loss)
+    return (hidden_BSD, *output[1:]) if isinstance(output, tuple) else hidden_BSD
 
 
 @contextmanager
@@ -87,7 +105,7 @@ def hooked(*hooks: RemovableHandle) -> Iterator[None]:
             hook.remove()
 
 
-class AddLoss(torch.autograd.Function):
+class _AddLoss(torch.autograd.Function):
     """Returns a tensor unchanged and gives `loss` a gradient of 1 in backward."""
 
     @staticmethod

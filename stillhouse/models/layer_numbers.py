@@ -16,7 +16,7 @@ from stillhouse.models.model_parts import layer_list, text_config
 
 
 def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: int, teacher_width: int) -> None:
-    """Prepare layers of an unsharded student for the hidden-state loss, which runs in the context `student.matching`.
+    """Prepare layers of an unsharded student for the hidden-state loss, by adding a `HiddenMatch`.
 
     pairs: negative numbers count from the last layer. Raises ValueError for a layer that a model does not have, for
     a pair that is given twice, and for a student whose layers cannot be found.
@@ -42,10 +42,7 @@ def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: 
         name: nn.Linear(width, teacher_width, bias=False, device=device, dtype=torch.float32)
         for name in (names if width != teacher_width else ())
     }
-    match = HiddenMatch(numbered, nn.ModuleDict(projectors))
-    match.attach(list(layers))
-    student.hidden_match = match
-    student.running_losses.append(match.running)
+    student.add_layer_loss(HiddenMatch(list(layers), numbered, nn.ModuleDict(projectors)))
 
 
 def numbered_layers(decoder: Decoder) -> nn.ModuleList:

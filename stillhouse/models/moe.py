@@ -6,7 +6,7 @@ from stillhouse.models.router_aux_loss import RouterBalance
 
 
 def balance_routers(decoder: Decoder) -> None:
-    """Prepare the routers of an unsharded decoder for a load-balancing loss in the context `decoder.balancing`.
+    """Prepare the routers of an unsharded decoder for a load-balancing loss, by adding a `RouterBalance`.
 
     Raises ValueError for a model without softmax routers or without transformers' `router_aux_loss_coef`.
     """
@@ -21,5 +21,4 @@ def balance_routers(decoder: Decoder) -> None:
     for name, layer in decoder.named_modules():
         if layer in layers:
             balance.attach(layer, {path: router for path, router in named if path.startswith(f"{name}.")})
-    decoder.router_balance = balance
-    decoder.running_losses.append(balance.running)
+    decoder.add_layer_loss(balance)

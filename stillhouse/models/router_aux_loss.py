@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from stillhouse.models.layer_hooks import AddLoss, Running
+from stillhouse.models.layer_hooks import LayerLossModule, with_loss
 
 
 @dataclass
@@ -40,16 +40,18 @@ class RouterAuxLoss:
     losses: dict[str, Tensor] = field(default_factory=dict)
 
 
-class RouterBalance:
+class RouterBalance(LayerLossModule):
     """Connects the routers of one decoder to the `RouterAuxLoss` of the current micro-batch.
 
     routers: the number of routers of the full decoder, over all pipeline stages. Forward hooks of the routers read
     the current loss.
     """
 
+    name = "router_balance"
+
     def __init__(self, routers: int):
+        super().__init__()
         self.routers = routers
-        self.running = Running[RouterAuxLoss]()
 
     def attach(self, layer: nn.Module, routers: Mapping[str, nn.Module]) -> None:
         """Register the hooks on a layer and on its routers. routers: by the names of their losses."""
@@ -59,7 +61,7 @@ class RouterBalance:
 
     def _add_loss(self, name: str, router: nn.Module, _: tuple[Any, ...], outputs: Any) -> Any:
         """Forward hook of a router. outputs: its logits, and the scores and indices of the chosen experts."""
-        loss, recomputing = self.running.current
+        loss, recomputing = self.current
         if loss is None or not torch.is_grad_enabled():
             return outputs
         if not isinstance(outputs, tuple) or len(outputs) != 3:
@@ -76,11 +78,11 @@ class RouterBalance:
         value = _loss(logits, chosen, loss) / self.routers
         if not recomputing:
             loss.losses[name] = value.detach()
-        return logits, AddLoss.apply(scores, loss.scale * value), chosen
+        return logits, with_loss(scores, loss.scale * value), chosen
 
     def _require_losses(self, names: list[str], layer: nn.Module, _: tuple[Any, ...], __: Any) -> None:
         """Forward hook of a layer: raise ValueError if a router in it was not called and has no loss."""
-        loss, recomputing = self.running.current
+        loss, recomputing = self.current
         if loss is None or recomputing or not torch.is_grad_enabled():
             return
         for name in names:

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder
+from stillhouse.models.layer_hooks import LayerLossModule
 from stillhouse.parallel.apply.context_parallel import NextTokens
 
 
@@ -26,6 +27,20 @@ class LayerLoss:
     def losses(self) -> list[tuple[str, Tensor]]:
         """To be called after the student's forward: the losses' names, and unscaled sums over target tokens."""
         return []
+
+
+@dataclass(frozen=True)
+class HookedLoss(LayerLoss):
+    """A loss that hooks compute. loss: its inputs and results, which become values of its dict `losses`."""
+
+    module: LayerLossModule
+    loss: Any
+
+    def during_student(self) -> AbstractContextManager[None]:
+        return self.module.using(self.loss)
+
+    def losses(self) -> list[tuple[str, Tensor]]:
+        return list(self.loss.losses.items())
 
 
 class LayerLosses(Protocol):

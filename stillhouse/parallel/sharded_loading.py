@@ -26,7 +26,6 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora
 from stillhouse.models.checkpoint_names import checkpoint_names, is_mtp, parts_of_stack
-from stillhouse.models.decoder import PROJECTORS
 from stillhouse.models.dtensors import local, shard_slices
 from stillhouse.models.model_checks import describe
 from stillhouse.models.pretrained import auto_class, parse_dtype, require_safe_files
@@ -139,8 +138,9 @@ def read_weights(
 
 
 def _is_initialised(decoder: Decoder, name: str) -> bool:
-    """Whether a tensor is not read from a file, because it belongs to a LoRA, new MTP layers or projectors."""
-    return is_lora(name) or name.startswith(PROJECTORS) or (is_mtp(name) and bool(decoder.mtp and decoder.mtp.is_new))
+    """Whether a tensor is not read from a file, because it belongs to a LoRA, a layer loss or new MTP layers."""
+    is_new_mtp = is_mtp(name) and bool(decoder.mtp and decoder.mtp.is_new)
+    return is_lora(name) or decoder.is_of_layer_loss(name) or is_new_mtp
 
 
 @torch.no_grad()

@@ -193,14 +193,14 @@ def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
 
 def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
     """Raise ValueError if hidden-state matching pairs a student's layer with a teacher's layer on another stage."""
-    for pair in () if student.hidden_match is None else student.hidden_match.pairs:
-        stage = next(stage for stage in stages if pair.student in stage.student)
-        if pair.teacher not in stage.teacher:
+    for layer, of_teacher in (pair for loss in student.layer_losses.values() for pair in loss.layer_pairs):
+        stage = next(stage for stage in stages if layer in stage.student)
+        if of_teacher not in stage.teacher:
             layers = stage.teacher
             expected = f"one of {layers.start} to {layers.stop - 1}" if layers else "a layer that is on its stage"
             raise ValueError(
-                f"layer {pair.student} of the student is on stage {stage.number + 1} of {stage.count}, and layer "
-                f"{pair.teacher} of the teacher is not: hidden states are compared on one stage; expected "
+                f"layer {layer} of the student is on stage {stage.number + 1} of {stage.count}, and layer "
+                f"{of_teacher} of the teacher is not: hidden states are compared on one stage; expected "
                 f"{expected}, or fewer stages"
             )
 
@@ -216,8 +216,8 @@ def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool, nor
     for number in range(len(backbone.layers)):
         if number not in layers:
             backbone.layers[number] = PassThrough()
-    if decoder.hidden_match is not None:
-        decoder.hidden_match.keep(layers)
+    for loss in decoder.layer_losses.values():
+        loss.keep(layers)
     if not (last if norm is None else norm):
         backbone.norm = PassThrough()
     if not first and not (last and decoder.mtp is not None):  # MTP layers read the embedding

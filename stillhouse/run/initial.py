@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.config.sections.student_section import StudentInitConfig
 from stillhouse.models import Decoder
-from stillhouse.models.decoder import HEAD_WEIGHT, PROJECTORS
+from stillhouse.models.decoder import HEAD_WEIGHT
 from stillhouse.models.dtensors import set_from_global
 from stillhouse.models.layer_numbers import layers_name
 from stillhouse.models.model_parts import text_config
@@ -93,16 +93,14 @@ def _name_in_teacher(of_layer: re.Pattern[str], layers: list[int], name: str) ->
 
 @torch.no_grad()
 def _initialize_randomly(decoder: Decoder, config: PreTrainedConfig, dtype: Any, seed: int) -> None:
-    """Initialize the full model in host memory, as transformers does, and copy this process's shard of it. The
-    projectors of the hidden-state loss are left out, because they are no part of that model.
-    """
+    """Initialize the full model in host memory, as transformers does, and copy this process's shard of it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     full = Decoder(model, verify=False)
     values = full.state_dict()
     for name, parameter in decoder.state_dict().items():
-        if name.startswith(PROJECTORS):
+        if decoder.is_of_layer_loss(name):
             continue
         # the last stage of a pipeline has its own copy of a tied head
         source = values[full.embedding_name if full.tied and name == HEAD_WEIGHT else name]

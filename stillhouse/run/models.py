@@ -9,29 +9,17 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 
-from stillhouse.config import (
-    ConfigError,
-    MtpConfig,
-    ObjectiveConfig,
-    StudentConfig,
-    TeacherConfig,
-    as_config_error,
-)
+from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_config_error
+from stillhouse.engine.parts import LossPart
 from stillhouse.hashing import json_hash
-from stillhouse.libraries import require_feature
 from stillhouse.models import (
     Decoder,
-    HiddenPair,
     add_lora,
-    balance_routers,
     check_finite_weights,
     initialize_lora,
-    match_hidden,
     model_fingerprint,
-    model_parts,
     quantized_identity,
 )
-from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
 from stillhouse.run.initial import initial_weights
@@ -44,7 +32,7 @@ class ModelSources:
 
     student: the section of the student
     teachers: the sections of all teachers, by their keys
-    objective: the section with the losses inside layers, for which the student is prepared
+    parts: the losses beside the objective, for which the student is prepared
     mesh: the processes over which each model is distributed
     seed: the seed of new weights
     offload: whether the weights of distributed models are in host memory between uses (`parallel.offload`)
@@ -53,7 +41,7 @@ class ModelSources:
 
     student: StudentConfig
     teachers: Mapping[str, TeacherConfig]
-    objective: ObjectiveConfig
+    parts: Sequence[LossPart]
     mesh: Mesh
     seed: int
     offload: bool
@@ -158,28 +146,21 @@ class ModelSources:
         return ModelSource(build, weights, offload=offload, name=section)
 
     def _draw(self, decoder: Decoder) -> None:
-        """Initialize the weights that no file has: LoRA, new MTP layers and projectors."""
+        """Initialize the weights that no file has: of LoRA, losses inside layers and new MTP layers."""
         initialize_lora(decoder, self.seed)
-        if decoder.hidden_match is not None:
-            decoder.hidden_match.initialize(self.seed)
+        for loss in decoder.layer_losses.values():
+            loss.initialize(self.seed)
         if decoder.mtp is not None:
             decoder.mtp.initialize(decoder.pretrained, self.seed)
 
     def _prepared(self, student: Decoder) -> Decoder:
         """Add adapter, MTP layers, losses inside layers and activation checkpointing; set train mode."""
-        adapter, objective = self.student.adapter, self.objective
-        if adapter is not None:
+        if (adapter := self.student.adapter) is not None:
             options = adapter.model_dump(exclude={"type"})
             with as_config_error("student.adapter.targets"):
                 add_lora(student, **options, base=self.student.model, revision=self.student.revision)
-        if self.student.mtp is not None:
-            _add_mtp(student, self.student.mtp)
-        if objective.router_aux_loss:
-            with as_config_error("objective.router_aux_loss"):
-                balance_routers(student)
-        if objective.hidden:
-            pairs = [HiddenPair(pair.student, pair.teacher, pair.loss, pair.scale) for pair in objective.hidden]
-            _match_hidden(student, pairs, self.teachers["teacher"])
+        for part in self.parts:
+            part.prepare(student, self.student, self.teachers.get("teacher"))
         if self.recompute:
             student.gradient_checkpointing_enable()
         return student.train()
@@ -225,34 +206,6 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
         assert teacher is not None
         start = source_fingerprint(str(teacher.model), teacher.revision)
     return json_hash([of_files, init.source, init.layers, start])
-
-
-def _match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher: TeacherConfig) -> None:
-    """Add the hooks of the hidden-state loss, and its projectors with uninitialized weights."""
-    config = model_parts.text_config(
-        read_configuration(str(teacher.model), teacher.revision, trust_remote_code=teacher.trust_remote_code)
-    )
-    with as_config_error("objective.hidden"):
-        match_hidden(student, pairs, config.num_hidden_layers, config.hidden_size)
-
-
-def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
-    """Add the layers of multi-token prediction, with uninitialized weights."""
-    with as_config_error("student.mtp"):
-        require_feature("multi-token prediction")
-    from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
-
-    declared = declared_depths(student.config) if mtp.init == "auto" else 0
-    if declared not in (0, mtp.depths):
-        raise ConfigError(
-            "student.mtp.depths",
-            f"got {mtp.depths}, but the student's configuration has num_mtp_layers={declared}: expected {declared},"
-            " or student.mtp.init=new",
-        )
-    with as_config_error("student.mtp"):
-        add_mtp(student, mtp.depths, is_new=not declared)
-    if mtp.train == "heads":
-        freeze_main(student)
 
 
 def load_model(which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:

@@ -62,7 +62,7 @@ class RunObjective:
         stores: the signal stores, by the keys of the teachers' sections
         """
         teachers, over = "", ""
-        if self.teacher is not None and (self.spec.needs_teacher or self.objective.hidden):
+        if self.teacher is not None and (self.spec.needs_teacher or any(part.needs_teacher for part in self.parts)):
             store = stores.get("teacher")
             source = self.teacher.source_in_words if store is None else store.name
             teachers, over = f" ← {source}", f"{_over(self.teacher, store)}, "

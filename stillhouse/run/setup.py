@@ -110,7 +110,7 @@ class RunSetup:
         return ModelSources(
             config.student,
             self.teachers,
-            config.objective,
+            self.objective.parts,
             mesh,
             config.seed,
             config.parallel.offload,

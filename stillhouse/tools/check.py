@@ -22,7 +22,6 @@ from stillhouse.config import RunConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped
 from stillhouse.engine.engine import Engine
-from stillhouse.engine.parts import MtpLoss
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.rollouts import first_rollouts
 from stillhouse.models import Decoder
@@ -76,8 +75,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
         name = "signals" if section == "teacher" else section.removeprefix("teachers.")
         yield _row(name, f"{store.signal}, from {store.name}")
     for part in session.engine.parts:
-        if student.mtp is not None and isinstance(part, MtpLoss):
-            yield _row("mtp", part.layers_in_words(student.mtp, session.student))
+        yield from (_row(*row) for row in part.check_rows(session.student, student).items())
     if session.adapter_in_words is not None:
         yield _row("adapter", session.adapter_in_words)
     teachers = session.teacher_configs
@@ -197,7 +195,7 @@ def single_losses(engine: Engine) -> Iterator[tuple[str, Engine]]:
     for name, spec in _single_terms(engine.objective):
         yield name, engine.with_losses(spec)
     for part in engine.parts:
-        if not isinstance(part, MtpLoss) or part.scale:
+        if part != part.silent():
             yield part.key, engine.with_losses(ObjectiveSpec(entropy=0.0), [part])  # a term without a gradient
 
 

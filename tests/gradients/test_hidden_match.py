@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stillhouse.config import ConfigError
 from stillhouse.models import Decoder, HiddenPair, match_hidden
+from stillhouse.models.hidden_match import HiddenMatch
 from stillhouse.models.layer_numbers import numbered_layers
 from stillhouse.parallel.stages import Stage, require_pairs
 from stillhouse.run.session import Session
@@ -64,8 +65,7 @@ def outputs(decoder: Decoder, inputs: dict[str, Tensor]) -> tuple[list[Tensor], 
 
 def expected_loss(session: Session) -> Tensor:
     """The loss of the first step: cross-entropy, and the distances of both pairs, from tensors of all tokens."""
-    match, teacher = session.student.hidden_match, session.teacher
-    assert match is not None
+    match, teacher = session.student.layer_loss(HiddenMatch), session.teacher
     assert teacher is not None
     step = session.step_schedule.micro_batches(session.train, 0)
     total = torch.zeros((), dtype=torch.float64)
@@ -138,7 +138,7 @@ def test_the_projector_of_another_pair_is_refused(folder: Path) -> None:
     ):
         out = str(folder / f"second {number}")
         write_run(folder, **{"objective.hidden": other, "out": out, "checkpoint.resume": resume})
-        assert "a projector of hidden states is of its layers in objective.hidden" in run("distill", path, code=1).err
+        assert "loss inside layers are of its layers in the section objective" in run("distill", path, code=1).err
 
 
 @pytest.mark.slow
@@ -165,9 +165,9 @@ def test_models_of_one_width_need_no_projector(tmp_path: Path) -> None:
     decoder = Decoder.from_pretrained(save_model(tmp_path / "model"))
     width, layers = decoder.config.hidden_size, decoder.config.num_hidden_layers
     match_hidden(decoder, [HiddenPair(-1, 0)], layers, width)
-    assert decoder.hidden_match is not None
-    assert not list(decoder.hidden_match.parameters())
-    assert decoder.hidden_match.pairs == (HiddenPair(layers - 1, 0),)
+    match = decoder.layer_loss(HiddenMatch)
+    assert not list(match.parameters())
+    assert match.pairs == (HiddenPair(layers - 1, 0),)
 
 
 def test_pairs_on_different_stages_are_refused(tmp_path: Path) -> None:

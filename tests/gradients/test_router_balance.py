@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, OlmoeConfig, PreTrainedConfig, Qw
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from stillhouse.models import Decoder, RouterAuxLoss, add_lora, balance_routers, initialize_lora
+from stillhouse.models.router_aux_loss import RouterBalance
 
 ROWS, TOKENS, COEFFICIENT = 3, 11, 0.7
 SHAPE = {
@@ -84,7 +85,7 @@ class Batch:
 
 def forward(model: Decoder, batch: Batch, loss: RouterAuxLoss) -> Tensor:
     """Return a loss of the load balancing only: 0 times the logits keeps all parameters in the graph."""
-    with model.balancing(loss):
+    with model.layer_loss(RouterBalance).using(loss):
         return 0 * model(batch.ids_BS).sum()
 
 
@@ -165,7 +166,7 @@ def test_without_gradients_and_outside_of_the_context_nothing_is_balanced() -> N
     with torch.no_grad():
         forward(model, batch, balance)
     assert not balance.losses
-    with pytest.raises(RuntimeError, match="cannot run"), model.balancing(batch.loss()):
+    with pytest.raises(RuntimeError, match="cannot run"), model.layer_loss(RouterBalance).using(batch.loss()):
         raise RuntimeError("cannot run")
     (0 * model(batch.ids_BS).sum()).backward()
     assert not any(gradient.any() for gradient in named_gradients(model).values())
@@ -177,8 +178,8 @@ def test_without_gradients_and_outside_of_the_context_nothing_is_balanced() -> N
 def test_models_and_routers_without_hooks_are_refused() -> None:
     with pytest.raises(ValueError, match="model type 'llama' has no routers with an auxiliary loss"):
         balance_routers(Decoder(build("llama"), verify=False))
-    with pytest.raises(ValueError, match=r"expected balance_routers\(decoder\) before"):
-        decoder(FAMILIES["olmoe"]).balancing(Batch.unpadded().loss())
+    with pytest.raises(ValueError, match=r"without a RouterBalance: expected Decoder\.add_layer_loss before"):
+        decoder(FAMILIES["olmoe"]).layer_loss(RouterBalance)
 
 
 @pytest.mark.parametrize(

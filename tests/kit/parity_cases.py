@@ -22,7 +22,7 @@ from stillhouse.engine.parts import ROUTER_LOSS, HiddenStates, LossPart, MtpLoss
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, initialize_lora, match_hidden
 from stillhouse.models.dtensors import gathered_tensor, local
-from stillhouse.models.hidden_match import HIDDEN
+from stillhouse.models.hidden_match import HIDDEN, HiddenMatch
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
@@ -193,7 +193,7 @@ class Side:
             parts.append(MtpLoss(case.spec, 2, 0.7, of_student=of_student))
         elif case.family == "qwen3_moe":
             parts.append(RouterBalancing(0.5))
-        if runner.decoders[0].hidden_match is not None:
+        if case.hidden:
             parts.append(HiddenStates())
         parts = [part.distributed(runner) for part in parts]
         train = TRAIN.model_copy(update={"optimizer": case.optimizer})
@@ -289,8 +289,7 @@ def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
 def with_hidden(build: Callable[[], Decoder], teacher: PreTrainedConfig, pairs: tuple[HiddenPair, ...]) -> Decoder:
     student = build()
     match_hidden(student, pairs, teacher.num_hidden_layers, teacher.hidden_size)
-    assert student.hidden_match is not None
-    student.hidden_match.initialize(seed=3)
+    student.layer_loss(HiddenMatch).initialize(seed=3)
     return student
 
 

@@ -1,21 +1,24 @@
 """The loss between hidden states of student and teacher (`models/hidden_match.py`) as a part of the step's loss."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Self
 
-from torch import Tensor
-
+from stillhouse.config import StudentConfig, TeacherConfig, as_config_error
 from stillhouse.data import MicroBatch
-from stillhouse.engine.parts.loss_part import LossPart, LossSections
-from stillhouse.models import Decoder, HiddenMatchLoss, HiddenPair, recorded
+from stillhouse.engine.parts.loss_part import LayerTerm, LossPart, LossSections
+from stillhouse.models import Decoder, HiddenMatchLoss, HiddenPair, match_hidden, recorded
+from stillhouse.models.hidden_match import HiddenMatch
+from stillhouse.models.model_parts import text_config
+from stillhouse.models.pretrained import read_configuration
 from stillhouse.parallel import DistributedStudent
-from stillhouse.parallel.layer_loss_interface import LayerLoss
+from stillhouse.parallel.layer_loss_interface import HookedLoss
 
 
 @dataclass(frozen=True)
 class HiddenStates(LossPart):
-    """pairs: the pairs of layers of student and teacher, on all stages; empty before `distributed`."""
+    """pairs: the pairs of layers of student and teacher, on all stages; after `distributed`, numbered from 0 on."""
 
     pairs: tuple[HiddenPair, ...] = ()
 
@@ -24,37 +27,35 @@ class HiddenStates(LossPart):
 
     @classmethod
     def from_config(cls, sections: LossSections) -> Self | None:
-        return cls() if sections.objective.hidden else None
+        pairs = tuple(HiddenPair(one.student, one.teacher, one.loss, one.scale) for one in sections.objective.hidden)
+        return cls(pairs) if pairs else None
 
     @classmethod
     def in_words(cls, sections: LossSections) -> str:
         pairs = sections.objective.hidden
         return "".join(f" + {one.scale:g}*{one.loss} of layers {one.student} and {one.teacher}" for one in pairs)
 
+    def prepare(self, decoder: Decoder, student: StudentConfig, teacher: TeacherConfig | None) -> None:
+        assert teacher is not None
+        config = text_config(
+            read_configuration(str(teacher.model), teacher.revision, trust_remote_code=teacher.trust_remote_code)
+        )
+        with as_config_error(self.key):
+            match_hidden(decoder, self.pairs, config.num_hidden_layers, config.hidden_size)
+
     def distributed(self, student: DistributedStudent) -> Self:
-        match = student.decoders[0].hidden_match
-        assert match is not None
-        return replace(self, pairs=match.all_pairs)
+        return replace(self, pairs=student.decoders[0].layer_loss(HiddenMatch).all_pairs)
+
+    @property
+    def terms(self) -> Mapping[str, LayerTerm]:
+        return {pair.name: LayerTerm(pair.scale, f"loss/{pair.name}_per_token") for pair in self.pairs}
 
     def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> "_LayersOfStage":
-        return _LayersOfStage(student, HiddenMatchLoss(micro_batch.weights_T, normalizer))
-
-    def add_to(self, sums: dict[str, float]) -> None:
-        for pair in self.pairs:
-            sums["loss"] += pair.scale * sums.get(pair.name, 0.0) / max(1.0, sums["tokens"])
+        return _LayersOfStage(student.layer_loss(HiddenMatch), HiddenMatchLoss(micro_batch.weights_T, normalizer))
 
 
-@dataclass(frozen=True)
-class _LayersOfStage(LayerLoss):
-    student: Decoder
-    loss: HiddenMatchLoss
+class _LayersOfStage(HookedLoss):
+    module: HiddenMatch
 
     def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
-        assert self.student.hidden_match is not None
-        return recorded(teacher, self.student.hidden_match.teacher_layers, self.loss.teacher_BSE)
-
-    def during_student(self) -> AbstractContextManager[None]:
-        return self.student.matching(self.loss)
-
-    def losses(self) -> list[tuple[str, Tensor]]:
-        return list(self.loss.losses.items())
+        return recorded(teacher, {pair.teacher for pair in self.module.pairs}, self.loss.teacher_BSE)

@@ -1,12 +1,13 @@
 """The interface of a loss beside the objective, for the configuration, the engine, the stages and the head."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
-from stillhouse.config import ObjectiveConfig, StudentConfig
+from stillhouse.config import ObjectiveConfig, StudentConfig, TeacherConfig
+from stillhouse.models import Decoder
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
 from stillhouse.objective.spec import ObjectiveSpec
@@ -24,18 +25,22 @@ class LossSections:
     has_teacher: bool
 
 
+class LayerTerm(NamedTuple):
+    """The factor of a term's mean in the step's loss, and the mean's metric key; in nats: `…_nats_per_token`."""
+
+    scale: float
+    metric: str
+
+
 class LossPart(LayerLosses, Protocol):
-    """A loss beside the objective. It is immutable; each micro-batch has its own `LayerLoss`.
+    """An immutable loss beside the objective. Each micro-batch has its own `LayerLoss`. key: in the configuration."""
 
-    key: the loss's key in the configuration.
-    needs_teacher: whether a step with this loss needs a teacher's signals.
-    """
+    key: ClassVar[str]
 
     @property
-    def key(self) -> str: ...
-
-    @property
-    def needs_teacher(self) -> bool: ...
+    def needs_teacher(self) -> bool:
+        """Whether a step with this loss needs a teacher's signals."""
+        return False
 
     @classmethod
     def from_config(cls, sections: LossSections) -> Self | None:
@@ -46,6 +51,9 @@ class LossPart(LayerLosses, Protocol):
     def in_words(cls, sections: LossSections) -> str:
         """Return this loss's part of the objective's description in words."""
         return ""
+
+    def prepare(self, decoder: Decoder, student: StudentConfig, teacher: TeacherConfig | None) -> None:
+        """Add a `LayerLossModule`, without values, to the unsharded student. Raises ConfigError if impossible."""
 
     def distributed(self, student: DistributedStudent) -> Self:
         """Return the loss for a student that is distributed over a mesh."""
@@ -67,6 +75,19 @@ class LossPart(LayerLosses, Protocol):
         """
         return output
 
-    def add_to(self, sums: dict[str, float]) -> None:
-        """Add to sums["loss"] the part of this loss that arises in the layers. sums: the sums of all processes."""
-        return
+    @property
+    def terms(self) -> Mapping[str, LayerTerm]:
+        """The terms in `LayerLoss.losses`, of all stages, by their names."""
+        return {}
+
+    def held_out(self) -> Self | None:
+        """Return the loss that is measured on held-out documents, if any."""
+        return None
+
+    def silent(self) -> Self | None:
+        """Return the loss with the factor 0, if its layers must also run in a step without it."""
+        return None
+
+    def check_rows(self, decoder: Decoder, student: StudentConfig) -> Mapping[str, str]:
+        """Return what `stillhouse check` prints about it. decoder: the part of the student in this process."""
+        return {}

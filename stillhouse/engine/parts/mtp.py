@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from stillhouse.config import ConfigError, MtpConfig, as_config_error
+from stillhouse.config import ConfigError, MtpConfig, StudentConfig, TeacherConfig, as_config_error
 from stillhouse.data import MicroBatch
 from stillhouse.engine.parts.loss_part import LossPart, LossSections
+from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
+from stillhouse.objective.formulas import total_variation
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import DistributedStudent, NextTokens
@@ -30,6 +32,9 @@ from stillhouse.parallel.layer_loss_interface import MtpLayersRun
 
 #: the prefix of a depth's metrics: mtp_1/forward_kl is the forward KL of depth 1
 PREFIX = "mtp_"
+#: the held-out objective at MTP depths: the acceptance rate of sampled drafts is 1 − total variation, and that of
+#: greedy drafts is the top-1 agreement
+ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
 
 
 @dataclass(frozen=True)
@@ -92,16 +97,35 @@ class MtpLoss(LossPart):
         frozen = ", the student is frozen" if mtp.train == "heads" else ""
         return f" (+ {mtp.scale:g} × {objective}{signal} at {_tokens(mtp)}{frozen})"
 
-    def layers_in_words(self, mtp: MtpConfig, student: Decoder) -> str:
-        """Return a description of the student's MTP layers. student: the part of the student in this process."""
-        count = "on the last stage"
-        if student.mtp is not None:
-            parameters = sum(parameter.numel() for parameter in student.mtp.parameters())
-            count = f"{parameters:,} parameters, {'new' if student.mtp.is_new else 'from the checkpoint'}"
+    def check_rows(self, decoder: Decoder, student: StudentConfig) -> Mapping[str, str]:
+        mtp, count = student.mtp, "on the last stage"
+        assert mtp is not None
+        if decoder.mtp is not None:
+            parameters = sum(parameter.numel() for parameter in decoder.mtp.parameters())
+            count = f"{parameters:,} parameters, {'new' if decoder.mtp.is_new else 'from the checkpoint'}"
         signal = " from the student itself" if self.of_student else ""
         trained = "with the student" if mtp.train == "all" else "alone, the student is frozen"
         objective = f"{mtp.scale:g} × ({self.objective.in_words()}){signal}"
-        return f"{_tokens(mtp)}, {count}; minimise {objective}, trained {trained}"
+        return {"mtp": f"{_tokens(mtp)}, {count}; minimise {objective}, trained {trained}"}
+
+    def prepare(self, decoder: Decoder, student: StudentConfig, teacher: TeacherConfig | None) -> None:
+        mtp = student.mtp
+        assert mtp is not None
+        with as_config_error(self.key):
+            require_feature("multi-token prediction")
+        from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
+
+        declared = declared_depths(decoder.config) if mtp.init == "auto" else 0
+        if declared not in (0, mtp.depths):
+            raise ConfigError(
+                "student.mtp.depths",
+                f"got {mtp.depths}, but the student's configuration has num_mtp_layers={declared}: expected "
+                f"{declared}, or student.mtp.init=new",
+            )
+        with as_config_error(self.key):
+            add_mtp(decoder, mtp.depths, is_new=not declared)
+        if mtp.train == "heads":
+            freeze_main(decoder)
 
     def distributed(self, student: DistributedStudent) -> Self:
         return replace(self, group=student.mesh.group("context"))
@@ -131,6 +155,12 @@ class MtpLoss(LossPart):
             metrics |= {f"{PREFIX}{depth}/{name}": value for name, value in named.items()}
             per_token |= {f"{PREFIX}{depth}/{name}": value_T for name, value_T in result.per_token.items()}
         return ObjectiveOutput(total, metrics, per_token)
+
+    def held_out(self) -> Self:
+        return replace(self, objective=ACCEPTANCE, scale=1.0, of_student=True)
+
+    def silent(self) -> Self:
+        return replace(self, scale=0.0)
 
     @property
     def _next_tokens(self) -> NextTokens:

@@ -1,17 +1,19 @@
 """The load-balancing loss of the student's routers (`models/moe.py`) as a part of the step's loss."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stillhouse.config import StudentConfig, TeacherConfig, as_config_error
 from stillhouse.data import MicroBatch
-from stillhouse.engine.parts.loss_part import LossPart, LossSections
-from stillhouse.models import Decoder, RouterAuxLoss
+from stillhouse.engine.parts.loss_part import LayerTerm, LossPart, LossSections
+from stillhouse.models import Decoder, RouterAuxLoss, balance_routers
+from stillhouse.models.router_aux_loss import RouterBalance
 from stillhouse.parallel import DistributedStudent
-from stillhouse.parallel.layer_loss_interface import LayerLoss
+from stillhouse.parallel.layer_loss_interface import HookedLoss
 
 #: the key of the routers' load-balancing loss among a step's sums
 ROUTER_LOSS = "router_aux"
@@ -27,34 +29,30 @@ class RouterBalancing(LossPart):
     group: ProcessGroup | None = None
 
     key = "objective.router_aux_loss"
-    needs_teacher = False
 
     @classmethod
     def from_config(cls, sections: LossSections) -> Self | None:
         coefficient = sections.objective.router_aux_loss
         return cls(coefficient) if coefficient else None
 
+    def prepare(self, decoder: Decoder, student: StudentConfig, teacher: TeacherConfig | None) -> None:
+        with as_config_error(self.key):
+            balance_routers(decoder)
+
     def distributed(self, student: DistributedStudent) -> Self:
         return replace(self, group=student.mesh.group("context"))
+
+    @property
+    def terms(self) -> Mapping[str, LayerTerm]:
+        return {ROUTER_LOSS: LayerTerm(self.coefficient, f"loss/{ROUTER_LOSS}")}
 
     def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> "_RoutersOfStage":
         targets_B = (micro_batch.labels_T >= 0).view(micro_batch.shape_BS).sum(1)
         counts_BS = (micro_batch.document_T >= 0).view(micro_batch.shape_BS)
-        return _RoutersOfStage(
-            student, RouterAuxLoss(counts_BS, targets_B, self.coefficient / normalizer, self.group)
-        )
-
-    def add_to(self, sums: dict[str, float]) -> None:
-        sums["loss"] += self.coefficient * sums.get(ROUTER_LOSS, 0.0) / max(1.0, sums["tokens"])
+        loss = RouterAuxLoss(counts_BS, targets_B, self.coefficient / normalizer, self.group)
+        return _RoutersOfStage(student.layer_loss(RouterBalance), loss)
 
 
-@dataclass(frozen=True)
-class _RoutersOfStage(LayerLoss):
-    student: Decoder
-    loss: RouterAuxLoss
-
-    def during_student(self) -> AbstractContextManager[None]:
-        return self.student.balancing(self.loss)
-
+class _RoutersOfStage(HookedLoss):
     def losses(self) -> list[tuple[str, Tensor]]:
         return [(ROUTER_LOSS, value) for value in self.loss.losses.values()]

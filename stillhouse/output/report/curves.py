@@ -180,9 +180,9 @@ def _task(key: str) -> Chart:
 
 
 def _term(key: str) -> Chart:
-    """The chart of a term of the loss. A distance of hidden states has no unit."""
+    """The chart of a term of the loss. One inside layers has no unit."""
     name = re.sub("(_nats)?_per_token$", "", key.removeprefix("loss/"))
-    return _training(f"Loss: {name}", NATS if "/hidden_" not in key else "per token", {"": key}, log=True)
+    return _training(f"Loss: {name}", NATS if "_nats_" in key else "per token", {"": key}, log=True)
 
 
 def _total_repeats(runs: Sequence[Run]) -> bool:

@@ -50,9 +50,9 @@ def apply_fsdp(
         inner(module, mesh=expert_mesh, shard_placement_fn=partial(_expert_placement, expert_mesh))
     for layer in [*decoder.blocks(), *decoder.mtp_layers()]:
         inner(layer, mesh=mesh)
-    for projector in () if decoder.hidden_match is None else decoder.hidden_match.projectors.values():
-        # projectors have their own groups: they are float32, and FSDP needs one dtype in a group
-        shard(projector, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    for module in (module for loss in decoder.layer_losses.values() for module in loss.with_weights()):
+        # they have their own groups: they may be float32, and FSDP needs one dtype in a group
+        shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     trains = any(parameter.requires_grad for parameter in decoder.parameters())
     if not decoder.tied and decoder.has_head:
         # a tied head uses the embedding's weight, which is in the root's FSDP group
