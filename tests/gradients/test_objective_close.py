@@ -44,8 +44,8 @@ COMPILED_AT_EVERY_SIZE = ("alpha_beta(0.2, 0.5)", "2*jsd(0.3) + total_variation"
 STUDENTS = ["apart", "less sure"]
 ROWS = 2
 WITHIN = 1e-4
-#: the slope log(q/p) of alpha_beta(0, 0) has no weight p or q, so 151,936 numbers of both signs are summed; the compiled
-#: sum is less exact on CPUs with shorter vectors (2.1e-4 with AVX2)
+#: the slope log(q/p) of alpha_beta(0, 0) has no weight p or q, so 151,936 numbers of both signs are summed; the
+#: compiled sum is less exact on CPUs with shorter vectors (2.1e-4 with AVX2)
 WITHIN_SQUARED_LOG = 3e-4
 
 Pair = tuple[Tensor, Tensor]
