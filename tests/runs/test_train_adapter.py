@@ -211,7 +211,7 @@ def test_every_layout_gives_the_adapter_of_one_process(tmp_path: Path, teacher: 
 def test_a_stage_without_an_adapter_ends_with_one_error(tmp_path: Path) -> None:
     write_run(tmp_path, **LORA)
     targets = "student.adapter.targets=[layers.0.mlp.up_proj]"
-    ended = distill(tmp_path, "refused", 2, "parallel.pipeline=2", targets, code=1)
+    ended = distill(tmp_path, "refused", 2, "parallel.pipeline=2", targets, code=2)
     assert "parallel: no parameter is trained on stage 2 of 2, layers 1 to 1 of the student" in ended.err
     assert not (tmp_path / "refused").exists()
 
