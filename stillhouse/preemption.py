@@ -6,7 +6,8 @@ The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
                         writes a checkpoint and raises `Preempted`. Outside `finishing` it ends the process at once.
     the second signal   Ends the process at once.
 
-If a function of the user does not return after a signal within `finishing`, it is interrupted (`interruptible`).
+If the output cannot be written because the same Ctrl-C has ended its reader (`tee`), the signal is obeyed as well
+(`surviving_lost_reader`). If a function of the user does not return after a signal within `finishing`, it is interrupted (`interruptible`).
 
 In all these cases the exit code is 128 + the signal's number. A thread reads the signals, because Python runs signal
 handlers only in the main thread, which may be waiting in a collective that never ends. Signals that were ignored when
@@ -14,6 +15,7 @@ the process started (`nohup`, background jobs) stay ignored. If the library is u
 installs no handlers and signals keep their meaning.
 """
 
+import errno
 import os
 import select
 import signal
@@ -32,6 +34,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: signal every process of a job step, and torchrun forwards its own signal to its processes
 REPEATED_SECONDS = 1.0
 
+#: Ctrl-C in a terminal ends the reader of a run's output and signals the run; if the run cannot write its output, it
+#: waits for so many seconds for the signal
+SECONDS_OF_LOST_READER = 2.0
 #: after a signal, the user's functions may run for so many seconds in total until they are interrupted; if they do
 #: not return for so many seconds more, the process ends without a checkpoint
 SECONDS_TO_RETURN = 5.0
@@ -138,6 +143,20 @@ def interruptible(what: str, work: Callable[[], T]) -> T:
         listener.require_in_time(what)
 
 
+@contextmanager
+def surviving_lost_reader() -> Iterator[None]:
+    """Ignore an error of writing to the output if a signal arrives within `SECONDS_OF_LOST_READER`.
+
+    The signal may have ended the output's reader, such as `tee`, before this process received it.
+    """
+    try:
+        yield
+    except OSError as error:
+        is_lost = error.errno in (errno.EPIPE, errno.EIO)
+        if not is_lost or _listener is None or not _listener.arrives_within(SECONDS_OF_LOST_READER):
+            raise
+
+
 def handles_signals() -> bool:
     """Whether `handling` is active in this process, so that no signal raises KeyboardInterrupt."""
     return _listener is not None
@@ -183,6 +202,10 @@ class _Listener:
         if self._arrived:
             self._noted.wait()
         return self._received
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Whether a signal was received, or is received within so many seconds."""
+        return self._noted.wait(seconds)
 
     def enter(self, function: str) -> None:
         """Record that a function of the user begins. Raises OverdueError if no time is left."""

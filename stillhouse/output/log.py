@@ -21,6 +21,7 @@ from stillhouse.output.metrics_file import MetricsLine, without_infinity
 from stillhouse.output.progress import Progress
 from stillhouse.output.trackers import open_trackers
 from stillhouse.parallel import Ranks, watchdog
+from stillhouse.preemption import surviving_lost_reader
 
 #: if the output is not a terminal, a step is printed at most every so many seconds; a terminal has one live line
 _PLAIN_EVERY = 10.0
@@ -123,12 +124,13 @@ class RunLog:
         ]
         parts += [form.format(metrics[key]) for key, form in _ON_POLICY.items() if key in metrics]
         line = ", ".join([f"{metrics['speed/tokens_per_second']:,.0f} tokens/s", *parts])
-        self._bar.update(step - self._bar.n)
-        self._bar.set_postfix_str(line, refresh=False)
+        with surviving_lost_reader():
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix_str(line, refresh=False)
         if self._bar.disable and (time.monotonic() - self._printed >= _PLAIN_EVERY or step == self._steps):
             left_out = f" (steps not shown before it: {self._left_out})" if self._left_out else ""
             self._printed, self._left_out = time.monotonic(), 0
-            print(f"step {step}/{self._steps}: {line}, {self._remaining(step)} left{left_out}", flush=True)
+            self.print_line(f"step {step}/{self._steps}: {line}, {self._remaining(step)} left{left_out}")
         else:
             self._left_out += 1
 
@@ -143,10 +145,11 @@ class RunLog:
 
     def print_line(self, line: str) -> None:
         """Print a line above the live line."""
-        if self._bar.disable:
-            print(line, flush=True)
-        else:
-            self._bar.write(line)
+        with surviving_lost_reader():
+            if self._bar.disable:
+                print(line, flush=True)
+            else:
+                self._bar.write(line)
 
     def _write(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
         values = {"tokens": tokens, "seconds": round(self.seconds, 3), **metrics}

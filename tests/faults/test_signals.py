@@ -270,14 +270,17 @@ def read_all(descriptor: int) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_also_ends_the_reader_of_the_output(whole: Path) -> None:
-    out = whole / "tee"
+@pytest.mark.parametrize("seconds", [0, 0.5])
+def test_ctrl_c_also_ends_the_reader_of_the_output(whole: Path, seconds: float) -> None:
+    """The reader, such as `tee`, may end before the run receives the signal."""
+    out = whole / f"tee {seconds}"
     arguments = ("distill", whole / "run.yaml", f"out={out}", "eval.every=1")
     process = start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     wait_for(lambda: last_step(out) >= 1)
-    process.send_signal(signal.SIGINT)
     process.stdout.close()
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
     assert process.wait(LIMIT) == 130
     newest = sorted((out / "checkpoints").iterdir())[-1]
     assert int(newest.name[5:]) == last_step(out)
