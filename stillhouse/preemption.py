@@ -7,7 +7,8 @@ The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
     the second signal   Ends the process at once.
 
 If the output cannot be written because the same Ctrl-C has ended its reader (`tee`), the signal is obeyed as well
-(`surviving_lost_reader`). If a function of the user does not return after a signal within `finishing`, it is interrupted (`interruptible`).
+(`surviving_lost_reader`). If a function of the user does not return after a signal within `finishing`, it is
+interrupted (`interruptible`).
 
 In all these cases the exit code is 128 + the signal's number. A thread reads the signals, because Python runs signal
 handlers only in the main thread, which may be waiting in a collective that never ends. Signals that were ignored when
