@@ -65,8 +65,8 @@ class OutputHead:
 
 
 def detached(head: OutputHead) -> OutputHead:
-    """Return the head with detached tensors, or the head itself if its weight requires no gradient."""
-    if not head.weight_VD.requires_grad:
+    """Return the head with detached tensors, or the head itself if none of its tensors requires a gradient."""
+    if not head.weight_VD.requires_grad and (head.bias is None or not head.bias.requires_grad):
         return head
     return replace(head, weight_VD=head.weight_VD.detach(), bias=None if head.bias is None else head.bias.detach())
 
