@@ -9,7 +9,7 @@ from pathlib import Path
 from stillhouse.output.disk import UNFINISHED
 from stillhouse.output.progress import PREFIX, DamagedCheckpointError, read_state
 
-#: the part that `set_aside` adds to the name of a damaged checkpoint
+#: the suffix that `set_aside` adds to the name of a damaged checkpoint
 DAMAGED = ".damaged"
 
 
@@ -22,8 +22,8 @@ def checkpoints(folder: Path) -> list[Path]:
 def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None) -> list[str]:
     """Remove all checkpoints except the newest `keep` and the one with the best value of the metric `best`.
 
-    greater: whether the highest value of the metric is the best; None: `_best` decides by the metric's name.
-    A checkpoint with a damaged state.json is not removed; the returned list describes each damage.
+    greater: true if a higher value of the metric is better; None: true for agreement and exact match only.
+    Checkpoints with a damaged state.json are kept. Returns one message for each of them.
     """
     every = checkpoints(folder)
     metrics, damage = _evaluations(every)
@@ -39,23 +39,21 @@ def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None
 
 
 def best_checkpoint(paths: list[Path], metric: str, greater: bool | None = None) -> tuple[Path | None, list[str]]:
-    """The best checkpoint by a metric (None if no checkpoint has it), and the damage of each damaged state.json."""
+    """The checkpoint with the best value of a metric (None if no checkpoint has the metric), and one message for each
+    damaged state.json. greater: as in `prune`.
+    """
     metrics, damage = _evaluations(paths)
     return _best(metrics, metric, greater), damage
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it no longer counts as a checkpoint but is kept; returns its new path."""
+    """Rename a damaged checkpoint, so that `checkpoints` no longer lists it; returns its new path."""
     names = (f"{path.name}{DAMAGED}{number or ''}" for number in itertools.count())
     return path.rename(next(free for free in map(path.with_name, names) if not free.exists()))
 
 
 def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: bool | None) -> Path | None:
-    """The checkpoint with the lowest value of a metric, or the highest if `greater`. None: no checkpoint has it.
-
-    greater: None means true for the metrics of agreement and exact match, and false for all others. If several
-    checkpoints have the best value, the earliest of them is returned.
-    """
+    """The checkpoint with the best value of a metric. If several checkpoints have it, the earliest is returned."""
     if greater is None:
         greater = metric.startswith("eval/exact_match") or metric.endswith("/agreement")
     sign = -1.0 if greater else 1.0
@@ -64,7 +62,7 @@ def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: boo
 
 
 def _evaluations(paths: list[Path]) -> tuple[dict[Path, dict[str, float]], list[str]]:
-    """The metrics in each readable state.json, and a description of each damaged state.json."""
+    """The metrics in each readable state.json, and one message for each damaged state.json."""
     metrics: dict[Path, dict[str, float]] = {}
     damage: list[str] = []
     for path in paths:

@@ -1,6 +1,6 @@
 """Exports the student: safetensors, configuration and tokenizer in the formats of transformers and peft.
 
-Under a layout no rank has the full student. So the files are written from a checkpoint's tensors, one file at a time.
+In a distributed run, no rank has the full student. So the files are written from a checkpoint's tensors.
 """
 
 import json
@@ -25,13 +25,12 @@ from stillhouse.models.checkpoint_names import checkpoint_names
 from stillhouse.models.pretrained import auto_class, load_causal_lm
 from stillhouse.parallel import Ranks
 
-#: the most bytes of one file when a model is written from a checkpoint
+#: the maximum size of one file when a model is written from a checkpoint
 FILE_BYTES = 5 * 10**9
 
 
 def save_student(folder: Path, student: Decoder, tokenizer: Any, resume: Path, ranks: Ranks) -> None:
-    """Save the student as Hugging Face safetensors, configuration and tokenizer; if the student has an adapter, save
-    only the adapter and the tokenizer.
+    """Save the student (with an adapter: only the adapter) and the tokenizer.
 
     student: the student, or this process's shard of it.
     resume: the folder of a checkpoint's tensors; read if the student has an adapter or is distributed over `ranks`.
@@ -48,9 +47,9 @@ def save_student(folder: Path, student: Decoder, tokenizer: Any, resume: Path, r
 def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
     """Write what transformers' `save_pretrained` would write for the full model, from a checkpoint's weights.
 
-    part: this process's shard of the model. Only one file of at most `file_bytes` is in memory at a time. But if
-    transformers converts the weights of this model family when it saves them (it splits stacked experts), the full
-    model is in memory.
+    part: this process's shard of the model. Only one file of at most `file_bytes` is in host memory at a time. For a
+    model family whose weights transformers converts when it saves them (it splits stacked experts), the full model is
+    in host memory.
     """
     stored = stored_tensors(resume)
     dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
@@ -93,10 +92,11 @@ def write_weights(
 ) -> None:
     """Write weights as transformers does, with one file in memory at a time.
 
-    shapes: all weights as tensors on the meta device. read: returns the weights with some names. parameters: the
-    number of parameters for the index; None: that of `shapes`. file: the file's name, if one file is enough.
+    shapes: all weights as tensors on the meta device.
+    parameters: the number of parameters in the index; None: the number of elements of `shapes`.
+    file: the name of the file if all weights fit into one file.
     """
-    # an adapter is written to one file of any size, because peft reads only one file
+    # all other files have an adapter's weights: they are not split, because peft reads only one file
     largest = file_bytes if file == SAFE_WEIGHTS_NAME else sys.maxsize
     split = split_torch_state_dict_into_shards(dict(shapes), max_shard_size=largest)
     for name, tensor_names in split.filename_to_tensors.items():
@@ -108,9 +108,9 @@ def write_weights(
 
 
 def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | None = None) -> None:
-    """Merge an adapter into the base weights on which it was trained, in host memory; save a Hugging Face model.
+    """Merge an adapter into the weights of its base model, in host memory; save the result as a Hugging Face model.
 
-    dtype: the dtype of the computation and of the files; None: the run's dtype
+    dtype: the dtype of the computation and of the files; None: `base.dtype`
     """
     model = load_causal_lm(
         base.model, revision=base.revision, dtype=dtype or base.dtype, trust_remote_code=base.trust_remote_code
@@ -119,7 +119,7 @@ def save_merged(folder: Path, base: StudentConfig, adapter: Path, dtype: str | N
 
 
 def _stored_lora(resume: Path) -> dict[str, Tensor]:
-    """An adapter's matrices in a checkpoint, by their names in the decoder."""
+    """The LoRA matrices in a checkpoint, by their names in the decoder."""
     stored = stored_tensors(resume)
     names = [name for name in stored if name.startswith(WEIGHT) and is_lora(name)]
     return {name.removeprefix(WEIGHT): matrix for name, matrix in read_full(resume, names).items()}

@@ -1,4 +1,7 @@
-"""The identity of a run: hashes of its data, its models, and the values that change the weights beyond rounding."""
+"""The identity of a run: hashes of its data, its models, and the configuration values that determine the weights.
+
+A value that changes the weights only by rounding errors, such as the layout, is not part of the identity.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +36,8 @@ _FREE = {
     *(f"teacher.{key}" for key, kind in SOURCES.items() if kind.is_address),
 }
 
-#: keys that earlier versions lacked, with the values that mean the earlier behaviour, so that runs can be resumed
+#: keys that earlier versions did not have, each with the value that gives the behaviour of those versions; so runs of
+#: earlier versions can be resumed
 _ADDED: dict[str, Any] = {
     "data.chat_template": None,
     "train.optimizer": "adamw",
@@ -51,9 +55,8 @@ _ADDED: dict[str, Any] = {
 class RunIdentity:
     """The hashes that must be the same when a run is resumed.
 
-    configuration: see `configuration_hash`
-    data: a hash of each split's documents
-    models: a hash of the tokenizer and of each model's files
+    data: a hash of the documents, by split
+    models: a hash of the tokenizer, and a hash of each model's files
     """
 
     configuration: str
@@ -62,10 +65,7 @@ class RunIdentity:
 
 
 def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that must not change when a run is resumed, by their dotted keys.
-
-    values: all values of the configuration (`dotted_values`)
-    """
+    """Select the values that must not change when a run is resumed, from all values by dotted keys."""
     several = [key for key in sorted(values) if key.startswith("teachers.") and isinstance(values[key], Mapping)]
     decisive = {key: value for key, value in values.items() if key not in several}
     decisive |= {f"{key}.{name}": value for key in several for name, value in values[key].items()}
@@ -80,7 +80,7 @@ def decisive_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_single(key: str) -> str:
-    """The key `teachers.<name>.key` of one of several teachers as `teacher.key`; any other key unchanged."""
+    """Convert a key `teachers.<name>.<key>` to `teacher.<key>`; return any other key unchanged."""
     section, _, rest = key.partition(".")
     return f"teacher.{rest.partition('.')[2]}" if section == "teachers" and "." in rest else key
 

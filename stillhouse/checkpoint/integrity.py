@@ -1,6 +1,6 @@
 """Verifies that a checkpoint is unchanged and complete: every file by its hash, every tensor by its chunks.
 
-Without this check, if a file of one rank was lost or stale, that rank's shards would keep their initial values.
+PyTorch does not notice that the file of one rank is lost: the shards of that rank would keep their initial values.
 """
 
 import json
@@ -38,12 +38,12 @@ class IntactCheckpoint:
 def verified(
     path: Path, ranks: Ranks = ONE_PROCESS, *, shared: bool = True, with_student: bool = False
 ) -> IntactCheckpoint:
-    """Read and hash a checkpoint. Each rank reads its share of the files; all ranks return, or all raise.
+    """Read and hash a checkpoint. Each rank reads its share of the files; all ranks return, or all ranks raise.
 
-    shared: whether all ranks see the same folder; if not, each machine reads all files of its own folder.
-    with_student: whether the folder `student` is checked, too, which is not needed to resume a run.
+    shared: whether all ranks see the same folder; if not, the ranks of each machine read all files of its folder.
+    with_student: whether the folder `student` is checked, too. A resumed run does not read that folder.
 
-    Raises DamagedCheckpointError for damage, and ValueError if a rank cannot read the files, which may be intact.
+    Raises DamagedCheckpointError for damage, and ValueError if a rank cannot read the files (they may be intact).
     """
     state = _on_all_ranks(lambda: read_state(path), ranks)
     if len(set(ranks.gather(json.dumps(asdict(state), sort_keys=True)))) > 1:
@@ -56,10 +56,7 @@ def verified(
 
 
 def _on_all_ranks(read: Callable[[], Content], ranks: Ranks) -> Content:
-    """Call `read` on all ranks; return its result on this rank. If it raises on one rank, all ranks raise that error.
-
-    Raises DamagedCheckpointError for damage, ValueError if a rank cannot read the files, which may be intact.
-    """
+    """Call `read` and return its result. If `read` raises on one rank, all ranks raise that error."""
     with ranks.all_raise(DamagedCheckpointError, ValueError):
         try:
             content = read()
@@ -69,7 +66,7 @@ def _on_all_ranks(read: Callable[[], Content], ranks: Ranks) -> Content:
 
 
 def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixes: tuple[str, ...]) -> None:
-    """Check the files that begin with one of `prefixes` against the hashes in state.json; each rank hashes a share.
+    """Compare the files whose names begin with one of `prefixes` with their hashes in state.json.
 
     Raises DamagedCheckpointError for a file that is lost or changed, and for a safetensors file without a hash in
     state.json, because it would be loaded, too.
@@ -93,7 +90,7 @@ def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixe
 
 
 def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> None:
-    """Raise DamagedCheckpointError for a tensor whose chunks overlap or do not cover all of it."""
+    """Raise DamagedCheckpointError if the chunks of a tensor overlap or do not cover the tensor."""
     for name, tensor in stored.items():
         volume, overlap = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), _overlap(tensor.chunks)
         if volume != math.prod(tensor.size) or overlap:
@@ -104,7 +101,7 @@ def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> 
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether two chunks share an element. The algorithm is a sweep along the dim with the most distinct offsets."""
+    """Whether two chunks have a common element. A sweep along the dim with the most distinct offsets finds it."""
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len(chunks) < 2:
         return False

@@ -1,4 +1,4 @@
-"""Chooses the checkpoint from which a run resumes; checks that it is intact and fits the run, its data and models."""
+"""Chooses the checkpoint from which a run resumes; checks that it is intact and has the run's data and models."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,18 +20,18 @@ from stillhouse.output.progress import (
 )
 from stillhouse.parallel import Ranks, is_first, log_rank0
 
-#: the most characters of a value that an error shows
+#: an error does not show values with more characters
 SHORT = 40
 
 
 def candidates(folder: RunFolder, resume: str, values: Mapping[str, Any]) -> list[Path]:
-    """The checkpoints from which the run may resume, the preferred one first; empty for a new run. Writes nothing.
+    """The checkpoints from which the run may resume, the preferred one first; empty for a new run.
 
-    resume: `checkpoint.resume`
     values: the configuration by dotted keys
 
-    Raises ValueError if the folder contains another run, other files, or a run that must not be resumed. Raises
-    ConfigError if `checkpoint.resume` names a checkpoint that does not exist or may not be used.
+    Raises ValueError if the folder contains another run or other files, or if it contains this run but
+    `checkpoint.resume` is `never`. Raises ConfigError if `checkpoint.resume` names a checkpoint that does not exist
+    or may not be used.
     """
     if folder.path.exists() and not folder.path.is_dir():
         raise ValueError(f"out: {folder.path} is a file; expected a folder for the run")
@@ -52,14 +52,14 @@ def open_checkpoint(
     fallback: bool = False,
     base: str | None = None,
 ) -> IntactCheckpoint | None:
-    """The checkpoint from which the run resumes, read and verified by all ranks together; None for a new run.
+    """Verify the checkpoint from which the run resumes; return None for a new run. A collective of all ranks.
 
     paths: on rank 0, the result of `candidates` after the folder was locked; ignored on other ranks
     fallback: whether a damaged checkpoint is renamed and the previous one is used (`checkpoint.fallback`)
     base: the name of the base model of the student's adapter; None without an adapter
 
-    Raises ValueError if a checkpoint is damaged and none is left to fall back to, and if the checkpoint was saved
-    with other data or models.
+    Raises DamagedCheckpointError if a checkpoint is damaged and no older one may be used. Raises ValueError if the
+    checkpoint was saved with other data or models.
     """
     paths = [Path(name) for name in ranks.from_first([str(path) for path in paths])]
     damaged: dict[Path, DamagedCheckpointError] = {}
@@ -109,9 +109,9 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def _require_unchanged(
     checkpoint: IntactCheckpoint, folder: RunFolder, identity: RunIdentity, base: str | None
 ) -> None:
-    """Raise ValueError if the checkpoint is of this run, and the configuration, data, models or log have changed.
+    """Raise ValueError if the configuration, data, models or log have changed since this run wrote the checkpoint.
 
-    A checkpoint of another run only causes a warning if its adapter was trained on another base model.
+    For a checkpoint of another run, there is only a warning if its adapter was trained on another base model.
     """
     path, before = checkpoint.path, checkpoint.state.progress
     if not folder.owns(path):
@@ -155,7 +155,7 @@ def _require_same_run(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The dotted keys with different values, each with both values if these are short."""
+    """The dotted keys with different values; short values are added to their key."""
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return [f"{key}{_both(before.get(key), after.get(key))}" for key in keys]
 
@@ -166,9 +166,9 @@ def _both(before: Any, after: Any) -> str:
 
 
 def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
-    """The candidates if `checkpoint.resume` is a path: only the checkpoint at `path`, or the run's own checkpoints.
+    """The candidates if `checkpoint.resume` is a path: in a new run, only the checkpoint at `path`.
 
-    The run's own checkpoints are returned, newest first, if `path` is the newest of them or if the run began there.
+    If `path` is the run's newest checkpoint, or if the run started from `path`, the run's checkpoints are returned.
     """
     newest = newest_first[0] if newest_first else None
     if newest is not None and path.resolve() in (newest.resolve(), _started_from(newest_first)):
@@ -188,7 +188,7 @@ def _named_checkpoint(path: Path, newest_first: list[Path]) -> list[Path]:
 
 
 def _started_from(newest_first: list[Path]) -> Path | None:
-    """The checkpoint with which a run began, according to its newest checkpoint with a readable state.json."""
+    """The checkpoint of another run from which this run started. The newest readable state.json contains its path."""
     for path in newest_first:
         try:
             start = read_state(path).progress.started_from

@@ -1,6 +1,6 @@
-"""`rollouts.safetensors` of a checkpoint: the samples of an on-policy run that are finished but not trained yet.
+"""Writes and reads `rollouts.safetensors`: the samples of an on-policy run that are finished but not trained yet.
 
-The checkpoint's state.json has a hash of the file. R samples with N tokens in total.
+R samples with N tokens in total.
 """
 
 import json
@@ -60,7 +60,7 @@ def write_queue(folder: Path, state: QueueState) -> None:
 
 
 def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
-    """Raises ValueError if the checkpoint has no such file, or a file of another format."""
+    """Raises ValueError if the checkpoint has no rollouts.safetensors, or if the file has another format."""
     path = checkpoint.path / ROLLOUTS
     if ROLLOUTS not in checkpoint.state.files:
         raise DamagedCheckpointError(f"{checkpoint.path} has no {ROLLOUTS}: it is not of an on-policy run")
@@ -82,7 +82,7 @@ def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
 
 
 def _require_form(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError unless the arrays are those of `write_queue`, with consistent lengths."""
+    """Raise ValueError unless the arrays have the names, dtypes and lengths that `write_queue` writes."""
     if arrays.keys() != _DTYPES.keys():
         raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_DTYPES)}")
     for name, array in arrays.items():

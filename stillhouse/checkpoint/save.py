@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints: everything that a run needs to continue as if it had never stopped.
+"""Saves and loads checkpoints, so that a resumed run gives the same weights as a run without interruption.
 
     checkpoints/step-00000500/
         resume/        weights, moments and random states (`engine/state_folder.py`), in PyTorch's distributed
@@ -8,8 +8,8 @@
         rollouts.safetensors    in an on-policy run, the samples that are not trained yet (`rollouts_file.py`)
         state.json     the run's progress, and a hash of every other file (`progress.py`)
 
-A folder is written under a temporary name and renamed when it is complete. So a process that is killed at any moment
-leaves either a complete checkpoint or none. A checkpoint contains no pickle.
+The folder is written under a temporary name and renamed when it is complete. So a killed process never leaves an
+incomplete checkpoint. A checkpoint contains no pickle.
 """
 
 import math
@@ -37,8 +37,8 @@ def save_checkpoint(
     """Write checkpoints/step-<n>, completely or not at all; return its path. A collective of all ranks.
 
     queue: the queue of samples in an on-policy run; rank 0 writes it.
-    Raises ValueError, before anything is written, if a weight or the optimizer's state is not finite, or if the disk
-    has too little space.
+    Raises ValueError if a weight or the optimizer's state is not finite, or if the disk has too little space. In both
+    cases, nothing is written.
     """
     final, ranks = folder / folder_name(progress.step), engine.student.ranks
     try:
@@ -69,7 +69,7 @@ def save_checkpoint(
 def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
     """Load weights, their average, optimizer and random generators; return the progress of the checkpoint.
 
-    The checkpoint may have been saved under another layout. Raises ValueError if it is of another model.
+    The checkpoint may have been saved under another layout. Raises ValueError if it was saved from another model.
     """
     engine.load(checkpoint.path / RESUME, checkpoint.state.without_moments)
     return checkpoint.state.progress
@@ -78,7 +78,7 @@ def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
 def _require_complete(final: Path, resume: Path, elements: int, ranks: Ranks) -> None:
     """Raise ValueError on all ranks unless the folder that rank 0 will rename contains the files of all ranks.
 
-    A rank that no longer sees the shared folder (because a file system was unmounted) writes its file elsewhere.
+    If the shared file system was unmounted on one machine, the ranks of this machine write to a local folder.
     elements: the number of tensor elements that all ranks together have written.
     """
     stored = stored_tensors(resume) if ranks.is_first else {}

@@ -12,14 +12,14 @@ from stillhouse.serving.client.engine_proof import same_weights
 from stillhouse.signals import SignalStore
 from stillhouse.signals.signal_store import StoreProof
 
-#: prefix of the files in a run's folder that have the answers of a teacher's servers at the beginning of the run
+#: a file with this prefix has the answers of a teacher's servers at the beginning of the run
 SERVED_TEACHER = "served_teacher"
-#: the file with the answers of servers that generate completions and keep their own weights
+#: the file with the answers of servers that generate completions with weights that the run does not replace
 WRITER = "writer.json"
 
 
 class _Writer(BaseModel):
-    """likeliest: the top tokens after a few prompts, with their log-probabilities (see `engine_proof.py`)."""
+    """likeliest: the most likely token after each of a few prompts, and its log-probability (`engine_proof.py`)"""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -27,7 +27,7 @@ class _Writer(BaseModel):
 
 
 def require_same_writer(engine: ServedEngine, folder: RunFolder) -> None:
-    """Write the answers that identify the servers' weights; for a resumed run, raise ValueError if they differ."""
+    """Save the servers' answers in a new run; in a resumed run, raise ValueError if the weights differ."""
     path, now = folder.path / WRITER, _Writer(likeliest=engine.weights.top_tokens)
     if not path.exists():
         if any(folder.checkpoints.glob("step-*")):
@@ -46,7 +46,7 @@ def require_same_writer(engine: ServedEngine, folder: RunFolder) -> None:
 
 
 def require_same_teachers(stores: Mapping[str, SignalStore], folder: RunFolder, ranks: Ranks) -> None:
-    """Raise ValueError on all ranks if the answers of a served teacher differ from those at the run's beginning."""
+    """Raise ValueError on all ranks if a served teacher now gives other answers than at the run's beginning."""
     for section, store in stores.items():
         if store.proof is not None:
             with ranks.all_raise(ValueError):
@@ -56,7 +56,7 @@ def require_same_teachers(stores: Mapping[str, SignalStore], folder: RunFolder, 
 
 
 def _require_same(folder: RunFolder, proof: StoreProof, name: str) -> None:
-    """Compare a served teacher's answers with those at the beginning of the run; for a new run, save them."""
+    """In a new run, save a served teacher's answers. In a resumed run, compare them with the saved answers."""
     path = folder.path / name
     if path.exists():
         proof.compare(path)

@@ -1,8 +1,7 @@
 """Checks before the first step that all ranks have the same configuration, the same data and the same folder.
 
-If one rank had another learning rate, seed, teacher or data, the ranks would train a mixture of two runs without an
-error. If the folder were a local disk on each machine, each checkpoint would lack the shards of the other machines,
-also without an error.
+Different values on two ranks would mix two runs without an error. If each machine had its own local folder, each
+checkpoint would lack the shards of the other machines, also without an error.
 """
 
 import socket
@@ -17,15 +16,15 @@ from stillhouse.output.disk import UNFINISHED, explained_write_errors
 from stillhouse.output.folder import library_versions
 from stillhouse.parallel import Ranks
 
-#: the most seconds until a file of another machine is visible through the cache of a network file system
+#: the cache of a network file system may hide a new file of another machine for this time
 _SECONDS_TO_SEE = 30.0
 
 
 def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[str]:
-    """Raise ConfigError with the first key that differs, on all ranks, if the ranks' configurations differ.
+    """Raise ConfigError on all ranks if their configurations differ; the error names the first different key.
 
-    values: the configuration by dotted keys. Returns a warning for each library of each rank whose version is not
-    that of rank 0.
+    values: the configuration by dotted keys. Returns a warning for each library whose version on a rank differs from
+    the version on rank 0.
     """
     compared = {key: value for key, value in values.items() if key != "device"}  # a rank may name its own GPU
     if different := _difference(compared, ranks):
@@ -46,7 +45,7 @@ def require_same_configuration(values: Mapping[str, Any], ranks: Ranks) -> list[
 
 
 def require_same_sources(hashes: Mapping[str, str], ranks: Ranks) -> None:
-    """Raise ValueError with the first difference, on all ranks, if their data, tokenizers or model files differ."""
+    """Raise ValueError on all ranks if the hashes of their data, tokenizers or model files differ."""
     if different := _difference(hashes, ranks):
         name, rank, first, other = different
         raise ValueError(
@@ -56,7 +55,7 @@ def require_same_sources(hashes: Mapping[str, str], ranks: Ranks) -> None:
 
 
 def require_shared_folder(folder: Path, ranks: Ranks) -> None:
-    """Raise ValueError on all ranks unless each rank sees the files that all other ranks create in the folder."""
+    """Raise ValueError on all ranks unless each rank sees the files that the other ranks create in the folder."""
     if ranks.size == 1:
         return
     rank, token = ranks.rank, ranks.from_first(uuid.uuid4().hex)
@@ -89,7 +88,7 @@ def require_shared_folder(folder: Path, ranks: Ranks) -> None:
 
 
 def _difference(values: Mapping[str, Any], ranks: Ranks) -> tuple[str, int, Any, Any] | None:
-    """The first key with different values on two ranks: the key, the rank, rank 0's value and the rank's value."""
+    """The first key whose value differs between a rank and rank 0: (key, rank, rank 0's value, the rank's value)."""
     first, *others = ranks.gather(dict(values))
     for key in first | values:
         for rank, other in enumerate(others, start=1):

@@ -1,7 +1,6 @@
 """The student's initial weights (`student.init`): some of the teacher's layers, or random weights.
 
-Each process reads its own shard of the chosen layers from the teacher's files. So no intermediate model is saved, and
-the initial weights are the same under every layout.
+Each process reads or computes its own shard. The initial weights are the same under every layout.
 """
 
 import re
@@ -24,7 +23,7 @@ from stillhouse.parallel import local_folder
 from stillhouse.parallel.sharded_loading import read_weights
 
 _KEY = "student.init"
-#: keys of a model's configuration that may differ between a teacher and a student with the teacher's layers
+#: keys of config.json that may have different values for the teacher and for a student that gets its layers
 _MAY_DIFFER = {
     *("num_hidden_layers", "n_layer", "layer_types", "max_window_layers", "vocab_size", "max_position_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"),
@@ -33,7 +32,7 @@ _MAY_DIFFER = {
 
 
 def initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed: int) -> Callable[[Decoder], None]:
-    """Return a function that loads the initial weights into a student with allocated memory, under any layout.
+    """Return a function that writes the initial weights into the allocated tensors of a student, under any layout.
 
     seed: the seed of random weights. Raises ConfigError if the teacher's layers do not fit the student.
     """
@@ -49,7 +48,7 @@ def initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed:
 
 
 def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:
-    """The numbers of the teacher's layers that the student gets. Raises ConfigError if the two models do not fit."""
+    """The numbers of the teacher's layers for the student. Raises ConfigError if they do not fit the student."""
     ours, theirs = student.to_dict(), teacher.to_dict()
     different = [key for key in ours | theirs if key not in _MAY_DIFFER and ours.get(key) != theirs.get(key)]
     if different:
@@ -85,9 +84,7 @@ def _read_layers(decoder: Decoder, folder: str, layers: list[int]) -> None:
 
 
 def _name_in_teacher(of_layer: re.Pattern[str], layers: list[int], name: str) -> str:
-    """The teacher's name of a student's tensor: only the layer's number differs. Names of layers of other parts, such
-    as a vision tower, do not change.
-    """
+    """Replace the layer's number in the name of a student's tensor by the number of the teacher's layer."""
     return of_layer.sub(lambda match: str(layers[int(match[0])]), name)
 
 

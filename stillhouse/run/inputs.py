@@ -40,9 +40,10 @@ from stillhouse.signals import SignalStore
 class RunData:
     """A run's tokenizer and packed data.
 
-    train: the training documents; with rollouts, the prompts, which have no targets. dataset: with rollouts, the
-    documents with completions, if a share of each step is from the dataset. evaluation: the held-out documents; None
-    if the configuration has none. hashes: a hash of each split's documents.
+    train: the training documents; in a run with rollouts, prompts without targets
+    evaluation: the held-out documents; None if the configuration has none
+    hashes: a hash of the documents, by split
+    dataset: the documents with completions, in a run with rollouts that takes a share of each step from the dataset
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -54,7 +55,7 @@ class RunData:
 
 
 def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunData:
-    """Load tokenizers and data. stores: the signal stores, by the keys of the teachers' sections (`open_stores`).
+    """Load the tokenizers and the data of a run. stores: by the keys of the teachers' sections
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or the tokenizers.
     """
@@ -110,10 +111,10 @@ def load_tokenizers(
     chat_template: str | None,
     stores: Mapping[str, SignalStore],
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Load the student's tokenizer, with warnings. Raises ValueError if a teacher's tokenizer is a different one.
+    """Load the student's tokenizer. Returns the tokenizer and warnings.
 
-    teachers, stores: by the keys of the teachers' sections. A store without a tokenizer is not compared here.
-    chat_template: `data.chat_template`.
+    teachers, stores: by the keys of the teachers' sections
+    Raises ValueError if a teacher has another tokenizer. Stores without a tokenizer are not compared here.
     """
     tokenizer, warnings = _tokenizer_of("student", student), list[str]()
     if chat_template is not None:
@@ -143,17 +144,16 @@ def load_tokenizers(
 
 
 def _tokenizer_of(section: str, model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model. Raises ConfigError with the model's key if it has none."""
+    """Raises ConfigError with the model's key if the model has no tokenizer."""
     with as_config_error(f"{section}.model"):
         require_model_folder(str(model.model))
         return load_tokenizer(str(model.model), model.revision, model.trust_remote_code)
 
 
 def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Set the chat template of a tokenizer to the text of a file, or to the template of another tokenizer.
+    """Set the chat template of a tokenizer. source: a file with a template, or another tokenizer
 
-    Raises ValueError if there is no template, or if it cannot render a conversation. A template is code, so it runs
-    in a process with limits.
+    Raises ValueError if there is no template, or if the template cannot render a conversation.
     """
     path = Path(source)
     template: str | dict[str, str] | None
@@ -177,10 +177,10 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 def _require_same_conversation(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, accepted: Sequence[str], key: str
 ) -> None:
-    """Raise ConfigError if the teacher was trained with another chat template or end-of-sequence token.
+    """Raise ConfigError if student and teacher have different chat templates or end-of-sequence tokens.
 
-    Such a teacher would score texts unlike those that it was trained on. accepted: the differences that the user
-    allows, which is the value of `key` in the configuration.
+    The teacher would score conversations in a format on which it was not trained.
+    accepted: the differences that the user allows: the value of `key` in the configuration
     """
     if "eos" not in accepted and student.eos_token != teacher.eos_token:
         raise ConfigError(
@@ -198,7 +198,7 @@ def _require_same_conversation(
 
 
 def _with_gaps(teachers: Mapping[str, NamedTeacherConfig], stores: Mapping[str, SignalStore]) -> list[str]:
-    """The names of the teachers in this job with a prefix, for which the student's sequences need free columns."""
+    """The teachers in this job with a prefix; the packed rows of the student have gaps for these prefixes."""
     without_store = {name: teacher for name, teacher in teachers.items() if f"teachers.{name}" not in stores}
     return [name for name, teacher in without_store.items() if teacher.prefix is not None]
 
@@ -212,8 +212,8 @@ def load_data(
 ) -> tuple[Documents, Documents | None]:
     """Load the training documents, and the held-out documents (None if the configuration has none).
 
-    teachers: if given, the column of the route and the teachers' prefixes are read, too. rollout: if given, the
-    training documents are prompts with their records; the same records are held out as without rollout.
+    teachers: if given, the column of the route and the teachers' prefixes are read, too
+    rollout: if given, the training documents are prompts with their records; the held-out records stay the same
     """
     named = {} if teachers is None else teachers.named
     route = None if teachers is None else teachers.route
@@ -261,7 +261,7 @@ def load_data(
 
 
 def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:
-    """Return (train, evaluation). Raises ConfigError if a source would have no document left for training."""
+    """Return (train, evaluation). Raises ConfigError if all documents of a source would be held out."""
     with as_config_error("data.eval"):
         train, held_out = documents.split(share)
     for source, report in train.reports.items():

@@ -30,9 +30,8 @@ from stillhouse.signals import SignalStore
 class ModelSources:
     """The sources of a run's models: full models in one process, and this process's shards under a layout.
 
-    student: the section of the student
     teachers: the sections of all teachers, by their keys
-    parts: the losses beside the objective, for which the student is prepared
+    parts: the losses in addition to the objective; each prepares the student
     mesh: the processes over which each model is distributed
     seed: the seed of new weights
     offload: whether the weights of distributed models are in host memory between uses (`parallel.offload`)
@@ -54,7 +53,7 @@ class ModelSources:
 
     @property
     def self_teachers(self) -> list[str]:
-        """The names of the teachers that are the student itself; the student reads their prefixes."""
+        """The names of the teachers that are the student itself (`teacher.student`)."""
         sections = (section for section, teacher in self.teachers.items() if teacher.signals_from == "student")
         return [section.partition(".")[2] for section in sections]
 
@@ -65,7 +64,7 @@ class ModelSources:
         return replace(source, build=lambda: self._prepared(source.build()), teacher_is_base=self.teacher_is_base)
 
     def teacher(self, section: str, device: torch.device | None = None, *, offload: bool = False) -> ModelSource:
-        """The source of a teacher from whose files each process reads its own shard.
+        """The source of a teacher. Each process reads its own shard from the teacher's files.
 
         section: the key of the teacher's section
         device: the device of the weights; None: the run's device
@@ -74,13 +73,13 @@ class ModelSources:
         return self._source(section, str(self.teachers[section].model), self.teachers[section], device, offload)
 
     def whole_teacher(self, section: str) -> ModelSource:
-        """The source of a full teacher, which this process loads with transformers."""
+        """The source of a teacher that this process loads without sharding, with transformers."""
         teacher = self.teachers[section]
         load = partial(load_model, section, str(teacher.model), teacher, self.mesh.device)
         return ModelSource(load, name=section, is_proven=True)
 
     def head_of_store(self, section: str, store: SignalStore, device: torch.device | None = None) -> ModelSource:
-        """The source of the teacher of a store of hidden states; only the output head can be built from it."""
+        """The source of the output head of the teacher whose hidden states a store has."""
         assert store.teacher_folder is not None
         return self._source(section, str(store.teacher_folder), self.teachers[section], device, self.offload)
 
@@ -107,7 +106,7 @@ class ModelSources:
         return ModelSource(build, add_weights, name="student", is_proven=student.mtp is None)
 
     def _sharded_student(self) -> ModelSource:
-        """The source of this process's shard of the student, with the weights of the files or of `student.init`."""
+        """The source of this process's shard of the student. The weights are from files or from `student.init`."""
         student = self.student
         source = self._source("student", student.model, student, None, self.offload)
         if student.init is None:
@@ -146,7 +145,7 @@ class ModelSources:
         return ModelSource(build, weights, offload=offload, name=section)
 
     def _draw(self, decoder: Decoder) -> None:
-        """Initialize the weights that no file has: of LoRA, losses inside layers and new MTP layers."""
+        """Initialize the weights that are not in files: those of LoRA, of losses inside layers, of new MTP layers."""
         initialize_lora(decoder, self.seed)
         for loss in decoder.layer_losses.values():
             loss.initialize(self.seed)
@@ -154,7 +153,7 @@ class ModelSources:
             decoder.mtp.initialize(decoder.pretrained, self.seed)
 
     def _prepared(self, student: Decoder) -> Decoder:
-        """Add adapter, MTP layers, losses inside layers and activation checkpointing; set train mode."""
+        """Add the adapter, let each loss prepare the student, enable activation checkpointing, set train mode."""
         if (adapter := self.student.adapter) is not None:
             options = adapter.model_dump(exclude={"type"})
             with as_config_error("student.adapter.targets"):
@@ -169,11 +168,10 @@ class ModelSources:
 def model_fingerprints(
     student: StudentConfig, teachers: Mapping[str, TeacherConfig], seed: int, stores: Mapping[str, SignalStore]
 ) -> dict[str, str]:
-    """A fingerprint of the student and of each teacher: a hash of the model's files, the commit of a model on the
-    hub, or the identity of a store. A teacher that is the student itself has none.
+    """Fingerprints of the student and of the teachers, by the keys of their sections.
 
-    teachers, stores: by the keys of the teachers' sections
-    seed: the seed of the student's initial weights
+    A fingerprint is a hash of the model's files, the commit of a model on the hub, or the identity of a store. A
+    teacher that is the student itself has no fingerprint. seed: of the student's initial weights
     """
     fingerprints = {"student": _student_fingerprint(student, teachers.get("teacher"), seed)}
     for section, teacher in teachers.items():
@@ -185,19 +183,19 @@ def model_fingerprints(
 
 
 def teacher_fingerprint(teacher: TeacherConfig) -> str:
-    """A hash of a teacher's quantization and of its files, or of its commit on the hub."""
+    """A hash of a teacher's quantization and of its files (of its commit, for a model on the hub)."""
     return quantized_identity(source_fingerprint(str(teacher.model), teacher.revision), teacher.quantize)
 
 
 def source_fingerprint(name: str, revision: str | None) -> str:
-    """A hash of the files of a model's folder; for a model on the hub, the commit."""
+    """A hash of the files of a model's folder; for a model on the hub, its commit."""
     if os.path.isdir(name):
         return model_fingerprint(name)
     return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
 
 
 def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, seed: int) -> str:
-    """A hash of the student's files and, with `student.init`, of the source of the initial weights."""
+    """A hash of the student's files; with `student.init`, also of the teacher's files or the seed."""
     of_files, init = source_fingerprint(student.model, student.revision), student.init
     if init is None:
         return of_files
@@ -209,7 +207,7 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
 
 
 def load_model(which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
-    """Load a model onto the device and check that its weights are finite. which: the model's name in errors."""
+    """Load a model and check that its weights are finite. which: the model's name in error messages"""
     try:
         decoder = Decoder.from_pretrained(
             name,

@@ -32,7 +32,7 @@ class RunObjective:
 
     @cached_property
     def spec(self) -> ObjectiveSpec:
-        """The parsed objective. Raises ConfigError if the objective or an additional loss is impossible."""
+        """The parsed objective. Raises ConfigError if it, or an additional loss, contradicts another section."""
         objective = self.objective
         with as_config_error("objective.loss"):
             spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
@@ -51,7 +51,7 @@ class RunObjective:
         return self._parts(self.spec)
 
     def temperature_of(self, teacher: TeacherConfig) -> float:
-        """The temperature of a teacher's divergence: the teacher's own, or else the objective's."""
+        """The temperature of a teacher's divergence: that of the teacher's section, or else of the objective."""
         if isinstance(teacher, NamedTeacherConfig) and teacher.temperature is not None:
             return teacher.temperature
         return self.objective.temperature
@@ -59,7 +59,7 @@ class RunObjective:
     def in_words(self, stores: Mapping[str, SignalStore]) -> str:
         """The resolved objective as a sentence: the first line that a run prints.
 
-        stores: the signal stores, by the keys of the teachers' sections
+        stores: by the keys of the teachers' sections
         """
         teachers, over = "", ""
         if self.teacher is not None and (self.spec.needs_teacher or any(part.needs_teacher for part in self.parts)):
@@ -74,12 +74,12 @@ class RunObjective:
         )
 
     def loss_in_words(self) -> str:
-        """The beginning of the sentence, which depends only on the configuration and not on the stores."""
+        """The beginning of the sentence of `in_words`; it does not depend on the stores."""
         sections = self._sections(self.spec)
         return f"minimise {self.spec.in_words()}{''.join(kind.in_words(sections) for kind in PARTS)}"
 
     def _targets_in_words(self) -> str:
-        """Which tokens are targets, in words. Plain texts have no prompts, so all their tokens are targets."""
+        """Describe which tokens are targets. Plain texts have no prompts, so all their tokens are targets."""
         rollout = self.rollout
         if rollout is None:
             return " (prompts and all else)" if self.objective.tokens == "all" else " (texts, completions)"
@@ -95,7 +95,7 @@ class RunObjective:
         return [part for kind in PARTS if (part := kind.from_config(sections)) is not None]
 
     def _require_uld(self, spec: ObjectiveSpec) -> None:
-        """Raise ConfigError for `uld` without `teacher.cross_tokenizer=uld`, and for a divergence with it."""
+        """Raise ConfigError for `uld` without `teacher.cross_tokenizer=uld`, and for that key with a divergence."""
         key, loss = "teacher.cross_tokenizer", self.objective.loss
         method = None if self.teacher is None else self.teacher.cross_tokenizer
         if spec.uld is not None and method != "uld":
@@ -142,7 +142,7 @@ class RunObjective:
 
 
 def _shares(teachers: TeachersConfig) -> dict[str, TeacherShare]:
-    """Each teacher's share in the objective. Without a route, the weights sum to 1."""
+    """The share of each teacher in the objective. Without a route, the weights are normalised to the sum 1."""
     total = sum(teacher.weight for teacher in teachers.named.values()) if teachers.route is None else 1.0
     return {
         name: TeacherShare(teacher.weight / total, teacher.temperature) for name, teacher in teachers.named.items()
@@ -150,7 +150,7 @@ def _shares(teachers: TeachersConfig) -> dict[str, TeacherShare]:
 
 
 def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
-    """The outcomes over which a teacher's divergence is computed, in words."""
+    """Describe the tokens over which a teacher's divergence is computed."""
     if store is None or store.signal.is_exact:
         return "over the full vocabulary"
     tail = f" (tail: {teacher.tail})" if store.signal.has_tail else ""

@@ -1,7 +1,7 @@
 """The checks of a run that need more than its configuration, ordered by their cost.
 
 `build_session` calls `check_before_loading` first, `check_data` after the data are read, and `check_models` after the
-models are loaded. So a missing library is reported within a second, and different data before any weight is read.
+models are loaded. So each error is reported as early as possible.
 """
 
 import importlib.util
@@ -22,13 +22,13 @@ from stillhouse.run.setup import RunSetup
 
 #: a run with fewer steps causes a warning, unless train.steps sets the number
 FEW_STEPS = 10
-#: values of train.min_learning_rate up to this cause a warning: here it is a share of the peak, but other tools have
-#: an absolute learning rate there
+#: train.min_learning_rate is a share of the peak. A value up to this one causes a warning, because the user may have
+#: meant a learning rate, as in other tools
 SMALL_FLOOR = 1e-4
 
 
 def check_before_loading(setup: RunSetup) -> None:
-    """Check libraries and options, without data and models. Raises ConfigError. A collective of all processes."""
+    """Check libraries and options. Raises ConfigError. A collective of all processes."""
     config = setup.config
     require_trackers(config.track)
     require_adapters(config.student)
@@ -46,7 +46,7 @@ def check_data(setup: RunSetup, data: RunData, model_hashes: Mapping[str, str]) 
 
 
 def check_models(decoders: Mapping[str, Decoder], self_teachers: Sequence[str], data: RunData) -> list[str]:
-    """Check that the models fit the data and the student can be saved; returns warnings. Raises ValueError if not.
+    """Raise ValueError unless the models fit the data and the student can be saved. Returns warnings.
 
     decoders: the student, and the teachers in this job, by the keys of their sections
     self_teachers: the names of the teachers that are the student itself; the student reads their prefixes
@@ -79,7 +79,7 @@ def require_teachers_fit(
     """Raise ConfigError if `quantize` or `offload` of a teacher is impossible under its layout or on the device.
 
     teachers: the teachers' sections, by their keys
-    own_layouts: the layouts of the teachers that do not have the student's `layout`
+    own_layouts: the layouts of the teachers with the key `parallel`; all other teachers have the student's `layout`
     """
     for section, teacher in teachers.items():
         if teacher.quantize is not None and layout.degrees.processes > 1:
@@ -105,9 +105,7 @@ def _require_offload(key: str, layout: Layout, device: torch.device) -> None:
 
 
 def schedule_warnings(train: TrainConfig, steps: int, data: RunData, *, on_policy: bool) -> Iterator[str]:
-    """Yield warnings for a run of few steps, for a warm-up that does not end, and for a `min_learning_rate` that may
-    be meant as a learning rate but is a share of the peak. steps: the number of steps of the run.
-    """
+    """Yield warnings for a run of few steps, a warm-up that lasts the whole run, and a small `min_learning_rate`."""
     tokens = len(data.train.documents.tokens_N)
     if train.steps is None and not on_policy and steps < FEW_STEPS:
         yield (

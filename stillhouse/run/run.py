@@ -1,4 +1,4 @@
-"""One run from start to end: prepare everything, lock the run folder, train, write the model."""
+"""One run from start to end: load everything, lock the run folder, train, write the model."""
 
 import os
 from contextlib import closing, nullcontext
@@ -34,7 +34,7 @@ def distill(config: RunConfig) -> Path:
     """Start or resume the run of a configuration; returns the run's folder. A complete run is not changed.
 
     Raises ConfigError for a mistake in the configuration, and ValueError for a mistake in the data or models.
-    Before all checks have passed, only the folder itself, its lock and the name of the lock's holder are written.
+    Until all checks have passed, nothing is written except the empty folder and the files of its lock.
     """
     setup, folder = RunSetup(with_precision(config)), RunFolder(Path(config.out))
     _ = setup.objective.spec  # first, so that a misspelt loss is reported before an occupied folder
@@ -67,7 +67,7 @@ def distill(config: RunConfig) -> Path:
 
 
 def _require_writable(folder: Path) -> None:
-    """Raise ConfigError, before anything is loaded, if the run's folder cannot be created or written."""
+    """Raise ConfigError if the run's folder cannot be created or written."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError("out", f"got {folder}, but {existing} is a file: expected a folder")
@@ -122,7 +122,7 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
 
 
 def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress: Progress) -> None:
-    """Write the adapter, if any, then the hashes of all files, and the model last: it marks the run as complete."""
+    """Write the adapter (if any), the hashes of all files, and the model last: its folder marks a complete run."""
     resume = folder.checkpoints / folder_name(progress.step) / RESUME
     files: dict[str, str] = {}
     if session.student.lora is not None:
@@ -145,5 +145,5 @@ def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress:
 
 
 def _hashes(name: str, folder: Path) -> dict[str, str]:
-    """The hash of each file of a folder, by the file's path in the run's folder. name: the folder's name there."""
+    """The hashes of a folder's files, by their paths in the run's folder. name: the folder's name in that folder"""
     return {f"{name}/{file}": file_hash for file, file_hash in hashes(folder, file_names(folder)).items()}

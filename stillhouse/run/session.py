@@ -1,4 +1,4 @@
-"""The preparation of a run: builds a session from the sections of the configuration."""
+"""Prepares a run: builds a session from the sections of the configuration."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ __all__ = ["Session", "build_session", "data_reports", "prepare"]
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     """Load and check everything that the run needs.
 
-    announce: whether the resolved objective is printed before loading, and each phase that may take long
+    announce: whether to print the resolved objective and the beginning of each phase
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
     """
@@ -30,7 +30,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 
 
 def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
-    """See `prepare`. setup: the setup of a configuration in which `with_precision` has resolved the precision."""
+    """As `prepare`. setup: made from a configuration whose precision `with_precision` has resolved"""
     config, spec, stores = setup.config, setup.objective.spec, setup.stores
     if announce:
         print(setup.objective.in_words(stores), flush=True)
@@ -97,7 +97,7 @@ def _schedule(
 
 
 def data_reports(session: Session) -> dict[str, DataReport]:
-    """The report of each split on used, cut and skipped records. A split of several sets also has one per set."""
+    """The reports on used, cut and skipped records, by split. A split with several sets also has a report per set."""
     reports = {"train": session.train.documents.report}
     if session.train.weights is not None:
         shares = session.train.trained_shares(session.step_schedule.total_sequences).tolist()

@@ -1,4 +1,4 @@
-"""Makes the objects that a run, a dry run (`check`) or a cache needs from a configuration, on this machine.
+"""Makes the objects of a run, a dry run (`check`) or a cache from a configuration.
 
 `RunSetup` has the full configuration. The objects that it makes get only the sections or the values that they need.
 """
@@ -35,11 +35,11 @@ from stillhouse.signals import SignalSource, SignalStore, WeightAverage
 
 
 class RunSetup:
-    """The objects that a configuration describes; a cached property makes each object once, at its first use.
+    """The objects that a configuration describes. A cached property makes its object at the first use.
 
-    warnings: after `ranks` was used, one for each library whose version differs between ranks
+    warnings: filled by the first use of `ranks`: a warning for each library whose version differs between ranks
 
-    Raises ConfigError for a configuration that breaks a rule between keys.
+    Raises ConfigError if the configuration breaks a rule of `check_rules`.
     """
 
     def __init__(self, config: RunConfig):
@@ -69,7 +69,7 @@ class RunSetup:
 
     @cached_property
     def own_layouts(self) -> dict[str, Layout]:
-        """The layouts of the teachers with the key `parallel`, by the keys of these teachers' sections."""
+        """The layouts of the teachers with the key `parallel`, by the keys of their sections."""
         layouts: dict[str, Layout] = {}
         for section, teacher in self.teachers.items():
             if teacher.parallel is not None:
@@ -79,7 +79,7 @@ class RunSetup:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """All processes of the job, connected. The first use is a collective of all processes.
+        """All processes of the job. The first use connects them; it is a collective of all processes.
 
         Raises ConfigError for an impossible layout, and if the ranks were started with different configurations.
         """
@@ -97,11 +97,11 @@ class RunSetup:
         return load_run_data(self.config, self.stores)
 
     def require_signals(self, data: RunData) -> None:
-        """Raise ConfigError if a store of signals does not fit the data or the objective; see `require_signals`."""
+        """Raise ConfigError if a signal store does not fit the data or the objective."""
         require_signals(self.stores, self.teachers, self.objective, data, self.ranks)
 
     def model_hashes(self) -> dict[str, str]:
-        """Fingerprints of the files of the student and of each teacher; see `model_fingerprints`."""
+        """Fingerprints of the student and of each teacher; see `model_fingerprints`."""
         return model_fingerprints(self.config.student, self.teachers, self.config.seed, self.stores)
 
     def models(self, mesh: Mesh) -> ModelSources:
@@ -155,12 +155,12 @@ class RunSetup:
         )
         signals = sources.source()
         if mesh.ranks.size > 1:
-            # ranks with different tokens need different dropout masks; tensor ranks share tokens and need equal ones
+            # ranks with different tokens need different dropout masks; tensor-parallel ranks need the same mask
             torch.manual_seed(config.seed + mesh.ranks.rank - mesh.coordinate("tensor"))
         return engine, signals
 
     def _separate_layout(self, mesh: Mesh) -> Layout | None:
-        """The layout of a single teacher that does not run in the student's stages; None if there is none."""
+        """The layout of a single teacher outside the student's stages; None if there is no such teacher."""
         if mesh.ranks.size > 1:
             return self.own_layouts.get("teacher")
         teacher = self.config.teacher
@@ -170,7 +170,7 @@ class RunSetup:
 def with_precision(config: RunConfig) -> RunConfig:
     """Replace `train.precision: auto` in the configuration by the best precision of this process's device.
 
-    The result is compared between ranks and saved in checkpoints, so that no run mixes two precisions.
+    The resolved value is compared between ranks and at a resume. So a run never mixes two precisions.
     """
     if config.train.precision != "auto":
         return config
@@ -187,7 +187,7 @@ def device_of(name: str) -> torch.device:
 
 
 def layout_of(parallel: ParallelConfig, processes: int, key: str = "parallel") -> Layout:
-    """The layout of a section for a number of processes. key: the section's key, for errors.
+    """The layout that a section describes. key: the section's key, for error messages
 
     Raises ConfigError if the product of the degrees is not `processes`, or if the expert degree does not fit the
     other degrees.

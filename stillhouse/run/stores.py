@@ -37,7 +37,7 @@ from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.teacher_folder import files_of_head, head_of
 
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-#: with teacher.prove=auto, a model with at most these bytes of weights is loaded for the comparison
+#: with teacher.prove=auto, a local model with at most this many bytes of weights is compared with the servers
 SMALL = 2**30
 
 
@@ -47,7 +47,7 @@ def open_stores(
     """Open the signal stores that the configuration names; return them by the keys of the teachers' sections.
 
     teachers: all teachers, by the keys of their sections
-    batch_tokens: the most tokens per forward pass of a teacher with another tokenizer
+    batch_tokens: the maximum number of tokens in a forward pass of a teacher with another tokenizer
 
     Raises ConfigError for a store that cannot be used.
     """
@@ -61,7 +61,7 @@ def open_stores(
 def open_cross_tokenizer(
     section: str, teacher: TeacherConfig, objective: RunObjective, batch_tokens: int
 ) -> CrossTokenizerStore:
-    """The store of a teacher with another tokenizer. The teacher itself is loaded by the store's `start`.
+    """Open the store of a teacher with another tokenizer. The store's `start` loads the teacher.
 
     Raises ConfigError if the tokenizers cannot be aligned.
     """
@@ -104,7 +104,7 @@ def open_servers(section: str, teacher: TeacherConfig, objective: RunObjective, 
 def _store_errors(
     section: str, teacher: TeacherConfig, kinds: tuple[type[Exception], ...] = (ValueError,)
 ) -> Iterator[None]:
-    """Convert an error of a store to a ConfigError with the store's key."""
+    """Convert an error of a store to a ConfigError with the key that names the store."""
     try:
         yield
     except NeedsModelError as error:
@@ -124,7 +124,7 @@ def require_signals(
 
     teachers: all teachers, by the keys of their sections
 
-    Servers also score some documents, to prove that their signals are those of the teacher.
+    Servers score some documents here, to prove that they serve the teacher.
     """
     route = None if objective.teachers is None else objective.teachers.route
     for section, store in stores.items():
@@ -173,7 +173,7 @@ def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig,
 
 
 def _documents_of(section: str, route: str | None, documents: Documents) -> Documents:
-    """The documents that a teacher scores, with its prefixes. route: the column with each document's teacher."""
+    """The documents that a teacher scores, with its prefix. route: the column that names the teacher of a document"""
     name = section.partition(".")[2]
     if route is not None:
         numbers = [number for number, value in enumerate(documents.columns[route]) if value == name]
@@ -189,7 +189,7 @@ def prove_servers(
     store: RemoteSignals,
     device: torch.device,
 ) -> None:
-    """Prove the servers' signals. If `teacher.prove` requires it, rank 0 also compares them with the model itself."""
+    """Prove the servers' signals. If `teacher.prove` requires it, rank 0 loads the model and compares its signals."""
     local = head = None
     if is_first():
         if _is_readable(teacher):
@@ -214,9 +214,8 @@ def prove_servers(
 
 
 def _teacher_files(teacher: TeacherConfig) -> Path:
-    """A folder with the teacher's configuration and tokenizer and, for hidden states, the files of its output head.
-
-    From the hub, only these files are downloaded.
+    """A folder with the teacher's configuration and tokenizer. If the servers send hidden states, it also has the
+    files of the output head. Only these files are downloaded from the hub.
     """
     assert teacher.model is not None
     if os.path.isdir(teacher.model):
@@ -235,7 +234,7 @@ def _teacher_files(teacher: TeacherConfig) -> Path:
 
 
 def _is_readable(teacher: TeacherConfig) -> bool:
-    """Whether the teacher's model is loaded here and compared with the servers."""
+    """Whether this process loads the teacher's model to compare it with the servers."""
     if teacher.model is None or teacher.prove == "never":
         return False
     if teacher.prove == "always":

@@ -48,10 +48,12 @@ def teacher_of_stages(
     *,
     head_only: bool,
 ) -> ModelSource | None:
-    """The source of the teacher in the student's stages: all of it, or only the head on the last stage; else None.
+    """The source of the teacher whose layers run in the student's stages, or whose head is on the last stage.
 
     teacher, store: the single teacher, and its signal store, if it has one
     head_only: whether the teacher's layers do not run in the student's stages
+
+    None: no model of the teacher is needed in the student's stages.
     """
     if store is not None:
         return models.head_of_store("teacher", store) if store.signal.is_exact else None
@@ -67,13 +69,12 @@ def teacher_of_stages(
 class TeacherSources:
     """Builds the source of all teachers' signals for a student.
 
-    student: the runner of the student
     autocast: the dtype of the student's matrix products; None: the dtype of its weights
     average: the average of the student's weights, if a teacher uses it
     stores: the signal stores, by the keys of the teachers' sections
-    teacher, teachers: the two sections; a run has at most one of them
-    own_layouts: the layouts of the teachers with the key `parallel`, by the keys of these teachers' sections
-    separate: the layout of a single teacher that does not run in the student's stages
+    teacher, teachers: the sections `teacher` and `teachers`; a run has at most one of them
+    own_layouts: the layouts of the teachers with the key `parallel`, by the keys of their sections
+    separate: the layout of a single teacher outside the student's stages
     """
 
     models: ModelSources
@@ -107,10 +108,7 @@ class TeacherSources:
         return StoredTeacher(store, self.student, teacher.tail, name, head=head)
 
     def _several(self, teachers: TeachersConfig) -> SeveralTeachers:
-        """The source of all teachers' signals; the teachers' output heads are on the student's last stage.
-
-        A collective of all processes. Raises ConfigError if a model does not fit its layout.
-        """
+        """A collective of all processes. Raises ConfigError if a model does not fit its layout."""
         unsplit = self._unsplit_teachers(teachers)
         heads = self._heads(teachers, unsplit)
         sources: dict[str, SignalSource] = {}
@@ -126,7 +124,7 @@ class TeacherSources:
         return SeveralTeachers(sources, self.student, teachers.route, heads_are_sharded=is_sharded)
 
     def _unsplit_teachers(self, teachers: TeachersConfig) -> dict[str, Decoder]:
-        """In one process: the teachers whose layers and head cannot be loaded separately, as full models, by name."""
+        """In a run of one process: the full models of the teachers whose layers and head cannot be separated."""
         decoders: dict[str, Decoder] = {}
         for name, teacher in teachers.named.items() if self.student.ranks.size == 1 else ():
             section = f"teachers.{name}"
@@ -141,9 +139,9 @@ class TeacherSources:
         return decoders
 
     def _heads(self, teachers: TeachersConfig, unsplit: Mapping[str, Decoder]) -> dict[str, TeacherHead]:
-        """The output heads by the teachers' names, on processes with the student's last stage.
+        """The teachers' output heads, by name; empty on processes without the student's last stage.
 
-        Heads that FSDP does not shard are in host memory; on the device, they share buffers.
+        Without FSDP, the heads are in host memory, and each head is copied to a buffer on the device for its use.
         """
         runner, is_sharded = self.student, self.student.mesh.sharding is not None
         device = runner.device if is_sharded else torch.device("cpu")
@@ -174,7 +172,7 @@ class TeacherSources:
         return self._separate("teacher.parallel", layers, separate, Mesh(separate.degrees, mesh.device), head)
 
     def model(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SignalSource:
-        """The source of a teacher whose model is in this job: an `InStageTeacher` or a `SeparateTeacher`."""
+        """The source of a teacher whose model runs in this job."""
         if section == "teacher":
             return self._single_model(teacher, head)
         runner = self.student
@@ -187,7 +185,7 @@ class TeacherSources:
         return self._separate(f"{section}.parallel", source, layout, mesh, head)
 
     def self_teacher(self, section: str, teacher: TeacherConfig, head: TeacherHead | None) -> SelfTeacher:
-        """The student as its own teacher, with its present weights or their average."""
+        """The source for a teacher that is the student itself, with its present weights or their average."""
         assert isinstance(teacher, NamedTeacherConfig)
         return SelfTeacher(self.student, self.autocast, self.average if teacher.student == "ema" else None)
 
