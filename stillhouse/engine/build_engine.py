@@ -9,8 +9,8 @@ from stillhouse.parallel import DistributedStudent, build_runner
 
 
 class EngineKind(NamedTuple):
-    """distribute: builds this process's part of the student, and of a teacher in its stages, as `build_runner` does.
-    engine: creates the engine that trains this student, with the arguments of `TorchEngine`.
+    """distribute: builds this process's part of the student, and of a teacher in the student's stages.
+    engine: creates the engine for this student, with the arguments of `TorchEngine`.
     """
 
     distribute: Callable[..., DistributedStudent]

@@ -1,12 +1,11 @@
-"""The engine: training for the loops, `check`, `parity`, the examples and the tests, the same under every layout.
+"""The interface of a training engine. The loops, `check` and `parity` use it in the same way under every layout.
 
     output = engine.forward_backward(micro_batches, signals, normalizer)     adds the step's gradient
-    norm = engine.update(learning_rate)                                      clips it, and makes the optimizer step
-    sums = engine.evaluate(held_out)                                         returns held-out sums
-    engine.save(folder); engine.load(folder)                                 everything that a run needs to continue
+    norm = engine.update(learning_rate)                                      clips the gradient, steps the optimizer
+    sums = engine.evaluate(held_out)                                         metric sums of held-out documents
 
-The loss of every micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So
-neither the loss nor the gradient depends on how the step is split into micro-batches. `build_engine.py` lists the
+The loss of a micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So the
+step's loss and gradient do not depend on how the step is split into micro-batches. `build_engine.py` lists the
 engines.
 """
 
@@ -31,8 +30,8 @@ from stillhouse.parallel import DistributedStudent
 class StepOutput:
     """The result of one forward and backward over a step's micro-batches.
 
-    outputs: the objective's outputs for this process's micro-batches, with their losses detached. Empty on processes
-        without the last stage, and on all tensor ranks but the first, because tensor ranks have the same tokens.
+    outputs: the objective's outputs for this process's micro-batches, with detached losses. Empty without the last
+        pipeline stage, and on all tensor ranks except the first, because tensor ranks have the same tokens.
     """
 
     def __init__(self, outputs: list[ObjectiveOutput], total: Callable[[], dict[str, float]]):
@@ -40,7 +39,7 @@ class StepOutput:
 
     @cached_property
     def sums(self) -> dict[str, float]:
-        """Metric sums over all tokens of the step, the same on every process; the loss has the key `loss`.
+        """Metric sums over all tokens of the step, the same on every process. The key of the loss is `loss`.
 
         The first access is a collective of all processes and waits for the device.
         """
@@ -49,8 +48,8 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """elements: the number of elements in the weights and moments of all processes; copies of an element count once.
-    without_moments: the parameters that never had a gradient, so that the optimizer has no state for them.
+    """elements: the number of elements in the weights and moments of all processes; each element counts once.
+    without_moments: the names of the parameters without optimizer state, because they never had a gradient.
     """
 
     elements: int
@@ -84,28 +83,28 @@ class Engine(Protocol):
     def update(self, learning_rate: float) -> float:
         """Clip the gradient, apply it to the weights, then set every gradient to None.
 
-        Returns the norm of the full gradient before clipping, the same on every process. Raises NotFiniteError
-        before any weight is changed.
+        Returns the norm of the full gradient before clipping, the same on every process. Raises NotFiniteError for a
+        gradient that is not finite, before any weight is changed.
         """
         ...
 
     def evaluate(
         self, held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
     ) -> dict[str, float]:
-        """Return sums over all target tokens, the same on every process: cross-entropy and, with signals, forward KL.
+        """Return metric sums over all held-out target tokens, the same on every process.
 
-        Both are at temperature 1, except that the forward KL of a sparse signal is at the signal's own temperature.
-        They do not depend on the engine's own objective. For signals with sorted probabilities, the result has `uld`
-        instead, the distance of the sorted probabilities at the objective's temperature. The sums also have the
-        metrics of `LossPart.held_out`.
+        The metrics are the cross-entropy and, with signals, the forward KL. They do not depend on the engine's
+        objective. Their temperature is 1, but the forward KL from a sparse signal has the signal's temperature. For
+        signals with sorted probabilities, `uld` at the objective's temperature replaces the forward KL. The losses
+        of `LossPart.held_out` add their own metrics.
 
-        held_out: yields some micro-batches at a time, with their signals.
-        of_teacher: also return the teacher's own cross-entropy; the signals must be exact.
+        held_out: yields groups of micro-batches, each group with its signals.
+        of_teacher: also return the teacher's cross-entropy on the labels; the signals must be exact (`FullVocab`).
         """
         ...
 
     def bytes_to_save(self) -> int:
-        """Return the size of what `save` writes. Raises ValueError, naming a tensor, if state is not finite."""
+        """Return the bytes of a checkpoint with the exported student. Raises ValueError for non-finite state."""
         ...
 
     def save(self, folder: Path) -> SavedTensors:
@@ -116,10 +115,7 @@ class Engine(Protocol):
         ...
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:
-        """Restore a state that `save` has written, under any layout. without_moments: see `SavedTensors`.
-
-        Raises ValueError for the state of another model.
-        """
+        """Restore a state that `save` wrote under any layout. Raises ValueError for the state of another model."""
         ...
 
     def process(
@@ -129,12 +125,12 @@ class Engine(Protocol):
         signals: Sequence[Signals],
         parts: Sequence[LossPart] = (),
     ) -> list[Any]:
-        """Run another output processor on each micro-batch, without gradients and in eval mode; returns its results.
+        """Run an output processor on each micro-batch, without gradients and in eval mode, and return its results.
 
         The list is empty on processes without results (see `StepOutput.outputs`).
 
         processor: its context is `DistillTargets`.
-        parts: the losses beside the processor's; without an `MtpLoss`, MTP layers do not run.
+        parts: the other losses of this pass. The MTP layers run only if an `MtpLoss` is among them.
         """
         ...
 
@@ -144,7 +140,7 @@ class Engine(Protocol):
         ...
 
     def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
-        """Return an engine with the same student and optimizer, but these losses. `LossPart.silent` still runs."""
+        """Return this engine with other losses. Parts that are not replaced stay as `LossPart.silent` versions."""
         ...
 
     def zero_grad(self) -> None: ...
@@ -160,16 +156,13 @@ class Engine(Protocol):
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the full gradient of each parameter on this process, by its name in the full model.
 
-        Gathering a sharded gradient is a collective of the processes that share it.
+        For a sharded gradient this is a collective of the processes that share it.
         """
         ...
 
 
 def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metric sums of several processes or evaluations into one.
-
-    The value of `CHUNK_TOKENS`, the rows of a logits tile, is the largest one.
-    """
+    """Add up the metric sums of several processes or evaluations; of `CHUNK_TOKENS`, take the largest value."""
     total: dict[str, float] = {}
     for named in sums:
         for name, value in named.items():

@@ -1,4 +1,4 @@
-"""The loss of an optimizer step, as the output processor that the student's head calls on the last stage.
+"""The loss of an optimizer step: an output processor that the student's head calls on the last pipeline stage.
 
     loss = StepLoss(parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)"), normalizer=tokens_of_the_step)
     decoder(input_ids, processor=loss, context=DistillTargets(labels, signals={TEACHER: teacher.signal(input_ids)}))
@@ -34,18 +34,18 @@ from stillhouse.objective.spec import ObjectiveSpec
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of every micro-batch of a step. It returns an `ObjectiveOutput`; its context is `DistillTargets`.
+    """Computes the `ObjectiveOutput` of each micro-batch of a step. Its context is `DistillTargets`.
 
-    objective: for example `parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")`.
     normalizer: the number of target tokens of the step, by which the sums over tokens are divided.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
-    parts: the losses that arise inside the student (`engine/parts`).
-    with_teacher_cross_entropy: also report `teacher_cross_entropy`, the cross-entropy of the teacher on the labels;
-        the signal must be exact.
+    parts: the losses beside the objective (`engine/parts`).
+    with_teacher_cross_entropy: also report `teacher_cross_entropy`, the teacher's cross-entropy on the labels; the
+        signal must be exact (`FullVocab`).
 
-    There are more metrics than the objective's own. `weights` is the sum of the rows' weights, for the means of
-    entropies and agreement. With routed signals, each teacher has `weights/<name>`, and `tokens/<name>` for the
-    number of its rows. The MTP depths have the objective `spec.at_mtp_depths()`.
+    The output has these metrics beside those of the objective: `weights`, the sum of the rows' weights, by which sums
+    of entropies and of agreement are divided; for each teacher with a routed signal, `weights/<name>`, the same sum
+    over the teacher's rows, and `tokens/<name>`, the number of these rows. An objective that needs rollouts is
+    replaced by `objective.at_mtp_depths()` at MTP depths.
     """
 
     objective: ObjectiveSpec
@@ -57,7 +57,7 @@ class StepLoss:
     def __call__(
         self, *, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0
     ) -> ObjectiveOutput:
-        """hidden_states: [B, S, D], or a tuple with the hidden states of depths 0, 1, … (multi-token prediction)."""
+        """hidden_states: [B, S, D]; with multi-token prediction, a tuple of the hidden states of depths 0, 1, …."""
         hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         hidden_TD, targets = hidden_by_depth[0].flatten(0, -2), context.at(depth)
         options: dict[str, Any] = {"weights_T": targets.weights_T, "normalizer": self.normalizer}
@@ -93,10 +93,10 @@ class StepLoss:
         valid_index: Tensor | None,
         depth: int = 0,
     ) -> list[Term]:
-        """Return the terms of some rows. valid_index: the rows; None: the rows with a weight."""
+        """valid_index: the rows that the terms must cover; None: the rows with a non-zero weight."""
         objective, per_token = self.objective, targets.per_token
         if depth:
-            # tokens are sampled from depth 0; other depths only need to know which tokens are sampled
+            # tokens are sampled only from depth 0; the other depths need only the mask of sampled tokens
             objective = objective.at_mtp_depths() if objective.needs_rollouts else objective
             per_token = {name: value_T for name, value_T in per_token.items() if name == IS_SAMPLED}
         if valid_index is None and objective.needs_rollouts:
@@ -115,14 +115,14 @@ class StepLoss:
 def _row_counts(
     targets: DistillTargets, routed: Mapping[str, RoutedSignal], output: ObjectiveOutput
 ) -> dict[str, Tensor]:
-    """Return the sum of the rows' weights; for each routed teacher, also that of its rows, and its number of rows."""
+    """Return the metrics `weights`, `weights/<name>` and `tokens/<name>` of `StepLoss`."""
     counts = {f"tokens/{name}": output.loss.new_tensor(len(signal.index)) for name, signal in routed.items()}
     sums = {f"{WEIGHTS}/{name}": _sum_of_weights(targets, output, signal.index) for name, signal in routed.items()}
     return counts | sums | {WEIGHTS: _sum_of_weights(targets, output, targets.valid_index)}
 
 
 def _sum_of_weights(targets: DistillTargets, output: ObjectiveOutput, index: Tensor | None) -> Tensor:
-    """index: the rows to count; None: all rows. output: its loss determines the result's dtype and device."""
+    """index: the rows to sum; None: all rows. The result has the dtype and device of output.loss."""
     assert targets.weights_T is not None
     weights_T = targets.weights_T.detach()
     return (weights_T if index is None else weights_T[index.to(weights_T.device)]).to(output.loss).sum()

@@ -1,8 +1,8 @@
 """The optimizers: AdamW, Muon, Adafactor and AdamW with 8-bit moments; and their state as plain tensors.
 
-Muon (https://kellerjordan.github.io/posts/muon/) changes a matrix by its orthogonalized momentum. It trains the
-matrices inside the layers. AdamW trains the embedding, the head and all parameters that are not matrices. Muon's
-steps are scaled so that the learning rates of AdamW fit (arXiv:2502.16982, section 2.2).
+Muon (https://kellerjordan.github.io/posts/muon/) changes a matrix by its orthogonalized momentum. With `muon`, AdamW
+still trains the embedding, the head and all parameters that are not matrices. Muon's steps are scaled so that Muon
+can use the learning rates of AdamW (arXiv:2502.16982, section 2.2).
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local, shard_slices
 from stillhouse.parallel import Layout
 
-#: optimizers whose update of a sharded matrix equals that of the full matrix
+#: the optimizers whose result is the same for a sharded and for an unsharded matrix
 _OF_SHARDED_WEIGHTS = ("adamw", "muon")
 _KEY = "train.optimizer"
 
@@ -48,10 +48,10 @@ def require_optimizer(train: TrainConfig, layout: Layout) -> None:
 def make_optimizer(
     parameters: Iterable[nn.Parameter], train: TrainConfig, embeddings: Collection[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the parameters that require a gradient.
+    """Return the optimizer of those parameters that require a gradient.
 
-    Weight decay applies to matrices, not to vectors (norms and biases). embeddings: matrices that Muon leaves to
-    AdamW (see `embedding_weights`).
+    Weight decay applies to matrices, not to vectors (norms and biases). embeddings: the matrices that AdamW trains
+    although the optimizer is Muon (see `embedding_weights`).
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if train.optimizer == "adafactor":
@@ -68,7 +68,7 @@ def make_optimizer(
 
 
 def embedding_weights(students: Iterable[Decoder]) -> list[Tensor]:
-    """Return the weights of all embeddings and of the head, if they are on this process."""
+    """Return the weights of the embeddings and heads on this process."""
     weights: list[Tensor] = []
     for student in students:
         weights += [module.weight for module in student.modules() if isinstance(module, nn.Embedding)]
@@ -79,8 +79,8 @@ def embedding_weights(students: Iterable[Decoder]) -> list[Tensor]:
 class Muon(torch.optim.Optimizer):
     """torch's Muon with Nesterov momentum, also for sharded matrices.
 
-    The momentum is sharded like the matrix. Each process gathers the full momentum of one matrix at a time, because
-    the orthogonalized momentum of a shard is not the shard of the orthogonalized momentum.
+    The momentum is sharded like the matrix. Each process gathers the full momentum of one matrix at a time, because a
+    shard of the orthogonalized momentum depends on the full momentum.
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, momentum: float):
@@ -103,7 +103,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers, each with its own parameters, that share one state and one list of groups."""
+    """Several optimizers with different parameters, combined into one with a common state and list of groups."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -132,7 +132,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def make_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Make a step with this learning rate. Raises ConfigError if torch cannot compile the step of torchao."""
+    """Step the optimizer with this learning rate. Raises ConfigError if torch cannot compile torchao's step."""
     set_learning_rate(optimizer, rate)
     if "torchao" not in sys.modules:
         optimizer.step()
@@ -149,7 +149,7 @@ def make_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the optimizer's state for a parameter before the first step: all zeros."""
+    """Return the state that the optimizer has for a parameter before its first step: all zeros."""
     if isinstance(optimizer, CombinedOptimizer):
         optimizer = optimizer.part_of(parameter)
     if isinstance(optimizer, Muon):
@@ -168,9 +168,9 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state of a parameter as plain tensors for a checkpoint. They share the state's memory.
+    """Return the optimizer's state of one parameter as plain tensors, which share the memory of the state.
 
-    A moment of 8 bits is two tensors, its codes and the scale of each block of codes.
+    An 8-bit moment becomes two tensors: its codes, and one scale for each block of codes.
     """
     tensors: dict[str, Any] = {}
     for key, value in state.items():
@@ -202,7 +202,7 @@ def _groups(parameters: Iterable[nn.Parameter], train: TrainConfig) -> list[dict
 
 
 def _orthogonal_step(momentum: Tensor, rate: float) -> Tensor:
-    """Return the change that torch's Muon makes to a matrix with this momentum, without weight decay."""
+    """Return the change of a matrix in a step of torch's Muon with this momentum, without weight decay."""
     change = nn.Parameter(torch.zeros_like(momentum))
     change.grad = momentum
     options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}

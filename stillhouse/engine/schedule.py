@@ -1,6 +1,6 @@
 """The number of steps, and each step's sequences and learning rate.
 
-A step's sequences and rate depend only on its number: a resumed run needs no state of a sampler or a scheduler.
+They depend only on the step's number, so a resumed run needs no saved state of a sampler or a scheduler.
 """
 
 import math
@@ -10,7 +10,7 @@ from stillhouse.config import RolloutConfig, TrainConfig
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.generation import PromptPlan
 
-#: the share of the steps after the warm-up in which the schedule wsd (warm-up, stable, decay) decays
+#: the schedule wsd (warm-up, stable, decay) decays in this last share of the steps after the warm-up
 WSD_DECAY = 0.2
 
 
@@ -33,10 +33,10 @@ class StepSchedule:
 def make_step_schedule(
     train: TrainConfig, sequences: int, max_tokens: int, data_ranks: int = 1, stages: int = 1
 ) -> StepSchedule:
-    """Return the step schedule for a number of packed sequences of at most `max_tokens` tokens.
+    """Return the step schedule. sequences: the number of packed sequences, each of at most `max_tokens` tokens.
 
-    Each data rank should get at least as many micro-batches of a step as there are pipeline stages. If a step has
-    enough sequences for that, its micro-batches are made smaller than `train.micro_batch_tokens` if necessary.
+    A micro-batch has at most `train.micro_batch_tokens` tokens, but at least one sequence. It is made smaller if a
+    data rank would otherwise get fewer micro-batches per step than the pipeline has stages.
     """
     per_step = max(1, train.tokens_per_step // max_tokens)
     rows = min(max(1, train.micro_batch_tokens // max_tokens), max(1, per_step // (data_ranks * stages)))
@@ -56,9 +56,10 @@ def make_on_policy_schedule(
     max_tokens: int,
     seed: int,
 ) -> tuple[StepSchedule, PromptPlan]:
-    """Return the step schedule and the plan of an on-policy run. A sequence is counted as one sample.
+    """Return the step schedule, in which a sequence is one sampled completion, and the prompt plan.
 
-    The micro-batches depend on the lengths of completions (`StepPacker`). prompts, dataset: numbers of documents.
+    `StepPacker` forms the micro-batches, because they depend on the completions' lengths. prompts, dataset: the
+    numbers of documents with prompts and with completions.
     """
     samples = rollout.samples_per_prompt
     per_step = rollout.prompts_per_step or max(1, train.tokens_per_step // (max_tokens * samples))
@@ -83,7 +84,7 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
 
 
 def _height(schedule: str, progress: float) -> float:
-    """Return the height of the learning rate between its minimum (0) and its peak (1)."""
+    """Return the learning rate's height between its minimum (0) and its peak (1)."""
     match schedule:
         case "constant":
             return 1.0

@@ -3,7 +3,7 @@
     student.<parameter>                   a weight or a buffer
     optimizer.state.<parameter>.<moment>  the optimizer's state, such as a moment of AdamW
     average.<parameter>                   the exponential moving average of a trained weight, if the run has one
-    random.<device>.<rank>                the state of a random generator (without a rank in a run of one process)
+    random.<device>.<rank>                the state of a random generator; in a run of one process, without a rank
 
 The files are those of PyTorch's distributed checkpoints (DCP), as safetensors.
 """
@@ -30,7 +30,7 @@ AVERAGE = "average."
 
 
 def write_state(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
-    """Write tensors to a folder that all ranks share. Each rank may have shards of the tensors."""
+    """Write tensors, which may be shards, to a folder that all ranks share."""
     writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
     with without_distributed_warning():
         dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
@@ -44,14 +44,14 @@ def read_in_place(folder: Path, tensors: dict[str, Any]) -> None:
 
 @contextmanager
 def without_distributed_warning() -> Iterator[None]:
-    """Suppress DCP's warning that torch.distributed is disabled: one process is intended."""
+    """Suppress DCP's warning that torch.distributed is disabled, since a single process is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def read_full(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Read full tensors into host memory."""
+    """Read tensors, unsharded, into host memory."""
     stored = stored_tensors(folder)
     tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
     read_in_place(folder, tensors)
@@ -61,11 +61,11 @@ def read_full(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 def require_fit(
     path: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Any], is_complete: bool
 ) -> None:
-    """Raise ValueError if a tensor of the checkpoint does not fit the student, naming the first such tensor.
+    """Raise ValueError, naming the first tensor of the checkpoint that does not fit the student.
 
-    DCP itself reports less, ignores tensors that are not wanted, and raises an error that is not an Exception.
-    wanted: the tensors that this process will load. is_complete: whether this process has the full student; then a
-    stored tensor that is not wanted is an error, too. A run without an average ignores the checkpoint's average.
+    DCP's own check ignores superfluous tensors of the checkpoint, and its error is not an `Exception`. wanted: the
+    tensors that this process will load. is_complete: this process has the full student, so a stored tensor that is
+    not in `wanted` is also an error. A run without an average ignores the checkpoint's average.
     """
     shapes = {name: tuple(entry.size) for name, entry in stored.items()}
     expected = {name: tuple(value.shape) for name, value in wanted.items()}

@@ -1,7 +1,4 @@
-"""The engine on PyTorch's own parts: FSDP2, tensor, context, expert and pipeline parallelism.
-
-`engine.py` documents the methods.
-"""
+"""The engine on FSDP2, tensor, context, expert and pipeline parallelism of PyTorch, with the interface `Engine`."""
 
 import copy
 import math
@@ -42,8 +39,8 @@ class TorchEngine:
     train: the optimizer's settings, and the norm above which the gradient is clipped.
     autocast: the dtype of matrix products; the weights keep their own dtype. None: the dtype of the weights.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
-    parts: the losses that arise inside the student.
-    average: the average of the student's weights, if a teacher needs it; each update of the weights updates it.
+    parts: the losses beside the objective.
+    average: the moving average of the student's weights, if a teacher needs it. `update` also updates it.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class TorchEngine:
         parts: Sequence[LossPart] = (),
         normalizer: float = 1.0,
     ) -> list[StageInputs]:
-        """Return the inputs of the stages. Raises ValueError unless there are signals for each micro-batch."""
+        """Raises ValueError unless there are signals for each micro-batch."""
         if not micro_batches or len(micro_batches) != len(signals):
             raise ValueError(
                 f"{len(signals)} signals for {len(micro_batches)} micro-batches: expected one for each, and at least "
@@ -119,7 +116,7 @@ class TorchEngine:
         ]
 
     def _total(self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
-        """Return metric sums over all processes. losses: the losses inside this process's layers."""
+        """Return `StepOutput.sums`. losses: the losses inside this process's layers."""
         sums = add_up(self.student.ranks.gather(summed_metrics(outputs) | _summed(losses)))
         terms = [term for part in self.parts for term in part.terms.items()]
         for name, term in terms if "loss" in sums else ():
@@ -146,7 +143,7 @@ class TorchEngine:
 
     def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
         """Return the cross-entropy; with signals, also the forward KL or, for `SortedTopK` signals, `uld`."""
-        # a micro-batch may lack the signals of a teacher to which none of its documents is routed
+        # a micro-batch has no signal of a teacher that scores none of its documents
         named = {
             name: signal.signal if isinstance(signal, RoutedSignal) else signal
             for of_teachers in signals
@@ -234,12 +231,12 @@ class TorchEngine:
 
 
 def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
-    """Add up the metrics of several micro-batches; `loss` is the sum of their losses. Waits for the device once."""
+    """Add up the metrics and losses of several micro-batches. Waits for the device once."""
     return _summed([pair for output in outputs for pair in [("loss", output.loss), *output.metrics.items()]])
 
 
 def _summed(named: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
-    """Add up values of the same name. Waits for the device."""
+    """Add up the values of each name. Waits for the device once."""
     if not named:
         return {}
     values = torch.stack([value for _, value in named]).tolist()
@@ -247,7 +244,7 @@ def _summed(named: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
 
 
 def _temperature(signal: Signal) -> float:
-    """Return the temperature of a held-out divergence: 1, or the single temperature of a sparse signal."""
+    """Return the temperature of a held-out divergence: that of a sparse signal, if it is known; otherwise 1."""
     sparse = signal.first if isinstance(signal, SpanSignal) else signal
     known = sparse.temperature if isinstance(sparse, SparseSignal) else None
     return 1.0 if known is None else known

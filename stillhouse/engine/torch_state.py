@@ -1,4 +1,4 @@
-"""Converts the state of `TorchEngine` to tensors and back. `state_folder.py` names them, and reads and writes them.
+"""Converts the state of `TorchEngine` to named tensors and back. `state_folder.py` reads and writes these tensors.
 
 Under FSDP, tensor or expert parallelism a rank has only a shard of a tensor, as a DTensor.
 """
@@ -28,26 +28,26 @@ class TorchState:
     average: WeightAverage | None = None
 
     def read(self, folder: Path, without_moments: Sequence[str]) -> None:
-        """Restore weights, their average, moments and random generators from the state of any layout.
+        """Restore weights, their average, moments and random generators from a state that any layout wrote.
 
-        without_moments: parameters for which the folder has no moments. Raises ValueError for another model's state.
+        without_moments: the parameters without moments in the folder. Raises ValueError for another model's state.
         """
         stored = stored_tensors(folder)
         wanted = self.student_weights() | self._empty_moments(without_moments) | self._averages()
         require_fit(folder.parent, stored, wanted, is_complete=self.runner.layout.stages == 1)
-        # a random state may be absent: the checkpoint was written on another type of device, or by fewer ranks
+        # a random state is absent if the checkpoint was written on another type of device, or by fewer ranks
         tensors = wanted | {name: value for name, value in self._random_states().items() if name in stored}
         read_in_place(folder, tensors)
         self._restore(tensors)
 
     def tensors(self) -> dict[str, Any]:
-        """Return all tensors of this rank by their names; each may be a shard."""
+        """Return this rank's tensors, which may be shards, by their names in a checkpoint."""
         return self.student_weights() | self._random_states() | self._averages() | self._moments()
 
     def student_weights(self) -> dict[str, Any]:
         """Return this rank's parameters and buffers of the student. A tied head has the embedding's name.
 
-        Frozen parameters of a student with an adapter are left out: they are in the files of the base model.
+        If the student has an adapter, frozen parameters are left out, because the base model's files have them.
         """
         weights: dict[str, Any] = {}
         for student in self.runner.decoders:
@@ -88,7 +88,7 @@ class TorchState:
         return sorted({name for of_rank in self.runner.ranks.gather(names) for name in of_rank})
 
     def _averages(self) -> dict[str, Tensor]:
-        """Return the averages of this rank's trained weights; for two copies of a tied weight, the first one's."""
+        """Return the averages of this rank's trained weights; of a tied weight, the average of its first copy."""
         averages: dict[str, Tensor] = {}
         for name, value in ({} if self.average is None else self.average.tensors).items():
             averages.setdefault(f"{AVERAGE}{self.runner.shared_name(name)}", value)
@@ -103,7 +103,7 @@ class TorchState:
         }
 
     def _empty_moments(self, without_moments: Sequence[str]) -> dict[str, Tensor]:
-        """Set the optimizer's state on this rank to zeros, and return its tensors, into which DCP then reads."""
+        """Set the optimizer's state on this rank to zeros, and return its tensors, so that DCP can read into them."""
         self.optimizer.state.clear()
         for name, parameter in self._trained().items():
             if name not in without_moments:
@@ -113,8 +113,8 @@ class TorchState:
     def _random_states(self) -> dict[str, Tensor]:
         """Return the states of this process's random generators.
 
-        All tensor ranks of a group load the state of the first rank, because dropout must drop the same elements of
-        hidden states that are replicated over them.
+        The names contain the first rank of this tensor-parallel group, so that all ranks of the group load the same
+        state: dropout must drop the same elements of the hidden states that these ranks replicate.
         """
         ranks, device = self.runner.ranks, self.runner.device
         rank = "" if ranks.size == 1 else f".{ranks.rank - self.runner.mesh.coordinate('tensor')}"
@@ -124,9 +124,9 @@ class TorchState:
         return states
 
     def _restore(self, tensors: Mapping[str, Any]) -> None:
-        """Restore the random generators, and the second copies of tied weights, with their moments and averages.
+        """Restore the random generators, and the second copies of tied weights with their moments and averages.
 
-        tensors: the tensors that DCP has just read, by name. DCP has restored everything else in place.
+        tensors: the tensors that DCP has read, by name. DCP has already restored everything else in place.
         """
         runner, parameters = self.runner, self._trained()
         for name, value in ({} if self.average is None else self.average.tensors).items():
@@ -162,7 +162,7 @@ class TorchState:
             )
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Return this rank's trained parameters by their names in a checkpoint; of two copies of a weight, one."""
+        """Return this rank's trained parameters by their names in a checkpoint; of a tied weight, the first copy."""
         parameters: dict[str, nn.Parameter] = {}
         for name, parameter in self.runner.named_parameters():
             if parameter.requires_grad:

@@ -1,10 +1,6 @@
-"""The losses that arise inside the student, beside the objective at its head.
+"""The losses beside the objective. They arise inside the student's layers or at its multi-token prediction depths.
 
-To add a loss, add a file here with the interface of `LossPart`, its name in `PARTS`, and its configuration section.
-
-student.mtp                 mtp.py       the objective at the depths of multi-token prediction, in the head
-objective.hidden            hidden.py    between hidden states of layers of student and teacher
-objective.router_aux_loss   router.py    load balancing of a mixture of experts, in the routers
+To add a loss, add a file with a subclass of `LossPart`, add the class to `PARTS`, and add its configuration key.
 """
 
 from stillhouse.engine.parts.hidden import HiddenStates
@@ -12,7 +8,7 @@ from stillhouse.engine.parts.loss_part import LossPart, LossSections
 from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.engine.parts.router import ROUTER_LOSS, RouterBalancing
 
-#: all kinds, in the order of the objective's description in words
+#: all losses, in their order in the printed description of the objective
 PARTS: tuple[type[LossPart], ...] = (MtpLoss, RouterBalancing, HiddenStates)
 
 __all__ = ["PARTS", "ROUTER_LOSS", "HiddenStates", "LossPart", "LossSections", "MtpLoss", "RouterBalancing"]

@@ -18,7 +18,7 @@ from stillhouse.parallel.layer_loss_interface import HookedLoss
 
 @dataclass(frozen=True)
 class HiddenStates(LossPart):
-    """pairs: the pairs of layers of student and teacher, on all stages; after `distributed`, numbered from 0 on."""
+    """pairs: the layer pairs of all pipeline stages. In the result of `distributed`, no layer number is negative."""
 
     pairs: tuple[HiddenPair, ...] = ()
 

@@ -1,4 +1,4 @@
-"""The interface of a loss beside the objective, for the configuration, the engine, the stages and the head."""
+"""The interface of the losses beside the objective."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from stillhouse.parallel.layer_loss_interface import LayerLosses
 
 @dataclass(frozen=True)
 class LossSections:
-    """The configuration's sections about losses, the parsed `objective.loss`, and whether the run has a teacher."""
+    """What a loss reads from the configuration. spec: the parsed `objective.loss`."""
 
     objective: ObjectiveConfig
     student: StudentConfig
@@ -26,14 +26,14 @@ class LossSections:
 
 
 class LayerTerm(NamedTuple):
-    """The factor of a term's mean in the step's loss, and the mean's metric key; in nats: `…_nats_per_token`."""
+    """scale: the factor of the term's mean in the step's loss. metric: the metric key of this mean."""
 
     scale: float
     metric: str
 
 
 class LossPart(LayerLosses, Protocol):
-    """An immutable loss beside the objective. Each micro-batch has its own `LayerLoss`. key: in the configuration."""
+    """An immutable loss beside the objective; `start` returns a micro-batch's state. key: the configuration key."""
 
     key: ClassVar[str]
 
@@ -44,16 +44,16 @@ class LossPart(LayerLosses, Protocol):
 
     @classmethod
     def from_config(cls, sections: LossSections) -> Self | None:
-        """Return the configured loss; None if none is configured. Raises ConfigError for an impossible loss."""
+        """Return the configured loss; None if none is configured. Raises ConfigError for an invalid configuration."""
         ...
 
     @classmethod
     def in_words(cls, sections: LossSections) -> str:
-        """Return this loss's part of the objective's description in words."""
+        """Return the text about this loss in the printed description of the objective."""
         return ""
 
     def prepare(self, decoder: Decoder, student: StudentConfig, teacher: TeacherConfig | None) -> None:
-        """Add a `LayerLossModule`, without values, to the unsharded student. Raises ConfigError if impossible."""
+        """Add uninitialised modules to the unsharded student. Raises ConfigError for models without support."""
 
     def distributed(self, student: DistributedStudent) -> Self:
         """Return the loss for a student that is distributed over a mesh."""
@@ -67,27 +67,26 @@ class LossPart(LayerLosses, Protocol):
         head: OutputHead,
         context: DistillTargets,
     ) -> ObjectiveOutput:
-        """Add the part of this loss that is computed at the head to the objective's output.
+        """Return the objective's output plus the part of this loss that is computed at the head.
 
         loss: the `StepLoss`.
-        output: the objective's output.
         hidden_by_depth: the hidden states [B, S, D] of depths 0, 1, ….
         """
         return output
 
     @property
     def terms(self) -> Mapping[str, LayerTerm]:
-        """The terms in `LayerLoss.losses`, of all stages, by their names."""
+        """The terms that `LayerLoss.losses` reports on any stage, by their names."""
         return {}
 
     def held_out(self) -> Self | None:
-        """Return the loss that is measured on held-out documents, if any."""
+        """Return the loss to measure on held-out documents; None: no loss."""
         return None
 
     def silent(self) -> Self | None:
-        """Return the loss with the factor 0, if its layers must also run in a step without it."""
+        """Return this loss with factor 0 if its layers must run in steps that minimise other losses; else None."""
         return None
 
     def check_rows(self, decoder: Decoder, student: StudentConfig) -> Mapping[str, str]:
-        """Return what `stillhouse check` prints about it. decoder: the part of the student in this process."""
+        """Return rows for the output of `stillhouse check`. decoder: the student's part on this process."""
         return {}

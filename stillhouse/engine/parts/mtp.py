@@ -1,4 +1,4 @@
-"""Multi-token prediction as a part of the step's loss: one objective for all depths k ≥ 1.
+"""The loss of multi-token prediction: one objective for all depths k ≥ 1.
 
     loss = objective + scale · Σ_k (depth k)
 
@@ -32,8 +32,8 @@ from stillhouse.parallel.layer_loss_interface import MtpLayersRun
 
 #: the prefix of a depth's metrics: mtp_1/forward_kl is the forward KL of depth 1
 PREFIX = "mtp_"
-#: the held-out objective at MTP depths: the acceptance rate of sampled drafts is 1 − total variation, and that of
-#: greedy drafts is the top-1 agreement
+#: the held-out objective at MTP depths. 1 − total variation is the acceptance rate of sampled drafts, and the top-1
+#: agreement is the acceptance rate of greedy drafts
 ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
 
 
@@ -43,8 +43,8 @@ class MtpLoss(LossPart):
 
     depths: the number of depths.
     scale: the factor of the depths' loss in the step's loss.
-    of_student: whether the signal is the student's own distribution of the same token at depth 0, without gradients,
-        instead of the teacher's.
+    of_student: True: the signal is the student's own distribution of the same token at depth 0, without gradients.
+        False: it is the teacher's distribution.
     group: the context ranks, over which sequences are sharded; None: this process has full sequences.
 
     The depths' metrics and values per token have the prefix `mtp_<depth>/`.
@@ -167,7 +167,7 @@ class MtpLoss(LossPart):
         return NextTokens(self.depths, self.group)
 
     def _shifted(self, targets: DistillTargets, depths: int) -> DistillTargets:
-        """Return the targets with `mtp_targets` for all depths, at this rank's columns."""
+        """Return the targets of this rank's columns, with `mtp_targets` for all depths."""
         position_ids_BS = targets.position_ids_BS
         assert position_ids_BS is not None
         if self.group is None:

@@ -1,4 +1,4 @@
-"""The load-balancing loss of the student's routers (`models/moe.py`) as a part of the step's loss."""
+"""The load-balancing loss of the student's routers, which `models/router_aux_loss.py` computes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
