@@ -7,8 +7,8 @@
     answer      offsets [D+1] int64     the rows of document d are offsets[d]:offsets[d+1] of the following tensors
                 hidden, ids, …          the tensors of the signal (`SignalSpec.tensors`)
 
-The header of each file has one key, `score`, with JSON: `ScoreOptions` in a request; in an answer, the same options
-and the teacher's identity under `teacher`. A request may be JSON instead (`ScoreBody`).
+The header of each file has one key, `score`, whose value is JSON. In a request it holds `ScoreOptions`; in an answer,
+it holds the same options and the teacher's identity (`teacher`). A request may be JSON instead (`ScoreBody`).
 """
 
 import json
@@ -32,16 +32,15 @@ class _FailFast(FailFast):
     __hash__ = object.__hash__  # unions hash their members
 
 
-#: a list of which only the first wrong value is reported, because millions may be wrong
+#: a list whose validation stops at the first wrong value, because millions of values may be wrong
 FirstWrong = Annotated[list[T], _FailFast()]
 
 KEY = "score"
-#: the file of the teacher's output head, which `GET /v1/head` gives
+#: the file of the teacher's output head, the answer of `GET /v1/head`
 HEAD_FILE = "model.safetensors"
 SAFETENSORS, JSON = "application/vnd.safetensors", "application/json"
 
 
-#: an id in a body
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -52,7 +51,7 @@ class StrictBody(BaseModel):
 
 
 class ScoreOptions(StrictBody):
-    """The options of a request that choose the signal."""
+    """The requested signal."""
 
     signal: SignalKind = "hidden"
     dtype: str = "float32"
@@ -95,7 +94,7 @@ def document_tensors(documents: Sequence[DocumentRows]) -> dict[str, Tensor]:
 
 
 def decode_request(content: bytes, content_type: str, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
-    """Raises ValueError, in one line, unless it is a valid request of at most `most_documents` documents."""
+    """Raises ValueError with a one-line message unless the request is valid and has at most `most_documents`."""
     if content_type not in (JSON, SAFETENSORS):
         raise ValueError(f"content type '{content_type}': expected {JSON} or {SAFETENSORS}")
     try:

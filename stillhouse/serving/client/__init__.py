@@ -1,8 +1,5 @@
-"""Clients of the servers that compute a teacher's signals, and of those that generate completions.
-
-For signals, `remote_signals.py` is the store, `download.py` fetches the teacher's tokenizer and head, and
-`signal_proof.py` proves the signals before the first step. For completions, `served_engine.py` is the engine,
-`served_weights.py` updates the servers' weights, and `engine_proof.py` proves the servers' log-probabilities.
+"""Clients of servers that compute a teacher's signals (`remote_signals.py`) or generate completions
+(`served_engine.py`).
 """
 
 from stillhouse.serving.client.apis.server_api import NeedsModelError

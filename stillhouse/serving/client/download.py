@@ -1,7 +1,7 @@
 """Fetches a teacher's configuration, tokenizer and output head from `stillhouse serve`, once per machine and teacher.
 
-The files are kept in `~/.cache/stillhouse/teachers`, or in `teachers` of the folder in the environment variable
-STILLHOUSE_CACHE. Every file is compared with its hash, also if an earlier run has fetched it.
+The files are kept in `~/.cache/stillhouse/teachers`, or in `$STILLHOUSE_CACHE/teachers`. Every file is compared with
+its hash, even if an earlier run has fetched it.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from stillhouse.serving.client.apis.server_api import ServerInfo
 from stillhouse.serving.client.pool import ServerPool
 from stillhouse.serving.wire import HEAD_FILE
 
-#: allowed file names: no paths, no code, and no formats that a loader would unpickle
+#: allowed file names: not a path, not a file with code, and not a format that a loader would unpickle
 _ALLOWED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(json|txt|model|jinja|safetensors)")
 
 

@@ -1,8 +1,8 @@
-"""Proves the log-probabilities of a server that generates completions, and the weights that it generates with.
+"""Proves which log-probabilities a server of completions gives, and with which weights it generates.
 
 Training needs log-probabilities after the temperature and over the full vocabulary. Some options of an engine change
-the log-probabilities without a sign in the answers. Only a server's completions can prove its weights; a few short
-completions are enough.
+the log-probabilities, and its answers do not show these options. A server's weights can be proved only by its
+completions; a few short completions are enough.
 """
 
 import math
@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from stillhouse.config.servers import ServerKind
 from stillhouse.generation.sample import Completion, Sampling
 
-#: prompts for top tokens, which differ between models and show the kind of a server's log-probabilities
+#: prompts. The log-probabilities of the top tokens after them identify a model, and show the options of its server
 PROMPTS = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
-#: completions of a probe, and the most tokens of each
+#: the number of completions of a probe, and the most tokens of each
 PROBES, PROBE_TOKENS = 4, 8
 #: the largest difference of log-probabilities that rounding in bfloat16 causes
 ROUNDED = 0.1
-#: the number of requested top tokens: the gap from the first to the fifth is wider than that to the second
+#: the number of requested top tokens: the gap between the first and the fifth is wider than to the second
 TOP = 5
 #: returns the log-probabilities of two or more top tokens after a prompt, in descending order
 TopLogProbs = Callable[[Sequence[int], Sampling], list[float]]
-#: two explanations of a number must differ by this many nats to be distinguished
+#: if two options would give log-probabilities with a smaller difference, in nats, they cannot be distinguished
 _APART = 0.02
 
 _BEFORE = (
@@ -43,8 +43,8 @@ _UNPROVABLE = (
 class Probe:
     """A server's completions of some prompts, generated with the version of the weights that `label` names.
 
-    completions: sampled ones, which the trainer scores. top_tokens: after each prompt, the top token and its
-    log-probability, which depend only on the weights.
+    completions: sampled completions, which the trainer scores. top_tokens: for each prompt, the top token after it
+    and its log-probability. Both depend only on the weights.
     """
 
     label: str = ""
@@ -53,8 +53,8 @@ class Probe:
 
 
 def probe_sampling(sampling: Sampling) -> Sampling:
-    """The sampling of a probe's completions: temperature 1, all tokens. With it, the server's options do not change
-    the log-probabilities. Top tokens would prove less, because their probability is often nearly 1 for any weights.
+    """The sampling of a probe's completions: temperature 1 and all tokens. So the server's options do not change the
+    log-probabilities. Top tokens would prove less, because their probability is often nearly 1 for any weights.
     """
     return Sampling(min(PROBE_TOKENS, sampling.max_new_tokens), eos_ids=sampling.eos_ids)
 
@@ -74,8 +74,8 @@ def same_weights(
 def prove_log_probs(kind: ServerKind, url: str, top: TopLogProbs, sampling: Sampling, vocabulary: int) -> None:
     """Raise ValueError unless the server's log-probabilities are those that `Completion` needs.
 
-    The temperature must divide the gap between the top tokens. With top_k=2, the first token's log-probability shows
-    whether the server normalises over the two remaining tokens only: it is then too large.
+    The gap between the first and the last top token must be the gap at temperature 1, divided by the temperature. If
+    a request has top_k=2 and the server normalises over two tokens, the first log-probability is too large.
     """
     temperature = sampling.temperature
     if temperature == 0 or (temperature == 1 and sampling.samples_all_tokens):
@@ -106,7 +106,6 @@ def prove_log_probs(kind: ServerKind, url: str, top: TopLogProbs, sampling: Samp
 
 
 def _top(url: str, log_probs: list[float], count: int = TOP) -> list[float]:
-    """The log-probabilities of the first `count` top tokens; the answer may have more."""
     log_probs = log_probs[:count]
     if len(log_probs) < 2 or not all(map(math.isfinite, log_probs)):
         raise ValueError(f"{url} gives {log_probs} for the top tokens: expected at least two log-probabilities")

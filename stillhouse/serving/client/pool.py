@@ -1,7 +1,8 @@
-"""Sends requests to the servers of one model: bounded, balanced by tokens, repeated until a server answers.
+"""Sends requests to the servers of one model. The number of requests in progress is limited for each server.
 
-If a server cannot answer a request, the request is sent to another server. After a failure, a server gets no requests
-for a pause, which grows with every failure. Every request ends with its answer or with an error.
+A request goes to the server with the fewest tokens in progress. If the server cannot answer it, the request is sent
+again. After a failure, a server gets no requests for a pause, which grows with every failure. Every request ends with
+its answer or with an error.
 """
 
 import asyncio
@@ -20,12 +21,13 @@ import httpx2
 from stillhouse.display import first_line
 
 T = TypeVar("T")
-#: sends a path and a body to one server and returns its answer of any status. A body is posted as JSON; None: GET
+#: sends a request with a path and a body to one server, and returns the answer, whatever its status. The body is
+#: posted as JSON; None: a GET request
 Ask = Callable[[str, Any], httpx2.Response]
 
 #: the environment variable with the servers' bearer token
 TOKEN_VARIABLE = "STILLHOUSE_TOKEN"
-#: the most requests of a server at a time; engines batch them
+#: the most requests that one server gets at a time; engines batch them
 IN_FLIGHT = 16
 #: seconds of a server's pause after its first failure, and of the longest pause
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
@@ -33,7 +35,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 MAX_BAD_ANSWERS = 5
 #: seconds without an answer before a line is printed about the wait
 QUIET_SECONDS = 2.0
-#: statuses after which a request is repeated: the server is overloaded, restarting, or has lost its own backend
+#: the request is repeated after these statuses: the server is overloaded, restarts or has lost its own backend, or
+#: it has failed on the request (500)
 _BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
 _GIVEN_UP = "the request was given up, because the run ends"
 
@@ -47,7 +50,7 @@ class UnreachableError(ServerError):
 
 
 class RefusedError(ValueError):
-    """A server has answered that the request is wrong, so it is not repeated."""
+    """A server has answered that the request is invalid, so the request is not repeated."""
 
 
 class AskAgainError(ValueError):
@@ -70,9 +73,9 @@ class _TryAgainError(Exception):
 class Call(Generic[T]):
     """One request. parse: turns an answer into a result; raises ValueError for a damaged answer.
 
-    content: the body, or a function that makes the body from the server's URL, called for each attempt; it must not
-    wait. tokens: the request's size. absent: advice for the user if the server does not know the path (404).
-    statuses: the statuses of answers that `parse` reads.
+    content: the body, or a function that makes the body for a server's URL. The function is called for each attempt
+    and must not block. tokens: the request's size. absent: advice for the user if the server does not know the path
+    (404). statuses: the statuses of answers that `parse` reads.
     """
 
     path: str
@@ -99,7 +102,7 @@ class Server:
     error: ServerError | None = None
 
     def pause(self, seconds: float | None) -> None:
-        """Send no requests for `seconds`, as the server requested; None: a pause that doubles after every failure."""
+        """Send no requests for the requested `seconds`; None: for a time that doubles after every failure."""
         now = time.monotonic()
         if now < self.paused_until:  # another request has reported the same failure
             return
@@ -124,8 +127,8 @@ class ServerPool:
 
     timeout: seconds without an answer of any server after which requests fail.
     warn: prints a line when a server fails, or answers again. model: the name of the servers' model, for messages.
-    answer_seconds: the limit for one answer; None: a quarter of the timeout. in_flight: the most requests of a
-        server at a time.
+    answer_seconds: the limit for one answer; None: a quarter of the timeout.
+    in_flight: the most requests that one server gets at a time.
 
     All methods may be called from several threads. `close` ends the requests in progress.
     """
@@ -162,7 +165,7 @@ class ServerPool:
     def score(self, calls: Sequence[Call[T]], url: str | None = None, timeout: float | None = None) -> list[T]:
         """The results of several requests, in their order.
 
-        url: send them only to this server. timeout: seconds, in place of the pool's own.
+        url: the only server that gets the requests. timeout: seconds, instead of the pool's timeout.
 
         Raises ServerError if the servers cannot answer, RefusedError if one of them refuses a request.
         """
@@ -174,10 +177,9 @@ class ServerPool:
         return self._start(lambda: self._answered(call, self.servers, self.timeout))
 
     def asker(self, url: str, patience: float | None = None) -> Ask:
-        """Return a function that sends requests to one server, and repeats them only while the server cannot be
-        reached or is busy, as when it is starting.
-
-        patience: the most seconds of repetition, instead of the timeout. Then UnreachableError is raised.
+        """Return a function that sends requests to one server. It repeats a request while the server cannot be
+        reached or is busy, for example while the server starts. patience: the seconds after which it raises
+        UnreachableError; None: the pool's timeout.
         """
         root, seconds = url.rstrip("/"), self.timeout if patience is None else patience
         return lambda path, body: self._wait(lambda: self._ask(f"{root}{path}", body, seconds))

@@ -30,7 +30,7 @@ from stillhouse.signals.signal_store import SignalStore
 if TYPE_CHECKING:
     from stillhouse.serving.client.signal_proof import Proof
 
-#: for the signals that need files of the teacher: the part that they need, for messages
+#: the signals that need files of the teacher, and the message about what they need
 _NEEDS_MODEL = {
     "hidden": "hidden states from {name} need the teacher's output head",
     "chosen": "ids that the student chooses for {name} need the size of the teacher's vocabulary",
@@ -42,8 +42,8 @@ class RemoteSignals(SignalStore):
 
     signal: the signal that is requested. width: E, the teacher's width (0 if it is unknown and not needed).
     vocabulary: the rows of the teacher's head; None if unknown.
-    proof: is repeated on all working servers before every `prove_every`-th read (0: never). It is also repeated on a
-    server that answers again after a failure, unless every answer has the teacher's hash.
+    proof: is repeated on all working servers before every `prove_every`-th read (0: never). Unless every answer has
+    the teacher's hash, the proof is also repeated on a server that answers again after a failure.
     """
 
     may_take_long = True  # the pool has its own timeout
@@ -97,7 +97,7 @@ class RemoteSignals(SignalStore):
     def _unproven_servers(self) -> set[str]:
         """Prove the servers that answer again after a failure, because their weights may have changed.
 
-        Returns the servers that cannot be proven now, whose answers must not be used. All reads wait for the proof.
+        Returns the servers that cannot be proven now. Their answers must not be used. All reads wait for the proof.
         """
         if self.proof is None or self.servers[0].identity is not None:
             return set()
@@ -117,8 +117,8 @@ class RemoteSignals(SignalStore):
     ) -> Scores:
         """Return the tensors of a signal for each document.
 
-        url: the only server that gets the requests. spec: the signal, instead of the run's. timeout: seconds, instead
-        of the pool's. answered_by: the addresses of the servers that have answered are added to it.
+        url: the only server that gets the requests. spec: the signal, instead of the run's signal. timeout: seconds,
+        instead of the pool's timeout. answered_by: a set to which the URLs of the servers that answer are added.
 
         Raises ServerError (an OSError) if no server answers, and ValueError if a server refuses a request.
         """
@@ -132,7 +132,7 @@ class RemoteSignals(SignalStore):
         self.pool.close()
 
     def _checked(self, call: Call[Scores], spec: SignalSpec, answered_by: set[str] | None) -> Call[Scores]:
-        """Return the call with a check that refuses answers with numbers that no teacher can give (`problem_in`)."""
+        """Add a check to the call: an answer with numbers that no teacher can give is damaged (see `problem_in`)."""
 
         def parse(response: httpx2.Response) -> Scores:
             parts = call.parse(response)
@@ -156,7 +156,7 @@ def connect(
     """Request the servers' descriptions, and download the files of the teacher that the run needs.
 
     temperature: the temperature of the teacher's divergence. model_folder: the teacher's configuration, tokenizer and
-    weights, for servers that do not offer them. Raises ValueError if the servers have different teachers or cannot
+    weights, used if the servers do not offer them. Raises ValueError if the servers have different teachers or cannot
     give the signal, and ServerError (an OSError) if a server does not answer.
     """
     pool = ServerPool(teacher.urls, teacher.timeout, warn)

@@ -1,4 +1,4 @@
-"""Completions from servers that have the student's weights. Each token has the version of the weights it is from."""
+"""Completions from servers that have the student's weights. Each token carries the version that generated it."""
 
 import json
 import secrets
@@ -21,21 +21,22 @@ from stillhouse.serving.client.pool import AskAgainError, Call, ServerPool
 from stillhouse.serving.client.served_weights import UNKNOWN_ADAPTER, UNKNOWN_WEIGHTS, ServedWeights, ServerState
 from stillhouse.serving.wire import JSON
 
-#: the most requests of a server at a time; an engine batches as many as it can and queues the others
+#: the most requests that one server gets at a time; an engine batches as many as it can and queues the others
 IN_FLIGHT = 256
 
 
 class ServedEngine:
     """Servers of one kind that generate the student's completions (a RolloutEngine).
 
-    vocabulary: rows of the student's head; ids outside of it are neither sent (one of them ends a vLLM) nor accepted.
-    timeout: seconds without an answer of any server after which futures raise ServerError; also for one answer.
+    vocabulary: rows of the student's head. Ids outside of it are not sent, because they end a vLLM, and not accepted.
+    timeout: seconds without an answer of any server after which futures raise ServerError; also the limit of one
+        answer.
     warn: is called with a line when a server fails or answers again.
-    keep_weights: the servers keep the weights that they have, such as a teacher's. Without it, `update_weights` must
-        be called before `generate`.
-    probes: prompts that each server completes after it has loaded weights (see `engine_proof.py`); the caller can
+    keep_weights: the servers keep the weights that they have, such as a teacher's. If it is False, `update_weights`
+        must be called before `generate`.
+    probes: prompts that each server completes after it has loaded weights (see `engine_proof.py`). The caller can
         score these completions (`weights.probed`, `weights.set_proved`).
-    run: the run's identity, which published weights must name; empty: any.
+    run: the identity of the run that published weights must have; empty: of any run.
 
     The constructor raises ValueError for a server whose log-probabilities cannot be used for training. With
     keep_weights, log-probabilities are not checked, but all servers must have the same weights.
@@ -64,7 +65,7 @@ class ServedEngine:
             stack.pop_all()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        """Request completions; returns at once. Raises ValueError for ids outside of the vocabulary."""
+        """Request completions, and return at once. Raises ValueError for ids outside of the vocabulary."""
         newest = self.weights.newest
         if newest is None:
             raise ValueError("the servers have no version of the student yet: expected update_weights first")
@@ -114,8 +115,8 @@ class ServedEngine:
 
         def content(url: str) -> bytes:
             server = self.weights.servers[url]
-            # a server whose weights are unknown gets no requests; if the weights have become unknown after the server
-            # was chosen, its answer is discarded
+            # the weights are unknown here only if they became so after the server was chosen; then the answer is
+            # discarded
             published = server.published or UNKNOWN_WEIGHTS
             attempt[:] = [(server, published)]
             body = self._api.body(server.model_of(published), ids.tolist(), self._sampling, limit, request.seed)
@@ -131,7 +132,7 @@ class ServedEngine:
         self, response: httpx2.Response, server: ServerState, published: Published, limit: int
     ) -> Completion:
         """published: the server's version when the request was sent. Raises ValueError for a damaged answer, and
-        AskAgainError for an answer of weights that are not the student's.
+        AskAgainError if the server has generated it with other weights than the student's.
         """
         if response.status_code == UNKNOWN_ADAPTER:
             self.weights.restore(server, published)
@@ -171,7 +172,7 @@ class ServedEngine:
 def token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) -> np.ndarray | None:
     """The version of each of the `count` tokens; None if `versions` lacks the label of a span.
 
-    Raises ValueError unless the spans cover all tokens, in the order of the tokens.
+    Raises ValueError unless the spans cover all tokens in order.
     """
     of_tokens: list[Any] = []
     for span in spans:

@@ -1,7 +1,8 @@
 """Loads the newest weights on the servers that generate completions, and proves that the servers use them.
 
 Every version has a label that only this engine uses. A server that was restarted has its initial weights and another
-label. The answers of such a server are discarded, it gets the newest version, and the requests are sent again.
+label. The answers of such a server are discarded, and their requests are sent again. The server gets the newest
+version.
 """
 
 import threading
@@ -28,11 +29,11 @@ from stillhouse.serving.client.engine_proof import (
 )
 from stillhouse.serving.client.pool import Ask, Server, ServerError, ServerPool, UnreachableError
 
-#: seconds in which a server must become reachable for a new version, before the run goes on with the other servers
+#: seconds that an update waits for a server that cannot be reached, before the run goes on with the other servers
 PATIENCE = 10.0
 #: the most times in a row that a server may answer with other weights
 MAX_RESTORES = 10
-#: the status of the answer for an unknown adapter: the server was restarted
+#: the status of an answer if the server does not know the adapter, because it was restarted
 UNKNOWN_ADAPTER = 404
 #: the version of a server whose weights have become unknown after it was chosen for a request
 UNKNOWN_WEIGHTS = Published(-1, Path(), "", "model")
@@ -48,9 +49,9 @@ class ServerState:
     """The state of a server.
 
     address: the server's state in the pool.
-    published: the version that was loaded last, a new object each time; None while the weights are unknown.
-    model: the model name in requests. restored: how often it had other weights since its last usable answer.
-    is_absent: whether the server has not answered and gets the newest version in the background.
+    published: the version that was loaded last (each load makes a new object); None while the weights are unknown.
+    model: the model name in requests. restored: how often the server had other weights since its last usable answer.
+    is_absent: whether the server has not answered, so that it gets the newest version in the background.
     probe: the server's probe with the version that was loaded last.
     """
 
@@ -78,7 +79,7 @@ class ServerState:
 class ServedWeights:
     """versions: version numbers by label. newest: the version that all servers should have.
 
-    keep: the servers keep the weights that they have. top_tokens: with keep, the top tokens after a few prompts and
+    keep: the servers keep the weights that they have. top_tokens: if `keep`, the top tokens after a few prompts and
     their log-probabilities, which identify the weights. The other arguments are those of `ServedEngine`.
     """
 
@@ -100,13 +101,13 @@ class ServedWeights:
 
     @property
     def probed(self) -> dict[str, tuple[Completion, ...]]:
-        """By URL, the servers' completions of the probes with the newest version."""
+        """The servers' completions of the probes with the newest version, by the server's URL."""
         assert self.newest is not None
         probes = {url: server.probe for url, server in self.servers.items()}
         return {url: probe.completions for url, probe in probes.items() if probe.label == self.newest.label}
 
     def set_proved(self, url: str, most: float) -> None:
-        """Record that this server has generated the probes with the newest version. Servers that load this version
+        """Record that this server has generated the probes with the newest version. Servers that load the version
         later must have the same top tokens. most: the largest difference in nats that rounding can cause.
         """
         self._proved = self.servers[url].probe, most
@@ -146,7 +147,9 @@ class ServedWeights:
                     self.api.forget(self.pool.asker(server.url, PATIENCE), before.label, before.kind)
 
     def restore(self, server: ServerState, published: Published) -> None:
-        """Begin to load the newest version on a server, unless a version was loaded after `published`."""
+        """Begin to load the newest version on a server, or give the server up if `keep`. Does nothing if a version
+        was loaded after `published`.
+        """
         if not server.lock.acquire(blocking=False):
             return  # another thread is loading weights on it
         try:
@@ -208,7 +211,7 @@ class ServedWeights:
         return absent
 
     def _update(self, server: ServerState, patience: float) -> None:
-        """Load the newest version on a server, and prove that it is in use. The server gets no requests meanwhile."""
+        """Load the newest version on a server, which gets no requests meanwhile. Prove that the version is in use."""
         if not server.lock.acquire(timeout=patience):
             raise UnreachableError(f"{server.url} has not answered for {patience:g} seconds")
         try:
@@ -227,7 +230,7 @@ class ServedWeights:
     def _writes_with(self, ask: Ask, server: ServerState, published: Published) -> bool:
         """Whether the server generates with this version; False if it was restarted after it had loaded the version.
 
-        Raises ServerError if its label is this version's, but its top tokens are not those of the proved server.
+        Raises ServerError if the label is this version's, but the top tokens are not those of the proved server.
         """
         completions: list[Completion] = []
         for response in self._probe_responses(ask, server.model_of(published)):
@@ -277,7 +280,7 @@ class ServedWeights:
         except ServerError as error:
             failure = error
         server.is_absent = False
-        if wanted is not self.newest:  # `update_all` may have skipped this server, or replaced a folder that failed
+        if wanted is not self.newest:  # `update_all` has a newer version, and has skipped this absent server
             self._update_later(server)
         elif failure is not None:
             self.warn(f"the student's server {server.url} is given up: {failure}")

@@ -1,8 +1,8 @@
 """Proves before the first step that servers give the signals of the configured teacher.
 
 A server can answer without an error and still be wrong. For example, its rows may be shifted by a token, it may
-ignore the temperature, or it may have lost its weights in a sleep mode. Each proof sends a few documents of the run's
-data to every server, and names the error.
+ignore the temperature, or it may have lost its weights in a sleep mode. The proof sends a few documents of the run's
+data to every server. Its error message says what is wrong.
 
 N rows, K ids per row.
 """
@@ -30,19 +30,19 @@ from stillhouse.signals.scorer import Scorer, ScoreRequest
 from stillhouse.signals.signal_checks import largest_difference, row_differences
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: documents that are scored, and how many tokens of each
+#: the number of documents that are scored, and the most tokens of each
 PROBES, PROBE_TOKENS = 4, 128
 #: seconds for a repeated proof of one server
 REPEAT_SECONDS = 5.0
-#: the tokens of the shortest document that has a row before the token that is changed, and a row after it
+#: the least tokens of a document: `prove_alignment` needs a row before the changed token and a row after it
 LEAST_TOKENS = 4
-#: the allowed difference of two answers to one request: batches, kernels and half precision change the rounding
+#: the largest allowed difference of two answers to one request: batches, kernels and half precision change rounding
 SAME = 0.05
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The requests at the start of the run, and the servers' answers, with which later answers are compared.
+    """The requests at the start of the run, and the answers. Later answers are compared with them.
 
     findings: the results of the proof, in words.
     """
@@ -54,9 +54,9 @@ class Proof:
     findings: Sequence[str]
 
     def repeat(self, urls: Sequence[str]) -> set[str]:
-        """Raise ValueError if an answer of one of these servers differs from the answer at the start.
+        """Raise ValueError if one of these servers no longer gives the answers of the start.
 
-        Returns the URLs of the proven servers; a server that does not answer is not among them.
+        Returns the URLs of the servers that have answered.
         """
         proven: set[str] = set()
         for url in urls:
@@ -104,10 +104,10 @@ def prove(
     local: Decoder | None = None,
     head: OutputHead | None = None,
 ) -> Proof:
-    """Score a few documents on every server. Raises ValueError for a wrong answer, with the kind of error.
+    """Score a few documents on every server. Raises ValueError for a wrong answer.
 
-    tokenizer: the student's tokenizer. local: the teacher in this process, to compare with. head: the teacher's
-    output head, which computes the cross-entropy of the next tokens from hidden states.
+    tokenizer: the student's tokenizer. local: the teacher in this process, with which the answers are compared. head:
+    the teacher's output head, with which the cross-entropy of the next tokens is computed from hidden states.
     """
     probes = _probes(documents)
     _prove_tokenizer(store, probes, tokenizer)
@@ -131,7 +131,7 @@ def prove(
 
 
 def _comparable(store: RemoteSignals) -> SignalSpec:
-    """The run's signal; for "chosen" and "sampled" a "top_k" signal, which can be compared between requests."""
+    """The run's signal. For "chosen" and "sampled", a "top_k" signal, whose answers can be compared."""
     spec = store.signal
     if spec.kind not in ("chosen", "sampled"):
         return spec
@@ -182,7 +182,9 @@ class _ServerProof:
     answers: Sequence[dict[str, Tensor]]
 
     def prove_informed(self) -> None:
-        """Refuse uniform distributions, and equal hidden states for all tokens: they mean that weights were lost."""
+        """Refuse uniform distributions and equal hidden states for all tokens: the server has lost its weights. Also
+        refuse normalised hidden states.
+        """
         url, vocabulary = self.url, self.store.vocabulary
         if "hidden" in self.answers[0]:
             hidden_NE = torch.cat([answer["hidden"] for answer in self.answers]).float()
@@ -205,7 +207,7 @@ class _ServerProof:
             )
 
     def prove_alignment(self) -> None:
-        """Change one token of each document: its own row and later rows must change, the rows before it must not."""
+        """Change one token of each document. Its row and later rows must change; the rows before it must not."""
         places = [max(1, (len(probe.tokens) - 2) // 2) for probe in self.probes]
         changed = [_changed(probe, place, self.probes) for probe, place in zip(self.probes, places, strict=True)]
         others = self.store.scores(changed, url=self.url, spec=self.spec)
@@ -227,7 +229,7 @@ class _ServerProof:
             )
 
     def prove_temperature(self) -> None:
-        """Raise ValueError unless gaps of log-probabilities at temperature τ are those at temperature 1, over τ."""
+        """Raise ValueError unless gaps of log-probabilities at temperature τ are the gaps at temperature 1 over τ."""
         temperature = self.spec.temperature
         if temperature is None or temperature == 1.0:
             return
@@ -243,7 +245,7 @@ class _ServerProof:
             )
 
     def prove_signal_of_run(self) -> None:
-        """Request the run's own signal if `spec` is another one; compare it with `spec` if it is "chosen"."""
+        """If `spec` is not the run's signal, request the run's signal. If that is "chosen", compare both answers."""
         if self.spec == self.store.signal:
             return
         is_chosen = self.store.signal.kind == "chosen"
@@ -257,7 +259,7 @@ class _ServerProof:
 
 
 def _changed(document: DocumentRows, place: int, probes: Sequence[DocumentRows]) -> DocumentRows:
-    """The document with the token at `place` replaced by another token of the probes."""
+    """Replace the token at `place` by another token of the probes."""
     tokens = document.tokens.copy()
     known = np.unique(np.concatenate([probe.tokens for probe in probes]))
     others = known[known != tokens[place]]
@@ -271,7 +273,7 @@ def _cross_entropy(
     head: OutputHead | None,
     vocabulary: int | None,
 ) -> Iterator[str]:
-    """The mean cross-entropy of the next tokens, in words. A high value means: the teacher does not fit the data."""
+    """The mean cross-entropy of the next tokens, in words. It is high if the teacher does not fit the data."""
     losses: list[Tensor] = []
     about = ""
     for document, tensors in zip(probes, answers, strict=True):
@@ -283,7 +285,7 @@ def _cross_entropy(
             outside_N = tensors["tail_log_prob"].double()
             if vocabulary is None:
                 about = "at least "
-            else:  # an estimate: the mass outside the ids divided equally among all other tokens
+            else:  # an estimate: the probability outside the ids is divided equally among all other tokens
                 about, outside_N = "about ", outside_N - math.log(max(1, vocabulary - is_next_NK.shape[1]))
             of_next_N = tensors["log_probs"].double().masked_fill(~is_next_NK, -math.inf).amax(1)
             losses.append(-torch.where(is_next_NK.any(1), of_next_N, outside_N))

@@ -1,4 +1,4 @@
-"""A server of a teacher's signals, or of completions (see `run_server.py`). It needs stillhouse[serve]."""
+"""A server that computes a teacher's signals or generates completions. It needs stillhouse[serve]."""
 
 from stillhouse.serving.server.run_server import serve
 

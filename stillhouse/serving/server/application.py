@@ -1,7 +1,7 @@
-"""The ASGI application of a server: the routes for its state, the handling of requests with the queue, and errors.
+"""The ASGI application of a server: the routes for the server's state, and the way of a request through the queue.
 
-A role adds the routes for its model's results (`score/`, `generate/`). All routes run in the HTTP thread and never
-touch the model: they only fill the queue.
+A role adds the routes whose answers the model computes (`score/`, `generate/`). All routes run in the HTTP thread.
+They put requests into the queue and never touch the model.
 """
 
 import asyncio
@@ -26,22 +26,22 @@ from stillhouse.serving.server.request_queue import Part, RequestQueue, Ticket
 from stillhouse.serving.server.role import Role
 from stillhouse.serving.wire import JSON
 
-#: bodies and answers below this size are parsed and encoded in the HTTP thread itself
+#: bodies and answers with fewer bytes are parsed and encoded in the HTTP thread itself
 AT_ONCE_BYTES = 16 * 1024
 
 Result = TypeVar("Result")
-#: the parts of a request for the model, and the function that makes the answer from their results
+#: the parts of a request, and a function that makes the answer from the model's results
 Parsed = tuple[Sequence[Part], Callable[[list[Any]], bytes]]
-#: parses a body of a content type; raises RequestError
+#: a function that parses a body, given the body and its content type; raises RequestError
 Parse = Callable[[bytes, str], Parsed]
 
 
 class Application:
-    """The ASGI application of a server. token: the bearer token, if any. api: the role adds its routes to it."""
+    """token: the bearer token that requests need, if any. api: the FastAPI object, which has the routes."""
 
     def __init__(self, role: Role, queue: RequestQueue, token: str | None):
         self.role, self.queue, self.metrics = role, queue, Metrics(queue)
-        # a documentation page would load remote scripts; a redirect would contain the host of the request's header
+        # FastAPI's documentation pages load remote scripts; its redirects contain the host that the request names
         self.api = FastAPI(
             title="stillhouse serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
         )
@@ -55,7 +55,7 @@ class Application:
         role.add_routes(self)
 
     def require_model(self, name: str | None) -> None:
-        """Raise RequestError if the name is that of another model; None means this model."""
+        """Raise RequestError if a request names another model than the served one. None: it names no model."""
         if name not in (None, self.role.name):
             raise RequestError(HTTPStatus.NOT_FOUND, f"The model `{name}` does not exist.", param="model")
 
@@ -67,17 +67,15 @@ class Application:
         media_type: str = JSON,
         answers: Mapping[int | str, dict[str, Any]] | None = None,
     ) -> Callable[[Parse], Parse]:
-        """A decorator that adds a route with answers from the model; the decorated function parses the requests.
+        """A decorator that adds a route whose answers the model computes. The decorated function parses a request.
 
         schemas: the JSON schemas of the bodies, by content type.
-        result_bytes: computes the size of the results; a large answer is encoded in another thread.
-        media_type: the media type of the answer.
-        answers: the OpenAPI descriptions of the answers without an error.
+        result_bytes: returns the size of the results. A large answer is encoded in another thread.
+        media_type, answers: the media type of a successful answer, and its OpenAPI descriptions.
         """
 
         def add(parse: Parse) -> Parse:
             async def respond(request: Request) -> Response:
-                """Parse a request, queue it, wait for its results or for a disconnection, and encode the answer."""
                 kind = content_type(request, *schemas)
                 async with self.bodies.read(request, self.role.limits.body_bytes[kind]) as content:
                     parts, encode = await _in_thread_if_large(len(content), parse, content, kind)
@@ -148,9 +146,9 @@ def required_body(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _in_thread_if_large(size: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function, in another thread if `size` is large, so that the other clients need not wait.
+    """Call a function. If `size` is large, call it in another thread, so that the other clients need not wait.
 
-    Small arguments are faster here: a change of threads waits until the model's thread releases the interpreter.
+    For small arguments, another thread would be slower: it waits until the model's thread releases the interpreter.
     """
     return function(*arguments) if size < AT_ONCE_BYTES else await run_in_threadpool(function, *arguments)
 
@@ -170,7 +168,7 @@ async def _unless_disconnected(request: Request, ticket: Ticket) -> list[Any]:
         results.cancel()
 
 
-#: the answer to a request, by the error that its handling has raised; after ClientDisconnect nobody receives it
+#: the answer for each type of error in a route; nobody receives the answer to ClientDisconnect
 _ERRORS: dict[type[Exception], Callable[[Any], Response]] = {
     RequestError: RequestError.response,
     HTTPException: lambda error: RequestError(error.status_code, str(error.detail), headers=error.headers).response(),

@@ -1,4 +1,4 @@
-"""The parsing of JSON requests and the encoding of JSON answers, for both roles."""
+"""Parses JSON requests and encodes JSON answers, for both roles."""
 
 from typing import Any, TypeVar
 
@@ -11,10 +11,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_json(content: bytes, kind: type[Body], named: int = 2) -> Body:
-    """Raises RequestError for a body that is not of this kind.
-
-    named: the number of levels of a wrong field's path that the error names.
-    """
+    """Raises RequestError for an invalid body. named: how many levels of the invalid field's path the error names."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:

@@ -1,8 +1,8 @@
 """The connections of a server: uvicorn's HTTP/1.1, with limits, so that idle clients do not block others.
 
-A connection is waiting until it has received the complete header of a request; it may wait for `HEADER_SECONDS`. If
-there are too many connections, the one that has waited longest is closed. `Room` limits the connections that have a
-request, so that a new connection is always accepted, and `/healthz` is always answered.
+A connection waits until it has received the complete header of a request, for at most `HEADER_SECONDS`. If there are
+too many connections, the server closes the one that has waited longest. `Room` limits how many connections have a
+request at a time, so that the server always accepts a new connection and always answers `/healthz`.
 """
 
 import asyncio
@@ -17,19 +17,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stillhouse.serving.server.request_errors import RequestError
 
-#: the only route without a token and without a limit, for the probes of an orchestrator
+#: routes that need no bearer token and are never refused by `Room`, for the probes of an orchestrator
 OPEN_PATHS = ("/healthz",)
-#: the most seconds that a connection waits for the header of a request, or, after an answer, for more of a body
+#: seconds that a connection waits for the header of a request, or for more of a body after the answer was sent
 HEADER_SECONDS = 10.0
-#: the most bytes that a client may send after its answer, and the most seconds: a client that sends its full body
-#: before it reads still gets the answer
+#: limits for a body that still arrives after the answer was sent: a client that sends its full body before it reads
+#: must get the answer, too
 LATE_BYTES, LATE_SECONDS = 128 * 2**20, 120.0
-#: the most connections at a time, and how many of them must be free of requests
+#: the most connections at a time, and how many of them must have no request
 CONNECTIONS, SPARE = 2048, 64
 
 
 def most_connections() -> int:
-    """The most connections at a time. Each needs a file descriptor, and the model's libraries need some, too."""
+    """The most connections at a time. Each connection needs a file descriptor; the model's libraries need others."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_bounded = descriptors != resource.RLIM_INFINITY
     return max(2 * SPARE, min(CONNECTIONS, descriptors // 2)) if is_bounded else CONNECTIONS
@@ -88,7 +88,7 @@ class Connection(H11Protocol):
             self._late_bytes_before = self._late_bytes
             self._timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
             return
-        self.transport.close()  # it closes after it has sent the rest of the last answer, if the client reads that
+        self.transport.close()  # sends the rest of the last answer first; `abort` ends it if the client does not read
         self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
     def _end_to_wait(self) -> None:
@@ -98,7 +98,7 @@ class Connection(H11Protocol):
 
 
 class Room:
-    """Answers 503 if fewer than `SPARE` connections would be without a request; not for `OPEN_PATHS`."""
+    """Answers 503 if fewer than `SPARE` connections would remain without a request. Always admits `OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp):
         self._app, self._requests = app, 0

@@ -1,6 +1,6 @@
-"""The middleware before every route: the bearer token, the limits of bodies, and clients that have disconnected.
+"""What every route shares: the bearer token, limits of request bodies, and clients that disconnect or do not read.
 
-The middleware is plain ASGI, so that a request without the token is refused before any of its body is read.
+The middleware is plain ASGI, so that it refuses a request without the token before it reads any of the body.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stillhouse.serving.server.connection import OPEN_PATHS
 from stillhouse.serving.server.request_errors import RequestError, busy
 
-#: the most seconds in which a client must send a body, and must read each piece of an answer
+#: seconds that a client has for sending a body, and for reading each piece of an answer
 BODY_SECONDS, SEND_SECONDS = 120.0, 120.0
 _PIECE = 2**20
 
@@ -47,8 +47,8 @@ class _UnreadError(Exception):
 
 
 class AnsweredByProtocol:
-    """The outermost layer: drops answers that cannot be sent. uvicorn itself answers invalid HTTP, even after a route
-    has begun, whose answer then fails. If a client does not read its answer, its connection is closed.
+    """The outermost layer, which drops answers that cannot be sent. uvicorn itself answers invalid HTTP; if a route
+    has begun to answer before, the route's answer fails. The connection of a client that does not read is closed.
     """
 
     def __init__(self, app: ASGIApp):
@@ -92,7 +92,7 @@ class Counted:
 
 
 class Bodies:
-    """Reads bodies, each of at most its own limit, and all bodies in memory together of at most `total` bytes."""
+    """Reads request bodies. Each body has its own limit; all bodies in memory have at most `total` bytes together."""
 
     def __init__(self, total: int):
         self._total, self._held = total, 0
@@ -152,7 +152,7 @@ class Answer(Response):
 
 
 async def until_disconnected(request: Request) -> None:
-    """Return when the client has closed its connection. The request's body must have been read before."""
+    """Return when the client has closed its connection. The caller must have read the request's body before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -166,8 +166,8 @@ def _too_large(limit: int, scope: Scope) -> RequestError:
 
 
 def _unread(scope: Scope) -> dict[str, str]:
-    """Headers of an answer that is sent before the request's body has arrived. The connection stays open, and the
-    rest of the body is read and discarded (see `connection.py`): otherwise a client that sends its full body first
-    would get a connection reset and no answer. If a client waits for `100 Continue`, its connection is closed.
+    """Headers of an answer that is sent before the request's body was read. The connection stays open, and the server
+    discards the rest of the body (see `connection.py`). Otherwise a client that sends its full body first would get a
+    connection reset and no answer. If a client waits for `100 Continue`, its connection is closed.
     """
     return {"Connection": "close"} if any(name == b"expect" for name, _ in scope["headers"]) else {}

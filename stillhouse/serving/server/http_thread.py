@@ -18,7 +18,7 @@ BACKLOG = 2048
 
 
 class HttpThread:
-    """uvicorn in a separate thread, where it installs no signal handlers; the main thread ends it.
+    """Runs uvicorn in a separate thread, where uvicorn installs no signal handlers. The main thread calls `end`.
 
     Raises OSError if another process has begun to listen on the address.
     """
@@ -80,7 +80,7 @@ def _is_loopback(host: str) -> bool:
 
 def bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol is named; without TCP_NODELAY, each answer waits 40 ms for an ACK
+    # asyncio sets TCP_NODELAY only on a socket with IPPROTO_TCP; without TCP_NODELAY, answers wait 40 ms for an ACK
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -92,7 +92,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def _listen(bound_socket: socket.socket) -> None:
-    """Two processes can bind one port while neither listens on it; the error of the second one is raised here."""
+    """Two processes can bind the same port while neither listens on it. The second one to listen gets OSError."""
     try:
         bound_socket.listen(BACKLOG)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The limits of requests. A request that exceeds one is refused before it reaches the model."""
+"""Limits on the size of requests. A request that exceeds a limit is refused before it reaches the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from stillhouse.serving.wire import JSON, SAFETENSORS
 from stillhouse.signals.scorer import ScoreRequest
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: the signals of a server with one process, and under tensor parallelism: "sampled" needs the full vocabulary
+#: signals that one process can compute, and those under tensor parallelism ("sampled" needs the full vocabulary)
 SIGNALS = ("hidden", "top_k", "chosen", "sampled")
 SIGNALS_OF_SHARDS = ("hidden", "top_k", "chosen")
 MIB = 2**20
@@ -20,9 +20,9 @@ MIB = 2**20
 class Limits:
     """The largest values of a client's request.
 
-    vocabulary: the rows of the teacher's head. max_tokens: tokens of a sequence.
-    max_request_tokens, max_sequences: tokens and sequences of a request. max_top_k: ids per token.
-    json_bytes, binary_bytes: bytes of a body. bodies_bytes: bytes of all bodies in memory at a time.
+    vocabulary: rows of the model's head. max_tokens: tokens per sequence.
+    max_request_tokens, max_sequences: tokens and sequences per request. max_top_k: ids per token.
+    json_bytes, binary_bytes: bytes of one body. bodies_bytes: bytes of all bodies that are in memory at a time.
     """
 
     vocabulary: int
@@ -46,7 +46,7 @@ class Limits:
         return min(self.max_top_k, self.vocabulary)
 
     def parts(self, signal: SignalSpec, documents: Sequence[DocumentRows]) -> list[ScoreRequest]:
-        """The parts of a request for a signal. Raises RequestError if the request exceeds a limit."""
+        """Split a score request into one part per document. Raises RequestError if it exceeds a limit."""
         if signal.kind not in self.signals:
             raise refused(f"signal '{signal.kind}': this server has {', '.join(self.signals)}", "signal")
         if signal.top_k is not None and signal.top_k > self.most_ids:
@@ -64,7 +64,7 @@ class Limits:
             raise refused(f"{documents} sequences: expected at most {self.max_sequences} per request", param)
 
     def check_documents(self, documents: Sequence[Sequence[int] | np.ndarray], param: str) -> None:
-        """Raise RequestError for too many documents, documents that are too long, and ids beyond the vocabulary."""
+        """Raise RequestError for too many documents or tokens, an empty document, or an id outside the vocabulary."""
         self.check_count(len(documents), param)
         total = sum(map(len, documents))
         if total > self.max_request_tokens:

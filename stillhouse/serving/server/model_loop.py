@@ -1,4 +1,4 @@
-"""The main thread of a server: takes batches from the queue and runs the model until the server ends."""
+"""The main thread of a server. It takes batches from the queue and runs the model until the server ends."""
 
 import gc
 import sys
@@ -17,17 +17,17 @@ from stillhouse.serving.server.http_thread import LAST_SECONDS, HttpThread
 from stillhouse.serving.server.request_errors import RequestError
 from stillhouse.serving.server.request_queue import Item
 
-#: seconds between two checks of the main thread for SIGTERM and the like
+#: the most seconds between two checks whether the server has to end, while no request arrives
 LOOK_SECONDS = 0.1
-#: the server ends after this many failed batches in a row; batches that failed for lack of memory do not count
+#: the server ends after so many failed batches in a row. Batches that failed for lack of memory do not count
 MAX_FAILURES = 3
-#: the seconds after which a thread must release the interpreter to another one. Python's default of 5 ms would be
-#: added to each request several times, because the model's thread rarely releases it earlier
+#: seconds after which a thread must release the interpreter to another thread. The model's thread rarely releases it
+#: earlier, so that Python's default of 5 ms would delay each request several times
 SWITCH_SECONDS = 0.0005
 
 
 def is_ending(stop: threading.Event | None) -> bool:
-    """Whether the process has got SIGTERM or the like, or `stop` is set."""
+    """Whether the process has received a signal to end (such as SIGTERM), or `stop` is set."""
     return bool(requested()) or (stop is not None and stop.is_set())
 
 
@@ -44,7 +44,7 @@ class ModelLoop:
             while True:
                 is_last = queue.is_draining
                 if is_last:
-                    queue.drain()  # a request that was accepted before this line is in the queue
+                    queue.drain()  # no request enters the queue after this line: if it is empty below, all are done
                 if not self._server.is_alive:
                     raise RuntimeError("the HTTP thread has ended")
                 self._role.between_batches()
@@ -65,9 +65,9 @@ class ModelLoop:
         try:
             outcomes = self._role.compute(parts)
         except RuntimeError as error:
-            # If the error concerns only this batch, such as a lack of memory, only its requests fail. After several
-            # such batches in a row the server ends, because the GPU may be lost. With several ranks it ends at once,
-            # because other ranks may still be in the forward pass that has failed here.
+            # Only the requests of this batch fail. After several failed batches in a row the server ends, because
+            # the GPU may be lost. With several ranks the server ends at once, because other ranks may still be in the
+            # forward pass that has failed here.
             self._metrics.failed_batch()
             is_memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
             problem = (

@@ -1,4 +1,4 @@
-"""Errors that a client gets, in the format of the OpenAI API as vLLM implements it."""
+"""Errors that the server sends to clients, in the format of the OpenAI API as vLLM implements it."""
 
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -12,7 +12,7 @@ ENDING = "the server is about to end"
 
 
 class RequestError(Exception):
-    """An error that is the answer to a request. param: the wrong field, if the error is about one field."""
+    """An error that is sent as the answer to a request. param: the invalid field, if the error concerns one field."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -21,7 +21,7 @@ class RequestError(Exception):
         self.status, self.message, self.param, self.headers = status, message, param, headers
 
     def response(self) -> JSONResponse:
-        """The answer. The message is shortened and escaped, because it may quote the request."""
+        """The HTTP response. The message is shortened and escaped, because it may quote the request."""
         error = {
             "message": brief(self.message),
             "type": error_type(self.status),
@@ -37,12 +37,12 @@ def error_type(status: int) -> str:
 
 
 def refused(message: str, param: str | None = None) -> RequestError:
-    """The error for an invalid request. param: the wrong field."""
+    """The error for an invalid request. param: the invalid field."""
     return RequestError(HTTPStatus.BAD_REQUEST, message, param=param)
 
 
 def busy(message: str, seconds: int = 1, headers: Mapping[str, str] | None = None) -> RequestError:
-    """The error for a server without room. seconds: the time until the client may try again."""
+    """The error of a server that is at one of its limits. seconds: when the client may try again."""
     return RequestError(
         HTTPStatus.TOO_MANY_REQUESTS, message, headers={"Retry-After": str(seconds), **(headers or {})}
     )

@@ -2,8 +2,8 @@
 
 A request has one or more parts: documents to score, or a completion to generate. The model's thread takes parts from
 the front of the queue until the token budget of a batch is used. So a large request can take several batches, and
-small requests can share a batch. A request's tokens count towards the queue's limit from its acceptance until its
-answer has been sent, so that answers to slow readers are bounded, too.
+small requests can share a batch. A request's tokens count towards the queue's limit until its answer has been sent.
+So the limit also bounds the answers that wait in memory for clients that read slowly.
 """
 
 import threading
@@ -18,7 +18,7 @@ from stillhouse.serving.server.request_errors import ENDING, RequestError, busy
 
 
 class Part(Protocol):
-    """A part of a request, which the model computes in one batch. tokens: the tokens that it takes in the batch."""
+    """A part of a request, which the model computes in one batch. tokens: what it takes of the batch's budget."""
 
     @property
     def tokens(self) -> int: ...
@@ -38,9 +38,7 @@ class Ticket:
         """Record the model's result for one part."""
         self._by_number[number] = result
         if len(self._by_number) == len(self.parts):
-            with suppress(
-                InvalidStateError
-            ):  # the request has failed, or was cancelled because the client has disconnected
+            with suppress(InvalidStateError):  # the request has failed, or the client has disconnected
                 self.results.set_result([self._by_number[at] for at in range(len(self.parts))])
 
     def fail(self, error: RequestError) -> None:
@@ -49,7 +47,7 @@ class Ticket:
             self.results.set_exception(error)
 
 
-#: a part of a request: the request and the part's number in it
+#: a part of a request: the request, and the number of the part in the request
 Item = tuple[Ticket, int]
 
 
@@ -57,8 +55,8 @@ class RequestQueue:
     """Requests that wait for the model. All methods may be called from any thread.
 
     batch_tokens: the most tokens of a batch; a document that has more is a batch by itself. queue_tokens: the most
-    tokens of all requests that are accepted and not answered completely. ends: whether the server has to end; called
-    for each request, because the model's thread, which calls `drain`, may be busy with a batch for minutes.
+    tokens of all requests that are accepted and not answered completely. ends: returns whether the server has to end.
+    It is called for each request, because the model's thread may compute a batch for minutes before it calls `drain`.
     """
 
     def __init__(self, batch_tokens: int, queue_tokens: int, ends: Callable[[], object] = lambda: False):
@@ -87,9 +85,8 @@ class RequestQueue:
     def submit(self, parts: Sequence[Part]) -> Ticket:
         """Accept a request. The caller must `release` the ticket at the end.
 
-        Raises RequestError if the queue is full, or if the server is ending and accepts no more requests.
-
-        An empty queue accepts a request of any size.
+        Raises RequestError if the queue is full, or if the server is ending. An empty queue accepts a request of any
+        size.
         """
         ticket = Ticket(parts)
         with self._changed:
@@ -108,7 +105,7 @@ class RequestQueue:
         return ticket
 
     def release(self, ticket: Ticket) -> None:
-        """End a request: its answer was sent, or the client has disconnected. Parts not yet computed are dropped."""
+        """End a request after its answer was sent or the client has disconnected. Drops parts not yet computed."""
         with self._changed:
             ticket.results.cancel()
             if not ticket.is_released:
@@ -117,7 +114,7 @@ class RequestQueue:
                 self._changed.notify_all()
 
     def next_batch(self, seconds: float) -> list[Item]:
-        """Take the parts for one batch from the queue; empty if none has come after `seconds`."""
+        """Take the parts for one batch from the queue. The list is empty if no part arrives within `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self._items, timeout=seconds)
             batch: list[Item] = []
@@ -133,7 +130,7 @@ class RequestQueue:
             return batch
 
     def record_speed(self, tokens: int, seconds: float) -> None:
-        """Record the speed of a batch, from which `busy` errors estimate the time until there is room."""
+        """Record the speed of a batch. The error of a full queue uses it to estimate when there is room again."""
         speed = tokens / max(seconds, 1e-6)
         self._tokens_per_second = 0.8 * self._tokens_per_second + 0.2 * speed if self._tokens_per_second else speed
 
@@ -149,7 +146,7 @@ class RequestQueue:
             return self._changed.wait_for(lambda: not self._held, timeout=seconds)
 
     def fail_all(self, error: RequestError) -> None:
-        """Answer every request that has a waiting part with the error."""
+        """Make the error the answer of every request that has a waiting part."""
         with self._changed:
             for ticket, _ in self._items:
                 ticket.fail(error)

@@ -43,7 +43,7 @@ class Role(Protocol):
         """Called after the last batch."""
 
     def follow(self) -> None:
-        """On all processes but the first: compute the same batches as the first process until that process ends."""
+        """Called on all processes except the first: compute the first process's batches until that process ends."""
 
     def description(self) -> list[str]:
         """Lines for the log that describe the served model."""
@@ -51,11 +51,11 @@ class Role(Protocol):
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The served model, and the options of loading it.
+    """The name of the served model, and the options for loading it.
 
-    name: a folder or a hub id. dtype: "auto" is the saved dtype. device: "auto" is a GPU if there is one.
+    name: a folder or a hub id. dtype: "auto" is the saved dtype. device: "auto" is a GPU if the machine has one.
     attention: transformers' attn_implementation. revision: the revision of a hub id.
-    quantize: "int8" or "nf4" (see `quantized.py`), for a single process; None: no quantization at load.
+    quantize: "int8" or "nf4" (see `quantized.py`), only for a single process; None: load the model unquantized.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ModelOptions:
     quantize: str | None = None
 
     def load(self, source: str, device: torch.device, what: str) -> Decoder:
-        """Load a folder's model into this process, frozen. Raises ValueError if the model is damaged."""
+        """Load the model of the folder `source`, frozen. Raises ValueError, naming `what`, if it is damaged."""
         decoder = Decoder.from_pretrained(
             source, dtype=self.dtype, attention=self.attention, device=device, quantize=self.quantize
         )
@@ -88,7 +88,7 @@ def model_info(name: str, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) 
 
 
 def longest_sequence(decoder: Decoder, batch_tokens: int) -> int:
-    """The most tokens of a sequence: the smaller one of the model's positions and `batch_tokens`."""
+    """The most tokens of a sequence: the smaller of the model's number of positions and `batch_tokens`."""
     reach = model_parts.max_positions(decoder.config)
     longest = batch_tokens if reach is None else min(int(reach), batch_tokens)
     check_document_length(decoder.pretrained, longest, "teacher")

@@ -42,14 +42,14 @@ def serve(
     max_top_k: int = 256,
     stop: threading.Event | None = None,
 ) -> None:
-    """Serve a model until SIGTERM or the like (see `preemption.handling`), or until `stop` is set.
+    """Serve a model until a signal to end, such as SIGTERM (see `preemption.handling`), or until `stop` is set.
 
     model: a folder or a hub id. dtype, device, attention, revision, quantize: see `ModelOptions`.
     generate: True: generate completions; False: compute a teacher's signals.
-    port: 0: a free port.
+    port: 0 means any free port.
     token: the bearer token of all routes except /healthz. An address other than loopback needs a token, unless
         require_token is False.
-    batch_tokens: the most tokens of a batch, and so of a sequence.
+    batch_tokens: the most tokens of a batch, and therefore of a sequence.
     queue_tokens: the most tokens of all accepted requests; None: 16 · batch_tokens.
     max_top_k: the most ids per token of a signal.
 

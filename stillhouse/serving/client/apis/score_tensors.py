@@ -1,7 +1,4 @@
-"""The tensors of a signal from the numbers in an engine's answer.
-
-N rows of a document, K ids per row.
-"""
+"""Makes the tensors of a signal from the numbers in an engine's answer. N rows of a document, K ids per row."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,10 +13,10 @@ from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 def top_k_tensors(
     entries: Sequence[Mapping[int, float]], document: DocumentRows, spec: SignalSpec, path: str
 ) -> dict[str, Tensor]:
-    """Make the tensors of "top_k" from an engine's log-probabilities at each token; the tail is computed from them.
+    """Make the tensors of "top_k" from an engine's log-probabilities. The tail is computed from them.
 
-    entries: for each token t, top ids and their log-probabilities: the distribution of row t − 1. Token t itself may
-        be added to the top ids.
+    entries: entry t has the top ids in place of token t and their log-probabilities, as row t − 1 predicts them.
+        Engines add token t itself if it is not among the top ids.
     path: the path of the request, for messages.
 
     Raises ValueError unless every entry has the document's token, and K ids with log-probabilities.
@@ -34,7 +31,7 @@ def top_k_tensors(
         if next_token not in log_probs:
             raise ValueError(f"row {row} lacks token {next_token}, which follows it: the rows are shifted")
         if len(log_probs) == spec.top_k + 1:
-            del log_probs[next_token]  # it was added, because it is not among the top ids
+            del log_probs[next_token]  # the engine added it, because it is not among the top ids
         if len(log_probs) != spec.top_k:
             raise ValueError(f"row {number} has {len(log_probs)} ids: expected the top {spec.top_k}")
         ranked = sorted(log_probs.items(), key=lambda pair: -pair[1])
@@ -45,8 +42,8 @@ def top_k_tensors(
 def id_tensors(ids_NK: np.ndarray, log_probs_NK: np.ndarray, spec: SignalSpec) -> dict[str, Tensor]:
     """Make the tensors of "top_k" or "chosen".
 
-    The mass outside the ids is 1 − Σp in float64, at least `TAIL_FLOOR`; its precision is that of the given numbers.
-    Raises ValueError for numbers that are no log-probabilities.
+    The probability outside the ids is 1 − Σp in float64, at least `TAIL_FLOOR`. Its precision is that of the engine's
+    numbers. Raises ValueError for numbers that are no log-probabilities.
     """
     mass_N = np.exp(log_probs_NK.astype(np.float64)).sum(1)
     if np.isnan(log_probs_NK).any() or (mass_N > 1 + 1e-3).any():
@@ -59,7 +56,7 @@ def id_tensors(ids_NK: np.ndarray, log_probs_NK: np.ndarray, spec: SignalSpec) -
 
 
 def next_tokens(document: DocumentRows) -> Sequence[int]:
-    """The token after each row. Raises ValueError if the rows include the document's last, which no engine scores."""
+    """The token after each row. Raises ValueError if the document's last row is requested: no engine scores it."""
     following = document.tokens[document.rows.start + 1 : document.rows.stop + 1].tolist()
     if len(following) != len(document.rows):
         raise ValueError("the last row of a document has no next token: expected rows before it")

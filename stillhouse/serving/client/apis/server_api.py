@@ -1,4 +1,4 @@
-"""The interface to one kind of server: requests for signals and completions, and new weights."""
+"""The interface to one kind of server: it requests signals and completions, and loads new weights."""
 
 import json
 import pkgutil
@@ -29,7 +29,7 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 class NeedsModelError(ValueError):
-    """A server does not offer the teacher's files that the run needs, so the run must have the model itself."""
+    """A server does not offer the teacher's files that the run needs, so the user must give the run the model."""
 
 
 class UnknownTokenizerError(ValueError):
@@ -64,7 +64,7 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens [start, end) of a completion, and the label of the weights that generated them; None: unknown."""
+    """The tokens [start, end) of a completion. label: of the weights that generated them; None: unknown."""
 
     label: str | None
     start: int
@@ -75,8 +75,8 @@ class Span:
 class Published:
     """A version of the student in a folder.
 
-    label: the name of the version in the servers' answers. manifest: the sha256 of the folder's manifest, which has
-    the hashes of all its files.
+    label: the name of the version in the servers' answers. manifest: the sha256 of the folder's manifest, which lists
+    the hashes of the folder's files.
     """
 
     version: int
@@ -97,16 +97,16 @@ class Answer:
     stop: str | None = None
 
     def completion(self, versions_N: np.ndarray) -> Completion:
-        """The completion with the version of each token. Raises ValueError as `Completion` does."""
+        """versions_N: the version of each token. Raises ValueError as `Completion` does."""
         log_probs_N = np.array(self.log_probs, np.float32)
         return Completion(np.array(self.ids, np.int32), log_probs_N, versions_N, self.finish)
 
 
 class ServerApi(Protocol):
-    """The requests and answers of one kind of server. It may lack the methods for what these servers cannot do.
+    """The requests and answers of one kind of server. A subclass may lack methods for what its servers cannot do.
 
     path: the path of requests for completions.
-    marks_tokens: whether an answer has a label for each token, and not only one label for the completion.
+    marks_tokens: whether an answer has the label of each token, or only one label for the completion.
     is_tied: whether the student's head is tied to its embedding and the server gets full models, not adapters.
     """
 
@@ -129,12 +129,12 @@ class ServerApi(Protocol):
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]
     ) -> list[Call[Scores]]:
-        """The requests for the signals of documents. Each request has one document, or several consecutive ones."""
+        """The requests for the signals of documents. Each request has one or more consecutive documents."""
 
     # completions
 
     def model_name(self, ask: Ask) -> str | None:
-        """The name of the server's model; None if requests need no name. Raises ValueError for an unusable server."""
+        """The model's name on the server; None if requests need no name. Raises ValueError for an unusable server."""
         return None
 
     def body(
@@ -149,10 +149,10 @@ class ServerApi(Protocol):
         """All log-probabilities that the answer has for the first token, in descending order."""
 
     def load_weights(self, ask: Ask, published: Published) -> bool:
-        """Load a published version on the server; tokens that it generates from then on have the version's label.
+        """Load a published version on the server. Tokens that it generates afterwards have the version's label.
 
-        May be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if the server cannot
-        load it; until a later call succeeds, the server generates no tokens, or only tokens with another label.
+        The call may be repeated. Returns False if the server was restarted meanwhile. Raises ServerError if it cannot
+        load the version. Until a later call succeeds, it generates no tokens, or tokens with another label.
         """
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
@@ -161,9 +161,8 @@ class ServerApi(Protocol):
     def tokenizer_difference(
         self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> str | None:
-        """The difference of the server's tokenizer from this one, by `text` or by a fingerprint; None if equal.
-
-        Raises UnknownTokenizerError if the server does not report its tokenizer.
+        """The difference between the server's tokenizer and this one, in words; None if they are equal. The server
+        tokenizes `text`, or reports a fingerprint. Raises UnknownTokenizerError if it does not report its tokenizer.
         """
         others = enumerated([name for name, kind in SERVERS.items() if kind.tells_tokenizer], "or")
         raise UnknownTokenizerError(
@@ -183,13 +182,13 @@ class ServerApi(Protocol):
 
 
 def server_api(name: str, *, is_tied: bool = False) -> ServerApi:
-    """The API of a kind in `config/servers.py`."""
+    """The API of the servers that `config/servers.py` describes under this name."""
     api: ServerApi = pkgutil.resolve_name(f"{__package__}.{SERVERS[name].api}")(is_tied=is_tied)
     return api
 
 
 def described(kind: type[Parsed], ask: Ask, path: str, name: str) -> Parsed:
-    """Request a server's description at `path`. Raises ValueError unless the answer is that of a server `name`."""
+    """Request a server's description. Raises ValueError unless the answer has the form of the server `name`."""
     answer = ask(path, None)
     if answer.status_code != 200:
         raise ValueError(f"{answer.url} answers {answer.status_code}: expected 200, with the right token")
@@ -199,12 +198,12 @@ def described(kind: type[Parsed], ask: Ask, path: str, name: str) -> Parsed:
 def json_call(
     path: str, body: dict[str, Any], parse: Callable[[httpx2.Response], Scores], tokens: int, absent: str = ""
 ) -> Call[Scores]:
-    """A request with a JSON answer. absent: see `Call`."""
+    """A request with a JSON body. absent: see `Call`."""
     return Call(path, json.dumps(body).encode(), JSON, parse, tokens, absent)
 
 
 def parsed(kind: type[Parsed], content: str | bytes, what: str, hint: str = "") -> Parsed:
-    """Raises ValueError for JSON that is not of this kind; the message is one line: what, the first problem, hint."""
+    """Raises ValueError for JSON that is not of this kind, in one line with `what`, the first problem and `hint`."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:

@@ -1,13 +1,13 @@
-"""SGLang (0.5), for signals and for completions: `/generate`. This client follows SGLang's source code; no answers
-were recorded for its tests.
+"""The client of SGLang (0.5), for signals and for completions: `/generate`. This client follows SGLang's source code;
+its tests have no recorded answers of a server.
 
 Requests for signals have max_new_tokens=0. Hidden states are JSON lists, and need a server that was started with
 `--enable-return-hidden-states`. Log-probabilities of signals are at temperature 1, over the full vocabulary.
 
-`/update_weights_from_disk` loads weights. SGLang gives each completion one label, at its end. So an update first
-aborts the completions in progress. If a request was sent before the update and is answered after it, the answer is
-discarded and the request is sent again. Log-probabilities of completions are those after the temperature, over the
-full vocabulary, unless the server was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
+`/update_weights_from_disk` loads weights. SGLang gives a completion the label of the weights at its end only. So an
+update first aborts the completions in progress. If a request was sent before the update and is answered after it, the
+answer is discarded and the request is sent again. Log-probabilities of completions are those after the temperature,
+over the full vocabulary, unless the server was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from stillhouse.serving.client.apis.server_api import (
 from stillhouse.serving.client.pool import Ask, Call
 from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
-#: log-probability, id, text
+#: an entry has a log-probability, an id and a text
 _PromptEntry = tuple[float | None, int, Any]
 _Entry = tuple[float, int, str | None]
 

@@ -1,6 +1,6 @@
-"""The client of `stillhouse serve`: every kind of signal, with one safetensors body for several documents.
+"""The client of `stillhouse serve`. It requests every kind of signal; one request has several documents.
 
-With `--generate`, the server gives completions in vLLM's format, and loads a published folder in one request.
+A server with `--generate` gives completions in vLLM's format, and loads a published folder in one request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class _Info(BaseModel):
 
 
 class StillhouseApi(VllmApi):
-    """The server loads a version between two batches. So all tokens of a completion have one version."""
+    """The server loads a version between two batches, so that all tokens of a completion have the same version."""
 
     kind = SERVERS["stillhouse"]
 
@@ -98,7 +98,7 @@ def _scoring(info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence
 
 
 def _groups(documents: Sequence[DocumentRows], most_tokens: int) -> Iterator[list[DocumentRows]]:
-    """Groups of consecutive documents with at most `most_tokens` tokens in total; a longer document is one group."""
+    """Groups of consecutive documents with at most `most_tokens` tokens; a longer document is a group by itself."""
     group: list[DocumentRows] = []
     tokens = 0
     for document in documents:

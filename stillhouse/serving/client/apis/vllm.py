@@ -1,15 +1,15 @@
-"""A stock vLLM (0.30 or later), for signals and for completions.
+"""The client of a stock vLLM (0.30 or later), for signals and for completions.
 
 Signals: "hidden" comes from `/pooling`, "top_k" from `/v1/completions`, and "chosen" from `/inference/v1/generate`. A
 server is started either for pooling or for completions, so it gives either hidden states or log-probabilities. The
-hidden states are those after the last norm; the client applies the teacher's head to them, so they give the exact
-distribution at every temperature. Log-probabilities are always at temperature 1, over the full vocabulary. "chosen"
-needs vLLM 0.31 on a GPU, started with --enable-scale-out; that code follows vLLM's source, without a recorded answer.
+hidden states are those after the last norm. With the teacher's head they give the exact distribution at every
+temperature. Log-probabilities are always at temperature 1, over the full vocabulary. "chosen" needs vLLM 0.31 on a
+GPU, started with --enable-scale-out; its code follows vLLM's source, and its tests have no recorded answer.
 
 Completions come from `/inference/v1/generate`, and weights are loaded with vLLM's development routes. The server must
-be started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1; at temperatures other than 1, also with --logprobs-mode
-processed_logprobs. Each token of an answer has the label of the weights that generated it. For a student with an
-adapter, each version is a named adapter, and requests have its name as their model. The server then needs
+be started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1. At temperatures other than 1 it also needs
+--logprobs-mode processed_logprobs. Each token of an answer has the label of the weights that generated it. If the
+student has an adapter, each version is an adapter, whose name is the model in requests. The server then needs
 --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A completion in progress keeps its adapter.
 """
 
@@ -167,7 +167,7 @@ class VllmApi(ServerApi):
             "top_k": sampling.top_k,  # in vLLM, too, 0 means all tokens
             "min_p": sampling.min_p,
             "seed": seed % 2**63,
-            # one more than `top`, because the sampled token counts, too
+            # one more than `top`, because the sampled token also counts
             "logprobs": top + 1 if top else 0,
             # a completion ends only at these tokens, not at the end tokens of the server's own configuration
             "ignore_eos": True,
@@ -185,7 +185,7 @@ class VllmApi(ServerApi):
         if [token.token_id for token in tokens] != choice.token_ids:
             raise ValueError("the ids of the completion and of its log-probabilities differ")
         spans = [Span(span.version, span.start, span.end) for span in choice.weight_versions or []]
-        if kind == "adapter":  # the label is the model's name here; `weight_versions` names the base weights
+        if kind == "adapter":  # the label is the model's name, because `weight_versions` names the base weights
             spans = [Span(generated.model, 0, len(tokens))]
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         log_probs = [token.logprob for token in tokens]
@@ -202,12 +202,13 @@ class VllmApi(ServerApi):
             if answer.status_code != 200 and "already been loaded" not in answer.text:
                 require(answer, "loading the adapter", _LORA)
             return True
-        # Requests in progress wait. Tokens from half-updated weights would have a label that is never accepted.
+        # Requests in progress wait. A token from half-updated weights would have the label "…-loading", which the
+        # client never accepts.
         _succeed(ask, "/pause?mode=keep", {}, "status", "paused")
         _succeed(ask, "/update_weight_version", {"new_version": f"{published.label}-loading"}, "success", True)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(published.folder)}}
         require(ask("/collective_rpc", reload), "loading the weights", "the server stays paused")
-        # Discard the KV cache of the old weights; it is computed again for the requests in progress.
+        # Discard the KV cache of the old weights. vLLM computes it again for the requests in progress.
         _succeed(ask, "/reset_prefix_cache?reset_running_requests=true", {}, "success", True)
         _succeed(ask, "/update_weight_version", {"new_version": published.label}, "success", True)
         # A server that was restarted after loading the weights has its initial weights, and is not paused.
@@ -288,7 +289,7 @@ def _chosen_scores(info: ServerInfo, spec: SignalSpec, width: int, document: Doc
     ids_NK = document.ids_NK
     assert ids_NK is not None
     tokens = document.tokens[: document.rows.stop + 1].tolist()
-    next_tokens(document)  # raises ValueError for the document's last row, which this route does not score, either
+    next_tokens(document)  # raises ValueError for the document's last row, which this route does not score
     scored = {"prompt_logprob_start": document.rows.start, "prompt_logprob_token_ids": ids_NK.tolist()}
     body = {"token_ids": tokens, "sampling_params": {"max_tokens": 1, "temperature": 0.0, **scored}}
 
@@ -311,8 +312,8 @@ def _generated(response: httpx2.Response) -> _Generated:
 
 
 def _require_whole_updates(ask: Ask) -> None:
-    """Raise ValueError for a vLLM on a CPU. When it starts, it makes its own copy of a tied head; loading new weights
-    changes only the embedding and not the copy, so its log-probabilities belong to no version.
+    """Raise ValueError for a vLLM on a CPU. At its start it copies a tied head. New weights change the embedding and
+    not this copy, so that its log-probabilities would belong to no version.
     """
     answer = ask("/server_info?config_format=json", None)
     if answer.status_code == 404:

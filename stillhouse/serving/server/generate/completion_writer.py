@@ -88,7 +88,7 @@ class CompletionWriter:
 
 
 def load_writer(options: ModelOptions, batch_tokens: int) -> CompletionWriter:
-    """Raises ValueError if the model cannot be loaded, is damaged, or cannot generate."""
+    """Load a model in this process. Raises ValueError if it cannot be loaded, is damaged, or cannot generate."""
     device, source = choose_device(options.device), local_folder(options.name, options.revision)
     tokenizer = load_tokenizer(source)
     decoder = options.load(source, device, "model")

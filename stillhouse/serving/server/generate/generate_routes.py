@@ -19,7 +19,7 @@ from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 from stillhouse.serving.server.request_errors import ENDING, RequestError, busy, errors, refused
 from stillhouse.serving.wire import JSON, StrictBody
 
-#: the approximate bytes of an answer for each token
+#: the approximate size of an answer per token
 _TOKEN_BYTES = 64
 _WEIGHTS_BYTES = 16 * 1024
 

@@ -1,8 +1,8 @@
 """`POST /inference/v1/generate`: token ids in and out, in vLLM's format.
 
 A request has one prompt and gets one completion. Log-probabilities are those at the sampling temperature, over the
-full vocabulary (`--logprobs-mode processed_logprobs` of vLLM, but before top_p, top_k and min_p). A request with an
-unknown or unsupported field is refused.
+full vocabulary, before top_p, top_k and min_p. (vLLM's `--logprobs-mode processed_logprobs` gives those after them.)
+A request with an unknown or unsupported field is refused.
 """
 
 import secrets
@@ -22,7 +22,7 @@ from stillhouse.serving.server.request_errors import refused
 from stillhouse.serving.wire import FirstWrong, StrictBody, TokenId
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
-#: smaller temperatures, except 0, would overflow; vLLM raises them to this one, and this server refuses them
+#: temperatures between 0 and this one would overflow: vLLM replaces them by this one, and this server refuses them
 LOWEST_TEMPERATURE = 0.01
 
 
@@ -80,7 +80,7 @@ class VersionedCompletion:
 
 
 def part(body: GenerateBody, limits: Limits, eos_ids: Sequence[int]) -> GenerationPart:
-    """The part for the model. eos_ids: the model's end-of-sequence ids. Raises RequestError beyond the limits."""
+    """The part for the queue. eos_ids: the model's end-of-sequence ids. Raises RequestError beyond the limits."""
     options = body.sampling_params
     limits.check_documents([body.token_ids], "token_ids")
     tokens = len(body.token_ids) + options.max_tokens

@@ -1,8 +1,8 @@
 """New weights for a server that generates completions, read from a folder of published weights.
 
 An HTTP thread reads a version into host memory, and checks it against the folder's hashes and the model. The model's
-thread copies it into the model between two batches. So every completion has one version, and a folder has no effect
-if it is refused or changes later. Until the version is copied, the host memory has a second copy of the weights.
+thread copies it into the model between two batches. So all tokens of a completion have one version, and a folder that
+is refused or changes later has no effect. Until the copy, host memory holds the new weights in addition.
 """
 
 import threading
@@ -32,7 +32,7 @@ _HEADER_BYTES = 64 * 2**20
 
 
 class WeightUpdates:
-    """version: the label of the present weights. All methods but `apply` and `close` may be called in any thread."""
+    """version: the label of the current weights. Only the model's thread may call `apply` and `close`."""
 
     def __init__(self, decoder: Decoder):
         self.version = FIRST_VERSION
@@ -44,7 +44,7 @@ class WeightUpdates:
         self._closed = False
 
     def read(self, folder: Path, manifest: str | None = None) -> dict[str, Tensor]:
-        """Read the weights of a folder, by their names in the model. manifest: the sha256 of the folder's manifest.
+        """Read the weights of a folder, by their names in the model. manifest: the manifest's expected sha256.
 
         Raises ValueError unless the folder is complete and has this manifest, each tensor fits the model, and all
         values are finite.
@@ -125,7 +125,7 @@ class WeightUpdates:
                 raise ValueError(f"{shown}: '{escaped(name)}' has values that are NaN or infinite: expected a model")
 
     def _by_model_names(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors by their names in the model. The model has one stacked tensor for the experts of a layer."""
+        """The tensors by their names in the model, which stacks the experts of a layer in one tensor."""
         renamed = {}
         for name, value in self._decoder.state_dict().items():
             renamed[name] = self._tensor(name, len(value) if value.dim() else 1, stored)

@@ -1,8 +1,8 @@
 """Broadcasts each batch from rank 0, which handles HTTP, to the other tensor-parallel ranks.
 
 A batch is sent as the bytes of one safetensors file: its documents as tensors, and their options as JSON in the
-header. So received bytes cannot run code. A length is sent before each batch. Two special values mean that there is
-no batch yet (so that the collective does not time out), and that the server ends.
+header. So received bytes cannot run code. The number of bytes is sent before each batch. Two special values of it
+mean that there is no batch yet (sent so that the collective does not time out), and that the server ends.
 """
 
 import json
@@ -28,7 +28,7 @@ _NOTHING, _END = 0, -1
 
 
 class BatchBroadcast:
-    """Broadcasts batches to the ranks that compute the same batches. A single process sends nothing."""
+    """Broadcasts batches over the tensor-parallel ranks. A single process sends nothing."""
 
     def __init__(self, mesh: Mesh):
         self.ranks, self._device = mesh.ranks, mesh.device
@@ -54,7 +54,7 @@ class BatchBroadcast:
         self._broadcast(torch.tensor([_END]))
 
     def follow(self, scorer: Scorer) -> None:
-        """On the other ranks: compute the batches that rank 0 broadcasts, until `_END`."""
+        """Called on all ranks except 0: compute the batches that rank 0 broadcasts, until `_END`."""
         while (length := int(self._broadcast(torch.zeros(1, dtype=torch.int64)))) != _END:
             if length != _NOTHING:
                 content = self._broadcast(torch.zeros(length, dtype=torch.uint8))

@@ -1,8 +1,8 @@
 """`POST /v1/completions` of the OpenAI API, with vLLM's `prompt_logprobs`.
 
-A teacher scores text and does not generate it. So `max_tokens` is 0 or 1, and the one token of an answer is the most
-probable one at any temperature. As in vLLM, prompt log-probabilities are those at temperature 1. A request with an
-unknown or unsupported field is refused.
+A teacher scores text and does not generate it. So `max_tokens` is 0 or 1, and the only token of an answer is the most
+probable token, whatever the temperature. As in vLLM, prompt log-probabilities are those at temperature 1. A request
+with an unknown or unsupported field is refused.
 """
 
 import time
@@ -50,7 +50,7 @@ class CompletionBody(StrictBody):
 
 
 def parse(content: bytes) -> CompletionBody:
-    """Raises RequestError for a body that is no valid request."""
+    """Raises RequestError for an invalid body."""
     body = parse_json(content, CompletionBody, named=1)
     if body.max_tokens not in (0, 1):
         raise refused(
@@ -63,7 +63,7 @@ def parse(content: bytes) -> CompletionBody:
 
 
 def parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[ScoreRequest]:
-    """The parts of a request, one per prompt. Raises RequestError if the request exceeds a limit."""
+    """The parts of a request, one for each prompt. Raises RequestError if the request exceeds a limit."""
     most = limits.most_ids
     for name, count in (("prompt_logprobs", body.prompt_logprobs), ("logprobs", body.logprobs)):
         if count is not None and count > most:
@@ -95,7 +95,7 @@ def answer(
     tokenizer: PreTrainedTokenizerBase,
     results: Sequence[dict[str, Tensor]],
 ) -> bytes:
-    """The answer to a request. results: the tensors of each part."""
+    """The answer as JSON. results: the tensors of each part."""
     choices = [
         _choice(index, body, part, tensors, tokenizer)
         for index, (part, tensors) in enumerate(zip(parts, results, strict=True))
@@ -159,7 +159,7 @@ def _choice(
 def _prompt_logprobs(
     count: int | None, tokens: Sequence[int], tensors: dict[str, Tensor]
 ) -> list[dict[str, dict[str, Any]] | None] | None:
-    """For each token of the prompt: its entry, then those of the top ids. None for the first: no row predicts it."""
+    """For each prompt token, the entries of the token and of the top ids. None for the first: no row predicts it."""
     if count is None:
         return None
     entries: list[dict[str, dict[str, Any]] | None] = [None]

@@ -20,7 +20,7 @@ _BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 
 
 def add_file_routes(application: Application, folder: Path) -> None:
-    """folder: the folder with the files that clients can get; `files` of `GET /v1/info` has the files' names."""
+    """folder: the folder of the files that clients can download."""
     names = application.role.info["files"]
 
     @application.api.get("/v1/head", responses=_file("the teacher's output head, as a safetensors file"))
@@ -38,7 +38,7 @@ def add_file_routes(application: Application, folder: Path) -> None:
 
 
 def add_signal_routes(application: Application, tokenizer: PreTrainedTokenizerBase, identity: str) -> None:
-    """identity: the hash of the teacher, which is in each answer of `POST /v1/score`."""
+    """identity: the hash of the teacher's weights, which each answer of `POST /v1/score` contains."""
     role, limits = application.role, application.role.limits
 
     @application.operation(

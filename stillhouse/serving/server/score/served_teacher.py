@@ -1,4 +1,4 @@
-"""The teacher of a server: the model over the ranks of the job, the files for clients, and the identity."""
+"""The teacher of a server: the model, sharded over the ranks of the job, and the files that clients download."""
 
 import hashlib
 from collections.abc import Sequence
@@ -42,8 +42,7 @@ RANK_SECONDS = 600.0
 class ServedTeacher:
     """A loaded teacher (a `Role`).
 
-    folder: the folder with the files for clients (configuration, tokenizer, output head). identity: the hash of the
-    teacher's weights.
+    folder: the files that clients download (configuration, tokenizer, head). identity: the hash of the weights.
     """
 
     name: str
@@ -88,7 +87,7 @@ class ServedTeacher:
 def load_teacher(
     options: ModelOptions, folder: Path, batch_tokens: int, queue_tokens: int, max_top_k: int
 ) -> ServedTeacher:
-    """Load a model over all processes that torchrun started, and write the files for clients to `folder`.
+    """Load a model, sharded over all processes of torchrun, and write the files for clients to `folder`.
 
     folder: an empty folder; only the first process writes to it. Raises ValueError if the model cannot be loaded, is
     damaged, or cannot be sharded over this number of processes.
