@@ -1,26 +1,29 @@
 """Signals of a teacher with another tokenizer, translated to the student's tokens: approximations.
 
-The teacher reads the same text in its own tokens. Another store gives its top-k ids and the log-probability of each
-token of the text. This module makes one of two signals for the student's rows from them (`SpanSignal`, `SortedTopK`):
+The teacher reads the same text in its own tokens. A `LocalModelStore` gives its top-k ids and the log-probability of
+each token of the text. This module converts them to one of two signals for the student's rows:
 
-    gold   GOLD's merged probabilities, as one top-k signal over the student's ids
-    uld    the sorted probabilities at rows where both tokenizers begin a span (arXiv 2402.12030)
+    gold   `SpanSignal`: GOLD's merged probabilities, as one top-k signal over the student's ids
+    uld    `SortedTopK`: the sorted probabilities at rows that predict the first token of a span (arXiv 2402.12030)
 
-With gold, a span has student tokens y_0 … y_k and teacher tokens x_0 … x_l. At the row that predicts y_0, the
-teacher's text continues with one of these disjoint events. The probability of each counts for one student token:
+A span is a piece of text between two positions at which both tokenizers have a token border (`alignment.py`). Let its
+student tokens be y_0 … y_k and its teacher tokens x_0 … x_l. With gold, at the row that predicts y_0, the teacher
+distinguishes these disjoint events. The probability of each event is given to a student token:
 
-    x_0 and then x_1 … x_l             y_0; its probability is P = Π_j p(x_j)
-    x_0 and then something else        the student's token for the bytes of x_0; p(x_0) − P
-    one of the other top-k ids         the student's token for its bytes
-    any other id                       the tail
+    event                              student token, probability
+    x_0, followed by x_1 … x_l         y_0; P = Π_j p(x_j)
+    x_0, followed by other tokens      the student's token for the bytes of x_0; p(x_0) − P
+    another top-k id x                 the student's token for the bytes of x; p(x)
+    an id outside the top-k            the tail
 
-The student's token for some bytes is the token with exactly these bytes. If there is none, it is the first token that
-the student's tokenizer makes of them within a text, because a text with these bytes most likely begins with it. Where
-the student's tokenizer puts a space before a text, the first token with that space is used (▁the). If the bytes are
-no complete characters and no token has them, the probability counts for the tail. Probabilities for the same token
-are added; the probabilities of all outcomes sum to 1.
+The student's token for some bytes is the token with exactly these bytes. If there is no such token, the student's
+tokenizer tokenizes the bytes as the middle of a text, and the first token is used. Where the student's tokenizer puts
+a space before a text, the first token includes this space (▁the). If the bytes are not complete characters and no
+token has them, their probability is added to the tail. Probabilities of the same token are added, so the
+probabilities of all outcomes sum to 1.
 
-N rows of a document, R rows of the teacher, K ids of the teacher per row, B = K + 2 outcomes (K ids, y_0, x_0).
+N rows of a document, R rows of the teacher, K ids of the teacher per row, B = K + 2 outcomes (K ids, y_0, x_0),
+S spans.
 """
 
 import hashlib
@@ -47,13 +50,14 @@ Method = Literal["gold", "uld"]
 
 @dataclass(frozen=True)
 class AlignedSpec(SignalSpec):
-    """The signal for every row of the student, from a teacher that gives top_k = K ids.
+    """The signal for every row of the student, from a teacher that gives top_k = K ids. Its tensors are:
 
-    ids            [N, B] int32       with gold: the student's ids; -1 is none
-    log_probs      [N, B] float32     their log-probabilities; with uld [N, K]: the teacher's K largest, descending
-    tail_log_prob  [N]                the log of the mass of all other outcomes
-    weight         [N]                1 at rows that predict the first token of a span, else 0
-    continuation   [N]                with gold: the span's probability at rows that predict a later token, else 0
+    ids            [N, B] int32       only gold: the student's ids; -1 is an absent entry
+    log_probs      [N, B] float32     gold: the log-probabilities of these ids
+                   [N, K] float32     uld: the teacher's K largest log-probabilities, descending
+    tail_log_prob  [N] float32        the log of the remaining mass
+    weight         [N] float32        1 at rows that predict the first token of a span, else 0
+    continuation   [N] float32        only gold: P at rows that predict a later token of a span, else 0
     """
 
     method: Method = "gold"
@@ -88,10 +92,9 @@ class AlignedSpec(SignalSpec):
 
 
 class CrossTokenizerStore(SignalStore):
-    """Signals for the student's documents, made from the signals for the same texts in the teacher's tokens.
+    """Signals for the student's documents, made from the teacher's signals for the same texts.
 
-    inner: the teacher's store, whose signal must be "top_k" with a label
-    student, teacher: the tokenizers of student and teacher
+    inner: the teacher's store; its signal must be "top_k" with a label
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -121,7 +124,7 @@ class CrossTokenizerStore(SignalStore):
         self.inner.start(device)
 
     def require(self, documents: Documents, what: str) -> None:
-        """Raise DataError for the first document that cannot be aligned, or that the inner store refuses."""
+        """Raise ValueError for a document that cannot be aligned, or that the inner store refuses."""
         self.inner.require(self.aligner.translate(documents), what)
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
@@ -154,10 +157,7 @@ class CrossTokenizerStore(SignalStore):
         teacher: "_TeacherRows",
         begins: frozenset[int],
     ) -> None:
-        """Write gold's signal to the rows of a document's spans.
-
-        begins: see `AlignedDocument`
-        """
+        """Write gold's signal to the rows of a document's spans. begins: see `AlignedDocument`"""
         starts_S = torch.tensor([span.student.start - 1 for span in spans]) - wanted.rows.start
         stops_S = torch.tensor([span.student.stop - 1 for span in spans]) - wanted.rows.start
         tokens_S = torch.from_numpy(wanted.tokens[[span.student.start for span in spans]].astype(np.int64))
@@ -177,7 +177,7 @@ class CrossTokenizerStore(SignalStore):
     def _outcomes(
         self, teacher: "_TeacherRows", starts_S: Tensor, first_S: Tensor, log_p_S: Tensor, begins_S: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The student's ids, their log-probabilities and the tail for each span, in float64.
+        """For each span: the student's ids, their log-probabilities and the log-probability of the tail, in float64.
 
         starts_S: the teacher's row that predicts x_0
         first_S, log_p_S: y_0 and log P
@@ -186,7 +186,7 @@ class CrossTokenizerStore(SignalStore):
         x_0_S, log_x_0_S = teacher.labels_R[starts_S], teacher.log_labels_R[starts_S]
         ids_SK, log_p_SK = teacher.ids_RK[starts_S], teacher.log_probs_RK[starts_S]
         log_p_SK = log_p_SK.masked_fill((ids_SK < 0) | (ids_SK == x_0_S[:, None]), -math.inf)
-        # x_0 without x_1 … x_l: log(p(x_0) − P) = log p(x_0) + log(1 − P / p(x_0))
+        # x_0, followed by other tokens: log(p(x_0) − P) = log p(x_0) + log(1 − P / p(x_0))
         log_later_S = (log_p_S - log_x_0_S).masked_fill(log_p_S == -math.inf, -math.inf)
         log_rest_S = log_x_0_S + _log1m_exp(log_later_S)
         student_SB = self._student_ids(torch.cat([ids_SK, x_0_S[:, None]], 1), begins_S)
@@ -203,7 +203,7 @@ class CrossTokenizerStore(SignalStore):
         return ids_SB, torch.cat([log_y_0_S[:, None], log_p_SB], 1), tail_S
 
     def _student_ids(self, ids_SB: Tensor, begins_S: Tensor) -> Tensor:
-        """The student's token for the bytes of each teacher id; -1 if it has none, as for rows without a token."""
+        """The student's token for the bytes of each teacher id; -1 if there is no such token, or no teacher id."""
         first_of = torch.from_numpy(np.stack([self.aligner.first_of, self.aligner.first_of_text])).long()
         is_known_SB = (ids_SB >= 0) & (ids_SB < first_of.shape[1])
         return first_of[begins_S.long()[:, None], ids_SB.masked_fill(~is_known_SB, 0)].masked_fill(
@@ -213,9 +213,9 @@ class CrossTokenizerStore(SignalStore):
 
 @dataclass(frozen=True)
 class _TeacherRows:
-    """The teacher's signal at some rows of a document, in float64, with the labels apart from the K ids.
+    """The teacher's signal at some rows of a document, in float64. The labels are separated from the K ids.
 
-    labels_R, log_labels_R: the token that follows each row, and the log-probability of that token
+    labels_R, log_labels_R: the next token of each row, and its log-probability
     """
 
     rows: range
@@ -227,11 +227,11 @@ class _TeacherRows:
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor], document: DocumentRows) -> "_TeacherRows":
-        """tensors: the tensors of "top_k" with a label, for these rows of the teacher's document"""
+        """tensors: those of "top_k" with a label, for these rows of the teacher's document"""
         rows = document.rows
         labels_R = torch.from_numpy(document.tokens[rows.start + 1 : rows.stop + 1].astype(np.int64))
         ids_RB, log_probs_RB = tensors["ids"].long(), tensors["log_probs"].double()
-        # the last entry is the label, unless the label is among the K ids
+        # the last entry is the label; if the label is among the K ids, the last entry is absent
         is_label_RB = ids_RB == labels_R[:, None]
         assert bool(is_label_RB.any(1).all())
         log_labels_R = log_probs_RB.masked_fill(~is_label_RB, -math.inf).amax(1)
@@ -239,17 +239,17 @@ class _TeacherRows:
         return cls(rows, ids_RK, log_probs_RK, tensors["tail_log_prob"].double(), labels_R, log_labels_R)
 
     def log_probs_of(self, spans: Sequence[Span]) -> Tensor:
-        """log P of each span: the sum of the log-probabilities of its teacher tokens."""
+        """log P of each span."""
         stops_S = torch.tensor([span.teacher.stop - 1 for span in spans]) - self.rows.start
         owner_N, row_N = _places(self.starts_of(spans), stops_S)
         return torch.zeros(len(spans), dtype=torch.float64).index_add_(0, owner_N, self.log_labels_R[row_N])
 
     def starts_of(self, spans: Sequence[Span]) -> Tensor:
-        """The index in `rows` of the row that predicts each span's first teacher token, int64."""
+        """For each span, the index in `rows` of the row that predicts the span's first teacher token, int64."""
         return torch.tensor([span.teacher.start - 1 for span in spans], dtype=torch.int64) - self.rows.start
 
     def sorted_at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The K largest log-probabilities, and the log of the mass outside them (the label's mass included)."""
+        """The K largest log-probabilities, and the log of the mass of all other ids."""
         tail_N = self.tail_R[rows]
         is_outside_N = (self.ids_RK[rows] != self.labels_R[rows][:, None]).all(1)
         log_label_N = self.log_labels_R[rows].masked_fill(~is_outside_N, -math.inf)
@@ -257,7 +257,7 @@ class _TeacherRows:
 
 
 def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[Span], teacher: _TeacherRows) -> None:
-    """Write the teacher's sorted probabilities to the rows that predict the first token of a span."""
+    """Write uld's signal to the rows that predict the first token of a span."""
     inside = [span for span in spans if span.student.start - 1 in rows]
     places = torch.tensor([span.student.start - 1 - rows.start for span in inside], dtype=torch.int64)
     log_probs_NK, tail_N = teacher.sorted_at(teacher.starts_of(inside))
@@ -266,9 +266,8 @@ def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[Span], teacher: 
 
 
 def _needed_spans(rows: range, spans: Sequence[Span]) -> list[Span]:
-    """The spans that overlap with the tokens that these rows predict.
-
-    Spans at the beginning of a document are left out: row t predicts token t + 1, so no row predicts the first token.
+    """The spans with a token that one of these rows predicts. A span that contains the document's first token is left
+    out, because row t predicts token t + 1.
     """
     return [
         span
@@ -286,7 +285,7 @@ def _teacher_rows(spans: Sequence[Span]) -> range:
 
 
 def _summed_by_id(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the probabilities of equal ids in each row, in descending order of ids; the repeated ids become -1."""
+    """Sum the probabilities of equal ids in each row. Ids are sorted in descending order; repeated ids become -1."""
     ids_SB, order_SB = ids_SB.sort(1, descending=True)
     log_p_SB = log_p_SB.gather(1, order_SB)
     is_new_SB = torch.ones_like(ids_SB, dtype=torch.bool)
@@ -299,7 +298,7 @@ def _summed_by_id(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _places(starts_S: Tensor, stops_S: Tensor) -> tuple[Tensor, Tensor]:
-    """For all N integers of S ranges: the number of the range that has the integer, and the integer. [N] each"""
+    """List the N integers of S ranges: for each integer the number of its range [N], and the integer [N]."""
     lengths_S = stops_S - starts_S
     owner_N = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
     before_S = lengths_S.cumsum(0) - lengths_S
@@ -307,7 +306,7 @@ def _places(starts_S: Tensor, stops_S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log1m_exp(log_p: Tensor) -> Tensor:
-    """log(1 − p), which is −inf for p = 1."""
+    """log(1 − p); −inf for p = 1."""
     near = torch.log(-torch.expm1(log_p.clamp(max=0.0)))
     far = torch.log1p(-log_p.exp().clamp(max=1.0))
     return torch.where(log_p > -math.log(2), near, far)

@@ -1,6 +1,6 @@
-"""The output processor that turns a teacher's hidden states into the tensors of a signal.
+"""The output processor that converts a teacher's hidden states to the tensors of a signal.
 
-C rows of T tokens, E the teacher's width, K ids per row, M draws per row, N rows of a document.
+C rows of a micro-batch, E the teacher's width, K ids per row, M draws per row, N rows of a document.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 
 class Ranked(NamedTuple):
-    """Requests the tensors of `ranked_log_probs`. The label of a row is the next token; the last row has no label."""
+    """Requests the tensors of `ranked_log_probs`. The label of a row is the next token."""
 
     top_k: int
 
@@ -33,11 +33,11 @@ Wanted: TypeAlias = SignalSpec | Ranked
 
 
 class SignalRows(NamedTuple):
-    """The context of `Extract`: some rows of a micro-batch.
+    """The context of `Extract`: some rows of a micro-batch, and data for each row.
 
-    index_C: int64, the rows
-    values_CX: what the signal needs for each row. "chosen": the K ids. `Ranked` and signals with a label: the token
-        that follows. "sampled": M random numbers in [0, 1), float64. Other signals: an empty tensor
+    index_C: the numbers of the rows, int64
+    values_CX: "chosen": the K ids of each row. `Ranked` and signals with a label: the next token, [C, 1]. "sampled":
+        M uniform random numbers per row, float64. Other signals: an empty tensor
     """
 
     index_C: Tensor
@@ -45,10 +45,7 @@ class SignalRows(NamedTuple):
 
     @classmethod
     def of(cls, wanted: Wanted, documents: Sequence[DocumentRows], starts: Sequence[int]) -> Self:
-        """The rows of some documents, one document after the other.
-
-        starts: the row of the micro-batch at which each document begins
-        """
+        """The rows of some documents, one document after another. starts: each document's first row in the batch"""
         index_C = torch.cat(
             [
                 torch.arange(document.rows.start, document.rows.stop) + start
@@ -69,9 +66,9 @@ class SignalRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Extract:
-    """Returns the tensors of `SignalSpec.tensors` or of `ranked_log_probs` on the CPU.
+    """Returns the tensors of `SignalSpec.tensors` or of `ranked_log_probs`, on the CPU.
 
-    Under tensor parallelism, all ranks pass the same rows and get the same tensors.
+    Under tensor parallelism, all ranks must pass the same rows, and get the same tensors.
     """
 
     wanted: Wanted
@@ -98,6 +95,6 @@ class Extract:
 
 
 def _next_tokens(document: DocumentRows) -> Tensor:
-    """The token that follows each row, [N, 1]; -1 after the last token."""
+    """The next token of each row, [N, 1]; -1 for the document's last row."""
     next_N = np.append(document.tokens[1:], -1)[document.rows.start : document.rows.stop]
     return torch.from_numpy(next_N.astype(np.int64))[:, None]

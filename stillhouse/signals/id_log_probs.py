@@ -1,9 +1,9 @@
-"""A teacher's log-probabilities of some ids, from its hidden states: the tensors of stored signals.
+"""Computes a teacher's log-probabilities of some ids from its hidden states, for stored signals.
 
 All log-probabilities are computed from the logits of the full vocabulary, in float32 at least. The mass outside the
-ids is summed separately, because 1 − Σp has no correct digit where the ids have nearly all of the mass. If the
-vocabulary is sharded over ranks (tensor parallelism), each rank computes a few numbers per row from its own shard,
-one all-gather exchanges these numbers, and all ranks return the same result.
+ids is summed separately, because 1 − Σp has no correct digit where the ids have nearly all of the mass. If tensor
+parallelism shards the vocabulary over ranks, each rank computes a few values per row from its shard. An all-gather
+exchanges these values, and all ranks return the same result.
 
 C rows, E the teacher's width, V vocabulary (this rank's shard), K ids per row, R ranks over which the vocabulary is
 sharded, S values per row.
@@ -23,7 +23,7 @@ from stillhouse.objective.signals import first_occurrence
 from stillhouse.objective.top_k import top_k
 from stillhouse.objective.vocab import AsyncAllGather
 
-#: rows whose logits are in memory at a time
+#: the logits of at most this many rows are in memory at a time
 ROWS = 256
 
 
@@ -50,7 +50,7 @@ def labelled_log_probs(
     temperature: float,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """The top-k ids and the label of each row, their log-probabilities, and the log of the mass outside all of them.
+    """The top-k ids and the label of each row, their log-probabilities, and the log of the mass of all other ids.
 
     Returns ids and log_probs [C, K+1] and tail_log_prob [C]. The last entry is the label; if the label is among the
     K ids, the last entry has id -1 and log-probability -inf. Raises ValueError if the vocabulary has fewer than K
@@ -77,8 +77,8 @@ def chosen_log_probs(
 ) -> dict[str, Tensor]:
     """The log-probabilities of given ids, and the log of the mass outside these ids.
 
-    An id that is negative, or that repeats an earlier id of its row, is an absent entry: its log-probability is −inf.
-    Raises ValueError for an id beyond the vocabulary.
+    A negative id and an id that repeats an earlier id of its row are absent entries: their log-probability is −inf.
+    Raises ValueError for an id outside the vocabulary.
     """
     if ids_CK.numel() and int(ids_CK.max()) >= head.rows:
         raise ValueError(
@@ -97,10 +97,10 @@ def chosen_log_probs(
 
 
 def ranked_log_probs(hidden_CE: Tensor, head: OutputHead, labels_C: Tensor, k: int) -> dict[str, Tensor]:
-    """The log-probability and the rank of one id per row, and the top-k ids, as `prompt_logprobs` needs them.
+    """The log-probability and the rank of each row's label, and the top-k ids, for `prompt_logprobs`. Temperature 1.
 
-    Temperature 1. Returns log_prob [C], rank [C] int64 (the number of ids with at least the label's logit), ids
-    [C, K] and log_probs [C, K]; K may be 0. Raises ValueError if the vocabulary has fewer than K ids.
+    Returns log_prob [C], rank [C] int64 (the number of ids with at least the label's logit), ids [C, K] and
+    log_probs [C, K]; K may be 0. Raises ValueError if the vocabulary has fewer than K ids.
     """
     _require_ids(k, head)
     parts = []
@@ -128,9 +128,8 @@ def _require_ids(k: int, head: OutputHead) -> None:
 
 
 def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits of given ids (−inf for absent entries), the largest logit m, and Σ exp(logit − m) of other ids.
-
-    logits_CV is overwritten.
+    """The logits of given ids (−inf for absent entries), the largest logit m of the full vocabulary, and the sum of
+    exp(logit − m) over all other ids. Overwrites logits_CV.
     """
     present_CK = first_occurrence(ids_CK, head.rows)
     values_CK = _values(logits_CV, ids_CK.masked_fill(~present_CK, -1), head)
@@ -138,7 +137,7 @@ def _chosen_of_all_ranks(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) ->
     if columns:
         largest_C1 = logits_CV.amax(1, keepdim=True)
         columns_CK = ids_CK.long() - start
-        # absent entries and the ids of other ranks go to one additional column, which is dropped
+        # absent entries and the ids of other ranks are written to an additional column, which is dropped
         columns_CK = columns_CK.masked_fill(~present_CK | (columns_CK < 0) | (columns_CK >= columns), columns)
         is_chosen_CV = torch.zeros(len(logits_CV), columns + 1, dtype=torch.bool, device=logits_CV.device)
         is_chosen_CV = is_chosen_CV.scatter_(1, columns_CK, True)[:, :columns]
@@ -163,7 +162,7 @@ def _values(logits_CV: Tensor, ids_CK: Tensor, head: OutputHead) -> Tensor:
 
 
 def _logits(hidden_CE: Tensor, head: OutputHead, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the logits of at most `ROWS` rows at a time, divided by the temperature."""
+    """Yield slices of at most `ROWS` rows, with their logits divided by the temperature."""
     projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD), head.shard)
     for start in range(0, len(hidden_CE), ROWS):
         rows = slice(start, start + ROWS)
@@ -176,7 +175,6 @@ def _gathered(values_CS: Tensor, head: OutputHead) -> Tensor:
 
 
 def _stored(ids_CK: Tensor, log_probs_CK: Tensor, tail_C: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a stored signal."""
     return {
         "ids": ids_CK.int().cpu(),
         "log_probs": log_probs_CK.to(dtype).cpu(),

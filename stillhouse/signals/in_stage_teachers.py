@@ -1,4 +1,4 @@
-"""Teachers in the student's own stages: another model, or the student itself."""
+"""Teachers that run in the student's stages: another model, or the student itself."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -18,10 +18,9 @@ from stillhouse.signals.weight_average import WeightAverage
 
 
 class InStageTeacher(SignalSource):
-    """A teacher that runs within the student's forward and backward pass.
+    """A teacher whose forward runs together with the student's forward of the same micro-batch.
 
-    Under a schedule that prefetches the teacher, the teacher runs up to one step ahead, in the pipeline's bubbles, on
-    the micro-batches that were requested.
+    Under a schedule that prefetches the teacher, the teacher runs up to one step earlier, in the pipeline's bubbles.
     """
 
     def __init__(self, student: DistributedStudent):
@@ -36,7 +35,7 @@ class InStageTeacher(SignalSource):
 class SelfTeacher(SignalSource):
     """The student as its own teacher: with its present weights and a privileged prompt, or with averaged weights.
 
-    The teacher runs in eval mode and without gradients, just before each step, because it needs the step's weights.
+    The teacher runs at the beginning of each step, in eval mode and without gradients: it needs the step's weights.
 
     autocast: the dtype of the student's matrix products; None: the dtype of its weights
     average: the weights of the teacher; None: the student's present weights
@@ -48,9 +47,9 @@ class SelfTeacher(SignalSource):
         self._student, self._autocast, self._average = student, autocast, average
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        """Compute the signals at once.
+        """Compute the signals, which are `StudentHidden` or, with averaged weights, `FullVocab`.
 
-        On processes with the student's last stage, they are `StudentHidden` or, with averaged weights, `FullVocab`.
+        Processes without the student's last stage get no signals.
         """
         processor: OutputProcessor = _hidden if self._average is None else _WithHead()
         read = [batch.as_read_by_teacher for batch in micro_batches]
@@ -77,7 +76,7 @@ def _hidden(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int
 
 
 class _WithHead:
-    """Returns exact signals with a copy of the averaged head. All micro-batches of a step share one copy."""
+    """Returns exact signals with a copy of the averaged head. All micro-batches of a step share this copy."""
 
     def __init__(self) -> None:
         self._head: OutputHead | None = None

@@ -1,7 +1,7 @@
-"""A teacher in this process as a store of signals: each read names documents and runs the teacher on them.
+"""A signal store that runs a teacher in this process on the documents of each read.
 
-It is used to write a cache, and for a teacher with another tokenizer: the rows of a document then differ from the
-student's, so the teacher cannot run in the student's stages. Each reading process has a full copy of the teacher.
+It is used to write a cache, and for a teacher with another tokenizer. Such a teacher has other rows than the student,
+so it cannot run in the student's stages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,12 @@ from stillhouse.signals.signal_store import SignalStore
 
 
 class LocalModelStore(SignalStore):
-    """A teacher in this process. Its forward pass runs in `read`.
+    """A full copy of a teacher in this process.
 
     name: the teacher's name
     identity: a hash of the teacher's files
-    load: loads the model onto a device and returns it
-    tokens: the most tokens per forward pass, unless a single document has more
+    load: loads the model onto a device
+    tokens: the maximum number of tokens in a forward pass; a longer document gets its own forward pass
     packs_all: whether all documents of a read are packed before they are divided into batches, for less padding
     """
 
@@ -46,12 +46,12 @@ class LocalModelStore(SignalStore):
         self._running = Lock()
 
     def require(self, documents: Documents, what: str) -> None:
-        """Remember the longest document and the largest id: `start` checks whether the model can read them."""
+        """Store the length of the longest document and the largest id; `start` checks them against the model."""
         self._longest = max(self._longest, int(documents.lengths_D.max(initial=0)))
         self._largest_id = max(self._largest_id, int(documents.tokens_N.max(initial=0)))
 
     def start(self, device: torch.device) -> None:
-        """Load the model on the first call. Raises ValueError if it cannot read the documents of `require`."""
+        """Load the model. Raises ValueError if the model cannot read the documents that `require` got."""
         if self._decoder is None:
             decoder = self._load(device).requires_grad_(False)
             check_document_length(decoder.pretrained, self._longest, "teacher")

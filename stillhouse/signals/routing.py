@@ -1,7 +1,6 @@
 """Transfers of a micro-batch's columns from the ranks of the teacher's layout to the ranks of the student's layout.
 
-Routing is a pure function of the micro-batch shapes and the two layouts, so every process computes the same
-transfers.
+The transfers depend only on the micro-batch shapes and the two layouts, so every process computes the same transfers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ class MicroBatchShape:
 
     rows, tokens: rows, and tokens per row, before padding
     teacher_BS, student_BS: the padded shapes
-    teacher_number: the micro-batch's number among those on which the teacher runs
+    teacher_number: the micro-batch's number among the micro-batches on which the teacher runs
     """
 
     rows: int
@@ -32,7 +31,7 @@ class MicroBatchShape:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Columns start:stop of a micro-batch's full, unsharded sequence, from rank `sender` to rank `receiver`."""
+    """Rank `sender` sends the columns start:stop of a micro-batch's unsharded sequences to rank `receiver`."""
 
     micro_batch: int
     sender: int
@@ -53,8 +52,8 @@ def shapes_of(
 
     chosen: the numbers of the micro-batches on which the teacher runs
 
-    All other micro-batches have 0 rows here, because the teacher sends nothing for them. The repeated micro-batches
-    without targets that the student's layout adds have 0 rows, too.
+    All other micro-batches have `rows` = 0, because the teacher sends nothing for them. This includes the repeated
+    micro-batches without targets that the student's layout adds.
     """
     student_shapes = padded_shapes(whole_BS, student.degrees, uniform_shapes=uniform_shapes)
     shapes = [MicroBatchShape(0, 0, (0, 0), student_BS) for student_BS in student_shapes]
@@ -69,8 +68,8 @@ def route(shapes: Sequence[MicroBatchShape], teacher_DCT: Tensor, student_DCT: T
 
     teacher_DCT, student_DCT: the ranks of each layout's last stage, by their data, context and tensor coordinates
 
-    Each process of the student's last stage receives each of its columns once, without the padding. All tensor ranks
-    of the teacher have the same columns, so they divide the student's tensor ranks among themselves as receivers.
+    Each process of the student's last stage receives each of its columns once, without padding. All tensor ranks of
+    the teacher have the same columns, so each of them sends to a part of the student's tensor ranks.
     """
     teacher_data, teacher_context, teacher_tensor = teacher_DCT.shape
     student_data, student_context, student_tensor = student_DCT.shape
@@ -89,7 +88,7 @@ def route(shapes: Sequence[MicroBatchShape], teacher_DCT: Tensor, student_DCT: T
 
 
 def local_columns(transfer: Transfer, shape_BS: tuple[int, int], mesh: Mesh) -> slice:
-    """Return a transfer's columns relative to the first column of this process's shard of the micro-batch."""
+    """Return a transfer's columns relative to the first column of this process. shape_BS: the padded shape"""
     first = mesh.coordinate("context") * (shape_BS[1] // mesh.degrees.context)
     return slice(transfer.start - first, transfer.stop - first)
 
@@ -97,7 +96,7 @@ def local_columns(transfer: Transfer, shape_BS: tuple[int, int], mesh: Mesh) -> 
 def empty_part(shape: MicroBatchShape, mesh: Mesh, width: int, dtype: torch.dtype) -> Tensor:
     """Return zeros [B, S, E] for this process's columns of a micro-batch in the student's layout.
 
-    If the teacher does not run on the micro-batch, nothing is received, and the zeros are one expanded element.
+    If the teacher does not run on the micro-batch, the zeros are a single expanded element, to save memory.
     """
     rows, tokens = shape.student_BS
     size = rows, tokens // mesh.degrees.context, width

@@ -1,7 +1,7 @@
 """Draws ids from a teacher's distribution (random sampling distillation, arXiv 2503.16870).
 
-The draws of a row are the same in every batch, process and attempt: their uniform numbers come from a counter-based
-generator whose key is the document's id, not from a global generator.
+The uniform numbers for the draws come from a counter-based generator whose key is the document's id. So the draws of
+a row do not depend on the batch or the process.
 
 C rows, E the teacher's width, V vocabulary, M draws per row.
 """
@@ -16,12 +16,9 @@ from stillhouse.signals.id_log_probs import ROWS
 
 
 def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
-    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64.
+    """Numbers in [0, 1) for some rows of a document, [rows, draws] float64. document: its id of 16 bytes
 
-    document: its id of 16 bytes
-
-    A row's numbers depend only on the document, the row and the number of draws. They are computed from the
-    generator's raw output, which numpy never changes between versions.
+    The numbers are computed from the generator's raw output, which is the same in all versions of numpy.
     """
     generator = np.random.Philox(key=int.from_bytes(document, "little"))
     raw = generator.random_raw(rows.stop * draws).reshape(rows.stop, draws)[rows.start :]
@@ -31,9 +28,8 @@ def uniform_numbers(document: bytes, rows: range, draws: int) -> np.ndarray:
 def draw(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperature: float) -> dict[str, Tensor]:
     """Draw M ids per row with replacement, by inverting the cumulative distribution in float64.
 
-    Returns ids [C, M] int32, the distinct ids of each row in ascending order and then -1, and counts [C, M] uint8.
-    A row has no ids if one of its logits is NaN or +inf, or if all of them are −inf. Raises ValueError if the head is
-    sharded over ranks.
+    Returns ids [C, M] and counts [C, M] as `distinct` does. A row has no ids if one of its logits is NaN or +inf, or
+    if all logits are −inf. Raises ValueError if the head is sharded over ranks.
     """
     if head.shard is not None and not head.shard.is_alone:
         raise ValueError("draws need the whole vocabulary on one rank: expected tensor=1, or another signal")
@@ -45,7 +41,7 @@ def draw(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperature: f
         cumulative_CV = logits_CV.sub_(logits_CV.amax(1, keepdim=True)).exp_().cumsum(1)
         total_C1 = cumulative_CV[:, -1:].contiguous()
         ids_CM = torch.searchsorted(cumulative_CV, chunk_CM.to(total_C1) * total_C1, right=True)
-        # if the product rounds to the total, the draw is the last id that has any mass
+        # if the product rounds to the total, the draw is the last id with a mass above 0
         ids_CM = torch.minimum(ids_CM, torch.searchsorted(cumulative_CV, total_C1))
         distinct_CM, counts_CM = distinct(ids_CM.cpu())
         undefined_C = ~total_C1[:, 0].isfinite().cpu()
@@ -55,7 +51,7 @@ def draw(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperature: f
 
 
 def distinct(ids_CM: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct ids of each row in ascending order and then -1, int32; the count of each and then 0, uint8."""
+    """The distinct ids of each row in ascending order, padded with -1, int32; their counts, padded with 0, uint8."""
     sorted_CM = ids_CM.sort(1).values
     is_new_CM = torch.ones_like(sorted_CM, dtype=torch.bool)
     is_new_CM[:, 1:] = sorted_CM[:, 1:] != sorted_CM[:, :-1]

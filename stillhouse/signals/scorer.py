@@ -1,7 +1,7 @@
 """Runs a teacher on a batch of documents and computes the signal that is requested for each document.
 
-The requests of a batch may name different signals. The layers run once for all documents, packed into rows as in
-training; each signal is then computed from the hidden states of its own rows.
+The layers run once for all documents, packed into rows as in training. Each requested signal is then computed from
+the hidden states of its rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,28 +31,28 @@ class ScoreRequest(NamedTuple):
         return len(self.document.tokens)
 
 
-#: the result of a request: its tensors, or the error if they are not finite
+#: the result of a request: the tensors, or an error if they are not finite
 Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError
 
 
 class Scorer:
-    """A full teacher, or this rank's shard of it. Under tensor parallelism all ranks score the same batches."""
+    """Scores documents with a teacher. Under tensor parallelism, all ranks must score the same batches."""
 
     def __init__(self, runner: Runner, device: torch.device):
         self._runner, self._device = runner, device
         self._decoder = runner.decoders[0].eval()
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        """Return the tensors of each request on the CPU, or a `NotFiniteError` in their place if they are not finite.
+        """For each request, return its tensors on the CPU, or a `NotFiniteError` if the tensors are not finite.
 
-        Raises RuntimeError if the forward pass fails, for example for lack of memory.
+        Raises RuntimeError if the forward pass fails, for example because memory is exhausted.
         """
         return [_checked(tensors) for tensors in self.tensors(requests)]
 
     def tensors(self, requests: Sequence[ScoreRequest], batch_tokens: int | None = None) -> list[dict[str, Tensor]]:
-        """Return the tensors of each request on the CPU, without a check that they are finite.
+        """Return the tensors of each request on the CPU. They may not be finite.
 
-        batch_tokens: the most tokens per forward pass, unless a document has more; None: one pass for all documents
+        batch_tokens: the maximum number of tokens in a forward pass of several documents; None: one pass for all
         """
         documents = _documents([request.document.tokens for request in requests])
         longest, one_row = int(documents.lengths_D.max()), self._decoder.packs_one_row
@@ -66,7 +66,7 @@ class Scorer:
         return [signals[number] for number in range(len(requests))]
 
     def _batch(self, micro_batch: MicroBatch, requests: Sequence[ScoreRequest]) -> dict[int, dict[str, Tensor]]:
-        """The tensors of the requests whose documents are in the micro-batch, by the requests' numbers."""
+        """The tensors of the requests whose documents are in the micro-batch, by the number of the request."""
         is_first_T = (micro_batch.position_ids_BS.flatten() == 0) & (micro_batch.document_T >= 0)
         firsts = micro_batch.document_T[is_first_T].tolist()
         starts = dict(zip(firsts, is_first_T.nonzero()[:, 0].tolist(), strict=True))
@@ -89,7 +89,7 @@ class Scorer:
 
 @dataclass(frozen=True)
 class _ExtractAll:
-    """An output processor that computes several signals, each from its own rows."""
+    """An output processor that computes several signals. rows: the rows of each signal"""
 
     rows: Mapping[Wanted, SignalRows]
 

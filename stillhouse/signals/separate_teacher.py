@@ -1,9 +1,8 @@
-"""A teacher that runs before the student, mostly in its own layout, and sends hidden states, never logits.
+"""A teacher that runs before the student, in its own layout if it has one, and sends hidden states, never logits.
 
-The teacher's layers and its last norm have their own runner, which computes the hidden states of all micro-batches of
-a step. Each process of the student's last stage then receives the hidden states of its own micro-batches. The
-student's last stage also has the teacher's head, sharded like the student's head, and applies it to these hidden
-states (`TeacherHidden`).
+A separate runner has the teacher's layers and final norm. It computes the hidden states of all micro-batches of a
+step. Each process of the student's last stage then receives the hidden states of its micro-batches. It also has the
+teacher's head, sharded like the student's head, and applies the head to these hidden states (`TeacherHidden`).
 
 B rows, S tokens per row of a micro-batch, E the teacher's width.
 """
@@ -39,14 +38,14 @@ from stillhouse.signals.signal_source import ReadySignals, SignalSource
 
 
 class SeparateTeacher(SignalSource):
-    """The layers of a teacher in their own layout and mesh, for a student in another layout.
+    """The layers of a teacher, with their own layout and mesh.
 
     source: the teacher's model
     head: the teacher's head; None on processes without the student's last stage
     keep_head: whether the model in `decoders` also has the teacher's output head
 
-    With layout.offload, the weights are in host memory between requests. A single process moves all of them to the
-    device for each request; with several processes, FSDP moves them.
+    With layout.offload, the weights are in host memory between requests. A single process moves all weights to the
+    device for each request; with several processes, FSDP moves them layer by layer.
 
     The constructor is a collective of all processes. It raises ValueError for a model that does not fit the layout,
     and for a model family that cannot be divided into pipeline stages.
@@ -66,7 +65,7 @@ class SeparateTeacher(SignalSource):
         self._head = head
         layers = source if keep_head else replace(source, build=partial(only_layers, source.build))
         self._runner = build_runner(layout, mesh, layers, None, prove=False)
-        decoder = self._runner.decoders[0]  # of the first stage, if the process has several
+        decoder = self._runner.decoders[0]  # of the process's first stage, if it has several stages
         self.decoders = {"teacher": decoder}
         self._device, self._width = mesh.device, decoder.width
         self._dtype = next(decoder.parameters()).dtype
@@ -84,15 +83,15 @@ class SeparateTeacher(SignalSource):
             self._transfer = _HiddenTransfer(mesh, student_mesh, teacher_DCT, student_DCT, self._width, self._dtype)
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        """Compute the signals of this process's micro-batches at once; in advance, they would occupy memory longer.
+        """Compute the signals of this process's micro-batches at once, because signals in advance would need memory.
 
-        They are `TeacherHidden` on processes with the student's last stage; all other processes get no signals.
+        The signals are `TeacherHidden`. Processes without the student's last stage get no signals.
         """
         return self.request_some(micro_batches, range(len(micro_batches.of_all_ranks)))
 
     @torch.no_grad()
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> ReadySignals:
-        """As `request`, but the teacher runs only on the micro-batches with these numbers; all others get zeros."""
+        """As `request`, but the teacher runs only on the micro-batches with these numbers; the others get zeros."""
         transfer, teacher_micro_batches = self._transfer, self._shard(micro_batches, numbers)
         inputs = [StageInputs(batch.as_read_by_teacher, {}, _hidden_states) for batch in teacher_micro_batches]
         with self._on_device():
@@ -119,7 +118,7 @@ class SeparateTeacher(SignalSource):
         return nullcontext() if self._weights is None else self._weights.on_device()
 
     def _shard(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> Sequence[MicroBatch]:
-        """This process's part of the chosen micro-batches in the teacher's layout."""
+        """The chosen micro-batches, sharded for this process in the teacher's layout."""
         all_micro_batches, has_all = micro_batches.of_all_ranks, len(chosen) == len(micro_batches.of_all_ranks)
         if not chosen:
             return ()
@@ -146,7 +145,7 @@ class _HiddenTransfer:
     ):
         self.mesh, self._student_mesh, self._width, self._dtype = mesh, student_mesh, width, dtype
         self._teacher_DCT, self._student_DCT = teacher_DCT, student_DCT
-        # NCCL requires all ranks in the first operation of a group; the transfers involve only some of them
+        # NCCL requires all ranks in the first operation of a group, but only some ranks take part in the transfers
         dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ranks.group)
 
     def __call__(
@@ -154,7 +153,7 @@ class _HiddenTransfer:
     ) -> list[Tensor | None]:
         """Return the hidden states of this process's micro-batches; None without the student's last stage.
 
-        hidden: the teacher's hidden states of the chosen micro-batches that are sharded to this process
+        hidden: the teacher's hidden states that this process has computed
         """
         student_mesh, step = self._student_mesh, micro_batches.of_all_ranks
         shapes = shapes_of(

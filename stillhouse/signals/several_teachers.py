@@ -39,7 +39,7 @@ class SeveralTeachers(SignalSource):
         }
 
     def request(self, micro_batches: ShardedMicroBatches) -> DeferredSignals:
-        """Request the signals. A teacher with `steps_ahead` = 0 gets its request only when the result is needed."""
+        """Request the signals. A teacher with `steps_ahead` = 0 gets its request only when `result` is called."""
         rows = None if self._route is None else self._rows(micro_batches, self._route)
         views = {name: self._view(micro_batches, name, rows) for name in self.teachers}
         pending: dict[str, PendingSignals] = {
@@ -53,7 +53,7 @@ class SeveralTeachers(SignalSource):
     def _result(
         self, pending: Mapping[str, PendingSignals], micro_batches: int, rows: list[dict[str, Tensor]] | None
     ) -> Sequence[Signals]:
-        """For each micro-batch, its signals by the teachers' names."""
+        """The signals of each micro-batch, by the teachers' names."""
         by_teacher = {name: signals.result() for name, signals in pending.items()}
         by_micro_batch = [
             {name: signal for name, signals in by_teacher.items() for signal in signals[number].values()}
@@ -64,16 +64,16 @@ class SeveralTeachers(SignalSource):
         return [self._routed(signals, of_batch) for signals, of_batch in zip(by_micro_batch, rows, strict=True)]
 
     def _signals_of(self, name: str, view: ShardedMicroBatches) -> Sequence[Signals]:
-        """The signals of a teacher with `steps_ahead` = 0 for its view of the micro-batches."""
+        """Compute the signals of a teacher with `steps_ahead` = 0. view: the result of `_view` for this teacher"""
         source = self.teachers[name]
         if self._route is None:
             return source.request(view).result()
         return source.request_some(view, self._numbers(view, self._route, name)).result()
 
     def _routed(self, signals: Signals, rows: Mapping[str, Tensor]) -> Signals:
-        """Pair each teacher's signal with the rows that it scores; drop teachers without rows, but keep at least one.
+        """Pair each teacher's signal with its rows. Teachers without rows are dropped, but at least one is kept.
 
-        If FSDP shards the heads, no teacher is dropped: all ranks must all-gather the heads in the same order.
+        If FSDP shards the heads, no teacher is dropped, because all ranks must gather the heads in the same order.
         """
         routed = {name: RoutedSignal(signal, rows[name]) for name, signal in signals.items()}
         if self._heads_are_sharded:
@@ -87,7 +87,7 @@ class SeveralTeachers(SignalSource):
             teacher.close()
 
     def _rows(self, micro_batches: ShardedMicroBatches, route: str) -> list[dict[str, Tensor]]:
-        """For each micro-batch of this process: the rows with a weight, by the name of their teacher."""
+        """For each micro-batch of this process: the rows with a non-zero weight, by the name of their teacher."""
         rows_by_teacher = []
         for batch in micro_batches:
             index, document_T = batch.valid_index.cpu(), batch.document_T.cpu()
@@ -101,7 +101,7 @@ class SeveralTeachers(SignalSource):
         return rows_by_teacher
 
     def _numbers(self, view: ShardedMicroBatches, route: str, name: str) -> list[int]:
-        """The numbers of the micro-batches with a document of this teacher, among those of all ranks."""
+        """The numbers, among the micro-batches of all ranks, of the micro-batches with a document of this teacher."""
         step = view.of_all_ranks
         return [
             number

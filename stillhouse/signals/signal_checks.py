@@ -1,6 +1,4 @@
-"""Checks of the tensors of a signal: numbers that no teacher can give, and the difference between two answers.
-
-A hash only proves that a file was not changed since it was written; `problem_in` checks the numbers in it.
+"""Checks the tensors of a signal: finds impossible values, and computes the difference between two answers.
 
 N rows, E the teacher's width, K ids per row, M draws per row, V vocabulary.
 """
@@ -12,15 +10,12 @@ from torch import Tensor
 
 from stillhouse.signals.signal_spec import SignalSpec
 
-#: the largest allowed difference of a row's mass from 1, for K log-probabilities rounded to the dtype
+#: the largest allowed difference between 1 and the total mass of a row, by the dtype of the log-probabilities
 MASS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 
 
 def problem_in(spec: SignalSpec, vocabulary: int, tensors: Mapping[str, Tensor]) -> str:
-    """The first problem in the rows, in a few words; "" if there is none.
-
-    vocabulary: V, the rows of the teacher's head
-    """
+    """Describe the first value that no teacher can give; "" if there is none. vocabulary: the teacher's head rows"""
     if spec.kind == "hidden":
         return "" if tensors["hidden"].isfinite().all() else "'hidden' is not finite"
     if spec.kind == "sampled":
@@ -36,8 +31,8 @@ def largest_difference(answers: Sequence[dict[str, Tensor]], expected: Sequence[
 def row_differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> Tensor:
     """The differences of two answers for the same rows, [N], from 0 to about 1.
 
-    For hidden states, this is the relative error. For ids, it is the total variation; if an id is in only one of the
-    answers, its probability in the other answer counts as 0.
+    For hidden states, the difference is the relative error. For ids, it is the total variation; an id that is absent
+    from an answer has probability 0 in this answer.
     """
     if "hidden" in one:
         one_NE, other_NE = one["hidden"].double(), other["hidden"].double()

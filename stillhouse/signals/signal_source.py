@@ -1,4 +1,4 @@
-"""A source of teacher signals: the same two calls, wherever the teacher runs.
+"""The interface of all sources of teacher signals.
 
 pending = source.request(micro_batches)     may be called up to `steps_ahead` steps before the signals are needed
 signals = pending.result()                  for each of this process's micro-batches, by the teachers' names
@@ -16,7 +16,7 @@ from stillhouse.parallel import ShardedMicroBatches
 
 
 class PendingSignals(Protocol):
-    """Signals that were requested and may not be computed yet."""
+    """Signals that were requested but are possibly not computed yet."""
 
     def result(self) -> Sequence[Signals]:
         """Wait for the signals of this process's micro-batches, and return them by the teachers' names."""
@@ -26,7 +26,7 @@ class PendingSignals(Protocol):
 class SignalSource(ABC):
     """A teacher, or several teachers.
 
-    steps_ahead: how many steps in advance the source can use a request
+    steps_ahead: how many steps in advance requests are made
     decoders: the teachers' models outside the student's stages, by the keys of their config sections
     """
 
@@ -35,10 +35,7 @@ class SignalSource(ABC):
 
     @abstractmethod
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
-        """Request the signals of a step's micro-batches.
-
-        This is a collective: all processes of the run call it, in the same order.
-        """
+        """Request the signals of a step's micro-batches. A collective of all processes of the run."""
 
     def request_some(self, micro_batches: ShardedMicroBatches, numbers: Sequence[int]) -> PendingSignals:
         """As `request`, but only the micro-batches with these numbers (among those of all ranks) need signals."""
@@ -72,7 +69,7 @@ class ReadySignals:
 
 @dataclass(frozen=True)
 class DeferredSignals:
-    """Signals for which `result` waits, or which it computes."""
+    """Signals that `result` computes or waits for."""
 
     result: Callable[[], Sequence[Signals]]
 

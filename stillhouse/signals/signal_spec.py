@@ -1,15 +1,15 @@
-"""Signals of a teacher outside of the student's stages: for every token, hidden states or log-probabilities of ids.
+"""Signals of a teacher outside the student's stages: for every token, hidden states or log-probabilities of ids.
 
-N rows, E the teacher's width, K ids per row (one more with a label), M draws per row. Row t of a document is the
+N rows, E the teacher's width, K ids per row (with a label: K + 1), M draws per row. Row t of a document is the
 teacher's distribution of token t + 1. The tensors of a signal, in memory, in a cache and on the wire, are:
 
     hidden          [N, E]              "hidden": the teacher's hidden states after its last norm
     ids             [N, K] int32        "top_k": the teacher's top-k ids, the most likely one first
                                         "chosen": ids that the caller gives
-    log_probs       [N, K]              their log-probabilities over the full vocabulary
+    log_probs       [N, K]              the log-probabilities of these ids over the full vocabulary
     tail_log_prob   [N] float32         the log of the teacher's mass outside these ids
-    ids             [N, M] int32        "sampled": the distinct ids among M draws from the teacher, then -1
-    counts          [N, M] uint8        the number of draws of each of these ids, then 0
+    ids             [N, M] int32        "sampled": the distinct ids among M draws from the teacher, padded with -1
+    counts          [N, M] uint8        the number of draws of each of these ids, padded with 0
 """
 
 import math
@@ -25,7 +25,7 @@ from stillhouse.objective.signals import Tail
 
 SignalKind = Literal["hidden", "top_k", "chosen", "sampled"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: the most draws per token: a count has one byte
+#: the maximum number of draws per token, because a count has one byte
 MAX_SAMPLES = 255
 
 
@@ -33,13 +33,13 @@ MAX_SAMPLES = 255
 class SignalSpec:
     """The kind and the sizes of a signal.
 
-    kind: "hidden" gives the exact distribution at any temperature; "top_k" the K most likely ids; "chosen" K ids
-        that the caller gives; "sampled" draws (random sampling distillation, arXiv 2503.16870)
-    dtype: the dtype of the hidden states or log-probabilities; "float32" for "sampled", which has neither
-    top_k: K of "top_k" and "chosen"; M, the number of draws, of "sampled"
-    temperature: divides the teacher's logits before log-probabilities are taken or ids are sampled
-    with_label: "top_k" has one more entry for the next token of the document, whose mass is then no part of the tail;
-        if that token is among the K ids, the entry has id -1 and log-probability -inf
+    kind: "hidden": the exact distribution at any temperature. "top_k": the K most likely ids. "chosen": K ids of the
+        caller. "sampled": draws (random sampling distillation, arXiv 2503.16870)
+    dtype: the dtype of the hidden states or log-probabilities; must be "float32" for "sampled"
+    top_k: K for "top_k" and "chosen"; M for "sampled"
+    temperature: divides the teacher's logits before log-probabilities are computed or ids are sampled
+    with_label: whether "top_k" has an additional entry for the document's next token; the tail then excludes it. If
+        this token is among the K ids, the entry has id -1 and log-probability -inf
 
     Raises ValueError if the values do not fit together.
     """
@@ -75,20 +75,17 @@ class SignalSpec:
 
     @property
     def has_tail(self) -> bool:
-        """Whether `teacher.tail` decides how the mass outside of the ids counts."""
+        """Whether `teacher.tail` determines how the mass outside the ids is treated."""
         return self.kind in ("top_k", "chosen")
 
     @property
     def entries(self) -> int:
-        """K or M: the number of ids per row, without the label's entry."""
+        """K or M, without the label's entry."""
         assert self.top_k is not None
         return self.top_k
 
     def tensors(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """For each tensor: the shape of a row, and the dtype.
-
-        width: E, the teacher's width
-        """
+        """For each tensor: the shape of a row, and the dtype. width: E"""
         dtype = DTYPES[self.dtype]
         if self.kind == "hidden":
             return {"hidden": ((width,), dtype)}
@@ -105,7 +102,7 @@ class SignalSpec:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(width).values())
 
     def as_signal(self, tensors: dict[str, Tensor], tail: Tail) -> Signal:
-        """Make the objective's signal from the tensors of "top_k", "chosen" or "sampled"."""
+        """Convert the tensors of "top_k", "chosen" or "sampled" to the objective's signal."""
         if self.kind == "sampled":
             return Sampled(tensors["ids"], tensors["counts"].to(torch.float32) / self.entries)
         kind = TopK if self.kind == "top_k" else Chosen
@@ -127,8 +124,7 @@ class DocumentRows:
     """The rows of a document for which signals are requested.
 
     tokens: all ids of the document
-    rows: the numbers of the rows
-    ids_NK: for "chosen", the K ids of each requested row; -1 is no id
+    ids_NK: for "chosen", the K ids of each requested row; -1 is an absent entry
     source: where the document is from, for messages; "" if unknown
     """
 

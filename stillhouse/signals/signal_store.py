@@ -1,9 +1,9 @@
-"""The signal source of a run whose teacher's signals are in a store: a cache on disk, or a server.
+"""The interface of signal stores (such as a cache on disk, or servers), and the signal source that reads a store.
 
-A read names documents, not positions in a micro-batch. So a store is independent of the order, the packing and the
-number of epochs of a run.
+A store is read by documents, not by positions in a micro-batch. So a store does not depend on the order and packing
+of a run, or on the number of epochs.
 
-B rows of S tokens, T = B·S, E the teacher's width, K ids per token.
+B rows of S tokens, C rows with a non-zero weight, E the teacher's width, K ids per token, N rows of a document.
 """
 
 import time
@@ -28,31 +28,32 @@ from stillhouse.preemption import requested
 from stillhouse.signals.signal_source import DeferredSignals, SignalSource
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
-#: seconds between two checks for SIGTERM or the like in a wait for the teacher, and seconds of waiting after it
+#: while a process waits for the teacher: the interval of its checks for a signal such as SIGTERM, and the time for
+#: which it waits after such a signal
 SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
 #: the tensors of a step's micro-batches
 StepTensors = list[dict[str, Tensor]]
 
 
 class StoreProof(Protocol):
-    """A teacher's answers at the start of the run. `compare` raises ValueError if the saved answers differ."""
+    """A teacher's answers at the start of this process. `compare` raises ValueError if the saved answers differ."""
 
     def save(self, path: Path) -> None: ...
     def compare(self, path: Path) -> None: ...
 
 
 class SignalStore(ABC):
-    """Signals that were computed elsewhere.
+    """A teacher's signals, by document.
 
     identity: a hash that changes if the teacher changes
-    name: where the store is, for messages: a folder or a URL
+    name: the name in messages: a folder, a URL or the name of a model
     model: the name of the teacher's model; "" if unknown
-    width: E, the teacher's width; used only with hidden states
+    width: E; used only with hidden states
     vocabulary: rows of the teacher's head; None if unknown
-    teacher_folder: the teacher's configuration and tokenizer, and with hidden states its output head; None if unknown
-    may_take_long: whether the watchdog's time limit does not apply to `read`; the same on all processes
+    teacher_folder: a folder with the teacher's configuration and tokenizer, and for hidden states its output head
+    may_take_long: whether the watchdog ignores the duration of `read`; the same value on all processes
     same_conversation: whether the teacher must have the student's chat template and end-of-sequence token
-    proof: the answers to compare when a run resumes; None if it is enough to compare the identity
+    proof: the answers to compare when a run resumes; None: only the identity is compared
     """
 
     signal: SignalSpec
@@ -68,18 +69,15 @@ class SignalStore(ABC):
     warnings: Sequence[str] = ()
 
     def start(self, device: torch.device) -> None:  # noqa: B027 (most stores have nothing to load)
-        """Load what `read` needs, on a process that reads signals."""
+        """Prepare `read`. Called only on processes that read signals."""
 
     @abstractmethod
     def require(self, documents: Documents, what: str) -> None:
-        """Raise ValueError unless the store has signals for these documents.
-
-        what: the name of the documents in the message
-        """
+        """Raise ValueError unless the store has signals for these documents. what: their name in the message"""
 
     @abstractmethod
     def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
-        """The tensors of `SignalSpec.tensors` for each document, on the CPU. Several threads may call it at once.
+        """The tensors of `SignalSpec.tensors` for each document, on the CPU. Several threads may call this at once.
 
         Raises ValueError or OSError if the signals are not available.
         """
@@ -89,10 +87,7 @@ class SignalStore(ABC):
 
 
 class SignalWatch:
-    """Raises an error some seconds after SIGTERM or the like. A loop that waits must call it repeatedly.
-
-    error: raised by the first call that is more than `SECONDS_TO_STOP` seconds after the call that noticed the signal
-    """
+    """Raises an error `SECONDS_TO_STOP` after a signal such as SIGTERM. A waiting loop has to call it repeatedly."""
 
     def __init__(self, error: Exception):
         self._error = error
@@ -106,18 +101,18 @@ class SignalWatch:
 
 
 class SignalsLostError(ValueError):
-    """The teacher's signals of a step are not available. All processes of a job raise it before the step begins."""
+    """The teacher's signals of a step are not available. All processes raise this error before the step begins."""
 
 
 class StoredTeacher(SignalSource):
-    """Reads the signals of the coming steps in threads, while the engine computes.
+    """Reads the signals of the next steps in threads, while the engine computes.
 
-    Only processes with the student's last stage need signals. Tensor-parallel ranks have the same tokens, so only the
-    first of them reads and broadcasts. A process reads only the rows of its own tokens that have a weight.
+    Only processes with the student's last stage need signals. Tensor-parallel ranks have the same tokens, so the
+    first tensor rank reads the signals and broadcasts them. Only rows with a non-zero weight are read.
 
-    tail: how the mass outside of a sparse signal's ids counts
-    name: the teacher's name, if there are several teachers; each may have its own prefix before a document
-    head: the teacher's output head, if the store has hidden states and this process the student's last stage
+    tail: how the mass outside the ids of a sparse signal is treated
+    name: the teacher's name if the run has several teachers; each of them may have a prefix before a document
+    head: the teacher's output head, if the store has hidden states and this process has the student's last stage
     """
 
     steps_ahead = 2
@@ -140,7 +135,7 @@ class StoredTeacher(SignalSource):
         return DeferredSignals(partial(self._received, future, micro_batches))
 
     def _ids(self, micro_batches: ShardedMicroBatches) -> Sequence[Tensor]:
-        """For "chosen": the ids of each micro-batch's rows with a weight, [C, K] on the CPU. Else empty."""
+        """For "chosen": the ids [C, K] of each micro-batch, on the CPU. Empty for all other signals."""
         return ()
 
     def _received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[Signals]:
@@ -148,7 +143,7 @@ class StoredTeacher(SignalSource):
 
         reading: None on a process that does not read
 
-        Raises SignalsLostError on all processes if one of them could not read.
+        Raises SignalsLostError on all processes if a process could not read.
         """
         with watchdog.untimed("the teacher's signals") if self.store.may_take_long else nullcontext():
             tensors = self._waited(reading)
@@ -160,7 +155,7 @@ class StoredTeacher(SignalSource):
         ]
 
     def _waited(self, reading: "Future[StepTensors] | None") -> StepTensors:
-        """Wait until all processes have read, and return this one's tensors; empty if it does not read."""
+        """Wait until all processes have read. Returns the tensors of this process; empty if it does not read."""
         error, tensors = "", StepTensors()
         if reading is not None:
             require_no_signal = SignalWatch(OSError("a signal came while the run waited for the teacher"))
@@ -168,7 +163,7 @@ class StoredTeacher(SignalSource):
                 while not wait([reading], SECONDS_BETWEEN_LOOKS).done:
                     require_no_signal()
                 tensors = reading.result()
-            # RuntimeError for torch's errors: an error must not end this process while the others wait below
+            # also RuntimeError, for torch's errors: this process must not fail while the other processes wait below
             except (ValueError, OSError, RuntimeError, CancelledError) as problem:
                 error = str(problem) or type(problem).__name__
         if error := next(filter(None, self._student.ranks.gather(error)), ""):
@@ -176,13 +171,13 @@ class StoredTeacher(SignalSource):
         return tensors
 
     def close(self) -> None:
-        """Abandon the requests in progress, so that the process can end."""
+        """Abandon the requests in progress."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.store.close()
         self._threads.shutdown(wait=True)
 
     def _read(self, step: ShardedMicroBatches, ids: Sequence[Tensor]) -> StepTensors:
-        """The tensors of a step's micro-batches on the CPU; rows without a weight are 0."""
+        """The tensors of a step's micro-batches on the CPU; rows with weight 0 are 0."""
         wanted: list[DocumentRows] = []
         places: list[tuple[dict[str, Tensor], Tensor, np.ndarray]] = []
         step_tensors = [self._empty(micro_batch, pinned=True) for micro_batch in step]

@@ -1,7 +1,7 @@
-"""A served teacher that scores the student's top-k ids: on-policy in the choice of the ids.
+"""A served teacher that scores the student's top-k ids (student-top-k distillation).
 
-With reverse KL, these are the ids that decide the loss (student-top-k distillation). They depend on the student's
-present weights, so the request is made at the beginning of the step, after an additional forward pass of the student.
+The reverse KL depends mainly on these ids. They depend on the student's present weights, so they are requested at the
+beginning of the step, after an additional forward pass of the student.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from stillhouse.signals.signal_store import SignalStore, StoredTeacher
 
 
 class ChosenTeacher(StoredTeacher):
-    """Requests the teacher's log-probabilities of the student's top-k ids, except ids beyond the teacher's head.
+    """Requests the teacher's log-probabilities of the student's top-k ids, except ids that the teacher's head lacks.
 
     autocast: the dtype of the student's matrix products; None: the dtype of its weights
     """
@@ -41,7 +41,7 @@ class ChosenTeacher(StoredTeacher):
         self._autocast = autocast
 
     def _ids(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
-        """The student's top-k ids of each micro-batch's rows with a weight; empty on processes that do not read."""
+        """The student's top-k ids at the rows with a non-zero weight; empty on processes that do not read."""
         top_k = student_forward(self._student, micro_batches, self._processor, self._autocast)
         if not self._student.has_results:
             return []
@@ -50,7 +50,7 @@ class ChosenTeacher(StoredTeacher):
 
 @dataclass(frozen=True)
 class _TopKOfStudent:
-    """An output processor that returns the student's top-k ids of the rows with a weight."""
+    """An output processor that returns the student's top-k ids at the rows with a non-zero weight."""
 
     k: int
 

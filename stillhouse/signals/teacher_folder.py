@@ -43,7 +43,7 @@ def head_of(folder: Path | str, dtype: str = "auto") -> Decoder:
 
 
 def files_of_head(index: Any) -> list[str]:
-    """The files that have the output head; all files if no weight has the name of a head.
+    """The files with the output head; all files if no weight has a known name of a head.
 
     index: the content of `model.safetensors.index.json`
     """

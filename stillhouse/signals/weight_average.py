@@ -11,10 +11,10 @@ from stillhouse.parallel import DistributedStudent
 
 
 class WeightAverage:
-    """The average of the trained weights on this process, initialised with the weights.
+    """The averages of the trained weights on this process, initialised with the weights.
 
-    Frozen weights have no average. The averages are float32 at least, because rounding to bfloat16 would lose most of
-    each update. They are sharded like the weights.
+    The averages are at least float32, because rounding to bfloat16 would lose most of each update. They are sharded
+    like the weights.
     """
 
     def __init__(self, student: DistributedStudent, decay: float):
@@ -28,17 +28,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the present weights: decay × average + (1 − decay) × weights."""
+        """Set the average to decay × average + (1 − decay) × weights."""
         parameters = dict(self._student.named_parameters())
         for name, average in self.tensors.items():
             local(average).lerp_(local(parameters[name].detach()).to(average.dtype), 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Use the averages as the student's weights until the context ends.
-
-        Until then, a copy of the student's trained weights is in memory.
-        """
+        """Use the averages as the student's weights until the context ends; a copy of the weights is in memory."""
         parameters = {name: parameter for name, parameter in self._student.named_parameters() if name in self.tensors}
         kept = {name: local(parameter.detach()).clone() for name, parameter in parameters.items()}
         with torch.no_grad():

@@ -1,7 +1,4 @@
-"""A teacher's signals on disk: written once by `stillhouse cache`, read by any number of runs.
-
-`files.py` describes the files. `reader.py` checks and reads them.
-"""
+"""A teacher's signals on disk: written once by `stillhouse cache`, read by any number of runs."""
 
 from stillhouse.signals.cache.files import Manifest, document_id, target_rows
 from stillhouse.signals.cache.reader import SignalCache

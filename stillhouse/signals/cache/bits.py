@@ -1,30 +1,30 @@
-"""Unsigned integers of 1 to 41 bits in a string of bits, the most significant bit first."""
+"""Packs unsigned integers of 1 to 41 bits into a string of bits, the most significant bit first."""
 
 from typing import TypeVar
 
 import numpy as np
 
 Count = TypeVar("Count", int, np.ndarray)
-#: an integer of this many bits is within `_REACH` bytes, whichever bit of the first byte it begins at
+#: an integer of this many bits extends over at most `_REACH` bytes, also if it begins at the last bit of a byte
 WIDEST = 41
 _REACH = 6
 
 
 def bits_for(values: int) -> int:
-    """The number of bits that an integer in [0, values) needs; at least 1."""
+    """The number of bits of an integer in [0, values); at least 1."""
     return max(1, (values - 1).bit_length())
 
 
 def bytes_for(numbers: Count, width: int) -> Count:
-    """The number of bytes for `numbers` integers of `width` bits, rounded up; elementwise for an array."""
+    """The number of bytes for `numbers` integers of `width` bits; elementwise for an array."""
     return -(-numbers * width // 8)
 
 
 def write_bits(values: np.ndarray, positions: np.ndarray, width: int, size: int) -> np.ndarray:
-    """A string of `size` bytes, uint8, with each value at its position.
+    """Return a string of `size` bytes, uint8, with each value at its position.
 
     values: integers, 0 ≤ value < 2^width
-    positions: the first bit of each value in the string; no two values may overlap
+    positions: the first bit of each value; the values must not overlap
     """
     _require_width(width)
     shifts = (8 * _REACH - width - (positions & 7)).astype(np.uint64)
@@ -37,7 +37,7 @@ def write_bits(values: np.ndarray, positions: np.ndarray, width: int, size: int)
 
 
 def read_bits(string: np.ndarray, positions: np.ndarray, width: int) -> np.ndarray:
-    """The values at these positions of a string of `write_bits`, uint64."""
+    """The values at these positions of a string that `write_bits` returned, uint64."""
     _require_width(width)
     padded = np.concatenate([string, np.zeros(_REACH, dtype=np.uint8)])
     values = np.zeros(positions.shape, dtype=np.uint64)
@@ -48,14 +48,14 @@ def read_bits(string: np.ndarray, positions: np.ndarray, width: int) -> np.ndarr
 
 
 def pack_rows(values: np.ndarray, width: int) -> np.ndarray:
-    """Pack each row of integers [N, K] into its own string: [N, ceil(K·width / 8)] uint8."""
+    """Pack each row of integers [N, K] into a separate string: [N, ceil(K·width / 8)] uint8."""
     rows, numbers = values.shape
     stride = bytes_for(numbers, width)
     return write_bits(values, _places(rows, numbers, width), width, rows * stride).reshape(rows, stride)
 
 
 def unpack_rows(strings: np.ndarray, numbers: int, width: int) -> np.ndarray:
-    """The integers [N, K] that `pack_rows` packed."""
+    """The inverse of `pack_rows`; numbers: K."""
     return read_bits(strings.reshape(-1), _places(len(strings), numbers, width), width)
 
 

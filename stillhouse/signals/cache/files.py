@@ -5,7 +5,7 @@
         teacher/                    the teacher's configuration and tokenizer; with hidden states, its output head
         shards/00000.safetensors    the signals of some documents
         shards/00000.json           the shard's hash, written after the shard
-        index.json                  a hash of every other file; written last, so its absence means: unfinished
+        index.json                  a hash of every other file; it is written last, so it marks a complete cache
 
 A shard is one safetensors file. For D documents with N rows in total, its tensors are:
 
@@ -14,9 +14,9 @@ A shard is one safetensors file. For D documents with N rows in total, its tenso
     offsets         [D+1] int64         the rows of document d are offsets[d]:offsets[d+1] of the following tensors
     hidden, ids, …  [N, …]              the signal (`SignalSpec.tensors`), or its packed form (shard_layout.py)
 
-Row t of a document is the teacher's distribution of token t + 1. The stored rows are those from the first to the last
-row that predicts a target. A document is found by a hash of its tokens, so a cache is independent of the run's order,
-packing and number of epochs, and of the document's position in its file.
+Row t of a document is the teacher's distribution of token t + 1. The rows from the first to the last one that
+predicts a target are stored. A document is found by a hash of its tokens. So a cache does not depend on the order and
+packing of a run, or on the number of epochs.
 """
 
 import hashlib
@@ -48,10 +48,10 @@ class Manifest:
     teacher_hash, tokenizer_hash: hashes of the teacher's files and of its tokenizer
     vocabulary: rows of the teacher's head
     width: the teacher's width
-    documents, rows, shards: the numbers of documents, rows and shards
+    documents, rows, shards: numbers of documents, rows and shards
     documents_hash: a hash of the ids and row ranges of all documents
     versions: versions of the libraries
-    packed: whether ids and counts are stored in as few bits as they need
+    packed: whether ids and counts are stored with the smallest possible number of bits
 
     Raises ValueError for a signal that cannot be packed.
     """
@@ -79,16 +79,16 @@ class Manifest:
 
     @property
     def content(self) -> dict[str, Any]:
-        """Everything but the versions."""
+        """All fields except the versions."""
         return {key: value for key, value in asdict(self).items() if key != "versions"}
 
     @property
     def identity(self) -> str:
-        """A hash of the content. Each shard's header has it, so that a shard of another cache is refused."""
+        """A hash of the content. The header of each shard contains it, so that shards of other caches are refused."""
         return json_hash(self.content)
 
     def summary(self, folder: Path) -> str:
-        """Describe a complete cache in two lines, for a terminal. The size is that of the shards on disk."""
+        """Describe a complete cache in two lines, for a terminal."""
         size = sum((folder / shard_name(number)).stat().st_size for number in range(self.shards))
         packed = ", packed" * self.packed
         return (
@@ -98,7 +98,7 @@ class Manifest:
         )
 
     def differences(self, other: "Manifest") -> list[tuple[str, Any, Any]]:
-        """The name, this value and the other value of each field of `content` that differs."""
+        """For each field of `content` that differs: its name, its value here and its value in `other`."""
         others = other.content
         return [(name, value, others[name]) for name, value in self.content.items() if value != others[name]]
 
@@ -107,7 +107,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, path: object) -> "Manifest":
-        """Raises ValueError with the path unless `to_json` wrote the text."""
+        """Raises ValueError with the path if the text has another format than that of `to_json`."""
         try:
             fields: dict[str, Any] = json.loads(text)
             if fields.get("format") != FORMAT:
@@ -123,7 +123,7 @@ def document_id(tokens: np.ndarray) -> bytes:
 
 
 def documents_hash(documents: Iterable[tuple[bytes, range]]) -> str:
-    """A hash of the ids and rows of all documents of a cache, in their order."""
+    """A hash of the ids and row ranges of documents, in the given order."""
     digest = hashlib.sha256()
     for document, rows in documents:
         digest.update(document)
@@ -134,7 +134,7 @@ def documents_hash(documents: Iterable[tuple[bytes, range]]) -> str:
 def target_rows(targets: np.ndarray) -> range:
     """The range from the first to the last row that predicts a target; row t predicts token t + 1.
 
-    targets: [tokens] bool, whether the token is a target
+    targets: [tokens] bool
     """
     predicting = np.flatnonzero(targets[1:])
     return range(int(predicting[0]), int(predicting[-1]) + 1) if len(predicting) else range(0)
@@ -143,11 +143,7 @@ def target_rows(targets: np.ndarray) -> range:
 def shard_tensors(
     layout: ShardLayout, documents: Sequence[tuple[bytes, range]], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """All tensors of a shard.
-
-    documents: the id and the stored rows of each document
-    tensors: the tensors of the signal for these rows
-    """
+    """The tensors of a shard. documents: ids and stored rows. tensors: those of the signal for these rows"""
     offsets = np.concatenate([[0], np.cumsum([len(rows) for _, rows in documents])]).astype(np.int64)
     ids = b"".join(document for document, _ in documents)
     return {
@@ -168,5 +164,5 @@ def shard_identity(manifest: Manifest, number: int) -> str:
 
 
 def record_name(number: int) -> str:
-    """The file with a shard's hash."""
+    """The name of the file with a shard's hash."""
     return f"{SHARDS}/{number:05d}.json"

@@ -1,7 +1,7 @@
 """Opens a cache, checks that it is complete, and reads the rows of single documents.
 
-The description, the teacher's files and every shard are compared with the hashes in the index, which is written last.
-A shard is hashed when its first row is read, because a cache may be larger than memory.
+The description, the teacher's files and the shards are compared with the hashes in the index. A shard is hashed when
+its first row is read.
 """
 
 import json
@@ -41,11 +41,11 @@ _DAMAGED = "is damaged: write the cache again"
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a document is stored.
+    """The place of a document in a cache.
 
     shard: the shard's number
     rows: the rows of the document that are stored
-    start: the row of the shard at which the stored rows begin
+    start: the first of these rows in the shard's tensors
     number: the document's number in the shard
     """
 
@@ -62,16 +62,15 @@ class SignalCache(SignalStore):
     """An opened cache.
 
     Raises ValueError with the file's name if the folder is not a complete cache, or if a file is missing, truncated,
-    of another cache, or changed since it was written.
+    from another cache, or changed since it was written.
     """
 
-    #: the teacher's configuration and tokenizer, and with hidden states its output head
     teacher_folder: Path
 
     def __init__(self, folder: Path):
         self.folder, self.name, self.teacher_folder = folder, str(folder), folder / TEACHER
         self.hashes = _index(folder)
-        # added files are refused, too: a model folder's weights are found by the end of their names
+        # added files are refused, too, because every *.safetensors file of a model's folder is loaded
         present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
         for name in sorted({MANIFEST} | present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
             self._require_unchanged(name)
@@ -92,10 +91,7 @@ class SignalCache(SignalStore):
             raise ValueError(f"{folder}: a shard's table of documents was changed: write the cache again")
 
     def require(self, documents: Documents, what: str) -> None:
-        """Raise ValueError unless the cache has every row of these documents that predicts a target.
-
-        what: the documents' name in the error message
-        """
+        """Raise ValueError unless the cache has every row of these documents that predicts a target."""
         ids = [document_id(documents.tokens(number)) for number in range(len(documents))]
         stored = [self._documents.get(document) for document in ids]
         missing = [
@@ -115,8 +111,7 @@ class SignalCache(SignalStore):
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
         """Return the tensors of `SignalSpec.tensors` for each document.
 
-        Raises ValueError if the cache lacks a row, if a shard has changed, or if a number is one that no teacher can
-        give (`problem_in`).
+        Raises ValueError if the cache lacks a row, if a shard has changed, or if `problem_in` finds a problem.
         """
         return [self.read_document(document_id(request.tokens), request.rows) for request in wanted]
 
@@ -128,14 +123,14 @@ class SignalCache(SignalStore):
         self._files.clear()
 
     def verify(self) -> None:
-        """Compare every shard with its hash, and check all of its rows. Raises ValueError for the first problem."""
+        """Compare every shard with its hash, and check the rows of all documents. Raises ValueError for a problem."""
         for number in range(self.manifest.shards):
             self._verify(number)
         for document, stored in self._documents.items():
             self.read_document(document, stored.rows)
 
     def read_document(self, document: bytes, rows: range) -> dict[str, Tensor]:
-        """`read` for one document, by its id."""
+        """As `read`, for one document. document: its id"""
         stored = self._documents.get(document)
         if stored is None or not stored.has(rows):
             raise ValueError(
@@ -180,7 +175,7 @@ class SignalCache(SignalStore):
             yield document, Stored(number, range(start, start + stop_row - first_row), first_row, at)
 
     def _verify(self, number: int) -> None:
-        """Compare a shard's content with its hash, once."""
+        """Compare a shard with its hash, at the first call for this shard."""
         with self._lock:
             if number not in self._verified:
                 self._require_unchanged(shard_name(number))

@@ -1,15 +1,13 @@
-"""The layout of a signal's tensors in a shard: unchanged, or packed into as few bits as the numbers need.
+"""The layout of a signal's tensors in a shard: unchanged, or packed without loss into few bits.
 
 Packed tensors of a shard, for D documents with N rows in total, K ids or M draws per row, vocabulary V:
 
     ids             [N, ·] uint8        "top_k": each id in ceil(log2 V) bits; with a label, id + 1 in
                                         ceil(log2(V + 1)) bits, because an id may be -1
     distinct        [N] uint8           "sampled": the number of distinct ids of a row
-    pairs           [·] uint8           pairs of an id and its count - 1, one after the other; the pairs of each row
-                                        begin at a new byte
-    pair_offsets    [D+1] int64         the pairs of document d are pair_offsets[d]:pair_offsets[d+1]
-
-Reading gives exactly the tensors that were written.
+    pairs           [·] uint8           pairs (id, its count - 1), one after the other; the pairs of each row begin at
+                                        a new byte
+    pair_offsets    [D+1] int64         the pairs of document d are the bytes pair_offsets[d]:pair_offsets[d+1]
 """
 
 import math
@@ -53,31 +51,31 @@ class StoredRows(NamedTuple):
 
 
 class ShardLayout(ABC):
-    """The layout of a signal's tensors in a shard. `file`: an opened safetensors file."""
+    """The layout of a signal's tensors in a shard. file: an opened safetensors file"""
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes of a row; for packed draws, the most bytes that a row can need."""
+        """The number of bytes of a row; for packed draws, the maximum number."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.forms().values())
 
     @abstractmethod
     def forms(self) -> TensorForms:
-        """For each tensor of a shard, all dims after the first one, and the dtype."""
+        """For each tensor of a shard: its shape without the first dim, and its dtype."""
 
     @abstractmethod
     def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
-        """Make the tensors of a shard from the tensors of the signal.
+        """Convert the tensors of the signal to the tensors of a shard.
 
-        offsets: [D+1], the row at which each document begins, and the number of rows
+        offsets: [D+1], the first row of each document, then the total number of rows
         """
 
     @abstractmethod
     def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
-        """Return the signal's tensors. Raises ValueError if the shard's tensors do not fit together."""
+        """Return the signal's tensors. Raises ValueError if the shard's tensors are inconsistent."""
 
 
 def layout_of(spec: SignalSpec, width: int, vocabulary: int, *, packed: bool) -> ShardLayout:
-    """The layout of a signal. Raises ValueError for packed hidden states, which have no packed form.
+    """The layout of a signal. Raises ValueError for hidden states with `packed`.
 
     width: the teacher's width
     vocabulary: V, the rows of the teacher's head
@@ -106,7 +104,7 @@ class Plain(ShardLayout):
 
 @dataclass(frozen=True)
 class PackedIds(ShardLayout):
-    """Log-probabilities unchanged; ids in as few bits as the vocabulary needs."""
+    """The packed layout of "top_k"; only the ids are packed."""
 
     spec: SignalSpec
     vocabulary: int
@@ -139,7 +137,7 @@ class PackedIds(ShardLayout):
 
 @dataclass(frozen=True)
 class PackedDraws(ShardLayout):
-    """For each row, one pair of an id and its count per distinct id."""
+    """The packed layout of "sampled": each row has a pair (id, count) for each distinct id."""
 
     spec: SignalSpec
     vocabulary: int
@@ -167,7 +165,7 @@ class PackedDraws(ShardLayout):
         if (present != (np.arange(self.spec.entries) < distinct[:, None])).any() or (present != (counts > 0)).any():
             raise ValueError("the ids and counts of a row have gaps: expected its different ids first, then -1 and 0")
         starts = np.concatenate([[0], np.cumsum(bytes_for(distinct, self._bits))])
-        # a row's counts sum to the number of draws, so no valid count is larger than that number
+        # the counts of a row sum to the number of draws, so no valid count is larger than this number
         values = (ids.astype(np.int64) << self._count_bits) | (
             np.minimum(counts, self.spec.entries).astype(np.int64) - 1
         )
@@ -202,10 +200,7 @@ class PackedDraws(ShardLayout):
         return {"ids": torch.from_numpy(ids), "counts": torch.from_numpy(counts)}
 
     def _positions(self, starts: np.ndarray, distinct: np.ndarray) -> np.ndarray:
-        """The position of every pair, in bits.
-
-        starts: the position of each row's first pair, in bytes
-        """
+        """The position of every pair, in bits. starts: the position of each row's first pair, in bytes"""
         before = np.concatenate([[0], np.cumsum(distinct)])
         place = np.arange(before[-1]) - np.repeat(before[:-1], distinct)
         return np.repeat(8 * starts, distinct) + place * self._bits

@@ -4,11 +4,11 @@
     compressed_logprobs     list of N - 1 lists of bytes: row t is the teacher's distribution of token t + 1
     bytepacked_indices      list of N - 1 lists of bytes
 
-A configuration outside the file gives the meaning of the bytes (DistillKit's `DistributionQuantizationConfig`, which
-newer versions write beside the data as compression_config.yaml). Only the exact form is read, exact_k = k. There, a
-row has K log-probabilities in `exact_dtype`, little-endian, in descending order; with `delta_encoding`, it has the
-first log-probability and K - 1 differences. Each id has ceil(log2 d) bits, the most significant bit first. Forms that
-approximate log-probabilities (by a polynomial or quantized residuals) are refused.
+DistillKit's `DistributionQuantizationConfig` defines the meaning of the bytes. It is not in the Parquet files; newer
+versions write it to compression_config.yaml in the same folder. Only the exact form (exact_k = k) is supported: a row
+has K log-probabilities in `exact_dtype`, little-endian, in descending order; with `delta_encoding`, it has the first
+log-probability and K - 1 differences. Each id has ceil(log2 d) bits, the most significant bit first. Forms that
+approximate log-probabilities (by a polynomial or by quantized residuals) are refused.
 
 N tokens, K ids per row.
 """
@@ -42,12 +42,10 @@ GROUP = 64
 
 @dataclass(frozen=True)
 class Compression:
-    """The keys of DistillKit's configuration that decide the exact form.
+    """The keys of DistillKit's configuration that the exact form uses; see the module's docstring.
 
-    d: the vocabulary
+    d: the size of the vocabulary
     k: ids per row
-    exact_dtype: the dtype of the log-probabilities
-    delta_encoding: whether a row has the first log-probability, and then differences
     """
 
     d: int
@@ -57,7 +55,7 @@ class Compression:
 
     @classmethod
     def of(cls, keys: Any, source: object) -> "Compression":
-        """Raises ValueError with the source and the key unless it is a configuration of the exact form."""
+        """Raises ValueError with the source and the key if this is not a configuration of the exact form."""
         if not isinstance(keys, dict):
             raise ValueError(f"{source}: expected the keys of DistillKit's compression configuration")
         numbers: dict[str, int] = {}
@@ -93,24 +91,24 @@ class Compression:
 
     @property
     def id_bits(self) -> int:
-        """The bits per id, computed in float32 as in DistillKit."""
+        """The number of bits of an id, computed in float32 as in DistillKit."""
         return max(1, int(np.ceil(np.log2(np.float32(self.d)))))
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """The bytes per row of the column of log-probabilities, and of the column of ids."""
+        """The number of bytes of a row in the column of log-probabilities, and in the column of ids."""
         return self.k * DTYPES[self.exact_dtype].itemsize, bytes_for(self.k, self.id_bits)
 
 
 class DistillkitFiles:
-    """The Parquet files of a folder, or one file. Raises ValueError with the file's name for another format."""
+    """The Parquet files of a folder, or a single file. Raises ValueError with the file's name for another format."""
 
     def __init__(self, source: Path, compression: Compression):
         self.compression = compression
         paths = [source] if source.is_file() else sorted(source.glob("*.parquet"), key=_by_number)
         if not paths:
             raise ValueError(f"{source} has no Parquet files")
-        #: for every document: the file, the row group, and the row in that group
+        #: for every document: the file, the row group, and the row in the group
         self._places: list[tuple[Path, int, int]] = []
         self._group: tuple[tuple[Path, int], pa.Table] | None = None
         for path in paths:
@@ -130,7 +128,7 @@ class DistillkitFiles:
         return f"{path} row group {group} row {at}"
 
     def tokens(self) -> Iterator[np.ndarray]:
-        """The ids of each document, int64; one row group in memory at a time."""
+        """Yield the ids of each document, int64, with one row group in memory at a time."""
         for document, (path, group, at) in enumerate(self._places):
             if at == 0:
                 with reading(f"{path} is damaged"):
@@ -139,7 +137,7 @@ class DistillkitFiles:
                 yield np.array(column[at].values.cast(pa.int64()).to_numpy(zero_copy_only=False), dtype=np.int64)
 
     def signal(self, document: int, rows: int, vocabulary: int) -> dict[str, Tensor]:
-        """The tensors of "top_k" for the first `rows` rows. Raises ValueError if a row is no valid distribution."""
+        """The tensors of "top_k" for the first `rows` rows. Raises ValueError if a row is not a distribution."""
         path, group, at = self._places[document]
         if self._group is None or self._group[0] != (path, group):
             with reading(f"{path} is damaged"):
@@ -161,7 +159,7 @@ def write_parquet(
 ) -> None:
     """Write a Parquet file without `delta_encoding`.
 
-    documents: the token ids of each document, and its tensors of "top_k" without the last row
+    documents: for each document, the token ids and the tensors of the signal "top_k" without the last row
     """
     with pq.ParquetWriter(path, SCHEMA) as writer:
         group: list[dict[str, Any]] = []
@@ -207,7 +205,7 @@ def _checked(
 
 
 def _bytes(rows: pa.ListArray, size: int) -> np.ndarray:
-    """Convert a list of lists of bytes to an array [rows, size]."""
+    """Convert to an array [rows, size]."""
     lengths = rows.value_lengths()
     if rows.null_count or (len(rows) and {length.as_py() for length in lengths.unique()} != {size}):
         raise ValueError(f"its rows have {lengths.unique().to_pylist()[:5]} bytes")

@@ -2,10 +2,10 @@
 
     hs_{i}.safetensors
         token_ids       [N]             the document's tokens
-        hidden_states   [N, L, E]       the output of L layers for each token; the model's last layer is last
+        hidden_states   [N, L, E]       the outputs of L layers for each token, the model's last layer at the end
 
-Row t is the hidden state at token t, and predicts token t + 1. The states are from before the model's last norm: it
-is applied when they are read. `import_cache.py` runs the teacher to prove both.
+Row t is the hidden state at token t, before the model's final norm; it predicts token t + 1. `import_cache.py` runs
+the teacher to check this, and applies the norm if the states need it.
 
 N tokens, L layers, E the teacher's width.
 """
@@ -24,7 +24,7 @@ NAMES = "hs_*.safetensors"
 
 
 class SpeculatorsFiles:
-    """The files of a folder, by their number. Raises ValueError for a folder without such files."""
+    """The files of a folder, ordered by their numbers. Raises ValueError for a folder without such files."""
 
     def __init__(self, source: Path):
         numbered = {path.stem.removeprefix("hs_"): path for path in source.glob(NAMES)}
@@ -39,7 +39,7 @@ class SpeculatorsFiles:
         return str(self._paths[document])
 
     def tokens(self) -> Iterator[np.ndarray]:
-        """The ids of each document, int64."""
+        """Yield the ids of each document, int64."""
         for path in self._paths:
             with reading(f"{path} is not a file of hidden states"):
                 with safe_open(path, framework="pt") as file:
