@@ -1,9 +1,8 @@
 """LoRA on a decoder: two small trained matrices beside each frozen linear layer.
 
 W x becomes W x + (alpha / r) B A x, where A is [r, inputs] and B [outputs, r] (Hu et al. 2021, arXiv:2106.09685).
-peft's own LoRA layers replace the linear layers; the decoder's model stays a transformers model. The adapter's files
-have peft's format, and peft merges the adapter. peft is an optional dependency: this file imports it only when a
-function needs it.
+peft's LoRA layers replace the linear layers, and the adapter's files have peft's format. peft is an optional
+dependency, so a function imports it only when it needs it.
 """
 
 import copy
@@ -119,8 +118,8 @@ def without_lora(decoder: Decoder) -> Iterator[None]:
     layers = _lora_layers(decoder)
     for layer in layers:
         layer.enable_adapters(False)
-        # peft also freezes the matrices. But FSDP records at its first forward which parameters require grad, and
-        # this forward may be the first: so the matrices must require grad here.
+        # undo that peft also freezes the matrices: FSDP records at its first forward which parameters require grad,
+        # and this forward may be the first one
         layer.set_requires_grad(layer.active_adapters)
     try:
         yield
@@ -130,7 +129,7 @@ def without_lora(decoder: Decoder) -> Iterator[None]:
 
 
 def save_lora(decoder: Decoder, matrices: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> None:
-    """Write the adapter in peft's format. matrices: unsharded, by their names in the decoder."""
+    """Write the adapter in peft's format. matrices: the unsharded matrices by their names in the decoder."""
     config: Any = copy.copy(decoder.pretrained.peft_config[_NAME])
     config.inference_mode = True  # peft's own saving sets it, too
     config.save_pretrained(os.fspath(folder))
@@ -143,7 +142,7 @@ def save_lora(decoder: Decoder, matrices: Mapping[str, Tensor], folder: str | os
 
 
 def merged(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTrainedModel:
-    """Return a model on the CPU, with the adapter of a folder merged into its weights."""
+    """Return the model on the CPU, with the adapter in `folder` merged into its weights."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
@@ -185,14 +184,14 @@ def _target_names(model: PreTrainedModel, targets: str | list[str]) -> list[str]
 
 
 def _shortened(names: list[str], model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names (usual in adapters) if they select the same modules; else `names`."""
+    """Return the last parts of the names, as is usual in adapters, if they select the same modules; else `names`."""
     last_parts = {name.rpartition(".")[2] for name in names}
     selected = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
     return sorted(last_parts) if selected == set(names) else names
 
 
 def _require_adapted(model: PreTrainedModel, names: list[str]) -> None:
-    """Raise ValueError if peft adapted other modules than these: it takes some names for experts' names."""
+    """Raise ValueError if peft adapted other modules than these, because it treats some names as names of experts."""
     adapted = {name for name, module in model.named_modules() if _is_lora_layer(module)}
     if different := sorted(adapted ^ set(names)):
         raise ValueError(

@@ -25,9 +25,9 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
 def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
     """Return the names, in files, of the tensors that form the stack `name`, with a * for the expert's number.
 
-    Transformers' files have one tensor per expert, but its models have one stacked tensor; its checkpoint conversions
-    define which tensors form a stack. The list is empty if `name` is not a stack. If the list has several names (gate
-    and up projection), an expert's rows in the stack are the rows of its first tensor, then those of its second one.
+    A file has one tensor per expert; a model has one stacked tensor. transformers' conversions define which tensors
+    form a stack. The list is empty if `name` is not a stack. With two names (gate and up projection), an expert's
+    part of the stack has the rows of the first tensor, then the rows of the second one.
     """
     for conversion in get_model_conversion_mapping(decoder.pretrained):
         target = conversion.target_patterns[0]

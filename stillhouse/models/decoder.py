@@ -2,9 +2,9 @@
 
     tokens ─▶ backbone ─▶ hidden states ─▶ head(processor, context) ─▶ logits, or the processor's result
 
-The model is not patched: its base model is the backbone, and `Head` has its output layer. `pretrained` is the model
-itself, for its configuration, saving and generation. It is not registered as a submodule, so every parameter is
-registered once; it shares the parameters that are trained here, so its `save_pretrained` writes them.
+The model is not patched: its base model is the backbone, and `Head` has its output layer. `Decoder.pretrained` is the
+model itself, for its configuration, saving and generation. It shares all parameters with the decoder, but it is not
+registered as a submodule, so that each parameter is registered once.
 
 B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary.
 """
@@ -40,14 +40,14 @@ Kind = TypeVar("Kind", bound=LayerLossModule)
 
 
 class Decoder(nn.Module):
-    """Wraps a causal language model of transformers; `decoder.pretrained` is that model and shares all weights.
+    """Wraps a causal language model of transformers.
 
     Raises ValueError, naming the model type and what is missing, for a model without an output head, with an
     encoder, or with a head that is not a plain linear layer (a head with LoRA, or a quantized one).
 
-    `verify=True` runs a few artificial tokens, and also raises ValueError if the head does not give the model's own
-    logits, if tokens attend to later tokens, or if documents in one row attend to each other. The weights must then
-    be on a device that can run the model.
+    `verify=True` runs a few artificial tokens, on the device of the weights. It also raises ValueError if the head
+    does not give the model's own logits, if tokens attend to later tokens, or if documents in one row attend to each
+    other.
     """
 
     pretrained: PreTrainedModel
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: Lora | None = None  # describes the adapter that `add_lora` has added
     mtp: "MtpLayers | None"  # the MTP layers that `add_mtp` has added
-    layer_losses: dict[str, LayerLossModule]  # those that `add_layer_loss` has added, by their names
+    layer_losses: dict[str, LayerLossModule]  # the losses that `add_layer_loss` has added, by their names
 
     def __init__(self, model: PreTrainedModel, *, verify: bool = True):
         super().__init__()
@@ -94,9 +94,9 @@ class Decoder(nn.Module):
 
         `dtype`: a name such as "bfloat16"; "auto" or None: the dtype in which the weights were saved. None warns if
         this dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
-        `attn_implementation`. `device`: the model is moved there before it is verified (an attention
-        implementation that only runs on a GPU cannot be verified on another device). `quantize`: "int8" or "nf4",
-        for a frozen model whose layers have weights of 8 or 4 bits (see `quantized.py`).
+        `attn_implementation`. `device`: the model is moved to this device before it is verified, since some attention
+        implementations run only on a GPU. `quantize`: "int8" or "nf4", for a frozen model whose layers have weights
+        of 8 or 4 bits (see `quantized.py`).
 
         Raises ValueError for a model that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """
@@ -219,7 +219,7 @@ class Decoder(nn.Module):
         return self._local_head.tensors()
 
     def tie(self) -> None:
-        """If the embedding and the head are tied, make them share one weight again after they got separate ones."""
+        """Let a tied head share the embedding's weight again, after loading has separated the two weights."""
         if self.tied:
             self._local_head.linear.weight = self.pretrained.get_input_embeddings().weight
 
@@ -239,8 +239,8 @@ class Decoder(nn.Module):
     def keep_part(self, *, first: bool, last: bool) -> None:
         """Remove the head and the MTP layers, unless this is the last pipeline stage.
 
-        Embedding and head stay tied only if one stage has both: a stage that is first and last, or a last stage with
-        MTP layers, which has a copy of the embedding.
+        Embedding and head stay tied only if this stage has both of them. A last stage with MTP layers has both,
+        because it has a copy of the embedding.
         """
         if not last:
             self.head, self.mtp = PassThrough(), None
@@ -249,10 +249,7 @@ class Decoder(nn.Module):
 
     @property
     def embedding_copy(self) -> Tensor:
-        """The last stage's copy of the first stage's embedding; only on a last stage that is not the first one.
-
-        This copy is the embedding of the MTP layers; without MTP layers, it is the tied head.
-        """
+        """On a last stage that is not the first: the copy of the embedding, for MTP layers or as the tied head."""
         embedding = self.pretrained.get_input_embeddings()
         return self.output_weight if embedding is None else embedding.weight
 
@@ -295,8 +292,8 @@ class Decoder(nn.Module):
 def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Decoder) -> tuple[int, ...]:
     """Return the end-of-sequence ids of the tokenizer and of the model's generation_config, in ascending order.
 
-    Both are needed: training puts the tokenizer's id at the end of a text, but for models that were trained on
-    conversations, only the generation_config has the id at the end of a turn.
+    Training ends a text with the tokenizer's id. But a model that was trained on conversations may end a turn with an
+    id that only its generation_config has.
     """
     config = decoder.pretrained.generation_config
     named = None if config is None else config.eos_token_id
@@ -324,6 +321,6 @@ def _find_tied_weight(decoder: nn.Module, state: dict[str, Any], prefix: str, *_
 
 
 def _tie_again(decoder: nn.Module, _: Any) -> None:
-    """Tie again: `load_state_dict(assign=True)` gives the embedding and the head separate parameters."""
+    """Tie the head again, because `load_state_dict(assign=True)` gives it a parameter of its own."""
     assert isinstance(decoder, Decoder)
     decoder.tie()

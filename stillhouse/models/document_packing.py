@@ -30,10 +30,8 @@ def require_packable(model: PreTrainedModel, what: str) -> None:
 
 
 def packs_one_row(model: PreTrainedModel) -> bool:
-    """Whether the model's attention separates packed documents only in a batch of one row.
-
-    For flash attention, transformers finds the documents by their positions, but only in a batch of one row
-    (`_is_packed_sequence`).
+    """Whether the model separates packed documents only in a batch of one row, as transformers does for flash
+    attention (`_is_packed_sequence`).
     """
     return uses_flash_attention(model)
 
@@ -47,7 +45,7 @@ def require_separable(model: PreTrainedModel, position_ids: Tensor, attention_ma
                 f"row, and got position_ids for {rows} rows: expected one row, another attention, or no "
                 "position_ids if every row is one document"
             )
-    elif attention_mask.dim() == 2:  # a mask per pair of tokens can separate documents itself
+    elif attention_mask.dim() == 2:  # a mask of more dims has a value per pair of tokens and can separate documents
         tokens = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
         if bool((tokens & (position_ids[:, 1:] <= position_ids[:, :-1])).any()):
             raise ValueError(

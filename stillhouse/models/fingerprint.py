@@ -11,7 +11,7 @@ from stillhouse.hashing import file_hash
 
 #: files up to this total size are hashed completely
 WHOLE_BYTES = 2**30
-#: for larger weights: the number of samples of each tensor, evenly spaced from start to end, and a sample's bytes
+#: for larger weights: the number of evenly spaced samples of each tensor, and the bytes of a sample
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 

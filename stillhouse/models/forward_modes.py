@@ -32,13 +32,11 @@ def uses_flash_attention(model: PreTrainedModel) -> bool:
 
 
 def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """Return the autocast dtype that a model needs: bfloat16 for float32 weights under flash attention, which has no
-    float32 kernels; None: no autocast.
-    """
+    """Return bfloat16 for float32 weights with flash attention, which has no float32 kernels; else None."""
     return torch.bfloat16 if uses_flash_attention(model) and model.dtype == torch.float32 else None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
     """A context in which matrix products are computed in `dtype`; None: in the dtype of the weights."""
-    # the cache would keep bfloat16 copies of all weights, including gathered ones, until the end of a forward
+    # autocast's cache would keep bfloat16 copies of all weights, including gathered ones, until the end of a forward
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)

@@ -7,7 +7,7 @@ h is the output of the student's layer and g the output of the teacher's layer, 
 matrix [E, D] between models of different widths, and the identity between models of the same width. The loss is a
 weighted sum over target tokens, divided by the step's number of target tokens, in float32.
 
-A pair of layers must be on one stage of a pipeline.
+The two layers of a pair must be on the same pipeline stage.
 
 B rows, S tokens per row, T = B·S, D width of the student, E width of the teacher.
 """
@@ -66,8 +66,8 @@ class HiddenMatch(LayerLossModule):
     """The projectors of a student, and the hooks of its layers.
 
     layers: all layers of the student. pairs: the pairs on this stage, with different names and with layer numbers
-    from 0 on. all_pairs: the pairs of all stages. projectors: by the pair's name, if the models' widths differ. A
-    projector's name in a checkpoint thus identifies its pair.
+    from 0 on. all_pairs: the pairs of all stages. projectors: the matrices P by the pairs' names; empty for models of
+    the same width.
     """
 
     name = "hidden_match"
@@ -81,7 +81,7 @@ class HiddenMatch(LayerLossModule):
             layers[pair.student].register_forward_hook(partial(self._add_loss, pair))
 
     def keep(self, layers: range) -> None:
-        """Remove the pairs of student's layers on other stages. layers: the student's layers on this stage."""
+        """Remove the pairs of other stages. layers: the numbers of the student's layers on this stage."""
         for pair in self.pairs:
             if pair.student not in layers and pair.name in self.projectors:
                 del self.projectors[pair.name]

@@ -1,7 +1,7 @@
 """Tools for forward hooks, mainly for hooks that add a loss inside a decoder's layers.
 
-A hook of a `LayerLossModule` reads its loss for the current micro-batch, even if its layer is recomputed in backward,
-and adds the loss to the autograd graph. So no pipeline stage has to send the loss to the next one.
+A hook of a `LayerLossModule` adds the loss of the current micro-batch to the autograd graph, so that no pipeline
+stage has to send a loss to the next stage. This also works if backward recomputes the layer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Current(NamedTuple):
-    """value: the loss of the current micro-batch; None: the hooks do nothing. recomputing: whether backward is
-    recomputing a layer. The layer's hooks have then recorded their results already.
+    """value: the loss of the current micro-batch; None: the hooks do nothing. recomputing: backward is recomputing a
+    layer whose hooks have already recorded their results.
     """
 
     value: Any
@@ -26,10 +26,9 @@ class LayerLossModule(nn.Module):
     """A loss inside a decoder's layers: its weights, if any, and its hooks, which read `current`.
 
     name: the module's name in the decoder and in checkpoints. layer_pairs: the numbers of layers of student and
-    teacher that must be on the same stage. FSDP gathers the weights of a submodule only when the submodule is called.
-
-    `current` is a plain attribute, not a context variable: on a GPU, backward runs in another thread than forward,
-    and layers are recomputed in that thread.
+    teacher that must be on the same stage. A hook must call the submodules whose weights it needs, because FSDP
+    gathers weights only in the call of their module. `current` is a plain attribute, not a context variable, because
+    on a GPU, backward recomputes layers in another thread.
     """
 
     name: ClassVar[str]
@@ -59,8 +58,8 @@ def checkpoint_contexts(
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts in which a layer's forward runs and is recomputed: torch's `context_fn`.
 
-    torch calls this when the forward of a layer begins, and keeps both contexts. Until backward recomputes the layer,
-    other micro-batches may have run, but the layer's hooks need the values of the time when the forward began.
+    torch calls this function when the forward of a layer begins. Other micro-batches may run before backward
+    recomputes the layer, so the second context restores the values that the hooks had at the call.
     """
     return nullcontext(), _Using([(loss, Current(loss.current.value, recomputing=True)) for loss in losses.values()])
 
@@ -90,7 +89,7 @@ def hidden_of(output: Any) -> Tensor:
 
 
 def with_loss(output: Any, loss: Tensor) -> Any:
-    """Return a layer's output unchanged, with a loss in its graph."""
+    """Return a layer's output with unchanged values, and with a loss in its autograd graph."""
     hidden_BSD = _AddLoss.apply(hidden_of(output), loss)
     return (hidden_BSD, *output[1:]) if isinstance(output, tuple) else hidden_BSD
 

@@ -1,8 +1,8 @@
 """The output head of a decoder, and the interface through which objectives get hidden states: the output processor.
 
-`Head` owns the layer that projects onto the vocabulary. The caller passes a processor, and the head calls it inside
-its own forward. FSDP2 gathers a weight around the forward of its module. So it gathers the head's weight exactly
-once, and the processor sees the full weight, even if it uses the weight several times.
+`Head` has the layer that projects onto the vocabulary, and calls the processor inside its own forward. FSDP2 gathers
+a module's weight for the module's forward. So it gathers the head's weight once, and the processor can use the full
+weight several times.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -20,7 +20,7 @@ class OutputProcessor(Protocol):
     """Computes a result from hidden states and head, in place of logits; the decoder returns this result.
 
     `hidden_states` is [B, S, D] after the final norm. With multi-token prediction (a forward with `mtp_input_ids`) it
-    is a tuple with the hidden states of each depth. `context` is the decoder's argument of that name.
+    is a tuple with the hidden states of each depth. `context` is the argument `context` of the decoder's forward.
     `depth` is 0 for the next token and k for the k-th token after it (multi-token prediction). The head's weight is
     valid during the call; a result that refers to the weight keeps the weight's memory allocated.
     """

@@ -1,7 +1,7 @@
 """Proves that a model computes what training assumes, by running artificial documents through it.
 
-Each row has two documents. In the two rows of a pair, the documents begin with the same tokens and continue with
-different tokens. The only difference between two forward passes is that the two rows of every pair are exchanged:
+Each row has two documents. In the two rows of a pair, the documents begin with the same tokens (p and q) and continue
+with different tokens (a and a', b and b'). Two forward passes differ only in the order of the two rows of each pair:
 
     A    row 0   p a | q b        B    row 0   p a'| q b'
          row 1   p a'| q b'            row 1   p a | q b
@@ -10,8 +10,9 @@ The hidden states of `p` must not change, because only later tokens change: the 
 `q` must not change either, although the document before `q` changes: documents do not see each other. Both passes
 have the same shapes, documents and random numbers. So a model that separates documents gives the same bits, even in
 half precision, with dropout and with experts. In a small model that does not separate them, the hidden states change
-by 0.04 % or more. The two pairs have different borders, because an attention function could use the borders of one
-row for all. Row 4 has a document of row 2 at another place. In a third pair, only the first documents are exchanged:
+by 0.04 % or more. The first two pairs have different document borders, because an attention function could use the
+borders of one row for all rows. Row 4 has a document of row 2 at another place. In the third pair, only the first
+documents are exchanged:
 
     A    row 5   s | t            B    row 5   s'| t
          row 6   s'| t'                row 6   s | t'
@@ -36,13 +37,12 @@ from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating
 from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
 from stillhouse.objective import OutputHead
 
-#: tolerance for hidden states that must be equal in both passes: the largest relative change, in every dtype
+#: largest relative change of hidden states that must be equal in both passes, in every dtype
 _UNCHANGED = 1e-4
-# Largest allowed relative error between two ways to compute the same values. Logits come from the same hidden states
-# and differ only by the rounding of the head.
+# largest relative error of the logits: they differ from the model's own logits only by the rounding of the head
 _LOGIT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# A document at another place in a row gets other rounding errors in every layer. The median over tokens is compared,
-# because rounding can change the experts of single tokens.
+# largest relative change of a document at another place in a row, where every layer rounds differently. It is the
+# median over tokens, because rounding can change the experts of single tokens
 _PLACE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 
 _COLUMNS = 26
@@ -105,9 +105,9 @@ Forward = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
 def prove_decoder(decoder: Any) -> None:
-    """Prove an unsharded `Decoder`: that it separates documents (at depth 0 and all MTP depths), and its logits.
+    """Prove that an unsharded `Decoder` separates documents, at depth 0 and all MTP depths, and check its logits.
 
-    Raises ProofError, naming the cause. Does not change weights, modes or the state of random numbers.
+    Raises ProofError, naming the cause. Weights, modes and random states do not change.
     """
     model = decoder.pretrained
     _require_placed(model)
@@ -133,7 +133,7 @@ def prove_decoder(decoder: Any) -> None:
 
 @torch.no_grad()
 def require_runnable(model: PreTrainedModel, name: str) -> None:
-    """Raise ValueError with the model's name if transformers cannot run it, as with some damaged configurations."""
+    """Raise ValueError if transformers cannot run the model, for example because its configuration is damaged."""
     _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     with evaluating(model), autocast(model.device, autocast_dtype(model)), reading(f"{name} cannot be run"):
@@ -268,6 +268,5 @@ def _require_placed(model: PreTrainedModel) -> None:
 
 
 def _relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
-    """Return the relative error of each token."""
     difference = (value_ND - expected_ND).float().norm(dim=-1)
     return difference / expected_ND.float().norm(dim=-1).clamp_min(1e-30)

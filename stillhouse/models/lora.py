@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Lora:
-    """The size of an adapter, counted over the full model.
-
-    layers: modules with a LoRA. trained: trained parameters. parameters: all parameters, adapter included.
+    """layers: the number of modules with a LoRA.
+    trained, parameters: the numbers of trained parameters and of all parameters in the full model with its adapter.
     """
 
     r: int

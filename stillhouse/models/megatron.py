@@ -7,9 +7,9 @@
 On the last pipeline stage the model calls the hook instead of its output layer. This file converts the hook's
 arguments into hidden states and an `OutputHead`. Hidden states that are sharded over tensor ranks (sequence
 parallelism) are gathered, with a reduce-scatter in backward. The output layer's rows on this rank become a vocabulary
-shard, whether or not they are tied to the embedding. [S, B, D] becomes [B, S, D], the order of Megatron's labels.
-Packed sequences form one row (B = 1). A context rank has only a part of each row: its processor gets the hidden
-states of this part, and the context must contain the same tokens.
+shard, whether or not they are tied to the embedding. Hidden states [S, B, D] become [B, S, D], the order of
+Megatron's labels. Packed sequences form one row (B = 1). On a context rank, the processor gets the hidden states of
+this rank's part of each row, and the context must contain the same tokens.
 
 S tokens per row, B rows, D width, n depths of multi-token prediction.
 """
@@ -48,8 +48,8 @@ class MegatronProcessor:
     real vocabulary rows if the output layer is padded; the padding rows get no probability. None: all rows are real.
 
     flat: for `build_schedule_plan`, whose nodes accept only tensors and pass a gradient to each of them. The hook
-    then returns a tuple of one tensor instead of the processor's result, differentiable like the result. The tensor
-    stacks the result's tensors, such as an `ObjectiveOutput`'s loss and metrics, which `unpack` restores.
+    then returns a tuple with a single differentiable tensor, which stacks the tensors of the processor's result. For
+    an `ObjectiveOutput`, these are the loss and the metrics, and `unpack` restores it.
 
     Raises ValueError for a model that would not call the processor, or that would also minimise another loss.
     """
@@ -97,8 +97,9 @@ class MegatronProcessor:
         return self._flattened(result) if self.flat else result
 
     def unpack(self, packed: Tensor) -> Any:
-        """Restore the `ObjectiveOutput` from a flat processor's tensor: the differentiable loss and the metrics,
-        without values per token. For several depths, return a tuple with one `ObjectiveOutput` for each depth.
+        """Restore the `ObjectiveOutput`, without values per token, from the tensor that a flat processor returned.
+
+        For several depths, return a tuple with one `ObjectiveOutput` for each depth.
         """
         if packed.dim() == 2:
             return tuple(self.unpack(depth) for depth in packed)
@@ -176,7 +177,6 @@ class MultiTokenGPTModel(GPTModel):
 
 
 def _require_hook(model: nn.Module) -> None:
-    """Raise ValueError for a model that does not call an output processor, or that minimises another loss as well."""
     name = f"{type(model).__name__} of megatron-core {megatron.core.__version__}"
     for part in (model.forward, getattr(model, "_postprocess", None)):
         if part is None or "output_processor" not in inspect.signature(part).parameters:

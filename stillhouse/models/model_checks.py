@@ -20,10 +20,7 @@ from stillhouse.models.quantized import is_quantized
 
 
 class NotFiniteError(ValueError):
-    """A value that a model computes is NaN or infinite.
-
-    norm: the global norm, if the value is the gradient
-    """
+    """A value that a model computes is NaN or infinite. norm: the global norm if the value is the gradient."""
 
     def __init__(self, message: str, norm: float = math.nan):
         super().__init__(message)
@@ -72,7 +69,7 @@ class ProofError(ValueError):
 
 @contextmanager
 def prefixed(what: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """Within the block, put `what`, such as a model's name, before the message of an error of this kind."""
+    """Put `what`, such as a model's name, before the message of any error of this kind in the block."""
     try:
         yield
     except kind as error:
@@ -83,7 +80,7 @@ def check_finite_weights(module: nn.Module, which: str) -> None:
     """Raise ProofError naming the first tensor that contains a NaN or an infinity.
 
     `which`: the model's name for the message. Each process checks only its own shard of a sharded tensor. Quantized
-    weights are left out: their files were checked when they were loaded (`quantized.py`).
+    weights are not checked here, because `quantized.py` has checked their files.
     """
     for name, tensor in _floating(module):
         if not bool(tensor.isfinite().all()):

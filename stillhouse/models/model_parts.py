@@ -2,7 +2,7 @@
 
 They are read from transformers' configurations and modules; no family is recognised by its name. A family with
 another name for a setting, a plan or a head needs a change in this file only. Pipelines and context parallelism also
-need a backbone with the attributes `STAGE_PARTS`; a family without them is refused there, by name.
+need a backbone with the attributes `STAGE_PARTS`.
 """
 
 import re
@@ -18,8 +18,9 @@ from transformers.utils.output_capturing import OutputRecorder
 STAGE_PARTS = ("embed_tokens", "layers", "norm")
 #: the names of heads in transformers' weight files, and of embeddings, which can be tied to the head
 HEAD_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")
-#: the sizes in a configuration that the context degree must divide, and those that the tensor degree must divide
+#: the sizes in a configuration that the context degree must divide
 HEADS = ("num_attention_heads", "num_key_value_heads")
+#: the sizes that the tensor degree must divide
 MATRIX_SIZES = (*HEADS, "intermediate_size")
 #: layer types whose attention windows begin at fixed columns of a row, not where a document begins
 _WINDOWS = {"chunked_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
@@ -31,9 +32,9 @@ def text_config(config: PreTrainedConfig) -> Any:
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return a language model's list of layers, even if it is a part of a larger model; None if it is not found.
+    """Return the layers of the language model, which may be a part of a larger model; None if they are not found.
 
-    On a stage of a pipeline the list has empty modules in place of absent layers.
+    On a pipeline stage, the list has empty modules in place of the layers of other stages.
     """
     count = text_config(model.config).num_hidden_layers
     numbered = [layers for layers in outermost_lists(model.get_decoder()) if len(layers) == count]
@@ -41,7 +42,7 @@ def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
-    """Yield a module's lists of modules, but not lists within lists; a vision tower has its own list."""
+    """Yield the outermost lists of modules, such as the layers of the language model and those of a vision tower."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield child
@@ -83,8 +84,8 @@ class LogitRule:
     def from_config(cls, config: PreTrainedConfig) -> "LogitRule":
         """Read the rule from the names that transformers' configurations use.
 
-        One name can have two meanings in two families (`logits_scaling` divides in Granite and multiplies in
-        HyperCLOVA X). This function uses the usual meaning of each name; `verify` checks the resulting logits.
+        A name can have different meanings in two families: `logits_scaling` divides in Granite and multiplies in
+        HyperCLOVA X. This function uses the usual meaning, and `verify` checks the resulting logits.
         """
         text = text_config(config)
         scale = 1.0
@@ -109,7 +110,7 @@ def experts_per_token(config: PreTrainedConfig) -> int:
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether the module or tensor with this name is a layer's stack of experts, or a part of it."""
+    """Whether the module or tensor with this name is a stack of experts, or a part of such a stack."""
     return "experts" in name.split(".")
 
 
@@ -130,7 +131,7 @@ def mtp_prefixes(config: PreTrainedConfig) -> list[str]:
 
 
 def without_mtp(config: PreTrainedConfig) -> list[str]:
-    """Remove the MTP layers from a configuration; returns the prefixes of their names in the checkpoint."""
+    """Remove the MTP layers from a configuration, and return the prefixes of their names in the checkpoint."""
     prefixes, text = mtp_prefixes(config), text_config(config)
     if prefixes:
         text.num_mtp_layers = 0
@@ -140,21 +141,17 @@ def without_mtp(config: PreTrainedConfig) -> list[str]:
 
 
 def parallel_plan(config: PreTrainedConfig, kind: str) -> dict[str, Any]:
-    """Return transformers' plan for a kind of parallelism ("tp", "ep" or "pp"), by generic names (`plan_name`); empty
-    if there is none.
-    """
+    """Return transformers' plan "tp", "ep" or "pp" by generic names (`plan_name`); empty if there is no such plan."""
     return getattr(text_config(config), f"base_model_{kind}_plan", None) or {}
 
 
 def plan_name(name: str) -> str:
-    """Return a module's generic name, the form in which plans have it: with * in place of a layer's number."""
+    """Return a module's name as plans write it: with * in place of a layer's number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def indivisible_size(config: PreTrainedConfig, names: Sequence[str], ranks: int) -> tuple[str, Any] | None:
-    """Return name and value of the first of these sizes that `ranks` does not divide; None if `ranks` divides all of
-    them. A size may be a list with one entry for each layer.
-    """
+    """Return name and value of the first size that `ranks` does not divide. A value may be a list over layers."""
     for name in names:
         size = getattr(text_config(config), name, None)
         if any(count is not None and count % ranks for count in (size if isinstance(size, list) else [size])):

@@ -2,8 +2,8 @@
 
 Code that comes with a model runs only if the caller allows it. Weights are read only from safetensors files in the
 model's own folder, since a pickle file can run any code. transformers would read pickle files if the folder has no
-other weights, or if they are named in an index, in the configuration's `transformers_weights` or in an adapter beside
-the model; all these cases are refused before transformers reads. A damaged file raises a ValueError that names it.
+other weights, or if an index, the configuration's `transformers_weights` or an adapter in the folder names them. All
+these cases raise a ValueError before transformers reads anything. For a damaged file, the ValueError names the file.
 """
 
 import json
@@ -27,7 +27,7 @@ from stillhouse.libraries import reading
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.quantized import quantized_loading, require_quantized
 
-#: the largest number of layers: with a damaged number, transformers would create layers one by one for hours
+#: the largest allowed number of layers: for a damaged, huge number, transformers would create layers for hours
 MAX_LAYERS = 10_000
 _ADAPTER = "adapter_config.json"
 _SAFETENSORS, _INDEX = ".safetensors", ".safetensors.index.json"
@@ -51,12 +51,12 @@ def load_causal_lm(
     quantize: str | None = None,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
-    """Load a model by `from_pretrained` of `auto_class`, with the name unchanged; every failure is a ValueError.
+    """Load a model by `from_pretrained` of `auto_class`, with the name unchanged. Every failure is a ValueError.
 
-    Missing weights also raise ValueError: transformers would initialise them at random and only warn. Weights are
-    read only from safetensors files, even with trust_remote_code.
+    Missing weights are also an error, because transformers would only warn and initialise them at random. Weights
+    are read only from safetensors files, even with trust_remote_code.
 
-    quantize: "int8" or "nf4": quantize the linear layers (see `quantized.py`). device: None: the CPU.
+    quantize: quantize the linear layers to "int8" or "nf4" (see `quantized.py`). device: None means the CPU.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
     failure = f"{what} cannot be loaded as a causal language model"
@@ -108,9 +108,9 @@ def read_configuration(
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the class of transformers that builds a configuration's model.
+    """Return transformers' class for the model of this configuration.
 
-    It is AutoModelForImageTextToText for a vision-language model without a causal language model class, and otherwise
+    A vision-language model without a causal language model class has AutoModelForImageTextToText. All others have
     AutoModelForCausalLM, which raises a ValueError for an unknown model.
     """
     # a model's folder may contain its class as code
@@ -144,8 +144,8 @@ def _not_found(what: str, name: str | os.PathLike[str], revision: str | None, er
 def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:
     """Raise ValueError if loading a folder or hub id would read weights from files other than its own safetensors.
 
-    Also raise it for an adapter's folder, and for a configuration with so many layers that it must be damaged. A name
-    that does not exist raises no error here, but when it is loaded.
+    Also raise it for an adapter's folder, and for a configuration with more than `MAX_LAYERS` layers. A name that
+    does not exist raises an error only when it is loaded.
     """
     folder = escaped(os.fspath(name))
     if os.path.isdir(name):
@@ -166,7 +166,7 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
 
 
 def require_model_folder(name: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a file, and for a folder that cannot be a model's. Any other name may be a hub id."""
+    """Raise ValueError for a file, and for a folder that contains no model. Any other name may be a hub id."""
     if not os.path.isdir(name):
         if os.path.isfile(name):
             raise ValueError(f"{os.fspath(name)} is a file: expected the folder of a model, or a hub id")

@@ -127,7 +127,7 @@ class DistillTargets(Targets):
 
 @dataclass(frozen=True, eq=False)
 class PolicyTargets(Targets):
-    """Tokens that a policy sampled, with the advantages and log-probabilities that `PolicyGradient` takes."""
+    """Tokens that a policy sampled, with the advantages and log-probabilities for `PolicyGradient`."""
 
     advantages_T: Tensor | None = None
     old_log_probs_T: Tensor | None = None

@@ -48,7 +48,7 @@ class LogProbs:
 
 
 def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
-    """Return the hidden states [B, S, D] after the final norm: for serving, and for teachers with a separate head."""
+    """Return the hidden states [B, S, D] after the final norm, for serving and for teachers with a separate head."""
     return replicated_hidden(hidden_states, head)
 
 
@@ -113,8 +113,8 @@ def policy_gradient(
 ) -> OutputProcessor:
     """Return a processor for the clipped surrogate of PPO and GRPO (`PolicyGradient`).
 
-    It gives an `ObjectiveOutput`; its context is `PolicyTargets`. entropy_bonus: the loss is reduced by entropy_bonus
-    times the entropy. normalizer: see `cross_entropy`.
+    It gives an `ObjectiveOutput`; its context is `PolicyTargets`. entropy_bonus: the loss includes
+    −entropy_bonus · entropy. normalizer: see `cross_entropy`.
     """
 
     def process(

@@ -79,12 +79,12 @@ def require_quantized(
 
 
 def quantized_identity(fingerprint: str, kind: str | None) -> str:
-    """Return the identity of a model that may be quantized at load: the fingerprint of its files, and the kind."""
+    """Return an identity from the fingerprint of a model's files and the kind of its quantization."""
     return fingerprint if kind is None else f"{fingerprint}-{kind}"
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Whether a weight is stored in 8 or 4 bits. Its `dtype` does not show this."""
+    """Whether a weight is stored in 8 or 4 bits, which its `dtype` does not show."""
     return hasattr(weight, "qdata") or hasattr(weight, "quant_state")
 
 

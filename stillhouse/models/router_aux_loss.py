@@ -1,11 +1,11 @@
 """The load-balancing loss of a mixture of experts, computed in the routers, on any pipeline stage.
 
-For each sequence and layer the loss is X · Σ_x f_x P_x over X experts. f_x is how often expert x is chosen per token,
-without a gradient. P_x is the mean probability of expert x (Fedus et al. 2021, arXiv:2101.03961, eq. 4, with all K
-choices of a token counted in f; per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17). The loss of a balanced
+For each sequence and layer, the loss is X · Σ_x f_x P_x over X experts. f_x is the share of tokens that choose expert
+x; it has no gradient. P_x is the mean probability of expert x. (Fedus et al. 2021, arXiv:2101.03961, eq. 4, but f
+counts all K choices of a token; per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17.) The loss of a balanced
 sequence is K. A micro-batch contains complete sequences, so the loss does not depend on how a step is split into
-micro-batches or over data and pipeline ranks. The choices are summed over context ranks; the loss is linear in P, so
-each context rank adds the contribution of its own tokens' probabilities.
+micro-batches or over data and pipeline ranks. Context ranks sum their choices with an all-reduce. The loss is linear
+in P, so each context rank computes only the summands of its own tokens' probabilities.
 
 B sequences, S tokens of each (on a context rank: its part of them), X experts, K chosen experts per token.
 """
@@ -28,9 +28,9 @@ class RouterAuxLoss:
     """The inputs and results of load balancing for one micro-batch.
 
     counts_BS: bool, false for padding. targets_B: the weight of each sequence's loss; under context parallelism, this
-    rank's share of it. scale: the training loss contains scale · (sum of the weighted losses). group: the context
-    ranks, which have the other parts of the sequences. losses: one for each router, weighted and divided by the
-    decoder's number of routers, but not yet by the step's number of targets; the forward pass fills it.
+    rank's share of the weight. scale: the training loss contains scale · (sum of `losses`). group: the context ranks,
+    which have the other parts of the sequences. losses: the forward pass writes the weighted loss of each router,
+    divided by the decoder's number of routers, but not by the step's number of targets.
     """
 
     counts_BS: Tensor
@@ -41,10 +41,9 @@ class RouterAuxLoss:
 
 
 class RouterBalance(LayerLossModule):
-    """Connects the routers of one decoder to the `RouterAuxLoss` of the current micro-batch.
+    """Connects the routers of a decoder to the `RouterAuxLoss` of the current micro-batch, with forward hooks.
 
-    routers: the number of routers of the full decoder, over all pipeline stages. Forward hooks of the routers read
-    the current loss.
+    routers: the number of routers of the full decoder, over all pipeline stages.
     """
 
     name = "router_balance"

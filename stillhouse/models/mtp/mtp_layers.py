@@ -4,8 +4,8 @@ Row t of depth k is computed from row t of depth k − 1 (depth 0: the main mode
 embedding of token t + k. The layers are those of transformers' `MtpModel`, which `generate(use_mtp=True)` uses as
 draft model. They are called one by one, because MtpModel's own forward drafts a single token per layer from logits.
 
-A family without MTP layers of its own gets layers of the class of its last layer. For that, the model's configuration
-gets the number of depths and their types, under the names that transformers reads (`num_mtp_layers`,
+If a family has no MTP layers of its own, its MTP layers have the class of its last layer. The number and the types of
+the MTP layers are written to the model's configuration, where transformers reads them (`num_mtp_layers`,
 `mtp_layer_types`).
 
 B rows, S tokens per row, D width.
@@ -26,10 +26,10 @@ from stillhouse.models.model_parts import declares_mtp, mtp_prefixes, text_confi
 
 
 class MtpLayers(nn.Module):
-    """The layers of all depths. Embedding, head and rotary frequencies are the main model's.
+    """The layers of all depths. Embedding, head and rotary frequencies are those of the main model.
 
-    model: the `MtpModel` of the layers. initial: for new layers, which `initialize` has to initialise, a copy on the
-    meta device; None for layers with weights.
+    model: the `MtpModel` of the layers. initial: for new layers, a copy on the meta device, which `initialize` needs;
+    None for layers with weights.
     """
 
     layers: nn.ModuleList
@@ -48,13 +48,13 @@ class MtpLayers(nn.Module):
 
     @property
     def is_new(self) -> bool:
-        """Whether the layers are not from a checkpoint."""
+        """True for new layers, false for layers from a checkpoint."""
         return self.initial is not None
 
     def hidden_states(self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids_BS: Tensor) -> Iterator[Tensor]:
-        """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: those of depth 0.
+        """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: the hidden states of depth 0.
 
-        input_ids_BS: may have more columns: on a context rank, the next tokens of the sequences.
+        input_ids_BS: on a context rank, it has additional columns with the next tokens of the sequences.
         """
         for depth in range(1, self.depths + 1):
             # position ids are not shifted with the token ids: after a shift, the mask would count the end of a
@@ -90,11 +90,11 @@ class MtpLayers(nn.Module):
                 set_from_global(targets[key], value)
 
     def checkpoint_tensors(self, main: PreTrainedModel) -> dict[str, Tensor]:
-        """Return the layers' tensors by their names in a checkpoint."""
+        """Return the tensors of the layers by their names in a checkpoint."""
         return {self.checkpoint_name(main, name): tensor for name, tensor in self.state_dict().items()}
 
     def checkpoint_name(self, main: PreTrainedModel, name: str) -> str:
-        """Return the name in a checkpoint of a tensor of this module, such as layers.0.eh_proj.weight."""
+        """Return a tensor's name in a checkpoint. name: its name in this module, such as layers.0.eh_proj.weight."""
         _, number, rest = name.split(".", 2)
         if rest.startswith("post_norm."):
             rest = f"shared_head.norm.{rest.removeprefix('post_norm.')}"
@@ -127,8 +127,8 @@ def new_layers(model: PreTrainedModel, depths: int, *, is_new: bool) -> MtpLayer
 def find_layers(model: PreTrainedModel) -> None:
     """Let `model.generate(…, use_mtp=True)` find the layers in the checkpoint that the model was loaded from.
 
-    Without this call, transformers finds only layers with the numbers of the released models (GLM-4.5: 46 and 92):
-    not the layers of a model of another size, and no second depth.
+    Without this call, transformers finds only layers with the numbers of the released models (GLM-4.5: 46 and 92).
+    It does not find the layers of a model of another size, or of a second depth.
     """
     known = model._keys_to_ignore_on_load_unexpected
     places = {prefix.replace(".", r"\.") for prefix in mtp_prefixes(model.config)}
@@ -136,7 +136,7 @@ def find_layers(model: PreTrainedModel) -> None:
 
 
 def _require_structure(model: PreTrainedModel) -> Any:
-    """Return the configuration that gets the number of depths; ValueError if the model cannot have MTP layers."""
+    """Return the configuration for the number of depths. Raises ValueError if the model cannot have MTP layers."""
     config, backbone = text_config(model.config), model.base_model
     missing = [
         what
@@ -179,8 +179,8 @@ def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _shifted(input_ids_BS: Tensor, depth: int, tokens: int) -> Tensor:
-    """Return `tokens` columns of the ids, `depth` columns later. The last columns get an arbitrary token: no row with
-    a label attends to them.
+    """Return `tokens` columns of the ids, from column `depth` on. Beyond the end they repeat the last id, which is
+    harmless: no row with a label attends to them.
     """
     place_S = torch.arange(tokens, device=input_ids_BS.device)
     return input_ids_BS[:, (place_S + depth).clamp(max=input_ids_BS.shape[1] - 1)]

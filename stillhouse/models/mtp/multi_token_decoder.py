@@ -3,10 +3,8 @@
     decoder = MultiTokenDecoder.new(Decoder.from_pretrained(…), depths=1)
     next, second = decoder(input_ids, position_ids, processor=…, context=targets.shift_for_mtp(position_ids, 1))
 
-Row t of depth k is computed from row t of depth k − 1 (depth 0: the main model after its final norm) and from the
-embedding of token t + k. It predicts the label of row t + k, which `Targets.shift_for_mtp` moves to row t
-(DeepSeek-V3, arXiv:2412.19437, section 2.2). The depths share the main model's embedding and output head, so a
-processor treats every depth in the same way. `mtp_layers.py` has the layers.
+Row t of depth k (see `mtp_layers.py`) predicts the label of row t + k, which `Targets.shift_for_mtp` moves to row t
+(DeepSeek-V3, arXiv:2412.19437, section 2.2). All depths use the main model's embedding and output head.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -29,7 +27,7 @@ from stillhouse.objective import OutputHead
 class MultiTokenDecoder(nn.Module):
     """Runs a decoder, `main`, together with its MTP layers, which are in `main.mtp`.
 
-    `train_main=False`: the main model is frozen, head and embedding included; only the MTP layers train.
+    `train_main=False`: only the MTP layers train; the main model is frozen, head and embedding included.
     `verify=True` raises ValueError for layers that let documents in one row attend to each other.
     """
 
@@ -122,7 +120,7 @@ class MultiTokenDecoder(nn.Module):
         return len(self.layers)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write one checkpoint; the layers' numbers follow the main model's, as in released ones (`find_layers`)."""
+        """Write a single checkpoint. MTP layers are numbered after the main model's layers, as in released models."""
         self.main.save_pretrained(folder)
 
 
