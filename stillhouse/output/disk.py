@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from stillhouse.hashing import file_hash
 
-if TYPE_CHECKING:  # so that a report is written without importing torch
+if TYPE_CHECKING:
     from stillhouse.parallel import Ranks
 
 UNFINISHED = ".partial"
@@ -34,8 +34,8 @@ def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bo
     """Yield a temporary folder to write to; if the block ends without an error, flush it and rename it to `final`.
 
     needed_bytes: the number of bytes to write, if known, for the error message about a full disk.
-    exclusive: set this if `final` is not in a run's folder. An existing temporary folder then raises ValueError
-        instead of being removed, and the new temporary folder is removed if the block fails.
+    exclusive: for a `final` outside a run's folder. If the temporary folder already exists, ValueError is raised; it
+        is not removed, because it may belong to another process. If the block fails, the new one is removed.
     """
     partial = _partial(final)
     with ExitStack() as stack, explained_write_errors(final, needed_bytes):
@@ -88,10 +88,10 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def explained_write_errors(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """If writing fails in the block, raise ValueError with the path and, if the disk is full, its free space.
+    """If writing fails in the block, raise ValueError with the path and, if the disk is full, the free space.
 
-    needed_bytes: the number of bytes to write, if known. The libraries that write tensors report a full disk by
-    different exceptions; DCP's is not even an `Exception`.
+    needed_bytes: the number of bytes to write, if known. For a full disk, safetensors raises SafetensorError, and DCP
+    raises CheckpointException, which is no subclass of `Exception`.
     """
     try:
         yield
@@ -122,7 +122,7 @@ def file_names(folder: Path) -> list[str]:
 
 
 def _explained(path: Path, error: Exception, needed_bytes: int | None) -> Exception:
-    """Convert the error to a ValueError with the path; return it unchanged if it is not about writing to `path`."""
+    """Convert the error to a ValueError with the path. Return an error about another path unchanged."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error):
         return ValueError(_no_space(path, needed_bytes, _free_bytes(path)))
@@ -141,7 +141,7 @@ _AFTERWARDS = "all complete files are intact, and the same command continues fro
 
 
 def _free_bytes(path: Path) -> int:
-    """Free space on the disk that contains `path`, or will contain it; the largest int if the disk reports none."""
+    """Free bytes on the disk of `path`, which need not exist yet; `sys.maxsize` if the disk reports no total size."""
     usage = shutil.disk_usage(next(parent for parent in [path, *path.parents] if parent.exists()))
     return usage.free if usage.total else sys.maxsize
 

@@ -1,7 +1,7 @@
-"""The run folder: which process may write to it, and which files every run writes into it.
+"""The run's folder: its lock, which lets only one process write to it, and its files.
 
 config.yaml  environment.json  data.json  metrics.jsonl  tokens.json  checkpoints/  hashes.json  model/  report.html
-On-policy runs also write timeline.jsonl and samples.jsonl, and runs with eval.samples eval_samples.jsonl.
+On-policy runs also write timeline.jsonl and samples.jsonl. Runs with eval.samples also write eval_samples.jsonl.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ from stillhouse.output.disk import UNFINISHED, hashes, remove_unfinished, replac
 LOCK = ".lock"
 #: the file with a random text that identifies the run
 IDENTITY = "identity"
-#: The file that names the process that has the lock or was killed while it had the lock. This is not the lock file
-#: itself, because older versions of filelock truncate the lock file at every attempt to lock it.
+#: the file with the process that has the lock, or had it when it was killed. It is not the lock file itself, because
+#: older versions of filelock truncate the lock file at every attempt to lock it
 WRITER = ".writer"
 #: the file that contains a hash of every file of the final model
 HASHES = "hashes.json"
@@ -57,7 +57,7 @@ class RunFolder:
 
     @property
     def complete(self) -> bool:
-        """Whether the run is complete: the final model, which is written last, exists."""
+        """Whether the final model exists; it is written last."""
         return self.model.is_dir()
 
     @property
@@ -80,8 +80,8 @@ class RunFolder:
         return self.path / "eval_samples.jsonl"
 
     def identity(self) -> str:
-        """A text that identifies the run, also among runs at the same path on other machines and copies of this
-        folder. The first call writes a random number, so only one process may call this.
+        """A text that differs for every run, also for runs at the same path on different machines and for copies of
+        a folder. The first call writes a random number into the folder, so only one process may call this.
         """
         path = self.path / IDENTITY
         if not path.exists():
@@ -103,7 +103,7 @@ class RunFolder:
 
 
 def init_run_dir(folder: RunFolder, config_yaml: str) -> None:
-    """Prepare the folder for this run, after `candidates` has found that the run may use it."""
+    """Prepare the folder for this run. `candidates` must already have checked that the run may use it."""
     folder.path.mkdir(parents=True, exist_ok=True)
     for path in (folder.path, folder.checkpoints):
         remove_unfinished(path)  # before the first write, because these files may fill the disk
@@ -139,7 +139,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether this may be a file of a process that was killed before it wrote a complete file."""
+    """Whether a process that was killed may have left this file: a lock, or an unfinished file."""
     return path.name in (LOCK, WRITER) or path.name.endswith(UNFINISHED)
 
 
@@ -175,7 +175,7 @@ def require_intact_model(folder: RunFolder) -> str:
 
 
 def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:
-    """Everything except the configuration on which the results and the speed of a run depend."""
+    """The values outside the configuration that affect the results and the speed of a run."""
     versions = library_versions()
     return {
         "objective": objective,

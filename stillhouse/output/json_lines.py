@@ -1,7 +1,7 @@
 """JSON and JSON-lines files of a run's folder.
 
-A run appends lines to a file that stays open, and gets an error if they are not written. A reader gets typed values,
-or an error with the file and the line or key.
+A run appends lines to a file that stays open; if lines are not written, an error is raised. A reader gets typed
+values, or an error with the file and the line or key.
 """
 
 import errno
@@ -65,9 +65,9 @@ def _require_in_place(path: Path, file: FileIO) -> None:
 
 
 def _remove_later(path: Path, step: int) -> None:
-    """Remove all lines of later steps, and an incomplete last line, by replacing the file.
+    """Replace the file by one without the lines of later steps and without an incomplete last line.
 
-    For step 0, all lines are removed. Raises ValueError for any other line that this class does not write.
+    For step 0, remove the file. Raises ValueError for a complete line without an integer step.
     """
     with explained_write_errors(path):
         if step <= 0:
@@ -102,9 +102,10 @@ def _step(line: bytes, where: str) -> int:
 def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -> Iterator[tuple[str, int, T]]:
     """Yield (file and line number, offset, result of `parse`) of every line.
 
-    parse: gets a line without its newline, and the file and line number for errors. If the last line has no newline
-    and cannot be parsed, it is skipped, and a note for the page is appended to `notes`. For any other line, the error
-    is raised.
+    parse: gets a line without its newline, and the file and line number for errors.
+
+    If `parse` raises ValueError for a last line without a newline, this line is skipped, and a note for the page is
+    appended to `notes`.
     """
     offset = 0
     with path.open("rb") as file:

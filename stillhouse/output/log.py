@@ -23,7 +23,7 @@ from stillhouse.output.trackers import open_trackers
 from stillhouse.parallel import Ranks, watchdog
 from stillhouse.preemption import surviving_lost_reader
 
-#: if the output is not a terminal, a step is printed at most every so many seconds; a terminal has one live line
+#: the minimum number of seconds between two printed steps if the output is no terminal (a terminal has a live line)
 _PLAIN_EVERY = 10.0
 #: the metrics of an on-policy run in the live line
 _ON_POLICY = {
@@ -184,7 +184,7 @@ class RunLog:
 
 
 def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
-    """Open the log to append to it, after removing all lines newer than the checkpoint; also returns its hash.
+    """Remove all lines newer than the checkpoint and open the log for appending; also return its sha256.
 
     length: the length of the file when the checkpoint was written; `open_checkpoint` has verified these bytes.
     """

@@ -1,7 +1,7 @@
 """The model card of an exported student: its teacher, its data and its results.
 
-All numbers and fingerprints come from the checkpoint (its files match their hashes) or from a log whose hash is in
-the checkpoint. Paths on the trainer's machine are shortened to their last part.
+The results and fingerprints come from the checkpoint, whose files match their hashes, and from the log, whose hash is
+in the checkpoint. The counts of documents come from data.json. Paths are shortened to their last part.
 """
 
 import os
@@ -22,19 +22,17 @@ from stillhouse.output.metrics_file import parse_metrics
 from stillhouse.output.progress import Progress
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_SHORT = 16  # characters of a fingerprint on the page
+_SHORT = 16  # the number of characters of a fingerprint on the card
 _UNREADABLE = "{} cannot be read; restore it, or export without a model card (--no-card)"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The facts of an export that are neither in the run's folder nor in the checkpoint.
+    """The facts of an export that are stored neither in the run's folder nor in the checkpoint.
 
     objective: the objective in words.
     processes: the number of processes that wrote the checkpoint.
-    dtype: the dtype of the weights.
-    adapter: "", "merged" or "alone".
-    has_template: whether there is a chat template.
+    adapter: "" (the student has no adapter), "merged" or "alone".
     """
 
     objective: str
@@ -46,7 +44,7 @@ class Exported:
 
 
 def model_card(run: Path, config: RunConfig, progress: Progress, exported: Exported) -> str:
-    """The text of README.md. Raises ValueError if a quoted file of the run does not match the checkpoint."""
+    """The text of README.md. Raises ValueError if data.json is malformed or the log does not match the checkpoint."""
     student = config.student
     sections = [
         f"# {_short_name(student.model)}, distilled",
@@ -64,7 +62,7 @@ def model_card(run: Path, config: RunConfig, progress: Progress, exported: Expor
 
 
 def quoted_file(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of the run that the card quotes. Raises ValueError if there is none."""
+    """The JSON object in a file that the card quotes. Raises ValueError if the file is missing or malformed."""
     try:
         content = read_object(path)
     except ValueError as error:
@@ -149,7 +147,7 @@ def _results(run: Path, progress: Progress) -> str:
         return "The run had no held-out data."
     before = _first_evaluation(run, progress)
     columns: dict[str, Mapping[str, float | None]] = {f"step {progress.step}": progress.metrics}
-    if before:  # a run that began with a checkpoint has not evaluated before it
+    if before:  # a run that began with a checkpoint has no evaluation at step 0
         columns = {"step 0": before} | columns
     names = [name for name in sorted(progress.metrics) if not name.endswith("/tokens")]
     rows = [["held-out metric", *columns], ["---"] * (1 + len(columns))]
@@ -163,8 +161,8 @@ def _results(run: Path, progress: Progress) -> str:
 
 
 def _first_evaluation(run: Path, progress: Progress) -> dict[str, float | None]:
-    """The held-out metrics before training; empty if there are none. They are read from the log, which must match its
-    hash in the checkpoint."""
+    """The held-out metrics before training, from the log; empty if there are none. The log must match its hash in the
+    checkpoint."""
     path = run / "metrics.jsonl"
     beginning = progress.saved_log(path)
     if beginning is None:
@@ -186,7 +184,7 @@ def _teacher_name(teacher: TeacherConfig) -> str:
 
 
 def _counts(report: Any, path: Path) -> str:
-    """The counts of one source. path: the file of the report, for errors."""
+    """The counts of one split. path: the file that contains `report`, for errors."""
     if not isinstance(report, dict):
         return "documents not counted"
     documents, tokens = report.get("documents"), report.get("tokens")

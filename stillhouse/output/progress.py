@@ -1,7 +1,7 @@
 """The progress of a run, and the state.json of a checkpoint, which records it.
 
-state.json is the last file of a checkpoint that is written. It contains a hash of every other file and a hash of its
-own content. So a file that is missing, stale, damaged or from another run is detected.
+state.json is written after all other files of a checkpoint. It contains a hash of every other file and of its own
+content, so a file that is missing, stale, damaged or from another run is detected.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Progress:
     started_from: str | None = None
 
     def saved_log(self, path: Path) -> bytes | None:
-        """The content of metrics.jsonl when this was saved; None if the file no longer begins with that content."""
+        """The content of metrics.jsonl when this progress was saved; None if the file no longer begins with it."""
         beginning = b""
         if path.is_file():
             with path.open("rb") as file:

@@ -1,9 +1,9 @@
-"""The records that a run writes for its report: one type per file. The report checks them when it reads them.
+"""The records that a run writes for its report: one type per file.
 
 timeline.jsonl: Span    samples.jsonl: Sample    eval_samples.jsonl: EvalSample    tokens.json: HeldOutTokens
 
-The keys in a file are the fields, in their order. `json_lines.validated` checks values when a file is read. The keys
-of metrics.jsonl differ between runs, so its type is in `metrics_file.py`.
+The keys in a file are the fields of its type, in their order. The report checks the values with
+`json_lines.validated`. The type of metrics.jsonl, whose keys differ between runs, is in `metrics_file.py`.
 """
 
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, Validat
 #: the parts of a job that have a lane in the timeline, in the order of the page
 Lane = Literal["rollout", "teacher", "trainer", "weights"]
 LANES: tuple[Lane, ...] = get_args(Lane)
-#: if the trainer waits, `Span.what` begins with this word
+#: the first word of `Span.what` while the trainer waits
 WAIT = "wait"
-#: so many characters are kept: the last ones of a prompt, the first ones of a completion
+#: the number of characters that are kept: the last ones of a prompt, the first ones of a completion
 CHARACTERS = 4000
 
-_LARGEST = 2**53  # smaller integers are exact as floats
+_LARGEST = 2**53  # all smaller integers are exact as floats
 
 _Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 _Seconds = Annotated[float, Field(ge=0, le=_LARGEST)]
@@ -65,7 +65,7 @@ class SampleToken:
 class Sample:
     """A completion on which a step was trained.
 
-    length: the number of tokens of the completion. `tokens` may contain only the first ones.
+    length: the number of tokens of the completion. `tokens` may contain only the first of them.
     reward, advantage: None without a reward.
     staleness: the number of optimizer steps between the weights that generated the completion and the trained ones.
     """

@@ -17,8 +17,8 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_lines import LineFile
 from stillhouse.output.records import CHARACTERS, WAIT, Lane, Sample, Span
 
-SAMPLES = 4  # most samples of a step
-TOKENS = 512  # most tokens of a sample
+SAMPLES = 4  # the maximum number of samples of a step
+TOKENS = 512  # the maximum number of tokens of a sample
 
 
 class RolloutLog:
@@ -45,8 +45,8 @@ class RolloutLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files. Spans of a step that was not finished are written only if the run ended without an error,
-        so that an error of the disk does not hide the error that ended the run."""
+        """Close the files. If an error ended the run, the remaining spans are not written, so that an error of the
+        disk does not hide this error."""
         try:
             if kind is None:
                 self.timeline.write()
@@ -59,7 +59,7 @@ class RolloutLog:
 class Timeline:
     """Collects the spans of work, in seconds of the run; may be used from several threads.
 
-    The clock is the host's. The time of a GPU's work counts for the span that waits for the GPU.
+    The clock is the host's, so the time of a GPU's work belongs to the span that waits for the GPU.
     """
 
     def __init__(self, clock: Callable[[], float], file: LineFile | None = None):

@@ -11,7 +11,7 @@ ABSENT, NULL = "not set", "null"
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return (dotted key, one text per run) of every value that is not the same in all runs.
+    """Return (dotted key, one text per run) for every value that is not the same in all runs.
 
     A run without config.yaml differs in every key.
     """
@@ -26,7 +26,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _is_section(key: str, keys: Iterable[str]) -> bool:
-    """Whether a key is null in one run and a section in another; then each value of the section has its own row."""
+    """Whether a key is a section in some run; then each value of the section has its own row."""
     return any(nested.startswith(f"{key}.") for nested in keys)
 
 

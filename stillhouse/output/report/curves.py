@@ -1,7 +1,7 @@
-"""The charts of the metrics of runs: their order, titles and units, and one series per run and side.
+"""The charts of the runs' metrics, with one series per run and side (student and teacher, for example).
 
-Every metric of every run is drawn, except `NOT_DRAWN`: first the known metrics in the order of the tables below, with
-one chart per term of the loss, then all unknown metrics (for example of a later version) with their keys as titles.
+All metrics except `NOT_DRAWN` are drawn. The known metrics come first, in the order of the tables below. The unknown
+metrics (for example of a later version) follow, with their keys as titles.
 """
 
 import itertools
@@ -18,14 +18,14 @@ from stillhouse.output.report.run_files import Run
 NATS = "nats per token"
 TOTAL = "loss/total_nats_per_token"
 NOT_DRAWN = {"tokens", "seconds", "eval/tokens"}  # running totals and counts; the summary shows the first two
-POINTS = 2000  # most points of a series; from a longer series, the extremes of each section are kept
+POINTS = 2000  # the maximum number of points of a series; a longer series keeps the extremes of each section
 SET = re.compile(
     r"eval/(?!exact_match/)([^/]+)/(cross_entropy|teacher_cross_entropy|forward_kl|agreement|student_entropy|teacher_entropy)"
 )
-TASK = "eval/exact_match/"  # prefix of a key, before a task's name: the share of right answers
-LENGTH = "/length_"  # part of such a key, before a length: the share for problems of this length
+TASK = "eval/exact_match/"  # followed by a task's name: the key of the share of right answers
+LENGTH = "/length_"  # in such a key, before a number: the share for problems of this length
 DRAFTS = re.compile(r"eval/mtp_(\d+)/acceptance")
-LOG_FROM = 50.0  # the axis is logarithmic if the largest value is at least so many times the smallest one
+LOG_FROM = 50.0  # the axis is logarithmic if the largest value is at least this many times the smallest value
 
 Points = list[tuple[float, float | None]]  # (step, value); None is a gap
 
@@ -50,7 +50,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart with its data. `log`: whether the axis is logarithmic at first. `label`: the curves in words."""
+    """A chart with its data. log: whether the axis is initially logarithmic. label: the curves in words."""
 
     chart: Chart
     series: list[Series]
@@ -180,7 +180,7 @@ def _task(key: str) -> Chart:
 
 
 def _term(key: str) -> Chart:
-    """The chart of a term of the loss. One inside layers has no unit."""
+    """The chart of a term of the loss. A term that is computed inside layers has no unit."""
     name = re.sub("(_nats)?_per_token$", "", key.removeprefix("loss/"))
     return _training(f"Loss: {name}", NATS if "_nats_" in key else "per token", {"": key}, log=True)
 
@@ -225,10 +225,9 @@ def _section_means(points: Points, shown: Points) -> list[float | None]:
 
 
 def _with_gaps(points: Points) -> Points:
-    """Insert a gap where steps are missing: where the distance of two points is well above both neighbouring
-    distances.
+    """Insert a gap between two points whose distance is well above both neighbouring distances.
 
-    The comparison with both avoids a gap where the interval changes, or before an early last evaluation.
+    Both are compared, so that there is no gap where the logging interval changes, or before a shorter last interval.
     """
     distance = [after[0] - before[0] for before, after in itertools.pairwise(points)]
     result = points[:1]

@@ -22,7 +22,7 @@ from stillhouse.output.report.token_text import SHADES, mean_kl, pieces, readout
 
 ASSETS = Path(__file__).parent / "assets"
 COLOURS = 8  # the style sheet's --run-0 … --run-7
-RECENT_STEPS = 4  # the samples of so many last steps are listed directly; earlier steps are folded
+RECENT_STEPS = 4  # the number of last steps whose samples are visible at first; earlier steps are folded
 
 _DATA_LABELS = {
     "read": "documents read",
@@ -87,7 +87,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def render(runs: Sequence[Run], *, watching: bool = False) -> str:
-    """Return the page of the first run, compared with the others. watching: whether the page updates itself."""
+    """Return the page of the first run, compared with the other runs. watching: whether the page updates itself."""
     run, rollouts, held_out = runs[0], runs[0].rollouts, runs[0].held_out
     drawings = draw(runs)
     names = run_names([run.path for run in runs])
@@ -162,7 +162,7 @@ def title(run: Run) -> str:
 
 
 def objective(run: Run) -> str:
-    """Return the objective in words if the run has recorded these, otherwise its expression."""
+    """Return the objective in words if the run has recorded it, otherwise the expression of its loss."""
     if run.environment and run.environment.get("objective"):
         return str(run.environment["objective"])
     section = run.config.get("objective")
@@ -220,7 +220,7 @@ def data_table(data: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[st
 
 
 def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of values in the data reports that are not counts, such as the first reasons for skips."""
+    """Return (name, text) of values in the data reports that are no counts, such as the first reasons for skips."""
     notes = [(name, value) for name, value in data.items() if not isinstance(value, dict)]
     for name, report in data.items():
         if isinstance(report, dict):

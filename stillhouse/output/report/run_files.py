@@ -19,7 +19,7 @@ from stillhouse.output.metrics_file import MetricsLine, read_metrics
 from stillhouse.output.records import EvalSample, HeldOutTokens, Sample, Span
 
 METRICS = "metrics.jsonl"
-#: for each other file, the content that is missing on the page without this file
+#: the other files; for each file, the content that the page lacks without it
 OPTIONAL_FILES = {
     "config.yaml": "the run's configuration and its models' names",
     "environment.json": "versions, machine and date",
@@ -31,10 +31,10 @@ OPTIONAL_FILES = {
 }
 _ON_POLICY = {"timeline.jsonl", "samples.jsonl"}
 
-SPANS = 4000  # so many newest spans are read; the page shows those of the last steps
-STEPS = 200  # samples of at most so many steps are shown
-TOKENS = 40_000  # most tokens of all shown samples together, because more make the page slow
-EVAL_SAMPLES = 4000  # so many newest samples are read
+SPANS = 4000  # the number of newest spans that are read; the page shows those of the last steps
+STEPS = 200  # the maximum number of steps whose samples are shown
+TOKENS = 40_000  # the maximum number of tokens of all shown samples together; more make the page slow
+EVAL_SAMPLES = 4000  # the number of newest samples that are read
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts:
     spans = (validated(Span, value, where) for where, _, value in read_objects(folder / "timeline.jsonl", notes))
     last_spans = list(deque(spans, maxlen=SPANS))
     path = folder / "samples.jsonl"
-    places: dict[int, list[tuple[str, int, int]]] = {}  # by step, of each sample: line, offset, number of tokens
+    places: dict[int, list[tuple[str, int, int]]] = {}  # by step, for each sample: line, offset, number of tokens
     staleness = Counter[int]()
     for where, offset, value in read_objects(path, notes):
         tokens = value.get("tokens")
@@ -163,7 +163,7 @@ def _sample_at(path: Path, where: str, offset: int) -> Sample:
 
 
 def shown_steps(tokens: dict[int, int]) -> list[int]:
-    """Choose evenly at most `STEPS` steps with at most `TOKENS` tokens together, including the last step.
+    """Choose at most `STEPS` evenly spaced steps with at most `TOKENS` tokens in all; always choose the last step.
 
     tokens: the number of tokens of the samples of each step.
     """

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from stillhouse.output.records import EvalSample, Sample, SampleToken
 
-STALEST = 12  # larger values of staleness are counted together
-EVALUATIONS = 6  # evaluations of a held-out prompt that are shown directly; the others are folded
+STALEST = 12  # this and larger values of staleness are counted together
+EVALUATIONS = 6  # the number of completions of a held-out prompt that are visible at first; the others are folded
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ShownStep:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A held-out prompt with its completions, in the order of steps. folded: completions that are folded."""
+    """A held-out prompt with its completions, in the order of steps."""
 
     last: EvalSample
     shown: list[EvalSample]

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from stillhouse.display import escaped
 from stillhouse.output.records import LANES, WAIT, Span
 
-STEPS = 12  # steps of the trainer that are shown
-ROWS = 8  # most rows of a lane; if more spans overlap in time, their boxes overlap
+STEPS = 12  # the number of the trainer's steps that are shown
+ROWS = 8  # the maximum number of rows of a lane; if more spans overlap in time, their boxes overlap
 STEP_LABELS = 8
 SHORTEST = 1e-4  # seconds; no timeline is drawn for a shorter time
-WHAT = 60  # characters of a span's name
+WHAT = 60  # the maximum number of characters of a span's name
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Lane:
     name: str
     boxes: list[Box]
     rows: int
-    busy: float  # share of the shown time; for the trainer and in `waited`, of its steps' time
-    waited: float  # of the trainer: as `speed/waiting`, and as the run prints it
+    busy: float  # the share of the shown time; for the trainer, the share of the time of its steps
+    waited: float  # for the trainer, the share of the time of its steps, as in `speed/waiting`; otherwise 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def timeline(spans: Sequence[Span]) -> Timeline | None:
 
 def _lane(name: str, spans: list[Span], start: float, seconds: float) -> Lane:
     boxes: list[Box] = []
-    free_at: list[float] = []  # of each row, when its last span ends
+    free_at: list[float] = []  # for each row, the end of its last span
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
         row = next((row for row, free in enumerate(free_at) if free <= span.start), len(free_at))
         if row == ROWS:
@@ -110,7 +110,7 @@ def _lane(name: str, spans: list[Span], start: float, seconds: float) -> Lane:
 
 
 def _whole_steps(spans: Sequence[Span]) -> list[Span]:
-    """One span per step of the trainer. Evaluations and checkpoints are between two steps."""
+    """Join the spans of each step. Evaluations and checkpoints are between steps, so they are not included."""
     steps = dict[int, Span]()
     for span in spans:
         step = steps.get(span.step, span)

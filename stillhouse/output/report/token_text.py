@@ -1,8 +1,8 @@
 """The tokens of the page: their text, shaded by divergence, with the predictions of the models.
 
 The text is unchanged; invisible characters (newlines, tabs, control characters) get a mark. A shade represents a
-range of nats, and the start doubles from range to range. The ranges are the same in every report, so that reports can
-be compared.
+range of nats, and each range begins at twice the beginning of the previous one. All reports have the same ranges, so
+that they can be compared.
 """
 
 import bisect
@@ -50,7 +50,7 @@ def pieces(text: str) -> list[tuple[str, str]]:
 
 
 def mean_kl(document: Document) -> float | None:
-    """Return the mean over the targets in nats per token; None if no target has a divergence."""
+    """Return the mean KL of the targets in nats per token; None if no target has a KL."""
     divergences = [token.kl for token in document.tokens if token.target and token.kl is not None]
     return sum(divergences) / len(divergences) if divergences else None
 

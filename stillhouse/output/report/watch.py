@@ -1,8 +1,8 @@
 """`stillhouse report --watch`: serves a run's report on this machine during the run.
 
 Every two seconds, the page requests a newer version and replaces its content, but keeps smoothing, scales, zoom and
-scroll position. The server answers only requests whose host name is this machine's. Otherwise a page of another
-origin could read the report through its own host name (DNS rebinding).
+scroll position. The server answers only requests for 127.0.0.1 or localhost. Otherwise a page of another origin could
+read the report through its own host name (DNS rebinding).
 """
 
 import hashlib

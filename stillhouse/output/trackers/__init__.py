@@ -1,6 +1,6 @@
 """Trackers that get the metrics of a run in addition to metrics.jsonl: TensorBoard, wandb, trackio and mlflow.
 
-A resumed run continues its curves. It repeats the steps after its checkpoint; `TrackerState` records which steps each
+A resumed run continues its curves and repeats the steps after its checkpoint. `TrackerState` records which steps each
 tracker already has. If a tracker fails during the run, a warning is printed once and the run continues without this
 tracker, because metrics.jsonl has all metrics. Each library is imported only if `track` names it.
 """
@@ -48,7 +48,7 @@ def require_trackers(track: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run, except TensorBoard. folder: the run's folder. warn: prints a line."""
+    """The trackers of a run, except TensorBoard. warn: prints a warning."""
 
     def __init__(
         self, folder: RunFolder, trackers: dict[str, Tracker], state: TrackerState, warn: Callable[[str], None]
@@ -91,7 +91,7 @@ def open_trackers(
     """Open the trackers. Call this before lines are removed from metrics.jsonl.
 
     log_bytes: the length of metrics.jsonl at the checkpoint from which the run resumes.
-    values: the configuration.
+    values: the configuration by dotted keys.
 
     Raises ValueError if a tracker cannot be started, or if trackers.json is damaged or of another run.
     """
@@ -107,5 +107,5 @@ def open_trackers(
             opened.pop_all()
         state.active = names
     finally:
-        state.save(folder)  # even if one fails to start: the next process continues the others
+        state.save(folder)  # also if a tracker fails to start, so that the next process continues the other runs
     return Trackers(folder, trackers, state, warn)

@@ -11,7 +11,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.trackers.tracker_state import TrackerState
 
 EXPERIMENT = "stillhouse"
-_LONGEST = 500  # most characters of a parameter: all versions of mlflow store this many
+_LONGEST = 500  # the number of characters of a parameter that all versions of mlflow can store
 _BATCH = 100  # parameters per request
 #: give up after 90 s if a server does not answer; mlflow's default is 16 minutes, longer than a job waits for a rank
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}

@@ -12,11 +12,11 @@ FILE = "trackers.json"
 
 
 class TrackerState(BaseModel):
-    """name: the name of the run's folder. A copy of the folder has another name, so it starts its own curves.
+    """name: the name of the run's folder. In a copy of the folder under another name, it is the name of the original.
     id: distinguishes runs whose folders have the same name.
     mlflow: mlflow's id of the run.
     active: the trackers to which the lines of metrics.jsonl are being sent.
-    sent: for each tracker and metric, the last step that was sent, if metrics.jsonl no longer shows it.
+    sent: for each tracker and metric, the last step that was sent, unless metrics.jsonl still contains it.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -29,7 +29,7 @@ class TrackerState(BaseModel):
 
     @classmethod
     def is_own(cls, folder: RunFolder) -> bool:
-        """Whether the folder has a valid trackers.json of its own run: then `open` raises no ValueError."""
+        """Whether the folder has a valid trackers.json that was not copied from another run's folder."""
         path = folder.path / FILE
         try:
             return path.exists() and cls.model_validate_json(path.read_bytes()).name == folder.path.resolve().name
@@ -40,7 +40,7 @@ class TrackerState(BaseModel):
     def open(cls, folder: RunFolder, log_bytes: int) -> Self:
         """The state of a run that resumes after the first `log_bytes` bytes of its metrics.jsonl. `active` is empty.
 
-        Raises ValueError if trackers.json is damaged or was copied from another run's folder.
+        Raises ValueError if trackers.json or metrics.jsonl is damaged, or was copied from another run's folder.
         """
         path, name = folder.path / FILE, folder.path.resolve().name
         if not path.exists():

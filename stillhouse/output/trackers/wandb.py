@@ -8,7 +8,7 @@ from stillhouse.libraries import imported, reading
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.trackers.tracker_state import TrackerState
 
-#: at its end, a run waits so many seconds until all data are sent; unsent data stay on disk for `wandb sync`
+#: the longest time that a run waits at its end until all data are sent; `wandb sync` can send the rest later
 SECONDS = 120.0
 
 

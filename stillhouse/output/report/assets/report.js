@@ -33,10 +33,10 @@
     return values.map((value) => (value === null ? "" : text(value)));
   };
 
-  // ---- settings, which the part of the address after # keeps: a copied address or a reload shows the same view
+  // ---- settings: they are stored in the address after #, so that a copied address or a reload shows the same view
 
   const MANY = 25; // a series with fewer points is drawn with its points, and is not smoothed
-  const view = { smooth: 0, log: new Map(), zoom: null, shaded: "" }; // log: by the chart's title, where the reader has chosen
+  const view = { smooth: 0, log: new Map(), zoom: null, shaded: "" }; // log: by the chart's title, the reader's choice of the axis
 
   const readView = () => {
     const given = new URLSearchParams(location.hash.slice(1));
@@ -221,7 +221,7 @@
   }));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.forEach(({ plot }) => plot.redraw(false, true)));
 
-  // As many rows as the width needs, with the tiles dealt evenly to them, so that no row has one tile and a hole.
+  // Distribute the tiles evenly over as many rows as the width needs, so that the last row is not nearly empty.
   const arrange = (grid) => {
     const style = getComputedStyle(grid);
     const [gap, least] = [parseFloat(style.columnGap), parseFloat(style.getPropertyValue("--least"))];
@@ -353,7 +353,7 @@
     next.focus();
   };
 
-  // Shades the held-out text by the KL, which the page comes with, or by the gradient of a term.
+  // Shades the held-out text by the KL (the default) or by the gradient of a term.
   const shadeTokens = () => {
     const select = document.getElementById("shaded");
     if (!select) return;

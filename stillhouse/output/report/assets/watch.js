@@ -1,4 +1,4 @@
-// Only of a page that `stillhouse report --watch` serves: replaces the content when the run has gone on.
+// Only in a page that `stillhouse report --watch` serves: replaces the content when the run has written new data.
 "use strict";
 (() => {
   const EVERY = 2000; // milliseconds
