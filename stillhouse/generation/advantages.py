@@ -1,4 +1,4 @@
-"""Computes advantages from rewards. Rewards are rescaled first, so that no sum or square of finite ones overflows."""
+"""Computes advantages from rewards. The rewards are rescaled first, so that no sum or square of them overflows."""
 
 import math
 import statistics
@@ -55,6 +55,6 @@ def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
 
 
 def _scaled(rewards: Sequence[float]) -> tuple[list[float], int]:
-    """Divide the rewards by a power of two, so that none is above 1; also return its exponent. This is exact."""
+    """Divide the rewards by a power of two, which is exact, so that none is above 1; also return its exponent."""
     exponent = math.frexp(max(map(abs, rewards)))[1]
     return [math.ldexp(reward, -exponent) for reward in rewards], exponent

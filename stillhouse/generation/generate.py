@@ -1,8 +1,8 @@
 """Completions in this process, with transformers' own `generate`.
 
 The model generates with the weights that are trained, with a key-value cache, in eval mode and without gradients.
-Its `generation_config` has no effect here: the caller reads the end-of-sequence ids from it (`eos_ids` in `models/`)
-and passes them in `Sampling`.
+The model's `generation_config` has no effect here. The caller reads the end-of-sequence ids from it (`eos_ids` in
+`models/`) and passes them in `Sampling`.
 
 B completions, S tokens of the longest prompt.
 """
@@ -22,19 +22,18 @@ from stillhouse.models import Decoder, NotFiniteError, check_document_length, ev
 from stillhouse.models.model_checks import describe
 from stillhouse.parallel import watchdog
 
-# largest difference between log-probabilities with and without the cache, in nats. It is not 0, because the two
-# forward passes multiply matrices of different shapes
+# the largest allowed difference between log-probabilities with and without the cache, in nats. It is not 0, because
+# the two forward passes multiply matrices of different shapes
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 class Generator:
     """Generates completions with a decoder.
 
-    device: where the decoder is.
     autocast: the dtype of matrix products. None: the dtype of the weights.
-    batch_tokens: the most tokens of a batch: prompts, padding and completions. A batch of one request may have more.
-    vocabulary: only ids below this number are sampled, because the tokenizer has no others. None: `counted_rows`.
-    counted_rows: log-probabilities are normalised over so many rows of the head. None: over all rows.
+    batch_tokens: the maximum tokens of a batch (prompts, padding, completions). A batch of one request may have more.
+    vocabulary: only ids below this number are sampled, because the tokenizer has no larger ids. None: `counted_rows`.
+    counted_rows: the number of rows of the head over which log-probabilities are normalised. None: all rows.
     tokenizer: needed only for `sampling.stop`.
 
     Raises ValueError if the model cannot generate, or if there are stop texts but no tokenizer.
@@ -81,7 +80,7 @@ class Generator:
     def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
         """Divide requests into batches of similar lengths. A batch is a list of positions in `requests`.
 
-        least: the minimum number of batches, so that every process gets one; fewer if there are fewer requests.
+        least: the minimum number of batches, so that every process gets a batch; fewer if there are fewer requests.
         """
         prompts = [len(request.prompt_ids) for request in requests]
         limits = [self._limit(request) for request in requests]
@@ -106,7 +105,7 @@ class Generator:
         version: int,
         errors: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it has no state
     ) -> list[Completion]:
-        """Return the completions of one batch. The caller has passed the requests to `check`.
+        """Return the completions of one batch. The caller must already have called `check` for the requests.
 
         errors: a context manager around the call of the model's own `generate`.
         """
@@ -127,7 +126,7 @@ class Generator:
     def _run(
         self, ids_BS: np.ndarray, mask_BS: np.ndarray, tokens: int, sampler: TokenSampler, end: EndOfCompletion
     ) -> None:
-        """Call the model's `generate` with max_new_tokens = `tokens`; `sampler` and `end` record the result."""
+        """Call the model's `generate`; `sampler` and `end` record the result. tokens: max_new_tokens."""
         watchdog.progress()
         model, dtype = self.decoder.pretrained, self._autocast
         settings = GenerationConfig(

@@ -1,8 +1,8 @@
 """A preallocated key-value cache for a full completion, so that no new token copies all earlier keys and values.
 
-transformers' own cache copies the keys and values of every layer for each new token. For long completions, this takes
-longer than the model itself. This cache is used only if all layers of a model have plain full attention; a model with
-sliding windows or recurrent states keeps transformers' cache.
+transformers' own cache copies the keys and values of every layer for each new token. For long completions, copying
+takes longer than the model's computation. This cache is used only if all layers of a model have plain full attention;
+a model with sliding windows or recurrent states keeps transformers' cache.
 
 B completions, H heads, S tokens so far, W width of a head.
 """
@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 class RoomyLayer(DynamicLayer):
-    """tokens: room for prompt and completion. Beyond it, the layer concatenates, as transformers' own layer does."""
+    """tokens: the capacity. Above it, the layer concatenates keys and values, as transformers' own layer does."""
 
     keys: Any
     values: Any

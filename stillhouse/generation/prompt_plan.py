@@ -1,8 +1,8 @@
-"""The prompts of each step. They depend on the step's number alone, so a resumed run needs no saved state.
+"""The prompts of each step. They depend only on the seed and the step's number, so no state needs to be saved.
 
 The prompts of a run are a stream of groups, numbered from 0. A group is one prompt with several samples. Each epoch
-of the stream is a permutation of all prompts. A step takes the next groups of this stream. If a share of its
-completions comes from the dataset, it also takes the next documents of a stream of the dataset's documents.
+of the stream is a permutation of all prompts. A step takes the next groups of this stream. If a share of the
+completions comes from the dataset, a step also takes the next documents of a second stream, that of the dataset.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 
 from stillhouse.data.sequence_order import permutation
 
-#: the first number of a permutation (see `permutation`), for prompts and for the dataset's documents
+#: the number of the first epoch's permutation (see `permutation`), of the prompts and of the dataset's documents
 _PROMPTS, _DATASET = 1, 2**31
 
 
@@ -23,7 +23,7 @@ class PromptPlan:
 
     prompts: the number of documents with prompts.
     dataset: the number of documents with completions.
-    share: the share of completions that the student samples. It is exact over many steps; no group is split.
+    share: the share of generated completions. It is exact only over many steps, because a step takes whole groups.
     """
 
     prompts: int

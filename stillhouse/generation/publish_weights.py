@@ -60,8 +60,8 @@ def publish(
 
     run: the identity of the publishing run; it is written into the manifest.
 
-    This version and the previous one stay in the folder; all others are removed. A version with a larger number was
-    published before the run resumed from an earlier checkpoint; the run will publish it again.
+    This version and the previous one stay in the folder; all others are removed. Versions with a larger number are
+    removed, too: they were published before the run resumed from an earlier checkpoint, and will be published again.
 
     Raises ValueError if transformers converts this model's weights when it saves them and the conversion needs
     several tensors at once. Raises OSError on all ranks if one rank cannot write.
@@ -115,7 +115,7 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
                 tensor = _gather(held[name], student)
                 if _collects(student):
                     tensors |= _as_saved(full_decoder.pretrained, {name: tensor})
-            # a rank that cannot write still takes part in the collectives: the other ranks would wait for it
+            # after a failure, a rank still takes part in the collectives; otherwise the other ranks would wait for it
             if _collects(student) and failure is None:
                 try:
                     save_file(tensors, partial / file, metadata={"format": "pt"})
@@ -160,8 +160,8 @@ def _full_student(student: DistributedStudent) -> Decoder:
 
 
 def _held(student: DistributedStudent, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """This rank's tensors of the student, by their names in files. The copy of a tied embedding on the last stage of
-    a pipeline is left out, because the first stage writes the embedding.
+    """This rank's tensors of the student, by their names in files. On the last stage of a pipeline, the copy of a
+    tied embedding is left out, because the first stage writes it.
     """
     held: dict[str, Tensor] = {}
     for part in student.decoders:

@@ -20,7 +20,7 @@ from stillhouse.display import escaped
 
 MANIFEST = "manifest.json"
 VERSION_PREFIX = "version-"
-#: the most bytes of a manifest (it names each tensor), and of all files without tensors, such as the tokenizer's
+#: the maximum bytes of a manifest, and of all files without tensors together, such as the tokenizer's files
 MANIFEST_BYTES, OTHER_BYTES = 64 * 2**20, 512 * 2**20
 _PIECE = 2**20
 _AGAIN = "publish the weights again"
@@ -33,7 +33,7 @@ class Manifest(BaseModel):
     run: the identity of the run that published them; empty if it has none.
     kind: whether the tensors are those of a model, or only of an adapter.
     dtypes: the dtypes of the tensors, as safetensors names them.
-    tensors: tensor names and the file that contains each of them.
+    tensors: for each tensor, the name of the file that contains it.
     files: the sha256 of each file except the manifest.
     complete: true; a manifest without this field was not written to its end.
     """
@@ -73,14 +73,14 @@ class PublishedFolder:
         self._require_files(names)
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """Read a file that the manifest names and compare it with its hash. Raises ValueError above `most_bytes`."""
+        """Read a file that the manifest names. Raises ValueError for another hash or more than `most_bytes` bytes."""
         with self._opened(name, most_bytes) as file:
             content = file.read(os.fstat(file.fileno()).st_size)
         self._require_hash(name, hashlib.sha256(content).hexdigest())
         return content
 
     def compare(self, name: str, most_bytes: int) -> int:
-        """Compare a file with its hash without keeping the content in memory; returns the file's size."""
+        """Check a file as `read` does, without keeping its content in memory; returns the file's size."""
         digest, size = hashlib.sha256(), 0
         with self._opened(name, most_bytes) as file:
             while size <= most_bytes and (piece := file.read(_PIECE)):
@@ -91,7 +91,7 @@ class PublishedFolder:
 
     @contextmanager
     def _opened(self, name: str, most_bytes: int) -> Iterator[IO[bytes]]:
-        """Open a regular file of the folder itself. Raises ValueError for anything else, without opening it."""
+        """Open a regular file directly in the folder. Raises ValueError for anything else, without opening it."""
         path = self.path / escaped(name)[:200]
         try:
             # the file type is also checked before opening, because opening a device may already have an effect
@@ -104,7 +104,7 @@ class PublishedFolder:
             raise ValueError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from error
 
     def _require_number(self) -> None:
-        """Raise ValueError if the manifest's version is not the one in the folder's name."""
+        """Raise ValueError if the manifest has another version than the folder's name."""
         numbered = re.fullmatch(rf"{VERSION_PREFIX}(\d+)", self.path.name)
         if numbered is not None and int(numbered[1]) != self.manifest.version:
             raise ValueError(f"{self.path} holds version {self.manifest.version}: {_AGAIN}")

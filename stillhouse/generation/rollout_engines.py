@@ -31,7 +31,7 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, version: int, folder: Path | None) -> None:
-        """Use the student's present weights from now on; they have the number `version`.
+        """Use the student's present weights from now on. version: the number of these weights.
 
         No forward pass mixes two versions. Requests that are under way continue with the new weights; the version is
         recorded per token.
@@ -48,13 +48,13 @@ class RolloutEngine(Protocol):
 class InJobEngine:
     """Generates in this job, in one process or on all ranks; its futures are done when `generate` returns.
 
-    Each rank generates some of the batches, and every rank gets all completions. Except for rounding, they do not
-    depend on the number of ranks.
+    Each rank generates some of the batches, and every rank gets all completions. Except for rounding, the completions
+    do not depend on the number of ranks.
 
-    The first rank has the queue of samples, the rewards and the environment, and requests completions. The other
+    Only the first rank has the queue of samples, the rewards and the environment, and requests completions. The other
     ranks receive these requests while they wait in `lead` for the first rank's result.
 
-    copy: the full copy of a sharded student; the generator uses its decoder. None: the student itself is not sharded.
+    copy: the full copy of a sharded student; its decoder must be the generator's. None: the student is not sharded.
     version: the version of the present weights.
     """
 
@@ -84,9 +84,9 @@ class InJobEngine:
         return self._ranks.outcome(message, *kinds)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        """Generate completions. Raises the ValueErrors of `Generator.generate`, and on all ranks if one rank fails.
+        """Generate completions. If one rank fails, all ranks raise the ValueError of `Generator.generate`.
 
-        Within `lead`, only the first rank calls this; otherwise all ranks call it with the same requests.
+        Within `lead`, only the first rank calls this. Outside `lead`, all ranks call it with the same requests.
         """
         if self._is_leading:
             self._ranks.from_first({_GENERATE: [request.as_json() for request in requests]})

@@ -41,8 +41,8 @@ class RolloutQueue:
         self._samples: dict[int, dict[int, Sample]] = {}  # finished samples by group, until a step takes the group
         self._finished: list[int] = []  # the groups whose samples are all finished, in the order of finishing
         self._trained: set[int] = set()
-        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step: groups taken, until the step is trained
-        #: of the last `take`: the time of the first request, and the time at which the last sample was finished
+        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups that it took, until `trained`
+        #: for the samples of the last `take`, the times of the first request and of the last finished sample
         self.taken_times = (0.0, 0.0)
 
     def ask(self, step: int) -> None:
@@ -137,7 +137,7 @@ class RolloutQueue:
         self._keep(state.samples)
 
     def _add(self, group: int, requested_at: int) -> None:
-        """Record that a group was requested. In an in-order schedule, only its own step may train on it."""
+        """Record the request of a group. If the schedule is in order, only the group's own step may train on it."""
         self._requested_at[group], self._samples[group] = requested_at, {}
         latest = requested_at + self.schedule.max_staleness
         self._last_chance[group] = self.plan.step_of(group) if self.schedule.in_order else latest
@@ -166,10 +166,10 @@ class RolloutQueue:
         return [*chosen, *others[: len(self.plan.groups(step)) - len(chosen)]]
 
     def _least(self, step: int) -> dict[int, int]:
-        """For `until` = this step and each later one: count the groups that must be trained at `until` or earlier.
-        This step must train on at least so many of them as the later steps, up to `until`, have no room for.
+        """For each step `until` from this step on: how many of the groups due by `until` this step must train on.
 
-        The value is the number of these groups minus the number of groups of the later steps, up to `until`.
+        A group is due by `until` if no step after `until` may train on it. This step must train on the due groups for
+        which the steps after this one, up to and including `until`, have no room. The number may be negative.
         """
         least, room = {}, 0
         for until in range(step, step + self.schedule.max_staleness + 1):

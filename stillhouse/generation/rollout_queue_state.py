@@ -1,7 +1,7 @@
 """The state of a queue of samples in a checkpoint, and checks that it fits the checkpoint's step.
 
-Without these checks, a state of another run, step or schedule would raise no error: samples would be trained twice or
-never. N tokens of a completion.
+Without these checks, a state of another run, step or schedule would raise no error, and samples would be trained
+twice or never. N tokens of a completion.
 """
 
 import math
@@ -20,7 +20,7 @@ class QueueState:
 
     samples: the finished samples on which no step has trained yet.
     requested_at: for each requested group that is not trained yet, the step at which it was requested.
-    trained: trained groups with a larger number than some untrained group; empty if the schedule is in order.
+    trained: the trained groups with a larger number than some untrained group; empty if the schedule is in order.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -31,7 +31,7 @@ class QueueState:
 def require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule, step: int) -> None:
     """Raise ValueError unless a run can have these groups after `step` steps.
 
-    The last step that requested groups is step − 1, or `step` itself if the run lost its servers during it.
+    The last step that requested groups is step − 1, or `step` if the run lost its servers during `step`.
     """
     requested_at, trained, ahead = state.requested_at, state.trained, schedule.ahead
     if both := sorted(requested_at.keys() & set(trained)):
@@ -56,7 +56,7 @@ def require_groups(state: QueueState, plan: PromptPlan, schedule: RolloutSchedul
 
 def _require_all(state: QueueState, plan: PromptPlan, schedule: RolloutSchedule, step: int) -> None:
     """Raise ValueError unless every group up to the last requested one is either requested or trained."""
-    due = plan.groups(step).start  # the number of groups trained so far; in async order, not always the first ones
+    due = plan.groups(step).start  # the number of trained groups; in the async schedule, not always the first groups
     first = min(state.requested_at, default=due)
     kept = sorted([*state.requested_at, *state.trained])
     stops = {

@@ -5,11 +5,11 @@
 `ahead` is 0 for sync, 1 for one_step_off and 2 for two_step_off. In these schedules, a step trains on its own groups.
 
 In the async schedule (`in_order=False`), a step trains on the same number of groups, but on those that finish first.
-Every group must be trained at most `max_staleness` steps after its request. So a step prefers a group that finished
-early only if the later steps can still train on all other groups in time. Therefore `ahead` is only half of
-`max_staleness`: a group may be delayed by the other half.
+Every group must be trained at most `max_staleness` steps after its request. A step takes a group that finished early
+only if the later steps can still train on all other groups in time. `ahead` is only half of `max_staleness`, so that
+a group may be delayed by the other half.
 
-So no token is older than `max_staleness` versions, every group is trained exactly once, and none is dropped.
+Under all schedules, no token is older than `max_staleness` versions, and every group is trained exactly once.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ _AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 
 @dataclass(frozen=True)
 class RolloutSchedule:
-    """ahead: a group is requested so many steps before the step to which the plan assigns it.
+    """ahead: how many steps a group is requested before the step to which the plan assigns it.
     in_order: whether a step trains on its own groups; if false, it trains on the groups that finish first.
-    max_staleness: the most steps between the request of a group and its training; at least `ahead`.
+    max_staleness: the maximum number of steps between the request of a group and its training; at least `ahead`.
     last_step: the number of the run's last step, from 0.
     """
 

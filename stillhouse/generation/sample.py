@@ -14,7 +14,7 @@ import numpy as np
 class Sampling:
     """The sampling settings of all completions of a run.
 
-    max_new_tokens: the most tokens of a completion, including its end of sequence.
+    max_new_tokens: the maximum number of tokens of a completion, including its end of sequence.
     temperature: divides the logits; 0 means greedy decoding.
     top_p: 1 switches the filter off.
     top_k, min_p: 0 switches the filter off.
@@ -32,7 +32,7 @@ class Sampling:
 
     @property
     def samples_all_tokens(self) -> bool:
-        """Whether no filter removes tokens: then the recorded log-probabilities are those of the sampling."""
+        """Whether no filter removes tokens. Tokens are then sampled from the recorded log-probabilities."""
         return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
 
 
@@ -43,7 +43,7 @@ class GenerationRequest:
     number: a number that is unique in the run.
     prompt_ids: int32, at least one token.
     seed: the seed of the sampling, for engines that accept one.
-    max_new_tokens: a smaller max_new_tokens than that of `Sampling`. None: that of `Sampling`.
+    max_new_tokens: a smaller limit than that of `Sampling`. None: the limit of `Sampling`.
     """
 
     number: int

@@ -22,8 +22,8 @@ from stillhouse.preemption import OverdueError
 
 #: the version of a token that no model generated
 NOT_GENERATED = -1
-#: `_reply_ids` first tokenizes _CHARACTERS characters per token that still fits into the sample. It doubles their
-#: number until it has more than 2 × (the tokens that fit) + _MARGIN tokens
+#: `_reply_ids` first tokenizes _CHARACTERS characters per token that still fits into the sample. It doubles the
+#: number of characters until they have more than 2 × (the tokens that fit) + _MARGIN tokens
 _CHARACTERS, _MARGIN = 16, 64
 
 
@@ -52,8 +52,8 @@ class _Open:
 class SampleGenerator:
     """Requests samples from an engine, and returns the finished ones.
 
-    max_new_tokens: the most tokens of a sample: all turns of the model and all replies of the environment together.
-    reward, environment: see `user_functions.py`; if one is set, `prompts` must have its records.
+    max_new_tokens: the maximum number of tokens of a sample: all turns of the model and all replies together.
+    reward, environment: see `user_functions.py`. If one of them is set, `prompts` must have the records of the data.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class SampleGenerator:
         return samples
 
     def salvage(self) -> list[Sample]:
-        """The finished samples, for a checkpoint. This does not wait, and does not raise errors of samples.
+        """Return the finished samples, for a checkpoint. This does not wait, and does not raise errors of samples.
 
-        With an environment, or if its reward is invalid, a sample remains under way.
+        A sample remains under way if its reward is invalid, or if there is an environment.
         """
         samples: list[Sample] = []
         for future in [future for future in self._futures if future.done() and not future.cancelled()]:

@@ -1,7 +1,7 @@
 """Makes documents from a step's samples. They are packed into micro-batches like all documents.
 
-A step's documents are the generated samples, followed by completions from the dataset. All keep the columns and the
-teachers' prefixes of their prompts, so that teachers get the same inputs as in off-policy training.
+A step's documents are the generated samples, followed by completions from the dataset. A sample keeps the columns and
+the teachers' prefixes of its prompt, so that teachers get the same inputs as in off-policy training.
 
 N tokens of all documents of the step.
 """
@@ -43,8 +43,8 @@ def step_documents(
 ) -> Documents:
     """The documents of a step. from_dataset: the numbers of the step's documents in `dataset`.
 
-    At least one sample or document is needed. All targets of the dataset's documents are kept; their weights depend
-    on their position among the targets of the document.
+    At least one sample or document is needed. All targets of the dataset's documents are kept. The weight of such a
+    target depends on its position among the targets of its document.
     """
     parts = [_of_samples(prompts, samples, rules)] if samples else []
     if len(from_dataset):
@@ -107,7 +107,7 @@ def _of_dataset(documents: Documents, rules: TargetRules) -> Documents:
 def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
     """The weights of the targets of a completion, [count] float32.
 
-    No weight is 0: the loss's normaliser counts targets with a non-zero weight, and must not depend on the decay.
+    No weight is 0, so that the loss's normaliser, which counts non-zero weights, does not depend on the decay.
     """
     weights_N = np.power(rules.position_decay, np.arange(count, dtype=np.float64))
     return np.maximum(weights_N, np.finfo(np.float32).tiny).astype(np.float32)

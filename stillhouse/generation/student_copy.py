@@ -1,7 +1,7 @@
 """A full copy of a sharded student on each rank, for generation.
 
 transformers' `generate` needs a full model, but a rank has only a shard of the student. So each rank also keeps a
-full copy in the student's dtype on its own device. The device needs enough memory for it.
+full copy in the student's dtype on its device, which needs enough memory for both.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from stillhouse.parallel.sharded_loading import allocate
 
 
 class StudentCopy:
-    """The copy and the update of its weights. All ranks of the student's mesh must create one.
+    """The full copy. All ranks of the student's mesh must create it together.
 
     build: returns the full student as `ModelSource.build` does, with arbitrary weights or on the meta device.
 

@@ -1,9 +1,9 @@
 """Samples the tokens of a batch of completions and records their log-probabilities, inside transformers' `generate`.
 
 `generate` calls a `TokenSampler` with the logits of a step and an `EndOfCompletion` with the tokens so far. The
-sampler chooses the tokens itself and returns scores of −inf for all other ids, so that `generate` takes its choice.
-Each completion has its own random numbers: except for rounding, it does not depend on the other completions of its
-batch. The global random state is neither read nor changed.
+sampler chooses the tokens itself and returns scores of −inf for all other ids, so that `generate` takes these tokens.
+Each completion has its own random numbers. So, except for rounding, it does not depend on the other completions of
+its batch. The global random state is neither read nor changed.
 
 B completions, S tokens of prompt and completion so far, V rows of the head, N tokens of a completion, K blocks of C
 ids.
@@ -38,10 +38,9 @@ _TOKENS = 2**30
 class TokenSampler(LogitsProcessor):
     """Samples one token of each completion per call.
 
-    seeds: the seed of each completion.
-    tokens: the most tokens of a completion.
+    tokens: the maximum number of tokens of a completion.
     vocabulary: only ids below this number are sampled.
-    counted: log-probabilities are normalised over so many rows of the head, as in the objective; None: over all rows.
+    counted: the number of rows of the head over which log-probabilities are normalised. None: all rows.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class TokenSampler(LogitsProcessor):
         self._log_probs_B: list[Tensor] = []
 
     def __call__(self, input_ids_BS: Tensor, logits_BV: Tensor) -> Tensor:
-        # few passes over the vocabulary, and in place: one pass takes as long as a layer of a small model
+        # few passes over the vocabulary, in place, because one pass takes as long as a layer of a small model
         scores_BV = logits_BV[:, : self._counted] / self._temperature
         scores_BV -= scores_BV[:, : self._vocabulary].amax(-1, keepdim=True)
         weights_BV = scores_BV.exp()
@@ -78,7 +77,7 @@ class TokenSampler(LogitsProcessor):
         return scores_BV.fill_(-torch.inf).scatter_(1, ids_B[:, None], 0.0)
 
     def _sample(self, input_ids_BS: Tensor, scores_BV: Tensor, weights_BV: Tensor) -> Tensor:
-        """Choose the block of `_BLOCK` ids with the largest log-probability plus Gumbel noise, then one of its ids.
+        """Choose a block of `_BLOCK` ids, then an id of this block, by the largest log-probability plus Gumbel noise.
 
         weights_BV: exp(scores_BV).
 
@@ -145,7 +144,7 @@ class EndOfCompletion(StoppingCriteria):
         return torch.tensor([stop_text is not None for stop_text in stop_texts_B], device=ids_BN.device)
 
     def result(self) -> tuple[list[int], list[bool]]:
-        """The number of tokens of each completion, and whether it ended by itself (false: cut at its limit)."""
+        """For each completion, the number of tokens, and whether it ended by itself (false: cut at its limit)."""
         return self._length_B.tolist(), self._is_stop_B.tolist()
 
 
@@ -153,7 +152,7 @@ def stop_texts(
     ids: Sequence[Sequence[int]], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[str | None]:
     """For each sequence of ids, the stop text that its last token completes, or None. The caller must call this after
-    every token, because the text before a small window is not examined.
+    every token, because only a small window of text at the end is examined.
     """
     # a token has at least one byte of text, so a stop text of n bytes is within the last n tokens; 8 more as a margin
     window = max(len(stop_text.encode()) for stop_text in stop) + 8

@@ -1,9 +1,9 @@
 """The user's own functions: rewards for completions, environments that reply to them, and evaluations.
 
-These functions may do anything. Every exception that one raises, also SystemExit, becomes one error that names the
+These functions may do anything. An exception of a function, also SystemExit, is converted to an error that names the
 function and its call, with the traceback of the function's own frames. A signal ends a function that does not return
-(`preemption.interruptible`). A function gets a copy of the record: if it could change the record itself, later calls
-would depend on earlier ones, and a resumed run could not repeat this.
+(`preemption.interruptible`). A function gets a copy of the record. If it could change the record, later calls would
+depend on earlier calls, and a resumed run could not repeat them.
 """
 
 import copy
@@ -31,7 +31,7 @@ from stillhouse.preemption import OverdueError, interruptible
 
 CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
 _OF_COMPLETIONS = ("prompt", "completion", "record")
-#: the parameters of the functions, by configuration key. prompt: the text of the prompt, which the model continued;
+#: the parameters of the functions, by configuration key. prompt: the text that the model has continued;
 #: completion: the text of the completion without special tokens; record: the full record of the data. A reward
 #: returns a number. An environment returns the text that follows the completion, or None at the end. context:
 #: `EvaluationContext`
@@ -52,7 +52,7 @@ def _folder() -> str:
         return os.curdir
 
 
-#: settings of the process that a function must not change: for each, how to read it and how to set it
+#: settings of the process that a function must not change: for each setting, how to read it and how to set it
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "the working directory": (_folder, os.chdir),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -92,7 +92,7 @@ class UserFunction:
 
 
 def require_functions(evaluation: EvalConfig, rollout: RolloutConfig | None) -> None:
-    """Call `user_function` for every function that the sections name, for its ConfigErrors."""
+    """Raise ConfigError if a function that these sections name cannot be used (see `user_function`)."""
     paths: list[tuple[str, str | None]] = [(CALLBACKS, path) for path in evaluation.callbacks]
     if rollout is not None:
         paths += [(REWARD, rollout.reward), (ENVIRONMENT, rollout.environment)]
@@ -213,8 +213,8 @@ def _imported(name: str) -> ModuleType | None:
 
 
 class _ForeignCode(AbstractContextManager[object]):
-    """Turn every exception of the block into ValueError. SystemExit, too: exit code 0 would mean a complete run.
-    what, about: the text before and after the exception in the message.
+    """Convert exceptions of the block to ValueError, except OverdueError and Ctrl-C. SystemExit is converted, too:
+    exit code 0 would mean a complete run. what, about: the text before and after the exception in the message.
     """
 
     def __init__(self, what: str, about: str = ""):
