@@ -38,10 +38,10 @@ class EvaluationContext:
 def callback_metrics(
     paths: Sequence[str], context: EvaluationContext, known: Mapping[str, float]
 ) -> dict[str, float]:
-    """Call functions in this process and return their metrics, named `eval/<name>`.
+    """Call the user's functions in this process and return their metrics, named `eval/<name>`.
 
     paths: the names of the functions, as in eval.callbacks.
-    known: metrics of this evaluation, whose names a callback must not use.
+    known: the other metrics of this evaluation, whose names a callback must not use.
 
     Raises ValueError if a callback raises an error or returns anything but a dict of names and finite numbers, and
     OverdueError if a callback does not return after a signal.

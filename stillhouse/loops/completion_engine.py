@@ -1,4 +1,4 @@
-"""Opens the engine for completions that the configuration selects."""
+"""Opens the engine that generates completions."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from stillhouse.parallel import is_first, log_rank0
 from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.serving.client.apis.server_api import server_api
 
-#: tokens of a generation batch per token of a training micro-batch: generation keeps far fewer activations
+#: tokens of a generation batch per token of a training micro-batch, because generation keeps far fewer activations
 _BATCHES = 8
 #: the number of prompts with which a server's tokenizer is compared with the student's
 _PROBES = 16
@@ -46,7 +46,7 @@ def in_job_engine(session: Session, sampling: Sampling) -> InJobEngine:
 
 
 def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine | None:
-    """Return the servers; None except on rank 0. Raises ConfigError on all ranks if a server cannot be used."""
+    """Return an engine on rank 0, None on other ranks. Raises ConfigError on all ranks if a server cannot be used."""
     engine: RolloutEngine | None = None
     rows, counted = session.student.vocabulary_rows, counted_rows(session)
     if counted < rows:
@@ -145,7 +145,7 @@ def make_generator(
     key: str,
     counted_rows: int | None = None,
 ) -> Generator:
-    """Return a generator. Raises ConfigError with this key if it cannot run. counted_rows: see `Generator`."""
+    """Build a `Generator`. Raises ConfigError with `key` if the model cannot generate."""
     with as_config_error(key):
         check_generation(decoder, device)
     return Generator(

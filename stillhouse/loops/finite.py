@@ -1,7 +1,6 @@
-"""Stops the run at a loss or gradient that is not finite, before a weight changes, and finds the cause.
+"""Finds the cause of a loss or gradient that is not finite, before a weight changes.
 
-The error names a term of the loss or a parameter, and the samples. All processes of a layout take part in the search,
-and all get the same result.
+The error names a term of the loss or a parameter, and the samples. All processes of a layout take part in the search.
 """
 
 import math
@@ -28,11 +27,11 @@ def not_finite_error(
     output: StepOutput,
     norm: float,
 ) -> ValueError:
-    """Return an error that names the cause of a loss or gradient norm that is not finite. Changes no weights.
+    """Return an error that names the cause of a loss or gradient norm that is not finite. Weights are not changed.
 
     checkpoints: the folder of the run's checkpoints.
     step: the step's number, counted from 1.
-    output: the step's output for these micro-batches; the student has its gradient.
+    output: the step's output for these micro-batches; the student still has the gradient.
     norm: the norm of this gradient.
     """
     loss, packed = output.sums["loss"], micro_batches.of_all_ranks
@@ -50,7 +49,6 @@ def not_finite_error(
 
 
 def _advice(session: Session, checkpoints: Path) -> str:
-    """Advice for the user: the settings to change, and the checkpoint to start from."""
     precision = ", train.precision=fp32" if session.engine.autocast else ""
     last = max(checkpoints.glob("step-*"), default=None)
     start = "there is no checkpoint yet: start again with such a change"
@@ -62,7 +60,7 @@ def _advice(session: Session, checkpoints: Path) -> str:
 def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Sequence[ObjectiveOutput]) -> list[str]:
     """Name the terms of the loss that are not finite, and the samples on which they are not finite.
 
-    outputs: one for each micro-batch; empty on processes without the last stage.
+    outputs: one output for each micro-batch; empty on processes without the last stage.
     """
     of_this_rank = [
         (name, document)
@@ -80,7 +78,7 @@ def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Seque
 
 
 def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
-    """Run each micro-batch again separately; name those whose gradient is not finite, and the first bad parameter."""
+    """Run each micro-batch again; for each gradient that is not finite, name the first parameter and the samples."""
     findings = []
     for rows in packed.rows:
         _run_again(session, packed.sequences.micro_batches([rows]))

@@ -24,15 +24,15 @@ from stillhouse.preemption import OverdueError
 from stillhouse.signals import SignalsLostError
 from stillhouse.tasks import TaskSpec, exact_match, problem
 
-#: the most tokens of a prompt that is cut from a document if the document has no prompt
+#: if a document has no prompt, at most this many tokens of its beginning are used as the prompt
 PROMPT_TOKENS = 32
 
 
 class GreedyEvaluation:
     """The evaluations of a run that need completions.
 
-    engine: completes greedily; if the run has several processes, with a copy of the student's weights.
-    file: the file of the shown completions; None if none are shown, and on all ranks except rank 0.
+    engine: completes greedily; if the run has several processes, it has a copy of the student's weights.
+    file: the file of the shown completions; None without shown completions, and on all ranks except rank 0.
     """
 
     def __init__(self, session: Session, folder: RunFolder, engine: InJobEngine, file: LineFile | None):
@@ -102,8 +102,7 @@ class GreedyEvaluation:
 def greedy_evaluation(session: Session, folder: RunFolder, kept: int) -> Iterator[GreedyEvaluation | None]:
     """Yield the evaluations that need completions; None if the run has none.
 
-    kept: the last step whose shown completions are kept. Completions of later steps are removed, because the run
-        repeats these steps.
+    kept: the last step whose shown completions are kept; those of later steps, which the run repeats, are removed.
     """
     settings = session.eval_config
     if not (settings.tasks or settings.callbacks or settings.samples):
@@ -123,16 +122,14 @@ def evaluate_tasks(
     count: int,
     seed: int,
 ) -> dict[str, float]:
-    """Return the share of held-out problems that are completed exactly.
+    """Return the shares of held-out problems that are completed exactly; empty without tasks.
 
     generate: completes prompts greedily, in their order.
     tasks: as in `TaskSpec.parse`, each name once.
     count: the number of problems of each task; the lengths of the problems alternate.
-    seed: the seed of the problems.
 
-    `eval/exact_match/<task>` is over all problems of a task, `eval/exact_match/<task>/length_<n>` over the problems
-    of one length, and `eval/tasks_truncated` is the share of all completions that reached the token limit. Without
-    tasks, the result is empty.
+    `eval/exact_match/<task>` is the share of all problems of a task, and `eval/exact_match/<task>/length_<n>` the
+    share of the problems of one length. `eval/tasks_truncated` is the share of completions that are cut at the limit.
     """
     specs = [TaskSpec.parse(text) for text in tasks]
     problems = [(spec.name, problem(spec, seed, number, held_out=True)) for spec in specs for number in range(count)]
@@ -168,8 +165,8 @@ class HeldOutPrompt:
 def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:
     """Choose up to `count` prompts, the same ones in every run on this data. Prompts of several sets alternate.
 
-    A document with a prompt is cut where its first target begins. A document without a prompt is cut after half of
-    its tokens, but at most `PROMPT_TOKENS`. A document of a single token is left out.
+    A document with a prompt is cut before its first target. A document without a prompt is cut after half of its
+    tokens, but after at most `PROMPT_TOKENS`. A document of a single token is left out.
     """
     by_set: dict[int, list[int]] = {}
     for document in in_shown_order(documents, range(len(documents))):

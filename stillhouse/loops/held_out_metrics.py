@@ -20,7 +20,7 @@ def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
     objective. Without a teacher, the metrics that need a teacher are absent. Without held-out data, the result is
     empty.
 
-    of_teacher: also report the teacher's own cross-entropy, as a reference for the student's. It needs a single
+    of_teacher: also report the cross-entropy of the teacher, to compare it with the student's. This needs a single
     teacher with exact signals, because sparse signals may lack the label.
     """
     sequences = session.evaluation
@@ -43,7 +43,7 @@ def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
 
 
 def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[MicroBatch], Sequence[Signals]]]:
-    """Yield these sequences as micro-batches with signals; each part has one micro-batch per data rank and stage."""
+    """Yield these sequences as (micro-batches, signals), with one micro-batch per data rank and stage at a time."""
     sequences, layout = session.evaluation, session.engine.student.layout
     assert sequences is not None
     together = layout.degrees.data * layout.stages

@@ -36,7 +36,7 @@ from stillhouse.output.records import Document, HeldOutTokens, TermAtToken, Toke
 DOCUMENTS = 4
 TOKENS = 256
 TOP = 5
-#: how many logits are shown of those that a gradient step on a term raises most, and of those that it lowers most
+#: how many logits are shown that a gradient step on a term raises most, and how many that it lowers most
 PUSHED = 3
 #: rows whose logits are computed at once
 ROWS = 64
@@ -46,7 +46,7 @@ Ranked = list[tuple[int, float]]
 #: for one term of the objective at one row: its value in nats, the norm of the gradient of scale · value with respect
 #: to the student's logits, and the entries of this gradient that raise and lower a logit most
 OfTerm = tuple[float, float, Ranked, Ranked]
-#: for a row: the document, the position of the token that it predicts, the KL, the most probable tokens of teacher
+#: for a row: the document, the position of the predicted token, the KL, the most probable tokens of teacher
 #: and student, and the terms by name
 Entry = tuple[int, int, float, Ranked, Ranked, dict[str, OfTerm]]
 
@@ -108,7 +108,7 @@ def _document(
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
-    """Return the terms that can be computed on held-out documents; None if there are none."""
+    """Return the objective without terms that need rollouts; None if no term is left."""
     if not spec.needs_rollouts:
         return spec
     rest = replace(spec, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
@@ -155,7 +155,7 @@ class _ShownTokens:
 def gradients_by_term(
     spec: ObjectiveSpec, student: FullVocab, teacher: FullVocab, labels_C: Tensor, weights_C: Tensor
 ) -> list[dict[str, OfTerm]]:
-    """Return, for each row, each term's value and its gradient for the student's logits; empty for a row of weight 0.
+    """For each row, each term's value and gradient with respect to the student's logits; empty for weight 0.
 
     The gradient is that of weight · scale · value. A training step also divides by the number of target tokens.
     """
@@ -180,7 +180,7 @@ def gradients_by_term(
 
 
 def _gradient(term: Term, logits_CV: Tensor, weights_C: Tensor, shard: VocabShard | None) -> list[OfTerm]:
-    """Return one term's value and its gradient for each row. logits_CV: this rank's columns of the logits."""
+    """Return a term's value and gradient for each row. logits_CV: this rank's columns of the logits."""
     with torch.enable_grad(), torch.autocast(logits_CV.device.type, enabled=False):
         leaf_CV = logits_CV.detach().requires_grad_()
         output = logits_objective(leaf_CV, [term], shard=shard, weights_T=weights_C)

@@ -1,4 +1,4 @@
-"""The training loop on the student's own completions: an engine generates them, the teacher scores every token.
+"""The on-policy training loop: an engine generates completions, and the teacher scores every token.
 
 It differs from `off_policy.py` in the source of its micro-batches (`rollouts.py`) and in the records of completions.
 `training.py` has the parts that all loops share.
@@ -23,7 +23,7 @@ from stillhouse.signals import PendingSignals
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
     """Run all remaining steps; returns the run's progress at the end. The student then has the final weights.
 
-    Raises the errors of `off_policy.train`. If no server generates completions, saves, then raises SignalsLostError.
+    Raises the errors of `off_policy.train`. If no server answers, it saves a checkpoint and raises SignalsLostError.
     """
     engine, plan, rollout = session.engine, session.plan, session.rollout_config
     assert plan is not None
@@ -49,7 +49,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             rollouts.ask(step, timeline)
             samples, micro_batches, pending = requested.pop(step) if step in requested else request(step)
             if source.steps_ahead and rollouts.can_take(step + 1):
-                requested[step + 1] = request(step + 1)  # the teacher scores it while this step is trained
+                requested[step + 1] = request(step + 1)  # the teacher scores the next step while this step is trained
             with (
                 timeline.span(step + 1, "trainer", "wait for the teacher"),
                 timeline.span(step + 1, "teacher", "score"),

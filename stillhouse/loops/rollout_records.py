@@ -1,4 +1,4 @@
-"""The records of a step's samples: metrics, a few completions, and warnings of a policy that diverges."""
+"""The records of a step's samples: metrics, a few completions, and warnings if the policy diverges."""
 
 import math
 import statistics
@@ -15,11 +15,11 @@ from stillhouse.output import records
 from stillhouse.output.rollout_log import SAMPLES, Timeline
 from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
 
-#: The largest mean difference of log-probabilities in nats between the engine and the trainer without a warning: for
-#: tokens that the current weights generated, and for tokens of earlier weights.
+#: the largest mean difference, in nats, between the log-probabilities of the engine and of the trainer that causes no
+#: warning: for the tokens that the current weights generated, and for all tokens
 MAX_LOG_RATIO, MAX_STALE_LOG_RATIO = 0.1, 1.0
-#: A warning is given if the share of cut completions is above OFTEN_CUT and, compared to the first FIRST_STEPS steps,
-#: either the mean length is more than LONGER times as large, or the cut share has grown by more than MORE_CUT.
+#: a warning is given if the share of cut completions is above OFTEN_CUT and if, compared to the first FIRST_STEPS
+#: steps, the mean length is more than LONGER times as large or the share has grown by more than MORE_CUT
 LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
 MORE_CUT = 0.3
 #: the prefixes of the keys of per-token values that are not divergences of teacher and student
@@ -67,7 +67,7 @@ class RolloutMetrics:
     def _policy(
         self, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
     ) -> dict[str, float]:
-        """Return the age of the weights that generated the tokens, and differences of engine and trainer."""
+        """Return the staleness of the tokens, and the differences between engine and trainer."""
         counts, sums = staleness(samples, step), output.sums
         metrics = {
             "rollout/staleness": sum(steps * count for steps, count in counts.items()) / sum(counts.values()),
@@ -80,9 +80,9 @@ class RolloutMetrics:
         return metrics
 
     def _log_ratios(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> dict[str, float]:
-        """Return mean and largest difference of log-probabilities, and the mean for tokens of the current weights.
+        """Return mean and largest difference of log-probabilities, and the mean over tokens of the current weights.
 
-        The last mean is absent if there are no such tokens. A collective of all processes.
+        The second mean is absent if there are no such tokens. A collective of all processes.
         """
         largest, total, count = 0.0, 0.0, 0
         for micro_batch, of_micro_batch in zip(micro_batches, output.outputs, strict=False):
@@ -140,7 +140,7 @@ def shown_samples(
     micro_batches: ShardedMicroBatches,
     output: StepOutput,
 ) -> list[records.Sample]:
-    """Return some samples of a step, of different prompts if there are enough. A collective of all processes."""
+    """Return some samples of a step, if possible of different prompts. A collective of all processes."""
     numbers = list(range(0, len(samples), max(1, len(samples) // SAMPLES)))
     divergences = _divergences(session, numbers, micro_batches, output)
     return [_shown(session, step, samples[number], divergences[number]) for number in numbers]

@@ -1,4 +1,4 @@
-"""The rollouts of an on-policy run: from the configuration to the samples of a step, on all processes."""
+"""The rollouts of an on-policy run: gives new weights to the engine, and the samples of each step to all ranks."""
 
 import math
 import time
@@ -60,7 +60,7 @@ class Rollouts:
         self._packer = StepPacker(session.train, session.train_config.micro_batch_tokens, session.single_row)
         self.queue: RolloutQueue | None = None
         self.engine: RolloutEngine | None = None
-        #: the run's name in published weights, and their folder; runs with one rollout.weights have separate folders
+        #: the run's identity in published weights, and their folder; runs that share rollout.weights have subfolders
         self.run, self.weights = "", folder.path / "weights"
         if self.config.urls and self.config.writer == "student":
             self.run = self._on_first(folder.identity)
@@ -72,7 +72,7 @@ class Rollouts:
             self.queue = make_queue(self.config, self.schedule, self.engine, prompts, self.plan, session.tokenizer)
 
     def require_same_writer(self, folder: RunFolder) -> None:
-        """Raise ValueError on all ranks if servers that keep their own weights now have other weights than before."""
+        """Raise ValueError on all ranks if servers that keep their weights had other weights when the run began."""
         engine = self.engine
         if self.config.urls and self.config.writer == "teacher":
             self._on_first(lambda: require_same_writer(engine, folder) if isinstance(engine, ServedEngine) else None)
@@ -88,7 +88,7 @@ class Rollouts:
     def _ask(self, step: int, timeline: Timeline) -> None:
         number, folder = step + 1, None
         if self.config.writer == "student" and self.config.urls:
-            # published while the servers still generate
+            # the weights are published while the servers still generate
             with timeline.span(number, "weights", f"publish version {step}"), explained_write_errors(self.weights):
                 tokenizer = self.session.tokenizer
                 folder = publish(self.session.engine.student, self.weights, step, run=self.run, tokenizer=tokenizer)
@@ -108,7 +108,7 @@ class Rollouts:
             self._of_queue(lambda queue: queue.ask(step))
 
     def take(self, step: int, timeline: Timeline) -> list[Sample]:
-        """Wait for the samples of a step, and return them, the same on all ranks."""
+        """Wait for the samples of a step, and return them on all ranks."""
         queue = self.queue
         phase = f"the completions of step {step + 1}"
         with timeline.span(step + 1, "trainer", WAIT_FOR_COMPLETIONS), watchdog.untimed(phase):
@@ -123,7 +123,7 @@ class Rollouts:
         return samples
 
     def micro_batches(self, step: int, samples: Sequence[Sample]) -> ShardedMicroBatches:
-        """Return this process's part of a step that consists of these samples and of the dataset's completions."""
+        """Return this process's part of a step on these samples and on the dataset's completions."""
         dataset, numbers = self.session.dataset, self.plan.from_dataset(step)
         prompts, rules = self.session.train.documents, target_rules(self.config)
         return self._shard(step_documents(prompts, samples, rules, dataset, numbers))
@@ -174,7 +174,7 @@ class Rollouts:
             self.engine.weights.set_proved(urls[0], rounding)
 
     def _probes(self) -> tuple[list[str], list[Any]]:
-        """On rank 0: return the addresses of the servers, and the samples that show their weights, as JSON."""
+        """On rank 0: return the servers' addresses and the samples that they generated as probes, as JSON."""
         assert isinstance(self.engine, ServedEngine)
         by_server = self.engine.weights.probed
         samples = probe_samples(self.session.train.documents, by_server)
@@ -253,7 +253,7 @@ def make_queue(
 
 
 def target_rules(rollout: RolloutConfig) -> TargetRules:
-    """Return the rules for the targets of completions and their weights."""
+    """Return the rules for the targets of completions, and for the weights of these targets."""
     return TargetRules(
         mask_truncated=rollout.truncated == "mask",
         position_decay=rollout.position_decay,
@@ -277,8 +277,8 @@ class StepPacker:
     def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
         """Return the micro-batches of some documents.
 
-        parts: the smallest number of micro-batches, if there are as many documents. Completions are often far shorter
-            than `data.max_tokens`; sequences of this length would leave processes without a micro-batch.
+        parts: the minimum number of micro-batches, if there are as many documents. Completions are often far shorter
+            than `data.max_tokens`. With sequences of this length, some processes would have no micro-batch.
         """
         gaps = self.prompts.gaps
         widths_D = documents.lengths_D + documents.gaps_D(gaps)

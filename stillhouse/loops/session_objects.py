@@ -29,14 +29,12 @@ from stillhouse.signals import NoTeacher, SignalSource, SignalStore
 class Session:
     """The objects of one run.
 
-    train: the training documents; with rollouts, the prompts, from which `plan` chooses the prompts of a step.
+    train: the training documents; with rollouts, the prompts. `plan` chooses the prompts of a step.
     dataset: with rollouts, the documents for the share of completions that come from the dataset.
     evaluation: the held-out data; None if the configuration has none.
-    source: the source of the teachers' signals.
     stores: the signal stores of teachers (caches and servers), by the keys of the teachers' sections.
     identity: the hashes that must be the same when the run is resumed.
     student_source: the source of the student's weights, for a copy of the student that generates completions.
-    train_config, eval_config, checkpoint_config, rollout_config, student_config: sections of the configuration.
     teacher_configs: the sections of all teachers, by their keys.
     single_row: whether a micro-batch must be one row, because flash attention separates documents only in one row.
     track, values: the trackers, and the configuration by dotted keys, which the trackers show.
@@ -84,7 +82,7 @@ class Session:
     def teacher(self) -> Decoder | None:
         """The teacher; under a pipeline, its part on this process's first stage.
 
-        None for no or several teachers, for signals from a store, and if the teacher is the student's base model.
+        None without a teacher, with several teachers or a signal store, or if the student's base is the teacher.
         """
         return self.source.decoders.get("teacher", self.engine.student.teacher)
 
@@ -95,7 +93,7 @@ class Session:
 
     @property
     def has_exact_teacher(self) -> bool:
-        """Whether there is exactly one teacher, and its signals cover the full vocabulary, not only some ids."""
+        """Whether there is exactly one teacher, and its signals cover the full vocabulary."""
         return "teacher" in self.teacher_configs and all(store.signal.is_exact for store in self.stores.values())
 
     @property

@@ -1,7 +1,7 @@
-"""The metrics of a step or an evaluation, from its sums over target tokens. The sums are those of the engine.
+"""The metrics of a step or an evaluation, from the engine's sums over target tokens.
 
 loss/forward_kl_nats_per_token           a term of the objective, unscaled
-loss/mtp_1/forward_kl_nats_per_token     the same at depth 1 of multi-token prediction, per token predicted there
+loss/mtp_1/forward_kl_nats_per_token     the same at depth 1 of multi-token prediction, per token of this depth
 eval/mtp_1/acceptance                    the share of held-out tokens at which a greedy draft of depth 1 is accepted
 """
 
@@ -38,7 +38,7 @@ _DESCRIPTIONS = (*_ENTROPIES, "agreement", "teacher_mass")
 
 
 def step_metrics(sums: Mapping[str, float], objective: ObjectiveSpec, parts: Sequence[LossPart]) -> dict[str, float]:
-    """Return each term, unscaled, and the scaled total, in nats per target token; also metrics that are no terms."""
+    """Return each unscaled term and the scaled total, in nats per target token, and the other metrics of a step."""
     metrics = {"loss/total_nats_per_token": sums["loss"]}
     keys = _STEP_KEYS | {name: term.metric for part in parts for name, term in part.terms.items()}
     temperatures = {share.temperature or objective.temperature for share in objective.teachers.values()}

@@ -1,7 +1,4 @@
-"""The parts that all training loops share: progress, logs, evaluations, checkpoints, stopping.
-
-The loops are `off_policy.py` and `on_policy.py`.
-"""
+"""The parts that both training loops share: progress, logs, evaluations, checkpoints, stopping."""
 
 import math
 import time
@@ -93,7 +90,7 @@ class Training:
         output: StepOutput,
         more_metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Log the step; evaluate, save or stop if it is due. Raises Preempted if a rank has received a signal."""
+        """Log the step; evaluate and save if they are due. Raises Preempted if a rank has received a signal."""
         session, progress = self.session, self.progress
         progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
         metrics = step_metrics(output.sums, session.spec, session.engine.parts) | {
@@ -172,7 +169,7 @@ def training(
     with ExitStack() as stack:
         steps, track = session.step_schedule.steps, session.track
         log = stack.enter_context(open_log(folder, progress, steps, track, session.values, session.ranks))
-        # the first evaluation, or one that was interrupted
+        # the first evaluation, or an evaluation that was interrupted
         is_due = _evaluation_is_due(session, progress.step) and not progress.metrics
         greedy = stack.enter_context(greedy_evaluation(session, folder, progress.step - is_due))
         run = Training(session, folder, progress, log, queue, greedy)
@@ -208,9 +205,9 @@ def _progress(
 
 
 def _restore_queue(session: Session, checkpoint: IntactCheckpoint, step: int, queue: RolloutQueue | None) -> None:
-    """Raise DamagedCheckpointError on all ranks if the samples in a checkpoint cannot be of this run at this step.
+    """Restore the queue. Raises DamagedCheckpointError on all ranks if it cannot be this run's queue at this step.
 
-    Only rank 0 has a queue and reads the samples; without this exchange, the other ranks would wait.
+    Only rank 0 has a queue. Its errors are sent to the other ranks, because they would otherwise wait.
     """
     with session.ranks.all_raise(DamagedCheckpointError):
         if queue is None:

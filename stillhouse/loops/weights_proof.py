@@ -1,8 +1,8 @@
-"""Proves after each update that servers generate with the new weights.
+"""Checks after each update that servers generate with the new weights.
 
 A server's version label proves nothing: a server may report it even if the load changed nothing, loaded only a part,
 or loaded the files of another version. So each server completes a few of the run's prompts after an update, and its
-log-probabilities are compared with those that the trainer computes.
+log-probabilities are compared with the trainer's.
 """
 
 import statistics
@@ -22,7 +22,7 @@ from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.serving.client.engine_proof import PROBES, ROUNDED
 from stillhouse.signals import SignalsLostError
 
-#: the largest rounding difference of log-probabilities if both sides compute in float32, in the same way
+#: the largest rounding difference, in nats, if server and trainer compute in float32, in the same way
 _EXACT = 1e-3
 #: the probes are the shortest ones among this number of prompts
 _CHOICE = 256
@@ -53,7 +53,6 @@ def require_weights_in_use(
 
     Returns the largest difference in nats that rounding can cause. A collective of all processes.
 
-    urls: the addresses of the servers.
     micro_batches: the micro-batches of the servers' `probe_samples`.
     """
     rounding, gaps_by_server = _rounding(session, rollout), _gaps_by_server(session, micro_batches)
@@ -88,7 +87,7 @@ def _gaps_by_server(session: Session, micro_batches: ShardedMicroBatches) -> dic
 
 
 def _rounding(session: Session, rollout: RolloutConfig) -> float:
-    """Return the largest rounding difference in nats. Only `stillhouse serve` surely has the student's dtype."""
+    """Return the largest rounding difference in nats. Only `stillhouse serve` is known to round like the trainer."""
     is_exact = (
         SERVERS[rollout.engine].rounds_as_here
         and session.engine.autocast is None

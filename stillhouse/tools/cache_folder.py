@@ -1,8 +1,7 @@
-"""The folder of a cache that is being written. Complete shards are kept if the command ends early.
+"""The folder of a cache that is being written. If the command is interrupted, a new one writes the missing shards.
 
 `cache.json` describes the cache. It is written before the first shard, so that a command for another cache raises an
-error. A shard is complete when its record exists; a command that is started again computes only the missing shards.
-The index is written last: reading a folder without an index raises an error.
+error. The record of a shard is written after the shard. The index is written last, and readers need it.
 """
 
 import json
@@ -54,7 +53,7 @@ SHARD_BYTES = 128 * 2**20
 
 @dataclass(frozen=True)
 class _CacheFolder:
-    """A folder to which all n processes of a job write; a process writes every n-th shard."""
+    """A folder to which all processes of a job write."""
 
     path: Path
     manifest: Manifest
@@ -89,7 +88,7 @@ class _CacheFolder:
         replace_text(self.path / INDEX, json.dumps({"sha256": {**hashes(self.path, small), **shards}}, indent=1))
 
     def is_complete(self, number: int) -> bool:
-        """Whether a shard matches the hash in its record; the record is written after the shard."""
+        """Whether a shard has a record and matches the hash in it."""
         if not (self.path / record_name(number)).is_file():
             return False
         return hashes(self.path, [shard_name(number)])[shard_name(number)] == self._recorded_hash(number)
@@ -125,7 +124,7 @@ class _CacheFolder:
 class CacheTeacher:
     """The teacher of a cache that is being written.
 
-    name, identity: the model's name, and a hash of its files.
+    identity: a hash of the model's files.
     decoder: the model, or only its output head.
     """
 
@@ -160,7 +159,8 @@ def write_documents(
     ranks: Ranks = ONE_PROCESS,
     shard_bytes: int | None = None,
 ) -> Manifest:
-    """Write a cache or its missing shards, with one shard in memory at a time. All processes must call this.
+    """Write a cache or its missing shards, with one shard in memory at a time. All n processes must call this; each
+    writes every n-th shard.
 
     description: the manifest of the cache; its documents, rows and shards are ignored.
     documents: the id and the rows of each document.
@@ -168,7 +168,7 @@ def write_documents(
     save: writes the teacher's files into a folder, for a signal.
     shard_bytes: the largest size of a shard in memory, before packing. None: `SHARD_BYTES`.
 
-    Raises ValueError if the folder contains anything else.
+    Raises ValueError if the folder contains another cache or other files.
     """
     lengths = [len(rows) for _, rows in documents]
     if not lengths:
@@ -201,10 +201,9 @@ def write_documents(
 
 
 def divide(lengths: Sequence[int], rows: int) -> list[range]:
-    """Divide documents into shards of at most `rows` rows; a longer document is a shard of its own. No shard is
-    empty.
+    """Divide documents into shards of at most `rows` rows; a longer document has its own shard.
 
-    lengths: the stored rows of each document.
+    lengths: the number of rows of each document.
     """
     borders, shard_rows = list[int](), rows + 1
     for number, length in enumerate(lengths):

@@ -66,7 +66,6 @@ def _state(session: Session, folder: RunFolder) -> str:
 
 
 def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
-    """The printed lines. state: a description of the run folder."""
     student, step_schedule = session.student_config, session.step_schedule
     yield _row("student", _model_line(session.student))
     for section, teacher in session.teachers.items():
@@ -138,7 +137,7 @@ def _sample(session: Session, documents: Documents) -> str:
 
 
 def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
-    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term alone.
+    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term.
 
     Servers are not used to generate completions, because this would replace their weights by this student's.
     """
@@ -191,7 +190,7 @@ def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def single_losses(engine: Engine) -> Iterator[tuple[str, Engine]]:
-    """For each loss, its name and an engine with only this loss and its scale. z_loss is part of cross_entropy."""
+    """For each loss, its name and an engine with only this loss, scaled. z_loss is included in cross_entropy."""
     for name, spec in _single_terms(engine.objective):
         yield name, engine.with_losses(spec)
     for part in engine.parts:

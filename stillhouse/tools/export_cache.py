@@ -18,13 +18,12 @@ from stillhouse.tools.write_cache import data_splits
 def export_distillkit(folder: Path, load_data: Callable[[], RunData], out: Path) -> Compression:
     """Write DistillKit's Parquet file and its compression configuration to a new folder, completely or not at all.
 
-    The log-probabilities are written as they are stored. DistillKit's format has no field for the mass outside the
-    ids.
+    The log-probabilities are written unchanged. DistillKit's format has no field for the mass outside the ids.
 
     load_data: returns the documents of the cache; the cache itself has only a hash of their tokens.
 
-    Raises ValueError if the signals are not top-k ids, and if a document or one of its rows is missing in the cache:
-    DistillKit needs all rows of a document.
+    Raises ValueError if the signals are not top-k ids, if a cached document is not in the data, or if the cache lacks
+    rows of a document: DistillKit needs all of them.
     """
     cache = SignalCache(folder)
     spec = cache.signal

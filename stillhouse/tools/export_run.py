@@ -1,8 +1,7 @@
 """Exports the student of a run or a checkpoint as a plain Hugging Face folder: `stillhouse export`.
 
 Under every layout, a checkpoint contains the student as full (not sharded) tensors. So an export needs one process
-and has one file of weights in memory at a time. Only to merge an adapter into its base, it loads the full model into
-host memory.
+and has one file of weights in memory at a time. Merging an adapter loads the full model into host memory.
 """
 
 import json
@@ -61,9 +60,10 @@ class ExportSettings:
 def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings) -> IntactCheckpoint:
     """Write the student of a run's folder or of a checkpoint to the new folder `out`; returns the checkpoint.
 
-    step: if `path` is a run's folder: a number, "best" or "last" (None: last). Raises ValueError if the folder is not
-    a run, the checkpoint is damaged or removed during the export, an adapter's base has changed, or the dtype cannot
-    represent the weights.
+    step: if `path` is a run's folder: a number, "best" or "last" (None: last).
+
+    Raises ValueError if the folder is not a run, if the checkpoint is damaged or removed during the export, if an
+    adapter's base has changed, or if the dtype cannot represent the weights.
     """
     out = out.resolve()  # `out` may be a link to an empty folder
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -126,7 +126,6 @@ def _still_there(checkpoint: IntactCheckpoint) -> Iterator[None]:
 
 
 def _chosen(path: Path, step: str | None) -> Path:
-    """The path of the checkpoint to export."""
     if (path / STATE).is_file():
         if step is not None:
             raise ValueError(f"--step: {path} is one checkpoint already: expected a run's folder with --step")
@@ -219,7 +218,7 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
 
 
 def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
-    """Copy all other files (configurations, tokenizer, chat template) that are not yet in `target`."""
+    """Copy the files without weights (configurations, tokenizer, chat template) that are not yet in `target`."""
     for name in names:
         is_weights = name.endswith(_WEIGHTS) or name == SAFE_WEIGHTS_INDEX_NAME
         if not is_weights and not (target / name).exists():
@@ -270,7 +269,7 @@ def _require_same_configuration(run: Path, setup: RunSetup, checkpoint: IntactCh
 
 
 def _objective(run: Path, setup: RunSetup) -> str:
-    """The objective in words. It is read from a file of the run, because it depends on the signals of the store."""
+    """The objective in words. With a store, it depends on the store's signals and is read from environment.json."""
     expected = setup.objective.loss_in_words()
     if not any(teacher.source_kind.is_store for teacher in setup.teachers.values()):
         return setup.objective.in_words({})
@@ -285,7 +284,7 @@ def _objective(run: Path, setup: RunSetup) -> str:
 
 
 def _processes(checkpoint: IntactCheckpoint, tensor: int) -> int:
-    """The number of processes that wrote the checkpoint: (random states, one per tensor group) × `tensor`."""
+    """The number of processes that wrote the checkpoint: `tensor` for each random state (one per tensor group)."""
     name = f"{RANDOM}cpu."
     states = [stored for stored in stored_tensors(checkpoint.path / RESUME) if stored.startswith(name)]
     return len(states) * tensor or 1

@@ -1,7 +1,7 @@
 """Writes a cache from the files of other projects: the command `stillhouse cache import`.
 
-A file of another project names neither the model that wrote it nor the token of each row. So the teacher's forward is
-run on some documents, and ValueError is raised if the files disagree with the result.
+A file of another project names neither the model that wrote it nor the token of each row. So the teacher is run on
+some documents, and ValueError is raised if its results differ from the files.
 
 N tokens of a document, K ids per row, V vocabulary, E the teacher's width.
 """
@@ -25,8 +25,8 @@ from stillhouse.tools.cache_folder import CacheTeacher, write_documents
 
 #: the number of documents on which the teacher is run, spread over all documents
 PROBES = 5
-#: The largest allowed relative error of hidden states, and mean error of log-probabilities in nats. Other kernels and
-#: bfloat16 cause about a tenth of these errors; a shift by one token, another layer or another model far larger ones.
+#: the largest allowed relative error of hidden states, and the largest mean error of log-probabilities in nats. Other
+#: kernels and bfloat16 cause about a tenth of these errors; a wrong token, layer or model causes far larger errors
 HIDDEN_ERROR, NATS = 0.1, 0.1
 
 ForeignFiles = DistillkitFiles | SpeculatorsFiles
@@ -46,7 +46,7 @@ def import_distillkit(
 ) -> Manifest:
     """Write a cache of top-k log-probabilities from DistillKit's Parquet files, or continue to write it.
 
-    The mass outside the ids is not in the files: it is computed as 1 − Σp, which has few digits on peaked rows.
+    The mass outside the ids is not in the files. It is computed as 1 − Σp, which is inaccurate if Σp is nearly 1.
 
     teacher: a folder or hub id. The teacher is run on some documents to check the files.
     temperature: the temperature of the log-probabilities.
@@ -89,8 +89,8 @@ def import_speculators(
 ) -> Manifest:
     """Write a cache of hidden states from speculators' files, or continue to write it.
 
-    teacher: a folder or hub id. Its last norm is applied to the states, and it is run on some documents to check
-        them.
+    teacher: a folder or hub id. The teacher is run on some documents to check the states. If they precede its last
+        norm, the norm is applied to them.
 
     Raises ValueError with the file if the states are not those of this teacher's last layer.
     """
@@ -129,7 +129,7 @@ def import_speculators(
 
 
 def _load_teacher(name: str, dtype: str, device: torch.device | str) -> CacheTeacher:
-    """The model that, according to the user, wrote the files. Its identity is a hash of its files, or its commit."""
+    """Load the model that should have written the files. Its identity is a hash of its files, or its commit."""
     tokenizer = load_tokenizer(name)
     decoder = Decoder.from_pretrained(name, dtype=dtype, device=device).eval()
     check_finite_weights(decoder, "teacher")
@@ -138,7 +138,7 @@ def _load_teacher(name: str, dtype: str, device: torch.device | str) -> CacheTea
 
 
 def _documents(files: ForeignFiles, vocabulary: int) -> tuple[list[int], list[tuple[bytes, range]]]:
-    """The numbers in the source, and the ids and rows, of the distinct documents with at least two tokens."""
+    """For each distinct document with two tokens or more: its number in the source, and its id and rows."""
     numbers: dict[bytes, int] = {}
     rows: dict[bytes, range] = {}
     for number, ids in enumerate(files.tokens()):
@@ -151,7 +151,7 @@ def _documents(files: ForeignFiles, vocabulary: int) -> tuple[list[int], list[tu
 
 
 def _probes(files: ForeignFiles, numbers: Sequence[int]) -> list[tuple[int, np.ndarray]]:
-    """The positions in `numbers` of the documents for the check, and their tokens."""
+    """For each document of the check: its position in `numbers`, and its tokens."""
     places = {numbers[round(at)]: round(at) for at in np.linspace(0, len(numbers) - 1, min(PROBES, len(numbers)))}
     return [(places[number], ids) for number, ids in enumerate(files.tokens()) if number in places]
 
@@ -185,7 +185,7 @@ def _needed_norm(decoder: Decoder, tokens: np.ndarray, stored_NE: Tensor, where:
 
 @torch.no_grad()
 def _around_last_norm(decoder: Decoder, tokens: np.ndarray) -> tuple[Tensor, Tensor, nn.Module]:
-    """The input and output [N, E] of the teacher's last norm, and this module. Its output are the hidden states."""
+    """The input and the output [N, E] of the teacher's last norm, and the norm. The output is the hidden states."""
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def note(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:

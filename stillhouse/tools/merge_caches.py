@@ -14,7 +14,7 @@ from stillhouse.tools.cache_folder import write_documents
 
 #: the fields of the manifests that must be equal
 SAME = ("signal", "teacher_hash", "tokenizer_hash", "vocabulary", "width", "packed")
-#: how far the numbers of the same teacher may differ, relative to their norm: rounding depends on the batch
+#: the allowed difference between numbers of the same teacher, relative to their norm: rounding depends on the batch
 TOLERANCE = 0.02
 
 
@@ -79,7 +79,7 @@ def _require_equal(document: bytes, first_rows: range, rows: range, owner: Signa
 
 
 def _are_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    if "counts" in ours:  # both used the same random numbers, so only a sample at a border may change
+    if "counts" in ours:  # both caches used the same random numbers, so only a sample near a border may differ
         differs_N = (ours["counts"] != theirs["counts"]).any(1) | (ours["ids"] != theirs["ids"]).any(1)
         return int(differs_N.sum()) <= max(1, TOLERANCE * len(differs_N))
     return bool(row_differences(ours, theirs).mean() <= TOLERANCE)

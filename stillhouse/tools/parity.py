@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
 
 It uses the run's own models and data, in float32, so that a difference comes from the layout and not from rounding.
-The completions of an on-policy run are generated once, in one process. Every process computes the reference by
-itself, so both models and the student's gradients must fit into one process.
+For an on-policy run, every process generates the same completions once. Every process also computes the reference,
+so both models and the student's gradients must fit into one process.
 """
 
 import math
@@ -31,9 +31,9 @@ from stillhouse.run.preflight import require_adapters
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import NoTeacher, SignalSource
 
-#: two float32 gradients count as equal up to this relative difference
+#: the relative difference up to which two float32 gradients count as equal
 SAME = 1e-4
-#: micro-batches of the step per process, with one packed sequence each
+#: the number of the step's micro-batches per process; each has one packed sequence
 MICRO_BATCHES = 2
 
 Name = TypeVar("Name")
@@ -44,7 +44,7 @@ class Row:
     """The result for one layout.
 
     loss, gradient: relative differences from the step in one process.
-    parameter: the parameter with the largest difference of the gradient; `gradient` is this difference.
+    parameter: the parameter with the largest difference of the gradient, which is `gradient`.
     refused: the reason if the layout is not possible, otherwise "".
     """
 
@@ -62,7 +62,7 @@ class Row:
 
 
 def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
-    """Layouts with one degree above 1 and, with enough processes, with two.
+    """The layouts with one degree above 1; for an even number of processes from 4 on, also those with two.
 
     experts: whether to include expert parallelism, because a model has experts.
     """
@@ -131,7 +131,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
 def _generated(
     rollout: RolloutConfig, packer: StepPacker, data: RunData, engine: Engine, sequences: int, seed: int
 ) -> StepMicroBatches:
-    """A step on completions that the student generates in this process; they are replicated on all processes."""
+    """A step on completions that the student generates in this process; they are the same in all processes."""
     (student,), prompts = engine.student.decoders, data.train.documents
     generator = make_generator(
         sampling_of(rollout, eos_ids(data.tokenizer, student)),

@@ -1,7 +1,7 @@
 """`stillhouse verify`: checks that the files of a run's folder are unchanged, without loading a model.
 
-It compares every checkpoint with its hashes and checks that it has all tensors. It compares metrics.jsonl with the
-hash in the newest checkpoint and checks that no step is repeated. It compares the final model with its hashes.
+Every checkpoint must match its hashes and have all tensors. metrics.jsonl must match the hash in the newest
+checkpoint and repeat no step. The final model must match its hashes.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from stillhouse.output.progress import Progress, read_state
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table. problem: the error; if it is None, `detail` describes the result."""
+    """One row of the table. problem: the error. None: `detail` describes the result."""
 
     what: str
     detail: str = ""

@@ -1,7 +1,7 @@
 """Writes a cache of a teacher's signals for the data of a run: the command `stillhouse cache`.
 
 The teacher runs in this job or on servers, and scores each document once for any number of runs. The division into
-shards depends only on the order and the sizes of the documents. With n processes, a process writes every n-th shard.
+shards depends only on the order and the sizes of the documents.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,15 +37,14 @@ def write_cache(
 ) -> Manifest:
     """Write the signals of a run's teacher for its training and held-out documents, or continue to write them.
 
-    kind, top_k, dtype, with_label: the signal of a teacher in this job; for a served teacher, see `teacher.signal`.
+    kind, top_k, dtype, with_label: the signal of a teacher in this job; a served teacher has `teacher.signal`.
     top_k: ids per token for "top_k", samples per token for "sampled", both at the temperature of the run's objective.
     dtype: the dtype of the stored numbers. None: float32, or the teacher's own dtype for hidden states.
     with_label: whether "top_k" also includes the actual next token.
     packed: whether ids and counts are stored with as few bits as possible.
 
     All processes of a job must call this. Raises ConfigError if the configuration has no teacher, or a server has
-    another teacher. Raises ValueError if the folder contains anything else, or if the teacher's signals are not
-    finite.
+    another teacher. Raises ValueError if the folder contains anything else, or if signals are not finite.
     """
     setup = RunSetup(config)
     is_served = config.teacher is not None and "signal" in config.teacher.source_kind.options

@@ -4,9 +4,9 @@ A document is either one module's docstrings and longer comments, in source orde
 `pydoc_data.topics` (the language reference). Modules are parsed, never imported.
 
 The split of a document depends only on a hash of its *name*, so it is the same in all Python versions. The shipped
-teacher was trained on the teacher split (and on the source code of its modules), the demo's student trains on the
-student split, and no model trains on the held-out split. The language reference repeats sections on several pages; a
-repeated paragraph stays only in the document with the smallest hash. So the splits share no paragraph of prose.
+teacher was trained on the teacher split and on the source code of its modules. The demo's student trains on the
+student split, and no model trains on the held-out split. The language reference repeats sections on several pages. A
+repeated paragraph stays only in the document with the smallest hash, so the splits share no paragraph of prose.
 """
 
 import ast
@@ -61,7 +61,7 @@ def name_hash(name: str) -> float:
 def collect_documents(library: Path | None = None, end: float = 1.0) -> list[Document]:
     """Return the documents of this Python's standard library, in the order of their names' hashes.
 
-    end: return only documents with a smaller hash. The others do not affect the result.
+    end: return only documents with a smaller hash. Documents with a larger hash do not affect the result.
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
     texts = {name: prose(source) for name, source in module_sources(library, end)}

@@ -1,7 +1,7 @@
 """`stillhouse demo`: distillation on text that is part of every Python installation.
 
 A student with a quarter of the shipped teacher's parameters is trained twice on a small text that the teacher has not
-seen, once with the teacher and once without, for the same number of tokens. Both are ordinary runs of
+seen: once with the teacher and once without it, for the same number of tokens. Both trainings are ordinary runs of
 `stillhouse distill`, and their folders are kept.
 """
 

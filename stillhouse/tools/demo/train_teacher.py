@@ -26,8 +26,8 @@ from stillhouse.tools.export_run import ExportSettings, export_run
 
 ROW = 512  # tokens per sequence
 ROWS = 8  # sequences per step
-CHOOSING_SHARE = 0.02  # of the teacher split's names: these documents choose the checkpoint and are not trained on
-PROSE_REPEATS = 2  # per epoch, which contains the source code once
+CHOOSING_SHARE = 0.02  # the share of the teacher split that is not trained on, but chooses the best checkpoint
+PROSE_REPEATS = 2  # how often an epoch contains the prose; it contains the source code once
 
 
 def teacher_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
