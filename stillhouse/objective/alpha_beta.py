@@ -27,9 +27,9 @@ from stillhouse.objective.numerics import difference, excess, expect, polynomial
 class AlphaBeta(Divergence):
     """The alpha-beta divergence; (1, 0) is forward KL, (0, 1) reverse KL (ABKD, equation 3). c = 0.
 
-    It is an f-divergence only for α + β = 1: otherwise merging outcomes may increase it. A negative exponent raises
-    ValueError, since one probability of zero would make the divergence infinite; only with α + β = 0, one exponent
-    may be negative. That limit is finite if all logits are finite and (p/q)^α does not overflow.
+    It is an f-divergence only for α + β = 1; for other sums, merging outcomes may increase it. A negative exponent
+    raises ValueError, because one probability of zero would make the divergence infinite. Only α + β = 0 allows a
+    negative exponent: the divergence is then finite if all logits are finite and (p/q)^α does not overflow.
     Near a limiting case (α = 0, β = 0 or α + β = 0), the result loses digits: use the limit itself.
     """
 
@@ -45,7 +45,6 @@ class AlphaBeta(Divergence):
     beta: float
 
     def __new__(cls, alpha: float, beta: float) -> "AlphaBeta":
-        """Choose the class by the exponents."""
         if alpha + beta == 0:
             return super().__new__(SumZero if alpha else BothZero)
         if alpha == 0:

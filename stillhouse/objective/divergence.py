@@ -45,8 +45,8 @@ class Sides(NamedTuple):
 
     ratio: log(q/p). It may have more correct digits than the difference log_q − log_p. It may be NaN where p = q = 0:
         use it only in products with a probability (`expect`).
-    pivot: some divergences have a large slope h where p and q are close and near 1. They subtract the pivot's h from
-        every h. Over complete distributions this does not change the gradient, for any choice of the pivot.
+    pivot: an outcome whose h is subtracted from every h by those divergences whose h is large where p and q are close
+        and near 1. Over complete distributions this does not change the gradient, whichever outcome is the pivot.
     """
 
     log_p: Tensor
@@ -62,7 +62,7 @@ class Sides(NamedTuple):
 
 
 def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivot | None = None) -> Sides:
-    """Return the `Sides` of two log-probabilities. ratio: log(q/p); None: computed as log q − log p."""
+    """ratio: log(q/p); None: computed as log q − log p."""
     ratio = log_ratio(log_q, log_p) if ratio is None else ratio
     return Sides(log_p, log_q, log_p.exp(), log_q.exp(), ratio, pivot)
 
@@ -88,7 +88,7 @@ class Definition(NamedTuple):
 class Divergence(ABC):
     """D(p, q) as two pointwise functions. Sums and positive multiples of divergences are divergences.
 
-    A subclass is a frozen dataclass, whose fields are the divergence's parameters.
+    A subclass is a frozen dataclass. Its fields are the divergence's parameters.
     """
 
     definition: ClassVar[Definition]
@@ -137,10 +137,10 @@ class Divergence(ABC):
 
 
 class KullbackLeibler(Divergence):
-    """KL(a‖b), where one of a and b is the teacher and the other one the student.
+    """KL(a‖b), where a is the teacher and b the student, or a the student and b the teacher.
 
-    Sums over unnormalized probabilities can be normalized afterwards (`statistics.py`). So these sums and the
-    normalizers need only one sweep over the logits and, with vocabulary shards, one all-gather.
+    Its sums can be computed from unnormalized probabilities and normalized afterwards (`statistics.py`). So a single
+    sweep over the logits and, with vocabulary shards, a single all-gather give these sums and the normalizers.
     """
 
     #: whether a is the student

@@ -36,7 +36,7 @@ class Summand:
     def call(self, make: Callable[..., Made], example: str = "") -> Made:
         """Call `make` with the arguments. Raises ValueError for a wrong number or name of arguments.
 
-        example: valid arguments; the message shows them if an argument is missing.
+        example: valid arguments, which the message shows if an argument is missing.
         """
         signature = inspect.signature(make)
         try:
@@ -91,7 +91,7 @@ def parse_sum(text: str, take_words: Collection[str] = ()) -> list[Summand]:
 def unknown_name(name: str, others: Mapping[str, Iterable[str]] | None = None) -> ValueError:
     """Return a ValueError for an unknown name; its message suggests the nearest known name.
 
-    others: the known names that are not divergences, with other projects' names for each of them.
+    others: known names that are not divergences, each with the synonyms that other projects use.
     """
     synonyms = {known: kind.definition.synonyms for known, kind in DIVERGENCES.items()} | dict(others or {})
     known_names = sorted(synonyms)

@@ -2,12 +2,11 @@
 
 The pass processes the tokens in chunks. It projects a chunk once to a tile of logits [C, V]. The terms define the
 gradient with respect to the tile (`tile/tile.py`), and this gradient overwrites the logits. Two matrix products then
-compute the gradients of the hidden states and the head from it. All of this happens in forward, so backward only
-multiplies by the incoming gradient, and no product is computed twice.
+compute the gradients of the hidden states and the head. All of this happens in forward, so backward only multiplies
+by the incoming gradient, and no product is computed twice.
 
-Over vocabulary shards, each rank does this for its own vocabulary rows. One all-gather per chunk collects every
-rank's sums for each token (two if a divergence needs both normalizers first). It overlaps with the next chunk's
-products.
+Over vocabulary shards, each rank does this for its own vocabulary rows. An all-gather per chunk collects every rank's
+sums for each token, while the next chunk's products run. Some divergences need a second all-gather.
 
 T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 """
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# a compiled caller must run the pass uncompiled. This is torch.compiler.disable without its imports, which take 1 s
+# torch.compile must not trace the pass. `_disable_dynamo` is torch.compiler.disable without its imports (1 s)
 from torch._compile import _disable_dynamo
 
 from stillhouse.objective.head import OutputHead, require_head
@@ -40,7 +39,7 @@ class ObjectiveOutput:
         term (the objective's weight times the term's own). The sums are not multiplied by the term's scale and not
         divided by the normalizer. The keys depend only on the terms, not on the rows; docs/objective.md lists them.
     The metric `chunk_tokens` is not a sum: it is the largest number of rows of a tile.
-    `per_token`: detached [T], each term's unweighted value under its name; 0 where its weight is 0.
+    `per_token`: detached [T], each term's unweighted value under the term's name; 0 where the token's weight is 0.
     """
 
     loss: Tensor
@@ -69,15 +68,15 @@ def linear_objective(
         wait for the GPU.
     chunk_tokens: rows of a tile; None: chosen by a memory budget. Results do not depend on it.
 
-    Over a sharded head, all ranks call this with the same tokens, terms and options and get the same loss and
-    metrics; each rank gets the weight's gradient for its own rows. Collectives: for each chunk, one all-gather of a
+    Over a sharded head, all ranks call this with the same tokens, terms and options. They get the same loss and
+    metrics, and each rank gets the weight's gradient for its own rows. Collectives of a chunk: one all-gather of a
     few dozen sums per row and of one logit for each id of a sparse signal; a second all-gather for divergences other
-    than forward and reverse KL; one more for each mixture of teachers; in backward, an all-reduce of the hidden
-    states' gradient [T, D] in float32 (float64 for float64 inputs), unless `VocabShard.reduce_hidden_grad` is False.
+    than forward and reverse KL; one more for each mixture of teachers. Collective of backward: an all-reduce of the
+    hidden states' gradient [T, D] in float32 (float64 for float64 inputs) if `VocabShard.reduce_hidden_grad` is True.
 
     Raises ValueError for shapes or devices that do not match, for tensors on the meta device, for forward-mode
-    tangents, and for weights or a normalizer that require grad. For numbers and for tensors on a CPU it also raises
-    ValueError for a normalizer that is not positive, weights that are not finite, and repeated rows in valid_index.
+    tangents, and for weights or a normalizer that require grad. Values are checked only if they are on a CPU: the
+    normalizer must be positive, the weights must be finite, and valid_index must not repeat a row.
     """
     return _of_hidden_states(hidden_TD, head, [(valid_index, terms)], weights_T, normalizer, chunk_tokens)
 
@@ -94,8 +93,8 @@ def routed_objective(
 ) -> ObjectiveOutput:
     """Compute `linear_objective` where different rows have different terms, such as those of different teachers.
 
-    groups: pairs of rows (int64, no row in two groups) and the terms for these rows. The pass requests the next group
-    when it no longer needs the terms of the last one. All groups add to the same gradients.
+    groups: (rows, terms) of each group; the rows are int64, and no row is in two groups. The pass requests the next
+    group only when it no longer needs the previous group's terms. All groups add to the same gradients.
     The other arguments are those of `linear_objective`.
 
     Raises ValueError without a group, and all ValueErrors of `linear_objective`.
@@ -112,10 +111,9 @@ def logits_objective(
     weights_T: Tensor | None = None,
     normalizer: float | Tensor = 1.0,
 ) -> ObjectiveOutput:
-    """Compute a weighted sum of terms from logits [T, V], differentiable in the logits. The gradient in memory has
-    the size of the logits.
+    """Compute a weighted sum of terms from logits [T, V], with a gradient of the same size in memory.
 
-    shard: which columns of the whole vocabulary the logits contain; None: all columns.
+    shard: the vocabulary's columns that the logits contain; None: all columns.
     """
     leaves: Leaves = {"logits_TV": logits_TV}
     check_leaves(leaves)
@@ -163,9 +161,7 @@ def _objective(
     normalizer: float | Tensor,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    """passes: for each group, the provider of the logits, the terms and the rows (None: all rows). All providers add
-    to the same gradient tensors.
-    """
+    """passes: for each group, the provider of the logits, the terms and the rows (None: all rows)."""
     tokens = len(first_leaf(leaves)[1])
     totals: Totals | None = None
     for provider, terms, index in passes:

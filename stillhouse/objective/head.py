@@ -74,7 +74,7 @@ def detached(head: OutputHead) -> OutputHead:
 def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = None) -> int:
     """Return the number of rows that get probability: the smallest `vocab_size` or row count of these heads.
 
-    Heads with different row counts share a tokenizer and differ only in padding (151,936 and 152,064 rows for 151,665
+    The heads share a tokenizer, so their row counts differ only in padding (151,936 and 152,064 rows for 151,665
     tokens). `logit_columns`: the number of columns of logits that were given without a head.
     """
     stated = {head.vocab_size for head in heads if head.vocab_size is not None}
@@ -96,7 +96,7 @@ PANEL_ROWS = 512
 class Projection:
     """A head prepared for one pass over the tokens: real rows only, weights in the dtype of the matrix products.
 
-    `shard`: the student's shard. This rank needs its rows; a teacher's head may be sharded differently (`rows_of`).
+    `shard`: the student's shard, whose rows this rank needs. A teacher's head may be sharded differently (`rows_of`).
 
     Logits are at least float32. On a GPU, half-precision operands keep their dtype, since matrix products accumulate
     in float32; on a CPU, the weight is converted to float32 once, here.
@@ -130,7 +130,7 @@ class Projection:
         return logits_CV
 
     def operand(self, grad_CV: Tensor) -> Tensor:
-        """Return the gradient of logits in the dtype of the products: rounded to bfloat16, but never to float16."""
+        """Return the gradient of logits in the dtype of the matrix products, but in float32 in place of float16."""
         # the gradient of a logit can be 1e-8, which underflows in float16 but not in bfloat16
         return grad_CV.to(torch.float32 if self.operand_dtype == torch.float16 else self.operand_dtype)
 
@@ -145,7 +145,7 @@ class Projection:
             total_VD += self._matmul(operand_CV.t(), hidden_CD)
 
     def _panels(self) -> Iterator[slice]:
-        """Yield the parts of the vocabulary that are multiplied separately; on a GPU, one part with all rows."""
+        """Yield the vocabulary ranges of the separate matrix products; on a GPU, a single range."""
         rows = len(self.weight_VD)
         size = max(rows, 1) if self.weight_VD.is_cuda else PANEL_ROWS * torch.get_num_threads()
         return (slice(start, min(start + size, rows)) for start in range(0, rows, size))

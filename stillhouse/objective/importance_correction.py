@@ -34,7 +34,7 @@ class Correction:
             raise ValueError(f"limit={self.limit} of the correction: expected a number above 1 (infinity for none)")
 
     def weights(self, ratio_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight of each ratio, and where the limit changed the weight. A ratio may be infinite."""
+        """Return the weight of each ratio, and a mask of the weights that the limit changed. Ratios may be inf."""
         if self.kind == "none":
             return torch.ones_like(ratio_C), torch.zeros_like(ratio_C, dtype=torch.bool)
         is_changed_C = ratio_C > self.limit
@@ -45,5 +45,4 @@ class Correction:
         return ratio_C.masked_fill(is_changed_C, 0.0), is_changed_C
 
 
-#: weight 1 at every token
 NO_CORRECTION = Correction()

@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from stillhouse.objective.signals import check_per_token
 from stillhouse.objective.terms import Term
 
-#: the tensors of a pass that receive a gradient, by their names in error messages. The first entry is hidden states
-#: or logits, with one row per token
+#: the tensors of a pass that receive a gradient, by their names in error messages. The first tensor, hidden states or
+#: logits, has one row per token
 Leaves: TypeAlias = dict[str, Tensor | None]
 
 

@@ -1,8 +1,8 @@
 """Differentiable log-probabilities of given tokens, and entropies, for objectives that the caller computes.
 
 In an objective over sequences (a sum before an exponential, a mean over a group), the gradient at one token depends
-on all tokens, so forward cannot compute it chunk by chunk. Therefore forward saves only its inputs and the two
-results, and backward projects each chunk a second time.
+on all tokens, so forward cannot compute it chunk by chunk. Therefore forward saves only its inputs, and backward
+projects each chunk a second time.
 
 T tokens, D width.
 """

@@ -12,8 +12,8 @@ CHUNK_TOKENS = "chunk_tokens"
 #: the key of the sum of the rows' weights; `StepLoss` adds it to the metrics
 WEIGHTS = "weights"
 
-#: the `per_token` tensors of a micro-batch of rollouts, float32, are about the token that a row predicts: its
-#: advantage
+# keys of the float32 `per_token` tensors of a micro-batch of rollouts; a row's value is about the token it predicts
+#: the advantage of the token
 ADVANTAGES = "advantages"
 #: the log-probability of the token when it was sampled, at the sampling temperature
 OLD_LOG_PROBS = "old_log_probs"
@@ -22,7 +22,7 @@ IS_SAMPLED = "is_sampled"
 
 
 def unique_names(terms: Sequence[Term]) -> list[str]:
-    """Return the terms' keys in metrics: the second term with the same name gets the suffix "#2", and so on."""
+    """Return the terms' keys in metrics. The second term with the same name gets the suffix "#2", and so on."""
     seen: dict[str, int] = defaultdict(int)
     names = []
     for term in terms:
@@ -32,14 +32,12 @@ def unique_names(terms: Sequence[Term]) -> list[str]:
 
 
 class StatisticKeys:
-    """The keys of the terms' statistics: the second term of a class gets "#2" or the next free number.
+    """The keys of the terms' statistics. The second term of a class gets the suffix "#2" or the next free number.
 
-    Statistics of a term with a label have the label after their names, and are numbered only among the terms with
-    this label. The student's entropy does not depend on the teacher. So if some distillation term has a label, and
-    all distillation terms have the same temperature and no `weights_T`, only the first one reports it, without a
-    label.
-
-    Numbers are assigned at the first chunk, in the order of the terms. So the keys depend only on the terms.
+    If a term has a label, the label follows the names of its statistics, and only terms with this label are numbered
+    together. The student's entropy does not depend on the teacher: if some distillation term has a label, and all
+    distillation terms have the same temperature and no `weights_T`, then only the first of them reports the student's
+    entropy, without a label. The keys depend only on the terms and their order.
     """
 
     def __init__(self, terms: Sequence[Term], names: Sequence[str]):

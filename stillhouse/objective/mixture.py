@@ -28,7 +28,7 @@ from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
 @dataclass(frozen=True, eq=False)
 class Mixture(Signal):
-    """The mean of the distributions of several dense teachers at one temperature; the term must have the same one.
+    """The mean of the distributions of several dense teachers, at the temperature of the term.
 
     signals: `FullVocab` or `DenseLogits`, all over the same tokens.
     weights: a positive number for each signal; they are divided by their sum.
@@ -39,7 +39,7 @@ class Mixture(Signal):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        # tuples, because a caller could still change a list after these checks
+        # tuples, because a caller could change a list after these checks
         object.__setattr__(self, "signals", tuple(self.signals))
         object.__setattr__(self, "weights", tuple(self.weights))
         check_temperature(self.temperature)
@@ -78,9 +78,9 @@ def add_members(
     temperature: float,
     shard: VocabShard | None,
 ) -> None:
-    """Add the members' parts w_i p_i to the sum of the earlier parts, which `total_CV` stores as τ·log of the sum.
+    """Add w_i p_i of these members to the sum over the earlier members, which `total_CV` stores as τ·log(sum).
 
-    members_CV: the members' logits. If the first member is `total_CV` itself, there are no earlier parts.
+    members_CV: the members' logits. If the first member is `total_CV` itself, there is no earlier member.
     Over several ranks, one all-gather exchanges the sums of all these members.
     """
     plan = PointwisePlan(temperatures=(temperature,))

@@ -9,8 +9,8 @@ differences. They use the small quantity t = log(b/a), which the caller has comp
     b − a − a·t     = a (e^t − 1 − t)  ≥ 0
 
 Where |t| < `NEAR`, the right side is computed with a few terms of the exponential series. Elsewhere the left side is
-computed, since nothing cancels there. Expressions that are used several times are short, because a compiler that
-fuses all operations into one kernel recomputes an expression for each use. Autograd can differentiate all functions.
+computed, since nothing cancels there. A fusing compiler recomputes an expression for each of its uses, so expressions
+with several uses are short. Autograd can differentiate all functions.
 """
 
 import math
@@ -66,7 +66,7 @@ def terms(t: Tensor) -> int:
 def log_sum_exp(largest: Tensor, others: Tensor) -> Tensor:
     """log Σ e^l where all e^l ≤ 1. largest: the number of terms that are 1. others: the sum of the other terms.
 
-    The two are separate because one token may have nearly all mass: if 1e-6 is added to 1, its digits are lost.
+    `others` is separate, because it may be as small as 1e-6, and would lose its digits in a sum with 1.
     """
     return torch.log1p(others + (largest - 1))
 
@@ -88,9 +88,9 @@ def interpolation(p: Tensor, q: Tensor, weight: float) -> Tensor:
 def interpolation_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """log(m/p) and log(m/q) for m = weight·p + (1 − weight)·q and ratio = log(q/p).
 
-    If `weight` is near 0 or 1, one of the two logarithms is small and needs full precision; then both are computed
-    from the ratio alone. For other weights this is done only where p and q are close; elsewhere the logarithms are
-    computed from log m, which has the same rounding error as log p and log q.
+    If `weight` is near 0 or 1, one of the two logarithms is small and needs full precision. Then both are computed
+    from the ratio alone. For other weights, they are computed from the ratio only where p and q are close, and
+    elsewhere from log m, which has the same rounding error as log p and log q.
     """
     if not 0.05 <= weight <= 0.95:
         return _log_one_plus(1 - weight, ratio), _log_one_plus(weight, -ratio)

@@ -1,8 +1,8 @@
 """The objective in plain autograd: all logits at once, without slopes and chunks. Slow, short, and exact in float64.
 
-`dense_objective` has the signature of `linear_objective`, and tests compare the results of the two. Both use the same
-functions for the values of divergences (other tests compare these with textbook formulas), but `dense_objective` uses
-no gradient of the fast path. T tokens, V vocabulary, K ids per token.
+`dense_objective` has the signature of `linear_objective`, and tests compare their results. The two share only the
+functions for the values of divergences, which other tests compare with textbook formulas. T tokens, V vocabulary, K
+ids per token.
 """
 
 import math

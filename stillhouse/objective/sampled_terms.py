@@ -57,7 +57,7 @@ class SampledKL(SampledTerm):
 
     estimator: "k2" is r²/2; its expected on-policy gradient is the gradient of reverse KL, KL(q‖p). "k3" is
     e^r − 1 − r; its expected on-policy gradient is the gradient of forward KL, KL(p‖q), although its expected value
-    is the reverse KL. For tokens that another policy sampled, neither statement holds without a correction.
+    is the reverse KL. For tokens that another policy sampled, these statements need a correction.
 
     teacher_log_probs_T: log p(y) at the term's temperature.
     correction: multiplies each value by a constant weight, computed from ρ = q(y) / q_old(y). This needs
@@ -132,20 +132,20 @@ class PolicyGradient(SampledTerm):
 
     dual_clip: a number c > 1; None: no dual clipping. Where A < 0 the surrogate is max(min(ρA, clip(ρ)·A), c·A), so
         that the gradient of a token that has become much more likely stays bounded (Ye et al. 2020, arXiv:1912.09729,
-        eq. 5). With c > 1 + clip_high the value is also −min(min(ρ, δ)·A, clip(ρ)·A) for δ = c, the two-sided
-        clipping of INTELLECT-2 (arXiv:2505.07291) and `delta` of TRL.
+        eq. 5). For c > 1 + clip_high, the value equals −min(min(ρ, δ)·A, clip(ρ)·A) with δ = c: the two-sided
+        clipping of INTELLECT-2 (arXiv:2505.07291), and `delta` of TRL.
     surrogate: "clip" is the formula above. "cispo" is value = −clip(ρ)·A·log q(y) with a constant clip(ρ): every
         token keeps a gradient of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5; that paper has no lower
         bound, that is, clip_low=1). "corrected" is value = −w·A·log q(y), where w is the constant weight of
         `correction`, 1 by default; clip_low and clip_high have no effect.
 
-    The penalty is that of GRPO; on-policy, its gradient is that of KL(ref‖q). For KL(q‖ref) use kl_scale=0 and add
-    SampledKL(…, "k2") with the reference's log-probabilities instead of a teacher's. To use distillation as a reward,
-    set advantages_T = log p − log q, with the teacher's probability p. All log-probabilities are at the term's
+    The penalty is that of GRPO; its on-policy gradient is the gradient of KL(ref‖q). For KL(q‖ref), use kl_scale=0
+    and add SampledKL(…, "k2") with the reference as the teacher. To use distillation as a reward, set
+    advantages_T = log p − log q, with the teacher's probability p. All log-probabilities are at the term's
     temperature. Advantages and old log-probabilities are constants.
 
-    Statistics: `ratio`, ρ; `clipped`, 1 where clipping has set the surrogate's gradient to 0 (with "cispo": where ρ
-    was clipped; with "corrected": where the limit changed the weight); `reference_kl`, e^r − 1 − r.
+    Statistics: `ratio` is ρ. `clipped` is 1 where clipping has set the surrogate's gradient to 0; with "cispo", where
+    ρ was clipped; with "corrected", where the limit changed the weight. `reference_kl` is e^r − 1 − r.
     """
 
     labels_T: Tensor
@@ -210,7 +210,7 @@ class PolicyGradient(SampledTerm):
         return value_C, slope_C, statistics
 
     def _surrogate(self, ratio_C: Tensor, advantage_C: Tensor, log_q_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the surrogate's value, its derivative with respect to log q, and where clipping took effect."""
+        """Return the surrogate's value, its derivative with respect to log q, and the statistic `clipped`."""
         if self.surrogate == "corrected":
             weight_C, is_limited_C = self.correction.weights(ratio_C)
             return -expect(weight_C * advantage_C, log_q_C), -weight_C * advantage_C, is_limited_C
@@ -228,7 +228,7 @@ class PolicyGradient(SampledTerm):
 
 @dataclass(frozen=True, eq=False)
 class LogRatio(SampledTerm):
-    """|log q(y) − log q_old(y)|: how far the student is from the policy that sampled y. It is only a metric.
+    """The metric |log q(y) − log q_old(y)|: how far the student is from the policy that sampled y.
 
     old_log_probs_T: log q_old(y) at the term's temperature, the sampling temperature. The statistic `sampled` is 1 at
     every row with a value, so that `log_ratio` / `sampled` is a mean.
@@ -285,7 +285,7 @@ def check_estimator(estimator: str) -> None:
 
 
 def check_sampled_tokens(labels_T: Tensor, **per_token: Tensor | None) -> None:
-    """Require labels, and `per_token` tensors without grad that are finite at every label. None: not checked."""
+    """Require valid labels, and constant tensors in `per_token` that are finite at every label; None is skipped."""
     check_labels(labels_T)
     for name, values_T in per_token.items():
         if values_T is None:

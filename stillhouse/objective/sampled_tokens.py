@@ -47,7 +47,7 @@ class SampledTokens:
 
     @property
     def others_T(self) -> Tensor | None:
-        """1 at tokens that the student has not sampled, 0 elsewhere; None if no token was sampled."""
+        """1 − `weights_T`; None if `weights_T` is None."""
         return None if self.weights_T is None else 1 - self.weights_T
 
     @cached_property
@@ -74,7 +74,7 @@ class SampledTokens:
         return self.require(name).masked_fill(~self.is_sampled_T, 0.0)
 
     def log_probs(self, signal: Signal, temperature: float) -> Tensor:
-        """Return a teacher's log p of the sampled tokens, 0 elsewhere."""
+        """Return the teacher's log p of the sampled tokens, 0 elsewhere."""
         student = self.student
         return teacher_log_probs(
             signal,

@@ -1,4 +1,4 @@
-"""The types of a teacher's signal, from the exact one (hidden states and head) to a few sampled ids.
+"""The types of a teacher's signal, from exact hidden states with a head to a few sampled ids.
 
 A dense signal gives log-probabilities over the whole vocabulary. A sparse signal gives K ids and their
 log-probabilities; its `tail` defines how the mass outside the K ids counts:
@@ -38,10 +38,8 @@ TAIL_FLOOR = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True, eq=False)
 class Signal:
-    """A teacher's output for T tokens: a dataclass. All its fields that are tensors or signals have one row per
-    token.
-
-    The tensors get no gradient. The first field is a tensor or a signal.
+    """A teacher's output for T tokens, without gradients. In a subclass, which is a dataclass, every field that is a
+    tensor or a signal has one row per token, and the first field is such a field.
     """
 
     @property
@@ -56,7 +54,7 @@ class Signal:
 
     @property
     def temperature(self) -> float | None:
-        """The temperature of the signal's probabilities. None: that of the term, or the signal has logits."""
+        """The temperature of the signal's probabilities. None: the term's temperature, or the signal has logits."""
         return None
 
     def require_temperature(self, temperature: float) -> None:
@@ -87,7 +85,7 @@ TEACHER = "teacher"
 
 @dataclass(frozen=True, eq=False)
 class FullVocab(Signal):
-    """The exact signal: the teacher's last hidden states and head. V / E times smaller than its logits."""
+    """The exact signal: the teacher's head and last hidden states, which are V / E times smaller than logits."""
 
     hidden_TE: Tensor
     head: OutputHead
@@ -115,11 +113,11 @@ class StudentHidden(Signal):
 
 @dataclass(frozen=True, eq=False)
 class RoutedSignal(Signal):
-    """The signal of one of several teachers, where each teacher scores some of the T tokens.
+    """The signal of a teacher that scores only some of the T tokens.
 
-    signal: has T rows, also for tokens that another teacher scores. index: the rows that this teacher scores, int64;
-    no row belongs to two teachers. The signal is opened only while these rows are computed, so that only one
-    teacher's head at a time is in memory.
+    signal: has T rows, also for tokens that another teacher scores. It is opened only while this teacher's rows are
+    computed, so that only one teacher's head at a time is in memory. index: the rows that this teacher scores, int64;
+    no row belongs to two teachers.
     """
 
     signal: Signal
@@ -144,8 +142,7 @@ class DenseLogits(Signal):
 class SparseSignal(Signal):
     """K ids per token with the teacher's log-probabilities over the whole vocabulary.
 
-    An id that is negative or beyond the vocabulary is an absent entry. If a row repeats an id, only the first one
-    counts.
+    An id that is negative or beyond the vocabulary is an absent entry. If an id is repeated, its first entry counts.
     `tail_log_prob_T`: the log of the teacher's mass outside the ids. None: the mass is computed as 1 − Σp with the
     floor `TAIL_FLOOR`. In float32, 1 − Σp is zero or negative for a third of peaked rows, so pass the mass if you
     can.
@@ -177,9 +174,9 @@ class Chosen(SparseSignal):
 class Sampled(Signal):
     """Sampled ids with importance weights: they give an unbiased estimate of the gradient of forward KL.
 
-    Random sampling distillation (arXiv 2503.16870): ids are sampled from a proposal r, and their weights p/r are
-    averaged. Σ_m weight·[id = v] estimates p_v, so the value estimates a cross-entropy: forward KL plus the teacher's
-    entropy. An id that is negative or beyond the vocabulary is an absent entry; the weights of repeated ids add up.
+    Random sampling distillation (arXiv 2503.16870): ids are sampled from a proposal r, and each has a weight in
+    proportion to p/r. Σ_m weight·[id = v] estimates p_v, so the value estimates a cross-entropy: forward KL plus the
+    teacher's entropy. An id that is negative or beyond the vocabulary is an absent entry; a repeated id counts again.
     """
 
     ids_TM: Tensor
@@ -233,8 +230,8 @@ def first_occurrence(ids_TK: Tensor, vocabulary: int) -> Tensor:
 def teacher_tail(signal: SparseSignal, log_p_TK: Tensor, student_tail_T: Tensor) -> Tensor:
     """Return the log of the teacher's mass outside the ids, [T].
 
-    A computed mass has the floor `TAIL_FLOOR`, because it may be lost in float32 rounding. Where the student has no
-    mass outside the ids (K = V), the teacher has none either.
+    A computed mass has the floor `TAIL_FLOOR`, because float32 rounding may lose it. It is 0 where the student has no
+    mass outside the ids (K = V).
     """
     if signal.tail_log_prob_T is not None:
         return signal.tail_log_prob_T.to(log_p_TK.dtype)

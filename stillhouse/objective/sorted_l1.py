@@ -1,9 +1,9 @@
 """A distance between two distributions without a common vocabulary: both are sorted, then compared by rank.
 
 Universal Logit Distillation (arXiv 2402.12030): Σ_i |p_(i) − q_(i)|, where p_(i) and q_(i) are the i-th largest
-probabilities of teacher and student. The teacher gives its K largest probabilities. On each side, all smaller ones
-count as one more outcome, so that the value is 0 where both sides are equal. The result is a lower bound of the
-distance over all ranks of the order, and equal to it if K is the size of the vocabulary.
+probabilities of teacher and student. The teacher gives its K largest probabilities. On each side, the sum of all
+smaller probabilities counts as one more outcome, so that the value is 0 if both sides are equal. The result is a
+lower bound of the distance over all i, and equal to this distance if K is the size of the vocabulary.
 
 T tokens, C rows of a chunk, K ranks, B = K + 1 outcomes.
 """
@@ -84,7 +84,7 @@ class SortedL1(SignalTerm):
 
 
 def sorted_l1(log_p_TB: Tensor, log_q_TV: Tensor) -> Tensor:
-    """The value in plain autograd, [T]. log_p_TB: the teacher's top K in any order, then its mass outside."""
+    """The value in plain autograd, [T]. log_p_TB: the teacher's top K in any order, then the mass outside them."""
     ranks = log_p_TB.shape[1] - 1
     p_TK = log_p_TB[:, :-1].exp().sort(1, descending=True).values
     missing = max(0, ranks - log_q_TV.shape[1])

@@ -1,13 +1,13 @@
 """The signal of a teacher with another tokenizer: probabilities of spans of text, assigned to the student's ids.
 
-Where student and teacher split a text into different tokens, the text between two common token borders is a span. It
+Where student and teacher split a text into different tokens, a span is the text between two common token borders. It
 has student tokens y_0 … y_k, teacher tokens x_0 … x_l and the probability P = Π_j p(x_j) (GOLD's merged probability).
 
     row of y_0          a divergence over the student's ids; P counts for y_0
     rows of y_1 … y_k   P · (−log q(y_j))
 
-By the chain rule, forward KL of the whole span is forward KL at the row of y_0 plus the second line. For other
-divergences the second line is the same.
+By the chain rule, forward KL of the whole span is forward KL at the row of y_0 plus the values at the rows of y_1 …
+y_k. The other divergences have the same values at the rows of y_1 … y_k.
 
 T tokens, C rows of a chunk. p is the teacher's probability, q the student's.
 """
@@ -44,8 +44,8 @@ class SpanSignal(Signal):
 class Continuation(SampledTerm):
     """−log q(label) at a temperature that divides the student's logits, for the later tokens of spans.
 
-    It has its own name in metrics, because it is a part of the divergence and not a cross-entropy with the data. A
-    row with a negative label has no value. `scale_by_temperature_squared` and `label`: as in `Distill`.
+    Its metric is not called cross-entropy, because it is a part of the divergence. A row with a negative label has no
+    value. `scale_by_temperature_squared` and `label`: as in `Distill`.
     """
 
     labels_T: Tensor

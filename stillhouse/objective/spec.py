@@ -44,10 +44,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TeacherShare:
-    """The settings of one of several teachers in an objective.
-
-    weight: multiplies the divergence from this teacher or, in a mixture, the teacher's probabilities.
-    temperature: the temperature of this divergence; None: that of the objective.
+    """weight: multiplies the divergence from this teacher or, in a mixture, the teacher's probabilities.
+    temperature: the temperature of the divergence from this teacher; None: the objective's temperature.
     """
 
     weight: float = 1.0
@@ -62,10 +60,10 @@ class ObjectiveSpec:
     the teachers' probabilities, instead of one divergence from each teacher.
 
     sampled_kl, estimator: the coefficient of `SampledKL`, and "k2" or "k3".
-    policy_gradient: the coefficient of `PolicyGradient`. clip_low, clip_high: if one of them is given, the surrogate
-        is "clip" (a missing one is 0.2), otherwise "corrected".
+    policy_gradient: the coefficient of `PolicyGradient`. clip_low, clip_high: if at least one of them is given, the
+        surrogate is "clip" (a limit that is not given is 0.2), otherwise "corrected".
     teacher_kl: teacher_kl · (log p(y) − log q_old(y)), the k1 estimator of reverse KL, is added to the advantage. p
-        and q_old are at the sampling temperature, independent of the temperatures of divergences.
+        and q_old are at the sampling temperature, whatever the temperatures of divergences.
     discount: γ in 0 … 1: the log-ratios of later tokens are also added to a token's advantage (`sampled_tokens.py`).
         0: only the token's own log-ratio.
     correction: the importance correction of sampled_kl, and of policy_gradient without clipping.
@@ -218,7 +216,7 @@ class ObjectiveSpec:
             if not isinstance(signal, SpanSignal):
                 terms.append(Distill(signal, divergence, scale, *settings, label=label))
                 continue
-            # the coefficients of a sum are inside the divergence; the continuation is scaled by the sum of them
+            # a sum of divergences has its coefficients inside; the continuation is scaled by their sum
             total = scale * sum(coefficient for coefficient, _ in weighted_parts(divergence))
             first_T, later_T = signal.first_weights_T, signal.continuation_weights_T
             terms.append(Distill(signal.first, divergence, scale, *settings, weights_T=first_T, label=label))
@@ -244,7 +242,7 @@ class ObjectiveSpec:
         ]
 
     def _policy_gradient_term(self, scale: float, tokens: SampledTokens, signals: Signals) -> PolicyGradient:
-        """The policy is the distribution from which tokens are sampled, so the term has the sampling temperature."""
+        """The term has the sampling temperature, because the policy is the distribution of the sampled tokens."""
         old_T = tokens.at_sampled(OLD_LOG_PROBS)
         has_rewards = self.needs_rewards or ADVANTAGES in tokens.per_token
         advantages_T = tokens.at_sampled(ADVANTAGES) if has_rewards else None

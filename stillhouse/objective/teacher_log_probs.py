@@ -32,13 +32,13 @@ def teacher_log_probs(
 ) -> Tensor:
     """Return the teacher's log p of labels_T at a temperature, [T], at least float32; 0 at a negative label.
 
-    signal: `FullVocab`, `DenseLogits`, `Mixture`, or `TopK` and `Chosen` whose ids include the label.
-    vocabulary: the number of tokens with a probability, if a student has fewer of them (`common_vocabulary`).
+    signal: `FullVocab`, `DenseLogits`, `Mixture`, or a `TopK` or `Chosen` whose ids include the label.
+    vocabulary: the number of tokens with a probability (`common_vocabulary`); None: all tokens of the teacher.
     shard: the student's shard; needed if `DenseLogits` have only this rank's columns.
     valid_index: the rows to compute; must include all rows with a label. None: on a CPU, the rows with a label are
         computed; on a GPU, all rows.
 
-    Collectives: one all-gather per chunk of a `FullVocab` with a sharded head, of each of them in a `Mixture`, and of
+    Collectives: one all-gather per chunk for each `FullVocab` with a sharded head, also in a `Mixture`, and for each
     `DenseLogits` with only this rank's columns. All ranks get the same numbers.
 
     Raises ValueError for other signals, for a sparse signal at another temperature, and if a label is not among a

@@ -67,11 +67,11 @@ class Term(ABC):
         return []
 
     def has_value(self, rows: RowIndex) -> Tensor | None:
-        """Return for which rows the term has a value, [C]; None: for all rows."""
+        """Return a mask of the rows for which the term has a value, [C]; None: all rows."""
         return None
 
     def counted(self, rows: RowIndex, weights_C: Tensor) -> Tensor:
-        """Return which rows the term counts, [C]: rows with a value and non-zero weights in objective and term."""
+        """Return a mask of the rows with a value and with non-zero weights in the objective and the term, [C]."""
         counted_C = weights_C != 0
         if self.weights_T is not None:
             counted_C = counted_C & (self.weights_T[rows] != 0)
@@ -96,7 +96,7 @@ class LabelTerm(Term):
         plan.logits_at(self.labels_T)
 
     def read_labels(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the chunk's labels, which rows have a label, and log q of the labels (0 without a label); [C] each.
+        """Return the labels, a mask of rows with a label, and log q of the labels (0 without a label), [C] each.
 
         Raises ValueError for a label beyond the vocabulary, but only on a CPU, since the check would wait for a GPU.
         """
@@ -183,10 +183,9 @@ class CrossEntropy(LabelTerm):
 class Distill(SignalTerm):
     """A divergence between the teacher of `signal` and the student, at a temperature that divides both logits.
 
-    `scale_by_temperature_squared` multiplies by τ², so that the size of gradients depends little on the temperature.
-    For a sum of divergences, each divergence's value is also reported, with this τ² and without its coefficient.
-    `label`: distinguishes the term from others in metrics, for example by the teacher's name: "/label" is appended to
-    the names of the term and its statistics.
+    For a sum of divergences, the metrics also have each divergence's value, times τ² with
+    `scale_by_temperature_squared`, but without its coefficient. `label`: distinguishes the term from others in
+    metrics, for example by the teacher's name; "/label" is appended to the names of the term and its statistics.
     """
 
     signal: Signal
@@ -260,7 +259,7 @@ class Distill(SignalTerm):
 
 @dataclass(frozen=True, eq=False)
 class Entropy(Term):
-    """The student's entropy: adds scale · entropy to the loss, so an entropy bonus has a negative scale."""
+    """Adds scale · entropy of the student to the loss, so an entropy bonus has a negative scale."""
 
     scale: float
     temperature: float = 1.0

@@ -34,8 +34,8 @@ class VocabShard:
     not change: its first use exchanges the borders with the other ranks, once.
 
     `group`: None if this rank has all rows.
-    `reduce_hidden_grad`: whether the objective sums the gradient of the hidden states over the group. False if the
-    layer below does it, as with sequence parallelism.
+    `reduce_hidden_grad`: the objective sums the gradient of the hidden states over the group. False: the layer below
+    sums it, as with sequence parallelism.
     """
 
     start: int
@@ -84,7 +84,7 @@ class VocabShard:
 
 
 def check_shard(shard: VocabShard, rows: int) -> None:
-    """Raise ValueError for a shard whose range does not have `rows` rows, the number of rows on this rank."""
+    """Raise ValueError if the shard's range does not have `rows` rows, the number of rows on this rank."""
     if shard.stop - shard.start != rows:
         raise ValueError(
             f"VocabShard({shard.start}, {shard.stop}) with {rows} rows: expected {shard.stop - shard.start}"

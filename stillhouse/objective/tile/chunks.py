@@ -18,11 +18,11 @@ from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
 
 #: memory budget of one tile of logits, in bytes; a tile is float32, or float64 for float64 inputs. A pass keeps one
-#: tile for the student and one for each dense teacher; with vocabulary shards twice as many (for two chunks).
+#: tile for the student and one for each dense teacher, and twice as many with vocabulary shards (for two chunks).
 #: Mixtures of teachers need at least one tile more (`LogitsProvider._mixture_logits`)
 TILE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
-#: the fewest and the most rows of a tile. The minimum overrides `TILE_BYTES`: with fewer rows, matrix products are
-#: slow and, on a GPU, adding to the weight's gradient is bandwidth-bound. More rows than the maximum gain nothing
+#: minimum and maximum rows of a tile. The minimum overrides `TILE_BYTES`: with fewer rows, matrix products are slow
+#: and, on a GPU, adding to the weight's gradient is bandwidth-bound. More rows than the maximum gain nothing
 TILE_ROWS = {"cpu": (64, 512), "cuda": (1024, 4096)}
 
 
@@ -35,7 +35,7 @@ def chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[RowIn
 
 
 def tile_rows(provider: LogitsProvider, tokens: int) -> int:
-    """Return the number of rows of a tile by the memory budget; all chunks get about the same number of tokens."""
+    """Return the rows of a tile that fit the memory budget, chosen so that all chunks have about the same size."""
     device = provider.device.type if provider.device.type in TILE_BYTES else "cpu"
     fewest, most = TILE_ROWS[device]
     # over shards, every rank must get the same number
@@ -107,8 +107,8 @@ def _finish(provider: LogitsProvider, terms: Sequence[Term], tile: Tile, totals:
 
 
 class Totals:
-    """The sums of a pass, in float64: a float32 running sum loses a digit every few hundred chunks. On Apple's GPU,
-    which has no float64, they are float32.
+    """The sums of a pass, in float64, because a float32 running sum loses a digit every few hundred chunks. They are
+    float32 on Apple's GPUs, which have no float64.
     """
 
     def __init__(self, terms: Sequence[Term], tokens: int, provider: LogitsProvider):

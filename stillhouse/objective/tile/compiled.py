@@ -1,8 +1,8 @@
 """Runs each pointwise function as one kernel with `torch.compile`, or in plain PyTorch.
 
 Both give the same numbers except for rounding. Plain PyTorch is used if compiling fails, with
-TORCH_COMPILE_DISABLE=1, and for small vocabularies: compiling takes seconds for each plan and number of columns
-(torch keeps the result on disk for later processes), which is more than it saves there.
+TORCH_COMPILE_DISABLE=1, and for small vocabularies, for which compiling costs more time than it saves: seconds for
+each plan and number of columns (torch keeps the result on disk for later processes).
 """
 
 import types
@@ -32,7 +32,7 @@ _without_compiler: set[str] = set()
 
 
 def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[Tensor], *rest: Any) -> Any:
-    """Call function(plan, tiles_BV, *rest), compiled if that is worth it."""
+    """Call function(plan, tiles_BV, *rest), compiled or in plain PyTorch."""
     rows, columns = tiles_BV[0].shape
     device = tiles_BV[0].device.type
     # torch treats a size of 1 as a constant, so it would compile again for a block of one row

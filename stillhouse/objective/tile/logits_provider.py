@@ -66,7 +66,7 @@ class LogitsProvider:
         raise NotImplementedError
 
     def pull_back(self, rows: RowIndex, counted_C: Tensor, grad_CV: Tensor) -> None:
-        """Back-propagate grad_CV, the gradient of a chunk's logits, to `gradients`. It is 0 in rows not counted."""
+        """Back-propagate the gradient of a chunk's logits to `gradients`. grad_CV: 0 in rows that are not counted."""
         raise NotImplementedError
 
     def _teacher_logits(self, signal: Signal, out_CV: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ class LogitsProvider:
     def _mixture_logits(self, mixture: Mixture, out_CV: Tensor) -> Tensor:
         """Return logits τ·log p of a mixture: their softmax at the mixture's temperature τ is p.
 
-        In one process, members are computed and added one after the other, in one work tile. Over several ranks, all
-        members' logits are kept, so that one all-gather can exchange the sums of all of them.
+        In one process, members are computed and added one after the other, in one work tile. Over several ranks, the
+        logits of all members are kept, so that one all-gather can exchange the sums of all members.
         """
         together = 1 if self.shard is None or self.shard.is_alone else len(mixture.signals)
         log_weights = mixture.log_weights
@@ -137,7 +137,7 @@ class HeadLogits(LogitsProvider):
         terms: Sequence[Term],
         gradients: list[Tensor | None] | None = None,
     ):
-        """gradients: add to these tensors, those of another provider with the same hidden states and head."""
+        """gradients: those of another provider of these hidden states and head, to add to; None: new tensors."""
         dtype = operand_dtype(hidden_TD, head.weight_VD)
         self.hidden_TD, self.device = hidden_TD.detach(), hidden_TD.device
         self.scale, self.softcap = head.scale, head.softcap

@@ -4,7 +4,7 @@
                  Σe^l and Σe^l·l, where l = (logit − reference) / τ and the reference is the row's largest logit in
                  this part; for KL divergences, sums over unnormalized e^l, which `statistics.py` normalizes; and the
                  other sums of a `PointwisePlan`.
-    normalized_sums   a second sweep, for divergences that need both normalizers in every element: Σf and Σq·h.
+    normalized_sums   a second sweep, for divergences that need both normalizers at every token: Σf and Σq·h.
     log_mean     before these sweeps: the logits of the mean of several teachers' distributions (`mixture.py`).
     gradient     ∂loss/∂logits = Σ_τ q_τ·(a + b·log q_τ) + Σ_pairs w·q·h + Σ_buckets c·q/q(outside) + u
                  with coefficients a, b, w, c, u per row: the gradient of all terms except at single ids.
@@ -143,7 +143,7 @@ def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | Non
 
 
 def _softmax_sums(log_BV: Tensor, is_largest_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σe^l without the largest logits (`log_sum_exp` adds them, e^l = 1), and Σe^l·l, where l = 0 for them."""
+    """Return Σe^l without the row's largest logits, whose e^l = 1 `log_sum_exp` adds later, and Σe^l·l."""
     mass_BV = log_BV.exp()
     return torch.where(is_largest_BV, 0.0, mass_BV).sum(1), expect(mass_BV, log_BV).sum(1)
 
@@ -151,7 +151,6 @@ def _softmax_sums(log_BV: Tensor, is_largest_BV: Tensor) -> tuple[Tensor, Tensor
 def _sides(
     plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows: Columns
 ) -> dict[tuple[TeacherSoftmax, StudentSoftmax], Sides]:
-    """Teacher and student of each of `plan.couples`."""
     both = {}
     for at, (teacher, student) in enumerate(plan.couples):
         tile, temperature = plan.teachers[teacher]

@@ -2,8 +2,8 @@
 
 A piece is one rank's part of the vocabulary; without sharding there is one piece. The sums of a piece are relative to
 the piece's largest logits. They are shifted to the largest logits of all pieces, and then normalized. If student and
-teacher are close, their two shifts are close, too; then a correction for the difference of the shifts is added to the
-sums of small differences. Otherwise these sums are recomputed from the masses, where no digits cancel (`_Couple`).
+teacher have close shifts, the sums of small differences get a correction for the difference of the two shifts.
+Otherwise these sums are recomputed from the masses, since no digits cancel there (`_Couple`).
 
 R pieces, C rows of a chunk, X named sums. p is the teacher's probability, q the student's,
 l = (logit − reference) / temperature.
@@ -162,7 +162,7 @@ class _Couple:
     mass_gap: Tensor
 
     def directed(self, divergence: KullbackLeibler) -> "_Couple":
-        """Return the couple in the divergence's order: first a, then b of its KL(a‖b)."""
+        """Return the couple with the a and b of the divergence, which is KL(a‖b)."""
         return _Couple(self.second, self.first, -self.mass_gap) if divergence.student_first else self
 
     def mass_ratio(self) -> Tensor:

@@ -106,8 +106,7 @@ class Tile:
         if logits_CV.shape[1] == 0:
             return logits_CV
         rows_CX = self._gradient_rows()
-        # first write the gradient of tokens outside all buckets' ids to all columns, then overwrite the columns of
-        # ids
+        # write the gradient of tokens outside all buckets' ids to all columns, then overwrite the columns of the ids
         corrected = [self._gradient_at(signal, rows_CX) for signal, _ in self._plan.buckets]
         for block in row_blocks(self.logits_CV):
             pointwise(gradient, self._pointwise, self._block(block), rows_CX[block])
@@ -246,10 +245,10 @@ class Tile:
         return [tile_CV[block] for tile_CV in self._tiles_CV]
 
     def _places(self, signal: SparseSignal) -> tuple[Tensor, Tensor]:
-        """Return the columns [C, K] of the signal's ids on this rank, and which rows have any of them here, [C, 1].
+        """Return the columns [C, K] of the signal's ids on this rank, and a mask of rows that have such ids, [C, 1].
 
-        An id on another rank is replaced by the row's first id on this rank, or by column 0 if there is none: writing
-        the same value to a column twice is harmless.
+        An id on another rank is replaced by the row's first id on this rank, or by column 0 if there is none, because
+        it is harmless to write the same value to a column twice.
         """
         local_CK, is_here_CK = self._local(self.take(signal.ids_TK))
         first_C1 = local_CK.gather(1, is_here_CK.byte().argmax(1, keepdim=True))
@@ -281,7 +280,7 @@ class Tile:
         return self.logits_CV.gather(1, local_CN).masked_fill(~is_here_CN, -math.inf)
 
     def _local(self, ids_CN: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids' columns in this rank's tile (0 for ids that are not here), and which ids are here."""
+        """Return the ids' columns in this rank's tile (0 for other ranks' ids), and a mask of this rank's ids."""
         local_CN = ids_CN.long() - self._first
         is_here_CN = (local_CN >= 0) & (local_CN < self.logits_CV.shape[1])
         return torch.where(is_here_CN, local_CN, 0), is_here_CN

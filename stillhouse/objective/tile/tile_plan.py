@@ -1,4 +1,4 @@
-"""The quantities that terms read from a chunk's logits: softmaxes, sums and single logits. Each is computed once.
+"""The quantities that terms read from a chunk's logits (softmaxes, sums and single logits), each computed once.
 
 Before the first chunk, each term requests its quantities from a `Plan`. The plan assigns an index to each requested
 quantity; the index is the same in every chunk. The pointwise functions are compiled for `Plan.pointwise`, the part of
@@ -67,7 +67,7 @@ class PointwisePlan:
     temperatures: the temperature of each softmax of the student.
     teachers: (tile, temperature) of each softmax of a dense teacher.
     pairs: the divergences between a teacher's and a student's softmax; no divergence is a weighted sum.
-    buckets: the student's softmax for each sparse signal for which sums over the tokens outside its ids are needed.
+    buckets: for each sparse signal that needs sums over the tokens outside its ids, the student's softmax.
     entropic: the student's softmaxes for which the gradient of the entropy is needed.
     uniform: whether the mean of log q over the vocabulary is needed (at temperature 1).
     scale, softcap: of the student's head.
@@ -158,7 +158,7 @@ class Plan:
 
     scale, softcap: of the student's head.
     signals: the dense signals, in the order of their tiles.
-    buckets: (sparse signal, student softmax) for which sums over the tokens outside the signal's ids are needed.
+    buckets: each sparse signal that needs sums over the tokens outside its ids, with the student's softmax.
     ids: the ids, [T] or [T, N], for which logits are needed.
     ranks: the number of the student's top tokens that are needed.
     """
