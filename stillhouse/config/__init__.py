@@ -1,7 +1,6 @@
 """The configuration of a run: one strict class per section, and functions to read and write it; no torch import.
 
-`load_config` reads YAML and overrides into a `RunConfig`, and `dump_config` writes YAML. A component gets only its
-own section. The keys are a contract; `docs/config.md` lists them and is generated from these classes.
+A component gets only its own section. The keys are a contract; `docs/config.md` is generated from these classes.
 """
 
 from stillhouse.config.errors import ConfigError, MissingKeyError, as_config_error

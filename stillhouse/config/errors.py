@@ -1,4 +1,4 @@
-"""Errors about an invalid configuration. Every error has the key that it concerns."""
+"""Errors about an invalid configuration. An error names its key."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -14,8 +14,8 @@ class ConfigError(ValueError):
     """An invalid configuration.
 
     `key` is the full dotted path (`train.learning_rate`), or None if the error does not concern a single key (for
-    example a missing file). The text is `key: problem`. For several mistakes, one error with one line per mistake is
-    raised; `key` is then the key of the first mistake, and `parts` has one error per mistake.
+    example a missing file). The text is `key: problem`. An error for several mistakes has one line per mistake. Its
+    `key` is the key of the first mistake, and `parts` has one error per mistake.
     """
 
     def __init__(self, key: str | None, problem: str) -> None:
@@ -38,7 +38,7 @@ class MissingKeyError(ConfigError):
 
 
 class as_config_error(AbstractContextManager[object]):
-    """Convert a ValueError of the block to a ConfigError with a key. A ConfigError keeps its own key.
+    """Convert a ValueError of the block to a ConfigError with a key. A ConfigError of the block keeps its own key.
 
     key: the key of the configuration. None: errors are not converted.
     passes: other types of errors that are not converted.
@@ -54,7 +54,7 @@ class as_config_error(AbstractContextManager[object]):
 
 
 def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
-    """One error with the first mistakes and the number of the others. more: how many are not in the list."""
+    """One error with the first mistakes and the number of the others. more: how many are not in `mistakes`."""
     shown = list(mistakes[:MAX_LINES])
     if more := more + len(mistakes) - len(shown):
         shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))

@@ -24,8 +24,7 @@ MOST = 20
 def explain(error: ValidationError, content: Mapping[str, Any], model: type[Section]) -> ConfigError:
     """One error with all mistakes that pydantic found, in the order of the keys.
 
-    content: the validated nested mapping.
-    model: the class of the mapping's section.
+    content: the nested mapping that pydantic has checked against the class `model`.
     """
     mistakes: dict[str | None, ConfigError] = {}
     for detail in error.errors()[:MOST]:
@@ -51,7 +50,7 @@ def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Sect
 
 
 def _unknown(key: str, value: Any, model: type[Section]) -> Iterator[ConfigError]:
-    """The errors for an unknown key or section. For a section of another tool, one error per known key in it."""
+    """The errors for an unknown key or section. For a section of another tool, one error per key that is known."""
     keys = [inner for inner in _leaves(key, value) if inner != key]
     of_peers = [inner for inner in keys if peer_hint(inner)]
     yield from (unknown_key(inner, model) for inner in of_peers or [key])
@@ -122,7 +121,6 @@ def _expected(owner: type[Section], name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The value in YAML, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     short = reprlib.Repr()
@@ -134,11 +132,7 @@ def _shown(value: Any) -> str:
 
 
 def _near_value(key: str, value: Any, schema: Schema, default: Any) -> str:
-    """A suggestion for a value: from another tool's name, a misspelling or a list without brackets; "" if none.
-
-    schema: the key's JSON schema
-    default: the key's default
-    """
+    """A suggestion if a value is another tool's name, a misspelling or a list without brackets; otherwise ""."""
     parts = schema.get("anyOf", [schema])
     lists = [part.get("items", {}) for part in parts]
     items = next((item for item in lists if item.get("type") == "string"), None)
@@ -214,7 +208,7 @@ def _overrides(keys: Iterable[str]) -> str:
 
 
 def nearest(key: str, known: Iterable[str]) -> list[str]:
-    """At most three known keys that are most similar to `key`: the same name in another section, or a misspelling."""
+    """At most three of the known keys that are most similar to `key`; empty if none is similar enough."""
     if key.rpartition(".")[2].startswith("_"):  # no key begins with _: Hydra's _target_ is not a misspelling
         return []
     similarity = {candidate: _similarity(key, candidate) for candidate in known}
@@ -225,8 +219,7 @@ def nearest(key: str, known: Iterable[str]) -> list[str]:
 def _similarity(key: str, candidate: str) -> tuple[float, float]:
     """The similarity of the last parts of the keys, and the similarity of the full keys.
 
-    If `key` has no section, the first number is the larger of the two (the user may have omitted the dot), the second
-    0.
+    If `key` has no section, the user may have omitted it or its dot: return the larger of the two numbers, and 0.
     """
 
     def ratio(a: str, b: str) -> float:

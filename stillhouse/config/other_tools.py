@@ -93,13 +93,13 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
 
 
 def _same(spelling: str, name: str) -> bool:
-    """Whether two dotted names are equal, or, if `spelling` has at least two parts, one is the end of the other."""
+    """Whether they are equal, `name` is the end of `spelling`, or a `spelling` with a dot is the end of `name`."""
     if spelling == name or spelling.endswith(f".{name}"):
         return True
     return "." in spelling and name.endswith(f".{spelling}")
 
 
 def _fitting(keys: Sequence[str], spelling: str) -> Sequence[str]:
-    """The keys for which `spelling` begins with the key's section; all keys if there are no such keys."""
+    """The keys with whose section `spelling` begins; all keys if there are none."""
     of_section = [key for key in keys if spelling.startswith(key.partition(".")[0])]
     return of_section or keys

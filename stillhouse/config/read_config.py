@@ -46,7 +46,7 @@ def load_config(
 
 
 def dump_config(config: RunConfig) -> str:
-    """All keys as YAML. `load_config` reads an equal configuration from it."""
+    """All keys as YAML, from which `load_config` reads an equal configuration."""
     return write_yaml(config.model_dump(mode="json"))
 
 
@@ -97,7 +97,7 @@ def _read_override(override: str) -> Layer:
     if not sign:
         raise ConfigError(None, f"override {override!r}: expected key=value, such as train.learning_rate=2e-5")
     _check_key(key)
-    nested: Any = text  # a glob: an override has no YAML anchors, so it cannot be an alias
+    nested: Any = text  # *.jsonl is a glob: an override has no YAML anchors, so it cannot be an alias
     if not text.startswith("*"):
         nested = read_yaml(text, f"override {override!r}", numbered=False)
     for name in reversed(key.split(".")):
@@ -106,7 +106,7 @@ def _read_override(override: str) -> Layer:
 
 
 def _check_key(key: str) -> None:
-    """Raise ConfigError with the full key unless `key` is the name of a section or a value."""
+    """Raise ConfigError unless `key` is the full name of a section or a value."""
     model: type[Section] | None = RunConfig
     parents: list[str] = []
     for name in key.split("."):

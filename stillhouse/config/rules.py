@@ -1,6 +1,6 @@
 """The rules about several keys of a configuration, as one table, and their check.
 
-The class of a section defines the valid values of a single key; a row here defines a conflict between several keys.
+The class of a section defines the valid values of a single key. A rule defines a conflict between several keys.
 """
 
 import os
@@ -20,7 +20,7 @@ from stillhouse.config.servers import ADAPTER_ENGINES, ENGINES
 from stillhouse.config.source_kinds import OF_WEIGHTS, SOURCES
 from stillhouse.display import enumerated
 
-#: in a row, `teacher.` means all teachers, and this prefix means only those under `teachers`
+#: in a rule, `teacher.` means all teachers, and this prefix means only the teachers under `teachers`
 _NAMED = f"teachers.{ANY_NAME}."
 _OF_A_TEACHER = re.compile(rf"\bteacher\.|{re.escape(_NAMED)}")
 _FIELDS = value_fields(RunConfig)
@@ -42,14 +42,14 @@ class Rule:
     because: str = ""
 
     def mistakes(self, config: RunConfig) -> Iterator[ConfigError]:
-        """The errors of the configuration under this rule, for example one per teacher."""
+        """The errors of a configuration that breaks this rule; there may be one error per teacher."""
         for rule in self._of_teachers(config):
             values = [getattr(_owner(config, key), key.rpartition(".")[2], None) for key in rule.keys]
             if _owner(config, rule.keys[0]) is not None and rule.refuses(*values):
                 yield ConfigError(rule.keys[0], rule._problem(*values))
 
     def _of_teachers(self, config: RunConfig) -> list["Rule"]:
-        """One copy of the rule per teacher, where `teacher.` in keys is replaced by the key of the section."""
+        """A copy of the rule for each teacher, with the key of the teacher's section in place of `teacher.`."""
         if not any(_OF_A_TEACHER.match(key) for key in self.keys):
             return [self]
         is_of_several = any(key.startswith(_NAMED) for key in self.keys)
@@ -82,7 +82,7 @@ class Rule:
 def excludes(key: str, *others: str, expected: str = "", because: str = "") -> Rule:
     """A rule: `key` must not be set if one of the other keys is set.
 
-    A key is set if its value is neither the default nor null; `key=value` is set if the key has this value.
+    A key is set if its value is neither the default nor null. `key=value` is set if the key has this value.
     """
     keys, signs, texts = zip(*(text.partition("=") for text in (key, *others)), strict=True)
 
@@ -140,7 +140,6 @@ def _is_within(folder: str, parent: str) -> bool:
 
 
 def _rules_of_sources() -> Iterator[Rule]:
-    """The rules that follow from the table of sources."""
     kinds = [kind for kind in SOURCES.values() if kind.key != "model"]
     complete: list[str] = []
     for key, kind in ((f"teacher.{kind.key}", kind) for kind in kinds if not kind.needs_model):

@@ -1,4 +1,4 @@
-"""The keys of the configuration, read from its classes, and descriptions of the values that they accept."""
+"""The keys of the configuration and descriptions of their accepted values, from the classes of the sections."""
 
 import json
 from typing import Any, get_args, get_origin, get_type_hints
@@ -107,7 +107,7 @@ def _range(schema: Schema) -> str:
 
 
 def yaml_value(value: Any) -> str:
-    """A value in YAML."""
+    """A value in YAML on one line."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(yaml_value, value))}]"
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """The base class of all sections, and value types that several sections use.
 
-Sections are strict and frozen, and unknown keys raise an error. Strict means that neither text nor `true` is accepted
-as a number. A whole number is accepted as a float.
+Sections are strict and frozen, and unknown keys raise an error. Strict means that text and `true` are not accepted as
+numbers; a whole number is accepted as a float.
 """
 
 import os
@@ -71,7 +71,7 @@ def function_hint(path: str) -> str:
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_home)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-#: the address of a server, or of several
+#: the address of a server, a list of addresses, or None
 Urls = Annotated[Text | list[Text] | None, AfterValidator(_checked_urls)]
 #: a Python function of the user's own: package.module:function
 FunctionPath = Annotated[Text, AfterValidator(_checked_function)]

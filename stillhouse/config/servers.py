@@ -12,16 +12,17 @@ class ServerKind:
     """The features of a kind of server, and texts for messages about it.
 
     api: the `ServerApi` in `serving/client/apis/`, as module:class. title: the name of the kind in messages.
-    signals: the signals that it can provide. any_temperature: whether log-probabilities can be requested at any
-        temperature, not only at 1.
-    counts_next: whether its limit of tokens includes a generated token, so that a document must be one token shorter.
-    generates: whether it generates completions. hint: for messages if it does not.
-    after_temperature: the start option with which log-probabilities are computed after the temperature; "": not
-        needed, and they are over the whole vocabulary. over_all_tokens: the start option with which, at temperature
-        1, log-probabilities are over the whole vocabulary; "": not needed.
+    signals: the kinds of signals that the server can provide.
+    any_temperature: whether log-probabilities can be requested at any temperature, not only at 1.
+    counts_next: whether the server's token limit includes a generated token; a document must then be a token shorter.
+    generates: whether the server generates completions. hint: for messages if it does not.
+    after_temperature: for messages, a server of this kind whose log-probabilities are computed after the temperature.
+        "": this is true for every server of this kind, and its log-probabilities are over the whole vocabulary.
+    over_all_tokens: for messages, a server of this kind whose log-probabilities at temperature 1 are over the whole
+        vocabulary. "": there is no such option.
     rounds_as_here: whether float32 log-probabilities differ from those of this process only by float32 rounding.
-    takes_adapters: whether it can load an adapter as a version of the student.
-    tells_tokenizer: whether its tokenizer can be compared with the student's.
+    takes_adapters: whether the server can load an adapter as a version of the student.
+    tells_tokenizer: whether the server's tokenizer can be compared with the student's.
     """
 
     name: str

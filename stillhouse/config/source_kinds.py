@@ -1,29 +1,30 @@
-"""What a kind of source of a teacher's signals is, in one place.
+"""The kinds of sources of a teacher's signals, as one table.
 
-The kinds are keys of a teacher's section, of which one says where the signals come from (`teacher.url`). The
-rules between keys and the questions of a run, a check and a cache follow from this table.
+Each kind is a key of a teacher's section, such as `teacher.url`. The rules between keys follow from this table, and
+runs, checks and caches read the properties of a source from it.
 """
 
 from dataclasses import dataclass
 
-#: the keys of a teacher's section that are about weights and layers in this job
+#: the keys of a teacher's section that concern weights and layers in this job
 OF_WEIGHTS = ("parallel", "attention", "revision", "trust_remote_code", "dtype", "quantize", "offload")
 
 
 @dataclass(frozen=True)
 class SourceKind:
-    """What a kind of source is. The defaults are those of a store with signals of the data alone.
+    """The properties of a kind of source. The defaults are those of a store with signals only for the data.
 
-    key: of a teacher's section. title: the source in words; {} is the value of the key.
-    made_by: what makes it, as module:name; a store as `open_cache`, a source in this job as `TeacherSources.model`.
-    is_store: whether the signals come from a store, and no other source is made in this job.
-    proved_by: what compares a store with the teacher that is meant, as `prove_servers`; "": nothing.
-    needs_model: whether it is a use of `teacher.model`, which runs in this job and is given, too.
-    beside: the keys that may be given, too, of `OF_WEIGHTS` and `model`. because: why the others have no effect.
-    options: the keys that have an effect only with it; with `signal`, the signal is chosen when it is requested.
-    any_tokens: whether it has signals of other tokens than the data: of completions, and behind a prefix.
+    key: the key in a teacher's section. title: the source in words; {} is replaced by the value of the key.
+    made_by: the function or class that makes the source, as module:name. For a store, its arguments are those of
+        `open_cache`, otherwise those of `TeacherSources.model`.
+    is_store: whether the source is a `SignalStore`.
+    proved_by: the function that compares a store with the expected teacher, such as `prove_servers`; "" for none.
+    needs_model: whether the source runs `teacher.model` in this job, so that this key must be set, too.
+    beside: which of `OF_WEIGHTS` and `model` may be set, too. because: why the other keys have no effect.
+    options: the keys that have an effect only with this source; with `signal`, the user chooses the kind of signal.
+    any_tokens: whether there are signals for tokens outside the data: for completions, and after a prefix.
     compares_tokenizer: whether a run refuses a teacher whose tokenizer is not the student's.
-    is_address: whether the value may be another one when a run is resumed.
+    is_address: whether the value of the key may change when a run is resumed.
     """
 
     key: str

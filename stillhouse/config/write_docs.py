@@ -143,8 +143,8 @@ def _table(title: str, prefix: str, section: type[Section], names: set[str]) -> 
 
 
 def _for_editors(schema: Any) -> Any:
-    """The schema without titles, with one-line descriptions, and without `required`, because required keys may also
-    be given as options or overrides.
+    """The schema with one-line descriptions and without titles. `required` is removed, too, because required keys may
+    also be given as options or overrides.
     """
     if isinstance(schema, list):
         return [_for_editors(item) for item in schema]

@@ -13,9 +13,9 @@ from stillhouse.config.errors import ConfigError
 from stillhouse.display import message
 from stillhouse.libraries import reading
 
-#: the largest 64-bit integer; a larger number can only be a mistake, and Python cannot print very long ones
+#: the largest 64-bit integer; a larger number can only be a mistake, and Python cannot print very long numbers
 LARGEST = 2**63 - 1
-#: limits of a document: characters, and depth of nested brackets, because reading time grows with the square of it
+#: limits of a document: its characters, and the depth of nested brackets; reading time grows with its square
 MAX_CHARACTERS, MAX_DEPTH = 100_000, 200
 _TAG = "tag:yaml.org,2002:"
 
@@ -38,7 +38,7 @@ for _name in ("binary", "omap", "pairs", "set"):
 
 
 def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
-    """The value of one YAML document; None if it is empty.
+    """The value of one YAML document; None for an empty document.
 
     Raises ConfigError with `source` (the file or the override) and, if `numbered`, the line.
     """
@@ -83,7 +83,7 @@ def _line(error: Exception, text: str) -> str:
 
 def _problem(error: Exception) -> str:
     if isinstance(error, DuplicateKeyError):
-        return str(error.problem).partition(" with value ")[0]  # without the values: they are not parsed yet
+        return str(error.problem).partition(" with value ")[0]  # without the values, which are not parsed yet
     if isinstance(error, MarkedYAMLError):
         return ", ".join(part for part in (error.context, error.problem) if part)
     return str(error).partition("\n")[0]

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from stillhouse.config.section import PathText, Section
 
-#: a metric of one of several evaluation sets; the next pattern also includes metrics of eval.callbacks
+#: a metric of one of several evaluation sets; the pattern below also matches metrics of eval.callbacks
 OF_A_SET = r"^eval/[A-Za-z0-9_-]+/(cross_entropy|forward_kl|agreement)$"
 MetricOfCallback = Annotated[str, Field(pattern=r"^eval/[\w.\-/]+$", examples=["eval/math/cross_entropy"])]
 

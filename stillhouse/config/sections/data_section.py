@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from stillhouse.config.section import PathText, Section, Share
 
-#: names of evaluation sets. mtp_1, … are excluded, because they are the MTP depths in the names of metrics
+#: a valid name of an evaluation set. mtp_1, … are excluded, because they name MTP depths in the keys of metrics
 _NAME = re.compile(r"(?!mtp_\d+$)[A-Za-z][A-Za-z0-9_-]*")
 #: the names of metrics after `eval/` that are not names of sets
 _METRICS = {"cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "uld", "exact_match"}

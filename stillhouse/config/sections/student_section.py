@@ -52,7 +52,7 @@ class MtpConfig(Section):
 
 _GRAMMAR = r"^(every|first|last) [1-9][0-9]*$"
 
-# `from` is a keyword, so it cannot be a field name in a class statement
+# `from` is a keyword of Python, so it cannot be a field name in a class statement
 _From = create_model(
     "_From",
     __base__=Section,
@@ -92,7 +92,7 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
         return str(getattr(self, "from"))
 
     def chosen(self, count: int) -> list[int]:
-        """The layers to copy from a teacher with `count` layers; numbers in a list may be too large."""
+        """The layers to copy from a teacher with `count` layers. Numbers are not checked and may be too large."""
         if self.layers is None:
             return list(range(count))
         if isinstance(self.layers, list):
