@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-#: control characters except tab and newline, line separators, text-direction controls, halves of surrogate pairs
+#: control characters (except tab and newline), line separators, text-direction controls, halves of surrogate pairs
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONTROLS_AND_LINES = re.compile(_CONTROLS.pattern[:-1] + "\n\t]")
 #: limits of a message: lines, and characters per line
@@ -19,7 +19,7 @@ def escaped(text: str, *, lines: bool = False) -> str:
 
 
 def message(text: str) -> str:
-    """An error message, escaped and cut to `LINES` lines; the last line then has the number of missing lines."""
+    """Escape an error message and cut it to `LINES` lines. Its last line then has the number of missing lines."""
     lines = [_cut(line, WIDTH) for line in escaped(text, lines=True).splitlines()]
     if len(lines) > LINES:
         lines = [*lines[: LINES - 1], f"... and {len(lines) - LINES + 1:,} more lines"]
@@ -27,7 +27,7 @@ def message(text: str) -> str:
 
 
 def name_list(names: Iterable[object]) -> str:
-    """The names, sorted, escaped, and at most `NAMES` of them; "none" if there are none."""
+    """At most `NAMES` of the names, sorted and escaped, and the number of the others; "none" if there is no name."""
     ordered = sorted(map(str, names))
     shown = [_cut(escaped(name), NAME_WIDTH) for name in ordered[:NAMES]]
     more = [f"and {len(ordered) - NAMES:,} more"] if len(ordered) > NAMES else []

@@ -11,13 +11,13 @@ from typing import NoReturn
 FLUSH_SECONDS = 1.0
 #: the most seconds that a finished command waits for threads of other code
 SECONDS_FOR_THREADS = 30.0
-#: seconds between two checks whether torchrun still runs. If it does not, local rank 0 ends first and the other
-#: ranks wait for twice this time, so that local rank 0 does not report a lost connection
+#: seconds between two checks whether torchrun still runs. If torchrun has ended, local rank 0 ends first, and the
+#: other ranks wait for twice this time, so that local rank 0 does not report a lost connection
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def error_line(message: str) -> str:
-    """An error in the form in which every command prints it, with the rank's number if this is not rank 0."""
+    """The line that every command prints for an error, with the rank's number if this is not rank 0."""
     rank = os.environ.get("RANK", "0")
     return f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}"
 
@@ -34,7 +34,7 @@ def end_process(code: int, line: str | None) -> NoReturn:
 
     No incomplete file remains under its final name, because files are written under another name and then renamed.
     """
-    flush = threading.Thread(target=_flush, daemon=True)  # a thread: it may wait for a lock of the main thread
+    flush = threading.Thread(target=_flush, daemon=True)  # in a thread, because the main thread may have the lock
     flush.start()
     flush.join(FLUSH_SECONDS)
     if line is not None:
@@ -43,10 +43,10 @@ def end_process(code: int, line: str | None) -> NoReturn:
 
 
 def end_without_threads(code: int) -> None:
-    """End the process with this exit code if threads of other code do not end. Call this last.
+    """End the process with this exit code if threads of other code do not end. Must be called last.
 
-    Otherwise Python would wait for every non-daemon thread, for example one in which a reward function hangs, and
-    signals are already ignored at this point.
+    Otherwise Python would wait for every non-daemon thread, for example for a reward function that hangs. Signals are
+    already ignored at this point.
     """
     threading.Thread(target=_end_without_threads, args=(code,), daemon=True).start()
 
@@ -68,10 +68,10 @@ def _flush() -> None:
 def end_with_launcher() -> None:
     """Start a thread that ends this process when its parent torchrun has ended. Without torchrun this does nothing.
 
-    torchrun stops its processes before it ends, unless it is killed by SIGKILL or by the kernel when memory runs out.
-    Then its processes would continue training, occupy their devices and keep the run's folder locked. The thread
-    detects this by the parent's process id, which the operating system changes when the parent ends. Unlike Linux's
-    `prctl(PR_SET_PDEATHSIG)`, this works on every system, and also if torchrun's starting thread ends earlier.
+    torchrun stops its processes before it ends, unless SIGKILL ends it, for example when memory runs out. Then its
+    processes would continue training, occupy their devices and keep the run's folder locked. The thread detects this
+    by the parent's process id, which the operating system changes when the parent ends. Unlike Linux's
+    `prctl(PR_SET_PDEATHSIG)`, this works on every system, and also if the thread that started this process has ended.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), name="launcher", daemon=True).start()

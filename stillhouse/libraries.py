@@ -1,8 +1,8 @@
 """Facts about other libraries: which features need a later version, and which errors a damaged file causes.
 
 transformers, tokenizers, datasets and ruamel hardly validate files: a number instead of a text causes an
-AttributeError deep inside them. So each call of theirs that reads external files, but none of our own code, is in a
-`reading` block.
+AttributeError deep inside them. So each call of these libraries that reads external files is in a `reading` block.
+Such a block contains no code of our own.
 """
 
 import os
@@ -26,7 +26,7 @@ class Needs(NamedTuple):
     why: str
 
 
-#: features that need later versions than the minimum ones in pyproject.toml; docs/versions.md has the same table
+#: features that need later versions than pyproject.toml requires; docs/versions.md has the same table
 FEATURES = {
     "expert parallelism": Needs("transformers", "5.22", "earlier versions cannot send tokens to the experts"),
     "multi-token prediction": Needs("transformers", "5.20", "earlier versions cannot run one MTP layer by itself"),
@@ -52,8 +52,8 @@ _LIBRARIES = (*("datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtim
 class reading(AbstractContextManager[object]):
     """Convert a library's error in the block to ValueError("{what}: {the error's first line}").
 
-    passes: our own error types, which are not changed.
-    library: one more library whose errors derive directly from Exception.
+    passes: types of our own errors, which are not converted.
+    library: another library whose errors derive directly from Exception.
     """
 
     def __init__(self, what: str, *, passes: type[Exception] | tuple[()] = (), library: str = ""):
@@ -65,8 +65,8 @@ class reading(AbstractContextManager[object]):
 
 
 class writing(AbstractContextManager[object]):
-    """Convert disk errors in the block to OSError: the Rust core of tokenizers raises a plain Exception with the
-    error number only in its text.
+    """Convert disk errors in the block to OSError. For such an error, the Rust core of tokenizers raises a plain
+    Exception, which has the error number only in its text.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -79,7 +79,7 @@ class writing(AbstractContextManager[object]):
 
 
 def _about_files(error: BaseException, libraries: set[str]) -> bool:
-    if type(error).__name__ == "OutOfMemoryError":  # of torch, for a GPU; by name, so as not to import torch
+    if type(error).__name__ == "OutOfMemoryError":  # torch's error for a GPU; compared by name to avoid the import
         return False
     # tokenizers raises plain Exceptions
     return (

@@ -2,18 +2,18 @@
 
 The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
 
-    the first signal    Within `finishing`, it is only recorded: the training loop reads `requested` after each step,
+    the first signal    Within `finishing`, it is only recorded. The training loop calls `requested` after each step,
                         writes a checkpoint and raises `Preempted`. Outside `finishing` it ends the process at once.
     the second signal   Ends the process at once.
 
-If the output cannot be written because the same Ctrl-C has ended its reader (`tee`), the signal is obeyed as well
-(`surviving_lost_reader`). If a function of the user does not return after a signal within `finishing`, it is
-interrupted (`interruptible`).
+A Ctrl-C may also end the reader of the output (`tee`), so that the output cannot be written. The signal is obeyed in
+this case, too (`surviving_lost_reader`). If a function of the user does not return after a signal within `finishing`,
+it is interrupted (`interruptible`).
 
 In all these cases the exit code is 128 + the signal's number. A thread reads the signals, because Python runs signal
 handlers only in the main thread, which may be waiting in a collective that never ends. Signals that were ignored when
-the process started (`nohup`, background jobs) stay ignored. If the library is used without the command line, it
-installs no handlers and signals keep their meaning.
+the process started (`nohup`, background jobs) stay ignored. Without the command line, the library installs no
+handlers, and signals keep their meaning.
 """
 
 import errno
@@ -31,18 +31,18 @@ from typing import TypeVar
 from stillhouse.ending import end_process, print_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-#: in a process that torchrun started, signals within this many seconds count as one: SLURM's `scancel` and `srun`
-#: signal every process of a job step, and torchrun forwards its own signal to its processes
+#: in a process that torchrun started, signals within so many seconds count as one signal: SLURM's `scancel` and
+#: `srun` signal every process of a job step, and torchrun also forwards its own signal to its processes
 REPEATED_SECONDS = 1.0
 
-#: Ctrl-C in a terminal ends the reader of a run's output and signals the run; if the run cannot write its output, it
-#: waits for so many seconds for the signal
+#: Ctrl-C in a terminal ends the reader of a run's output and signals the run. If the run cannot write its output, it
+#: waits so many seconds for the signal
 SECONDS_OF_LOST_READER = 2.0
-#: after a signal, the user's functions may run for so many seconds in total until they are interrupted; if they do
-#: not return for so many seconds more, the process ends without a checkpoint
+#: after a signal, the user's functions may run for so many seconds in total until they are interrupted. If they do
+#: not return after so many seconds more, the process ends without a checkpoint
 SECONDS_TO_RETURN = 5.0
-#: the signal that interrupts a function in the main thread. If it arrives too late, it does no harm, because its
-#: default action is to be ignored
+#: the signal that interrupts a function in the main thread. If it arrives too late, it has no effect, because the
+#: default action for this signal is to ignore it
 _INTERRUPT = signal.SIGURG
 #: After a signal, the main thread gets `_YIELD` whenever it has used `_YIELD_SECONDS` of processor time in a
 #: function. A long operation in C, such as a regular expression, blocks all other threads, but it handles signals.
@@ -59,7 +59,7 @@ _listener: "_Listener | None" = None
 class Preempted(Exception):
     """The run stopped because of a signal, after it wrote a checkpoint. All ranks raise this after the same step.
 
-    checkpoint: None if the run did not finish its first step, and so wrote no checkpoint.
+    checkpoint: None if the run did not finish its first step, so that it wrote no checkpoint.
     """
 
     def __init__(self, number: int, step: int, checkpoint: Path | None):
@@ -70,8 +70,8 @@ class Preempted(Exception):
 
 
 class OverdueError(BaseException):
-    """A function of the user did not return in time after a signal. This is a BaseException, so that an
-    `except Exception` in the function does not catch it.
+    """A function of the user did not return in time after a signal. The class is a BaseException, so that an `except
+    Exception` in the function does not catch it.
     """
 
 
@@ -79,9 +79,9 @@ class OverdueError(BaseException):
 def handling(message: Callable[[int], str], *, ends_process: bool = False) -> Iterator[None]:
     """Handle signals until the block ends.
 
-    message: returns the line to print when a signal ends the process at once, given the signal's number.
-    ends_process: ignore signals after the block, so that they cannot change the exit code; otherwise the previous
-    handlers are restored. Only the main thread can install handlers; in another thread this does nothing.
+    message: returns the line that is printed if the signal with this number ends the process at once.
+    ends_process: ignore signals after the block, so that they cannot change the exit code. Otherwise the previous
+    handlers are restored. Only the main thread can install handlers; in another thread, the function does nothing.
     """
     global _listener
     if threading.current_thread() is not threading.main_thread():
@@ -124,11 +124,11 @@ def finishing(what: str) -> Iterator[None]:
 def interruptible(what: str, work: Callable[[], T]) -> T:
     """Call `work`, a function of the user that may never return. what: the function's name.
 
-    Within `finishing`, OverdueError is raised inside `work` `SECONDS_TO_RETURN` after a signal; if `work` still does
+    Within `finishing`, OverdueError is raised inside `work` `SECONDS_TO_RETURN` after a signal. If `work` still does
     not return, the process ends after the same time again. Elsewhere a signal ends the process at once. Only the main
     thread can be interrupted, and only between two instructions of Python, in a system call, or in C code that checks
-    for signals, such as a regular expression. C code that neither checks for signals nor releases the GIL can only be
-    ended by SIGKILL.
+    for signals, such as a regular expression. Only SIGKILL ends C code that neither checks for signals nor releases
+    the GIL.
     """
     listener = _listener
     if listener is None or threading.current_thread() is not threading.main_thread():
@@ -191,21 +191,21 @@ class _Listener:
         return self._wakeup.fileno()
 
     def arrive(self, *_: object) -> None:
-        """The signal handler. The main thread calls it as soon as it executes Python code."""
+        """The signal handler. The main thread calls it as soon as the thread executes Python code."""
         self._arrived = True
         if self._function is not None:
             _set_timer(_YIELD_SECONDS)
 
     def received(self) -> int:
-        """The number of the received signal, or 0. If the handler has run in the main thread, this first waits until
-        the listener's thread has read the signal.
+        """The number of the received signal, or 0. If the handler has run in the main thread, first wait until the
+        listener's thread has read the signal.
         """
         if self._arrived:
             self._noted.wait()
         return self._received
 
     def arrives_within(self, seconds: float) -> bool:
-        """Whether a signal was received, or is received within so many seconds."""
+        """Whether a signal was received, or arrives within so many seconds."""
         return self._noted.wait(seconds)
 
     def enter(self, function: str) -> None:
@@ -230,12 +230,12 @@ class _Listener:
             self.require_in_time(self._function)
 
     def require_in_time(self, function: str) -> None:
-        """Raise OverdueError if the function was interrupted: it may have caught the first OverdueError."""
+        """Raise OverdueError if the function was interrupted, because it may have caught the first OverdueError."""
         if self._is_interrupted:
             raise OverdueError(f"{function} has not returned {SECONDS_TO_RETURN:g} s after a signal")
 
     def close(self) -> None:
-        # closing is not enough: a forked process may still have this socket open, and the thread would wait
+        # closing is not enough: a forked process may still have this socket open, so that the thread would wait
         self._wakeup.shutdown(socket.SHUT_RDWR)
         self._wakeup.close()
         self._thread.join()
@@ -258,11 +258,11 @@ class _Listener:
                         self._receive(number)
 
     def _since_signal(self) -> float:
-        """The seconds since the signal in which the present function has run."""
+        """For how many seconds after the signal the running function has run."""
         return time.monotonic() - max(self._entered_at, self._received_at)
 
     def _end_function(self) -> None:
-        """If the function's time is over, interrupt it, or end the process if it was already interrupted."""
+        """If the running function has used its time, interrupt it; if this had no effect, end the process."""
         function = self._function
         if function is None:
             return

@@ -1,8 +1,9 @@
 """Tasks with verifiable answers. Their problems are generated from a seed.
 
 Configurations and scripts use the names of this module, as in `rollout.reward: stillhouse.tasks:exact_match`. A new
-task is a function and its entry in `TASKS`. Problem `number` of a task and a seed is the same on every machine. A
-problem is held out by the hash of its prompt, so no problem is in both splits, for any seeds and lengths.
+task is a function and its entry in `TASKS`. A task, a seed and a number give the same problem on every machine. The
+hash of its prompt decides whether a problem is held out, so that no problem is in both splits, for any seeds and
+lengths.
 """
 
 import hashlib
@@ -17,8 +18,7 @@ HELD_OUT_SHARE = 0.2
 LARGEST_TERM = 19
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
-#: limits of lengths: there are too few shorter problems for two splits; longer ones exceed the context of small
-#: models
+#: limits of lengths: too few shorter problems exist for two splits; longer ones exceed the context of small models
 SHORTEST, LONGEST = 2, 256
 
 
@@ -54,7 +54,7 @@ class TaskSpec:
 
     @classmethod
     def of(cls, name: str, lengths: str | None = None) -> "TaskSpec":
-        """A task from its name and `shortest:longest`. None: the task's usual range."""
+        """A task from its name and `lengths`, such as 2:6. None: the task's default lengths."""
         if lengths is None:
             return cls(name, *(TASKS[name].lengths if name in TASKS else (SHORTEST, LONGEST)))
         match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", lengths)
@@ -80,9 +80,9 @@ class Problem:
 
 
 def problem(task: TaskSpec, seed: int, number: int, *, held_out: bool) -> Problem:
-    """Problem `number` of a split; the length cycles through the range with `number`.
+    """Problem `number` of a split. With `number`, the length cycles through the range of lengths.
 
-    Problems with different numbers may be equal; this is likely only for short lengths, because few problems exist.
+    Problems with different numbers may be equal. This is likely only for short lengths, because few problems exist.
     """
     length = task.shortest + number % (task.longest - task.shortest + 1)
     random = _RandomNumbers(task.name, seed, number)
@@ -99,15 +99,15 @@ def is_held_out(task: str, prompt: str) -> bool:
 
 
 def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> float:
-    """1 if a completion, without special tokens, equals the record's completion, else 0. For `rollout.reward`.
+    """1 if a completion (without special tokens) equals the record's completion, otherwise 0. For `rollout.reward`.
 
-    White space around both is ignored.
+    White space around the two texts is ignored.
     """
     return float(completion.strip() == record["completion"].strip())
 
 
 class _RandomNumbers:
-    """Random integers from raw 64-bit ones, which are the same in all versions of numpy."""
+    """Random integers, made from raw 64-bit integers, which are the same in all versions of numpy."""
 
     def __init__(self, task: str, seed: int, number: int):
         import numpy as np  # here, because the configuration imports this module without numpy
@@ -138,7 +138,7 @@ def _reversal(random: _RandomNumbers, length: int) -> tuple[str, str]:
 
 
 def _brackets(random: _RandomNumbers, length: int) -> tuple[str, str]:
-    """`close: ([]{ =` with the answer `})`: half of the open brackets follow a pair that is already closed."""
+    """`close: ([]{ =` with the answer `})`. About half of the open brackets follow a pair that is already closed."""
     kinds, text, answer = list(BRACKETS), "", ""
     for _ in range(length):
         if random.below(2):

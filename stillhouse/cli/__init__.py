@@ -61,7 +61,7 @@ def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
 
     Errors that the user can fix are ValueError, OSError, a GPU out of memory and a lost connection to another rank.
     Their tracebacks are shown only with STILLHOUSE_TRACEBACK=1. Any other exception is a bug and keeps its traceback.
-    ends_process: the caller ends the process after this call, so signals are ignored after it.
+    ends_process: the caller ends the process after this call, so that signals are ignored after it.
     """
     with handling(lambda number: _stopped_at_once(number, arguments), ends_process=ends_process):
         return _run(arguments)
@@ -241,7 +241,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _unknown_option(error: click.NoSuchOption) -> str:
-    """A message with the nearest option, or with the override to use if the option is the name of a key."""
+    """A message with the most similar option, or with the override to use if the option is the name of a key."""
     message = f"no such option {error.option_name!r}"
     if similar := difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.8):
         return f"{message}; did you mean {similar[0]}?"
@@ -253,7 +253,7 @@ def _unknown_option(error: click.NoSuchOption) -> str:
 
 
 def _is_lost_contact(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised this error because another process is lost. gloo's errors have no own type."""
+    """Whether torch.distributed raised this error because another process is lost. gloo's errors have no class."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error))
 
@@ -264,7 +264,6 @@ def _stopped_at_once(number: int, arguments: Sequence[str]) -> str:
 
 
 def _effect_of_repeating(arguments: Sequence[str]) -> str:
-    """A sentence about the effect of starting the same command again."""
     if arguments[:1] == ["distill"]:
         return "continues from the run's last checkpoint, or from the start if there is none yet"
     if arguments[:1] == ["cache"]:
@@ -290,7 +289,7 @@ def _report(error: Exception, message: str, code: int) -> int:
 
 
 def _tell_torchrun(line: str, code: int) -> None:
-    """Write the error to the file that torchrun reads, so that torchrun's summary ends with this line."""
+    """Write the error to the file that torchrun reads, so that torchrun's summary ends with `line`."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         extra = {"timestamp": str(int(time.time()))}

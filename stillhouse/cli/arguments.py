@@ -67,10 +67,10 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
 
 
 def is_override(argument: str) -> bool:
-    """Whether an argument is an override: `train.steps=3` is one, `runs/lr=3/config.yaml` is a path.
+    """Whether an argument is an override such as `train.steps=3`, and not a path such as `runs/lr=3/config.yaml`.
 
-    Hydra's `~rollout.reward` also counts as an override, unless a file has this name, so that the later error is
-    about overrides.
+    Hydra's `~rollout.reward` also counts as an override if no file has this name, so that the later error is about
+    overrides.
     """
     key, sign, _ = argument.partition("=")
     is_meant = bool(sign) or (key.startswith("~") and not os.path.exists(key))
@@ -78,9 +78,7 @@ def is_override(argument: str) -> bool:
 
 
 def settings_layer(options: dict[str, str]) -> dict[str, Any]:
-    """The options as a layer of the configuration. Values are text, except that `--eval` may be a number (a
-    share).
-    """
+    """The options as a layer of the configuration. Values are text; the value of `--eval` may also be a number."""
     settings: dict[str, Any] = {}
     for key, (flag, *_) in OPTIONS.items():
         name = flag.removeprefix("--")
@@ -104,13 +102,13 @@ def misused(message: str) -> click.UsageError:
 
 
 def quiet_libraries() -> None:
-    """Disable progress bars of transformers, and warnings of torch's C++ code and of libraries about themselves.
+    """Disable progress bars of transformers, and warnings of torch's C++ code and of some libraries at their import.
 
     The bars for reading and writing weights would break a run's live line. If a rank dies, torch's C++ code prints a
     warning with a stack trace on all other ranks.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
-    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):  # transformers and peft import them if they can
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):  # transformers and peft import them if installed
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils.logging import disable_progress_bar
 

@@ -16,7 +16,7 @@ SIGNALS = ("hidden", "top_k", "sampled")
 
 
 class _Group(click.Group):
-    """A group that runs its first command if none is named: `stillhouse cache run.yaml` means `… write run.yaml`."""
+    """Runs the command `write` if none is named: `stillhouse cache run.yaml` is `stillhouse cache write run.yaml`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or args[0] not in {*self.commands, "-h", "--help"}:
@@ -88,7 +88,7 @@ def _with_student(
 ) -> tuple[tuple[str, ...], dict[str, str | None]]:
     """Set the student to the teacher if neither a file nor an option names a student.
 
-    Only the tokenizer of the student is used, and it must be the teacher's tokenizer.
+    A cache needs only the tokenizer of the student, which must be the teacher's tokenizer.
     """
     if flags["student"] is not None or not all(map(is_override, arguments)):
         return arguments, flags

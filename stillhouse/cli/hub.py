@@ -1,4 +1,4 @@
-"""Tests whether the hub can be reached, before models are loaded: the libraries would retry for most of a minute.
+"""Tests before models are loaded whether the hub can be reached: the libraries would retry for most of a minute.
 
 In offline mode, the libraries use only files that were downloaded before, and fail at once if there are none.
 """
@@ -18,10 +18,10 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def settle_offline(names: Iterable[str | None]) -> None:
-    """Set HF_HUB_OFFLINE=1 if a name is not the path of a file or folder, and the hub cannot be reached.
+    """Set HF_HUB_OFFLINE=1 if the hub cannot be reached. Does nothing if all `names` of models are local paths.
 
-    names: of models. This must be called before huggingface_hub is imported, because it reads the variable on import.
-    Raises ValueError if the environment has an invalid address for the hub or a proxy.
+    This must be called before huggingface_hub is imported, because the library reads the variable on import. Raises
+    ValueError if the environment has an invalid address of the hub or of a proxy.
     """
     on_hub = [name for name in names if name and not os.path.exists(name)]
     if not on_hub or any(os.environ.get(name) for name in _OFFLINE):

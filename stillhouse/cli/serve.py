@@ -1,4 +1,4 @@
-"""`stillhouse serve`: answers requests for a teacher's signals over HTTP."""
+"""`stillhouse serve`: answers requests for a teacher's signals or for completions over HTTP."""
 
 import importlib.util
 

@@ -17,7 +17,7 @@ def piece_source(where: str, number: int, count: int) -> str:
 
 @dataclass
 class DataReport:
-    """Counts of a source's records and documents: `read` = `kept` + `skipped` + `without_target`."""
+    """Counts of a source's records and documents. `read` = `kept` + `skipped` + `without_target`."""
 
     source: str
     form: str = ""  # the recognised format of another project's columns; "" for our own columns
@@ -27,13 +27,13 @@ class DataReport:
     without_target: int = 0  # records without a target token, maybe because they were cut
     cut_documents: int = 0  # documents shortened to the limit
     cut_tokens: int = 0  # tokens lost by shortening
-    split_documents: int = 0  # texts cut into pieces, without loss
+    split_documents: int = 0  # texts split into pieces, without a loss of tokens
     documents: int = 0  # each piece counts as one
     records: int = 0  # each record counts once, even if it has several pieces
     tokens: int = 0
     target_tokens: int = 0
-    joined_turns: int = 0  # turns whose first token overlaps the prompt
-    trained_share: float | None = None  # of a weighted source: its share of all trained tokens
+    joined_turns: int = 0  # turns whose first token also has characters of the prompt
+    trained_share: float | None = None  # the share of all trained tokens, only for a weighted source
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -48,7 +48,7 @@ class DataReport:
         return total
 
     def counted(self, sources: Iterable[str], tokens: int, target_tokens: int) -> "DataReport":
-        """The report with new counts of documents, tokens and targets. sources: `file:line` of each document."""
+        """Replace the counts of documents, tokens and targets. sources: `file:line` of each document."""
         sources = list(sources)
         records = len({_PIECE.sub("", source) for source in sources})
         return replace(self, documents=len(sources), records=records, tokens=tokens, target_tokens=int(target_tokens))
@@ -58,7 +58,7 @@ class DataReport:
         return asdict(self)
 
     def summary(self) -> str:
-        """One line for the log; counts of zero are left out."""
+        """One line for the log, without the counts that are zero."""
         pieces = f" in {self.documents:,} pieces" if self.documents > self.records else ""
         parts = [
             (True, f"{self.records:,} documents{pieces}, {self.tokens:,} tokens"),

@@ -2,8 +2,8 @@
 
 A plain text longer than the limit is split into pieces, which are separate documents. A piece begins with the last
 token of the previous piece, so that no prediction is lost. Conversations, and prompts with their completions, are
-truncated at the end. The report counts both, and all records that were skipped or have no target token. The limit
-applies to a document together with its longest prefix for a teacher.
+truncated at the end. The report counts split and truncated records, and records that were skipped or have no target
+token. The limit applies to a document together with its longest prefix for a teacher.
 """
 
 import functools
@@ -41,7 +41,7 @@ from stillhouse.data.token_cache import TARGETS, TOKENS, cached_documents, entry
 from stillhouse.display import first_line, name_list
 
 _BATCH = 512  # records per call of the tokenizer
-_PART = 2**22  # tokens per pass when all tokens are searched
+_PART = 2**22  # tokens per part when all tokens are searched
 _REASONS = 5  # the most errors that a report keeps
 
 
@@ -55,10 +55,10 @@ class LoadOptions:
     columns: the names of additional columns to keep; every record must have them.
     allowed: for some of these columns, the allowed values.
     prefixes: for each teacher, the template of the prefix that this teacher reads (see `PrefixTemplate`).
-    reader: the column, one of `columns`, that names the only teacher that reads a document. The document gets only
-        this teacher's prefix.
-    prompts: read only the part before the completion (see `record_forms.py`). Such a document has no targets, and
-        raises an error if it is too long.
+    reader: the column (one of `columns`) with the name of the only teacher that reads the document. The document
+        gets only this teacher's prefix.
+    prompts: read only the part before the completion (see `record_forms.py`). Such a document has no targets. If it
+        is too long, the record is invalid.
     keep_records: keep the records in `Documents.records`.
 
     Raises ValueError if `max_tokens` is less than 2.
@@ -92,7 +92,7 @@ def load_documents(
     """Read and tokenize a dataset. source: as in `read_records`.
 
     cache: a folder of tokenized datasets, which are memory-mapped (`token_cache.py`). It has no effect for a hub id,
-        with a slow tokenizer, and with `keep_records`.
+        a slow tokenizer, or `keep_records`.
 
     Raises ValueError for a missing or empty dataset and for an invalid prefix template. Raises DataError (`file:line:
     reason`) for an invalid record and for columns of an unknown form.
@@ -115,7 +115,7 @@ def load_documents(
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A record that is not tokenized yet. values: of the kept columns. prefixes: one text per teacher."""
+    """A record that is not tokenized yet. values: those of the kept columns. prefixes: one text per teacher."""
 
     rendered: Rendered
     where: str
@@ -130,7 +130,7 @@ class _Waiting:
 
 
 class _Loader:
-    """Collects documents record by record, tokenizing a batch at a time."""
+    """Collects documents record by record, and tokenizes a batch of records at a time."""
 
     def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase, options: LoadOptions, folder: Path | None):
         self.tokenizer, self.options = tokenizer, options
@@ -215,9 +215,8 @@ class _Loader:
         return np.memmap(file.name, dtype=dtype, mode="r")
 
     def _template_for(self, first: Record) -> Template:
-        """Choose the template and the conversion of columns by the first record. Raises RecordError for its errors.
-
-        Raises DataError for an error that concerns all records: on_error="skip" does not skip it.
+        """Choose the template and the conversion of columns by the first record. Raises RecordError for an error of
+        this record, and DataError for an error that concerns all records, which on_error="skip" does not skip.
         """
         targets = self.options.targets
         try:
@@ -294,7 +293,7 @@ class _Loader:
                 self.records.append(waiting.record)
 
     def _problem(self, encoded: Encoded, prefixes: list[EncodedPrefix], room: int) -> str:
-        """The error of a document if `room` tokens fit after its longest prefix; "" if there is none."""
+        """The error of a document; "" if there is none. room: how many tokens fit after its longest prefix."""
         most = self.options.max_tokens
         if room < 2:
             lengths = dict(zip(self.prefix_templates, (len(prefix.ids) for prefix in prefixes), strict=True))
@@ -315,7 +314,7 @@ class _Loader:
         return ""
 
     def _fit(self, encoded: Encoded, max_tokens: int, splits: bool) -> list[Encoded]:
-        """The document within the limit: unchanged, split into pieces, or truncated."""
+        """Fit a document into the limit: return it unchanged, split into pieces, or truncated."""
         excess = len(encoded.ids) - max_tokens
         if excess <= 0:
             return [encoded]
@@ -336,7 +335,7 @@ class _Loader:
 def _pieces(encoded: Encoded, max_tokens: int) -> list[Encoded]:
     """Split into pieces of at most `max_tokens`. Each piece begins with the last token of the previous piece.
 
-    This token is an input of the later piece, but not its target. So every token but the first is predicted once.
+    This token is not a target of the later piece. So every token except the first is predicted once.
     """
     pieces = []
     for start in range(0, len(encoded.ids) - 1, max_tokens - 1):
@@ -356,7 +355,7 @@ def _kept_value(fields: dict[str, Any], column: str, allowed: Collection[Any] | 
 
 
 def _content_key(fields: dict[str, Any], template: Template) -> int:
-    """The first 64 bits of the sha256 of a record's used columns. Absent, null and empty extras give the same key."""
+    """The first 64 bits of the sha256 of a record's used columns. An absent extra counts as a null or empty one."""
     used = [*template.columns, *(column for column in template.extras if fields.get(column))]
     content = json.dumps([without_null(fields[column]) for column in used], sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")

@@ -23,11 +23,11 @@ class Documents:
     tokens_N: int32, token ids.
     targets_N: bool, whether a token is a target; False for the first token of a document.
     offsets: [D+1] int64, document d is `offsets[d]:offsets[d+1]`.
-    keys_D: uint64, a hash of the record's content, the same for all pieces of one text.
+    keys_D: uint64, a hash of the record's content. All pieces of a text have the same hash.
     sources: `file:line` of each document.
     columns: additional columns of the records, one value per document.
-    prefixes: by teacher name, the prefixes that this teacher reads before the documents.
-    records: the record of each document, or empty.
+    prefixes: the prefixes that a teacher reads before the documents, by the teacher's name.
+    records: the record of each document; empty if records are not kept.
     per_token: additional numbers per token, [N] float32.
     weights_N: float32, the weights of the targets, above 0; None: all weights are 1.
     set_D: int64, the number of the set (a weighted source, or an evaluation set) of each document. None: one set.
@@ -98,17 +98,17 @@ class Documents:
         return self.part(self.targets_N, document)
 
     def gaps_D(self, teachers: Sequence[str]) -> np.ndarray:
-        """The length of each document's longest prefix for one of these teachers, in tokens, int64; 0 without one."""
+        """The tokens of each document's longest prefix for these teachers, int64; 0 if it has no prefix."""
         lengths = [self.prefixes[name].lengths_D for name in teachers if name in self.prefixes]
         return np.max([np.zeros(len(self), dtype=np.int64), *lengths], axis=0)
 
     def as_read_by(self, teacher: str) -> "Documents":
-        """The documents with this teacher's prefixes inserted; unchanged if the teacher has no prefixes."""
+        """Insert this teacher's prefixes. Returns the same documents if the teacher has no prefixes."""
         if teacher not in self.prefixes or not len(self):
             return self
         prefixes = self.prefixes[teacher]
         tokens = [prefixes.before(document, self.tokens(document)) for document in range(len(self))]
-        # neither a prefix nor the BOS in front of it is a target
+        # neither a prefix nor a BOS before the prefix is a target
         targets = [
             np.concatenate([np.zeros(len(ids) - self.lengths_D[document], dtype=bool), self.targets(document)])
             for document, ids in enumerate(tokens)
@@ -139,7 +139,7 @@ class Documents:
         return digest.hexdigest()
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> "Documents":
-        """The chosen documents in the given order. The counts in the report are updated."""
+        """The chosen documents in the given order, with new counts in the report."""
         chosen = np.asarray(chosen, dtype=np.int64)
         offsets, index_N = chosen_tokens(self.offsets, chosen)
         set_D = None if self.set_D is None else self.set_D[chosen]
@@ -163,7 +163,6 @@ class Documents:
         )
 
     def _counted(self, report: DataReport, chosen: Sequence[int] | np.ndarray) -> DataReport:
-        """A report with the documents, tokens and targets of the chosen documents."""
         _, index_N = chosen_tokens(self.offsets, chosen)
         sources = [self.sources[document] for document in chosen]
         return report.counted(sources, len(index_N), self.targets_N[index_N].sum())
@@ -171,9 +170,9 @@ class Documents:
     def split(self, share: float) -> tuple["Documents", "Documents"]:
         """(train, evaluation): a document is held out if the hash of its content, scaled to 0 … 1, is below `share`.
 
-        So the split depends neither on the order of the records nor on the tokenizer, and equal documents are in the
-        same part. Each part has at least one document. Raises ValueError if `share` is not in (0, 1) or if fewer than
-        two documents differ.
+        So the split does not depend on the order of the records or on the tokenizer, and equal documents are in the
+        same part. Each part has at least one document. Raises ValueError if `share` is not in (0, 1), or if all
+        documents are equal.
         """
         if not 0 < share < 1:
             raise ValueError(f"the share of documents held out must lie between 0 and 1, got {share}")
@@ -187,19 +186,18 @@ class Documents:
         held_out_D |= self.keys_D == smallest
         held_out_D &= self.keys_D != largest
         train, evaluation = self.select(np.flatnonzero(~held_out_D)), self.select(np.flatnonzero(held_out_D))
-        # what was read, cut and skipped is reported once, for the whole source, with the training documents
+        # only the report of the training documents has the counts of read, cut and skipped records of the source
         report = evaluation._counted(DataReport(f"{share:g} of {self.report.source}"), range(len(evaluation)))
         return train, replace(evaluation, report=report, set_D=None, reports={})
 
     def overlap(self, other: "Documents") -> int:
-        """The number of these documents that are also in `other`, compared by the content of their records."""
+        """The number of these documents whose record has the same content as a record of `other`."""
         return int(np.isin(self.keys_D, other.keys_D).sum())
 
     def check_ids(self, rows: int, which: str, prefixes: Sequence[str] = ()) -> None:
         """Raise DataError for the first document with a token id ≥ `rows`, the number of rows of a head.
 
-        which: "student" or "teacher", for the error.
-        prefixes: the prefixes of these teachers are also checked.
+        which: "student" or "teacher", for the error. prefixes: teachers whose prefixes are also checked.
         """
         texts: list[tuple[Documents | Prefixes, str]] = [(self, "")]
         for name in filter(self.prefixes.__contains__, prefixes):

@@ -18,11 +18,11 @@ class MicroBatch:
     """B packed sequences; the shorter ones are padded.
 
     inputs: arguments of a model's forward, always with `input_ids` and `position_ids`, [B, S] int64. Positions
-        restart at every document; they separate documents only if the model gets no attention mask and
-        `use_cache=False`. The padding of a row and each gap are separate documents without weight. Tensors whose
-        first two dims are not [B, S] have no token dim and are never cut.
+        restart at every document. They separate documents only if the model gets no attention mask and
+        `use_cache=False`. The padding of a row is a document without weight, and so is each gap. A tensor whose
+        first two dims are not [B, S] has no token dim and is never cut.
     labels_T: int64, the token that row t predicts, or -1.
-    weights_T: float32, the weight of the label: 1 if `Documents.weights_N` is None; 0 without a label.
+    weights_T: float32, the weight of the label (1 if `Documents.weights_N` is None), or 0 without a label.
     document_T: int64, the document's number in its `Documents`; -1 for padding.
     valid_index: int64, the rows with a non-zero weight, ascending.
     per_token: additional tensors [T, …], such as advantages and old log-probabilities.
@@ -66,7 +66,7 @@ class MicroBatch:
 
     @property
     def valid_tokens(self) -> int:
-        """The number of rows with a non-zero weight; does not synchronise with the device."""
+        """The number of rows with a non-zero weight. Reading it does not synchronise with the device."""
         return len(self.valid_index)
 
     @property
@@ -85,7 +85,7 @@ class MicroBatch:
         )
 
     def padded(self, rows: int, tokens: int) -> "MicroBatch":
-        """The micro-batch, padded to `rows` rows and `tokens` columns. A row's padding is a separate document."""
+        """Pad to `rows` rows and `tokens` columns. A row's padding is a separate document."""
         if self.shape_BS == (rows, tokens):
             return self
         index_BS = torch.full((rows, tokens), -1)
@@ -97,10 +97,7 @@ class MicroBatch:
         return self if count == 1 else self.select(self._numbers_BS().chunk(count, 1)[number])
 
     def select(self, index_BS: Tensor) -> "MicroBatch":
-        """Select rows of the flattened micro-batch; all slicing and padding uses this function.
-
-        index_BS: row numbers, on the CPU; -1 is padding.
-        """
+        """Select rows of the flattened micro-batch. index_BS: their numbers, on the CPU; -1 is padding."""
         index_T = index_BS.flatten()
         weights_T = take(self.weights_T, index_T)
         return replace(
@@ -141,14 +138,13 @@ def take(values_T: Tensor, index_T: Tensor, padding: float = 0) -> Tensor:
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:
-    """Move a tensor or a dict of tensors to a device; None stays None."""
     if isinstance(value, Mapping):
         return {name: tensor.to(device) for name, tensor in value.items()}
     return None if value is None else value.to(device)
 
 
 def _with_padding_positions(position_ids_BS: Tensor, index_BS: Tensor) -> Tensor:
-    """Number the positions of the padding at the end of a row from 0, because it is a separate document."""
+    """Let the positions of a row's padding begin at 0, because the padding is a separate document."""
     tokens_B1 = (index_BS >= 0).sum(1, keepdim=True)
     count_BS = torch.arange(index_BS.shape[1]).expand_as(index_BS) - tokens_B1
     return torch.where(index_BS < 0, count_BS, position_ids_BS)

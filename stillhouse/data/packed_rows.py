@@ -3,10 +3,10 @@
 Labels are shifted only here: row t of the flattened micro-batch predicts the token at t+1 of the same document. So a
 document's last row predicts nothing, and the row of a prompt's last token predicts the first token of the completion.
 
-A teacher with a prefix reads more tokens than the student, but a token must have the same row number for both under
-every layout. So the student's micro-batch has a gap before each document. The gap is as long as the document's
-longest prefix among the named teachers. In the gap, the student reads padding as a separate document; a teacher reads
-its prefix directly before the document and, if the prefix is shorter than the gap, padding before the prefix.
+A teacher with a prefix reads more tokens than the student, but under every layout a token must have the same row
+number for student and teacher. So the student's micro-batch has a gap before each document. The gap is as long as the
+document's longest prefix among the named teachers. The student reads padding in the gap, as a separate document. A
+teacher reads its prefix directly before the document, and padding in the part of the gap before the prefix.
 
 B rows, S columns per row (the longest of the micro-batch), T = B·S.
 """
@@ -26,7 +26,7 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Pack documents into a micro-batch.
 
-    rows: for each row, the numbers of its documents, in their order.
+    rows: for each row, the numbers of its documents, in order.
     gaps: names of teachers. The gap before a document has the length of its longest prefix for these teachers.
 
     Raises ValueError if there is no row, or a row without a document.
@@ -63,7 +63,7 @@ def make_micro_batch(
 def teacher_inputs(
     documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str], teacher: str
 ) -> dict[str, Tensor]:
-    """The inputs of a teacher with prefixes, row by row as in `make_micro_batch(documents, rows, gaps)`."""
+    """The inputs of a teacher with prefixes. Its rows are those of `make_micro_batch(documents, rows, gaps)`."""
     placed, prefixes = _placed(documents, rows, gaps), documents.prefixes[teacher]
     return _packed_inputs(placed, [prefixes.before(at, documents.tokens(at)) for _, at, _ in placed])
 
@@ -71,7 +71,7 @@ def teacher_inputs(
 def _placed(
     documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str]
 ) -> list[tuple[int, int, int]]:
-    """(row, document, end column of the document, exclusive) of each document, row by row, from left to right."""
+    """For each document, row by row and from left to right: (row, document, the document's exclusive end column)."""
     widths_D = documents.lengths_D + documents.gaps_D(gaps)
     return [
         (row, int(document), int(stop))
@@ -81,9 +81,9 @@ def _placed(
 
 
 def _packed_inputs(placed: Sequence[tuple[int, int, int]], ids: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Token ids and positions: `ids` of each document end at the document's end; other columns are padding."""
+    """Token ids and positions. The `ids` of a document end where the document ends; other columns are padding."""
     shape_BS = placed[-1][0] + 1, max(stop for _, _, stop in placed)
-    # padding uses a token of the data: id 0 has a zero embedding in Gemma 3n, and its gradient would not be finite
+    # padding is a token of the data: id 0 has a zero embedding in Gemma 3n, so that its gradient would not be finite
     input_ids_BS = np.full(shape_BS, ids[0][0], dtype=np.int64)
     position_ids_BS = np.zeros(shape_BS, dtype=np.int64)
     ends_B = [0] * shape_BS[0]

@@ -2,7 +2,7 @@
 
 Documents are packed once, by best fit in order of decreasing length. Only the order of the sequences changes from
 epoch to epoch: it is a permutation that depends only on (seed, epoch). So the number of a step determines its data,
-and a resumed run continues exactly where it stopped, without saved state.
+and a resumed run continues exactly where it stopped, without any saved state of the data.
 """
 
 from bisect import bisect_left, insort
@@ -24,16 +24,16 @@ class PackedSequences:
     """The documents as packed sequences, numbered 0 to len-1.
 
     max_tokens: capacity of a sequence.
-    seed: decides the order of the sequences, and the order in which documents of equal length are packed.
+    seed: determines the order of the sequences, and the order in which documents of equal length are packed.
     shuffle: False keeps the order of the documents and of the sequences (for evaluation).
-    gaps: names of teachers; documents have gaps for their prefixes (see `packed_rows.py`).
+    gaps: names of teachers; documents have gaps for the prefixes of these teachers (see `packed_rows.py`).
     together: the name of a column; documents share a sequence only if they have the same value in this column.
         Documents of different sets never share a sequence.
     weights: the share of each set in all tokens of a training (`sequence_order.py`). None: every sequence is used
         once per epoch.
 
     set_S: int64, the set of each sequence; 0 without sets.
-    widths_D: int64, the number of columns of each document: its gap and its tokens.
+    widths_D: int64, the number of columns of each document (its gap and its tokens).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PackedSequences:
 
     @property
     def filled_share(self) -> float:
-        """The share of the capacity of all sequences that is filled with tokens and gaps."""
+        """The share of the total capacity of the sequences that tokens and gaps fill."""
         return int(self.widths_D.sum()) / (len(self) * self.max_tokens)
 
     def members(self, sequence: int) -> np.ndarray:
@@ -89,7 +89,7 @@ class PackedSequences:
         return self._members[self._borders[sequence] : self._borders[sequence + 1]]
 
     def micro_batch(self, sequences: Sequence[int] | np.ndarray, teacher: str | None = None) -> MicroBatch:
-        """These sequences as rows of a micro-batch. teacher: one of `gaps`; `teacher_inputs` are those of it."""
+        """These sequences as rows of a micro-batch. teacher: one of `gaps`, the teacher of the `teacher_inputs`."""
         rows = [self.members(sequence) for sequence in sequences]
         micro_batch = make_micro_batch(self.documents, rows, self.gaps)
         if teacher is None:
@@ -97,7 +97,7 @@ class PackedSequences:
         return replace(micro_batch, teacher_inputs=teacher_inputs(self.documents, rows, self.gaps, teacher))
 
     def micro_batches(self, rows: Sequence[np.ndarray]) -> "PackedMicroBatches":
-        """Micro-batches of these sequences, one for each array of sequence numbers."""
+        """One micro-batch for each array of sequence numbers."""
         return PackedMicroBatches(self, rows)
 
     def order(self, epoch: int) -> np.ndarray:
@@ -110,9 +110,9 @@ class PackedSequences:
         """The numbers of the sequences of optimizer step `step` (from 0), in a training on `total` sequences.
 
         With weighted sources, the sequences are those of `weighted_order`. Otherwise every sequence is used once per
-        epoch: a step may contain the end of one epoch and the beginning of the next, and only the last step may have
-        fewer sequences. Within a step, sequences with the same value in `together` are adjacent. Raises
-        ValueError for a step outside the training.
+        epoch, and a step may contain the end of one epoch and the beginning of the next. Only the last step may have
+        fewer sequences. Within a step, sequences with the same value in `together` are adjacent. Raises ValueError
+        for a step outside the training.
         """
         start, stop = step * sequences_per_step, min((step + 1) * sequences_per_step, total)
         if not 0 <= start < stop:
@@ -141,15 +141,13 @@ class PackedSequences:
         return tokens / tokens.sum()
 
     def _tokens_S(self) -> np.ndarray:
-        """Tokens of each sequence, int64."""
         return np.add.reduceat(self.documents.lengths_D[self._members], self._borders[:-1])
 
 
 class PackedMicroBatches(StepMicroBatches):
     """Micro-batches of packed sequences, each built when it is accessed.
 
-    rows: for each micro-batch, the numbers of its sequences.
-    teacher: see `PackedSequences.micro_batch`.
+    rows: for each micro-batch, the numbers of its sequences. teacher: see `PackedSequences.micro_batch`.
     """
 
     def __init__(self, sequences: PackedSequences, rows: Sequence[np.ndarray], teacher: str | None = None):
@@ -208,10 +206,11 @@ class PackedMicroBatches(StepMicroBatches):
 def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
     """Assign lengths to bins, the longest length first. A length goes into the fullest bin with enough room for it.
 
-    Returns the bin number of each length, [D] int64; bins are numbered as they are opened. Takes O(D·log(capacity)).
+    Returns the bin number of each length, [D] int64. Bins are numbered in the order in which they are opened. Takes
+    O(D·log(capacity)).
     """
     bins_D = np.empty(len(lengths_D), dtype=np.int64)
-    # bins by their remaining room; of bins with equal room, the last one is used first
+    # bins by their remaining room; of bins with equal room, the last bin of the list is used first
     open_bins: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of open_bins, sorted
     opened = 0

@@ -1,7 +1,7 @@
-"""Prefixes of documents, as tokens. A teacher reads its prefix before the document; the student does not see it.
+"""Prefixes of documents, as tokens. A teacher reads its prefix before the document; the student does not read it.
 
 A prefix is privileged context, such as the answer to a question. It is inserted before the document's tokens, and
-these tokens do not change. So at the same token, student and teacher predict the same next token. If the document
+does not change these tokens. So after each of them, student and teacher predict the same next token. If the document
 begins with a BOS, the BOS stays before the prefix.
 
 D documents; N tokens of all prefixes, concatenated.
@@ -82,7 +82,7 @@ def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def chosen_tokens(offsets: np.ndarray, chosen: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The offsets of the chosen parts, concatenated, and the old index of each of their tokens."""
+    """The offsets of the chosen parts after concatenation, and the index that each of their tokens had before."""
     lengths = np.diff(offsets)[chosen]
     new_offsets = offsets_of(lengths)
     shift_N = np.repeat(offsets[:-1][chosen] - new_offsets[:-1], lengths)

@@ -7,7 +7,7 @@ from typing import Any
 
 from stillhouse.display import escaped, name_list
 
-#: most characters of one record in total: a tokenizer takes about 200 bytes of memory for each
+#: the most characters of a record: a tokenizer takes about 200 bytes of memory for each character
 MAX_CHARACTERS = 4_000_000
 
 _JSON_TYPES = {
@@ -50,7 +50,7 @@ class RecordError(ValueError):
 
 
 class TemplateLimitError(ValueError):
-    """The chat template exceeds its limits. on_error="skip" does not skip the record: the fault is the template's."""
+    """The chat template exceeds its limits. This concerns all records, so that on_error="skip" does not skip it."""
 
 
 def describe(value: Any) -> str:
@@ -82,7 +82,7 @@ def string_value(fields: Mapping[str, Any], column: str, *, may_be_empty: bool =
 
 
 def require_length(characters: int, what: str) -> None:
-    """Raise RecordError above `MAX_CHARACTERS` characters. what: a name of the text for the error."""
+    """Raise RecordError for more than `MAX_CHARACTERS` characters. what: the name of the text for the error."""
     if characters > MAX_CHARACTERS:
         raise RecordError(
             f"{what} has {characters:,} characters; expected at most {MAX_CHARACTERS:,} in one record: cut it into "
@@ -91,7 +91,7 @@ def require_length(characters: int, what: str) -> None:
 
 
 def require_encodable(text: str, what: str) -> None:
-    """Raise RecordError for a text that UTF-8 cannot represent. what: a name of the text for the error."""
+    """Raise RecordError for a text that UTF-8 cannot represent. what: the name of the text for the error."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -99,7 +99,7 @@ def require_encodable(text: str, what: str) -> None:
 
 
 def without_null(value: Any) -> Any:
-    """Remove keys whose value is null at all depths, because Parquet fills absent keys with null."""
+    """Remove keys with the value null, at all depths. (Parquet fills absent keys with null.)"""
     if isinstance(value, dict):
         return {key: without_null(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -2,9 +2,9 @@
 
 A weight is a share of the tokens. A source's share s of the sequences is therefore proportional to its weight divided
 by the mean number of tokens of its sequences. The k-th sequence of a source (from 0) gets the time (k + 1/2) / s. The
-sequences of all sources are sorted by these times, so each step has nearly the right shares. When all sequences of a
-source are used, it restarts in another order. The order depends only on the seed, so a step's number determines its
-data.
+sequences of all sources are sorted by these times, so that each step has nearly the right shares. When all sequences
+of a source are used, the source begins again in another order. The order depends only on the seed, so that the number
+of a step determines its data.
 
 S sequences.
 """
@@ -30,7 +30,7 @@ def weighted_order(
         raise ValueError(f"source number {empty[0] + 1} of the mixture has no documents to train on")
     rates = np.array([weight / tokens_S[of].mean() for weight, of in zip(weights, members, strict=True)])
     shares = rates / rates.sum()
-    # no source lags behind its share by a sequence or more
+    # so many sequences of a source are enough, because no source lags behind its share by a sequence or more
     counts = np.ceil((total + len(weights)) * shares).astype(np.int64) + 1
     times = np.concatenate([(np.arange(count) + 0.5) / share for count, share in zip(counts, shares, strict=True)])
     sequences = [_repeated(of, int(count), seed) for of, count in zip(members, counts, strict=True)]
@@ -38,15 +38,15 @@ def weighted_order(
 
 
 def _repeated(members: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """The first `count` members: all of them in the order of epoch 0, then in that of epoch 1, and so on."""
+    """The first `count` members of: all members in the order of epoch 0, then in the order of epoch 1, and so on."""
     epochs = range(-(-count // len(members)))
     return np.concatenate([members[permutation(len(members), seed, epoch + 1)] for epoch in epochs])[:count]
 
 
 @lru_cache(maxsize=8)
 def permutation(size: int, seed: int, number: int) -> np.ndarray:
-    """Permutation `number` of a seed, from raw 64-bit integers: their stream is the same in all versions of numpy,
-    but numpy's shuffles are not. The result is cached and must not be modified.
+    """Permutation `number` of a seed. It is made from raw 64-bit integers, because their stream is the same in all
+    versions of numpy, unlike numpy's shuffles. The result is cached and must not be modified.
     """
     sort_keys = np.random.PCG64(np.random.SeedSequence([seed, number])).random_raw(size)
     order = np.argsort(sort_keys, kind="stable")

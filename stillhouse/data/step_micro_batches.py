@@ -1,4 +1,4 @@
-"""The micro-batches of a step, before they are cut and padded for a layout."""
+"""The micro-batches of a step, before they are sharded and padded for a layout."""
 
 from collections.abc import Sequence
 from typing import Any, overload
@@ -9,9 +9,9 @@ from stillhouse.data.micro_batch import MicroBatch
 
 
 class StepMicroBatches(Sequence[MicroBatch]):
-    """All micro-batches of a step, or of a part of an evaluation; replicated on all processes of a run.
+    """All micro-batches of a step, or of a part of an evaluation. Every process of a run has all of them.
 
-    They are not yet sharded or padded for the layout. A subclass may build a micro-batch on access (`_build`).
+    A subclass may build a micro-batch when it is accessed (`_build`).
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch]):
@@ -63,11 +63,11 @@ class StepMicroBatches(Sequence[MicroBatch]):
         raise ValueError(f"column '{column}' of document {document} is not known: these are only tokens")
 
     def for_teacher(self, name: str) -> "StepMicroBatches":
-        """The same micro-batches, with `teacher_inputs` if they have gaps for this teacher's prefixes."""
+        """The same micro-batches. If they have gaps for this teacher's prefixes, they have its `teacher_inputs`."""
         return self
 
     def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, int]:
-        """All ids that this teacher reads for a document, and the shift s of its rows: row s + i of the teacher is
-        row i of the document. The shift does not depend on gaps.
+        """All ids that this teacher reads for a document, and the shift s of the rows: row i of the document is row
+        s + i of the teacher. The shift does not depend on gaps.
         """
         return self.document_tokens(document), 0

@@ -4,7 +4,7 @@ The name of an entry's folder is a hash of everything that determines the conten
 the tokenizer with its chat template, the options, the libraries' versions and the code of this package. The folder
 has
 
-    manifest.json     this hash, the report on the records, the sha256 of each other file and of the manifest itself
+    manifest.json     that hash, the report on the records, the sha256 of each other file and of the manifest itself
     sources.arrow     `file:line` of each document
     NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), and those of prefixes
 
@@ -63,7 +63,7 @@ class StoredStrings(Sequence[str]):
 
 
 def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
-    """The hash that names an entry. This reads all files. The tokenizer must be a fast one."""
+    """The hash that names an entry. The function reads all files. The tokenizer must be a fast tokenizer."""
     decisive = {
         # another version of the code may convert records differently, or write other files
         "code": [file_hash(path) for path in sorted(Path(__file__).parent.rglob("*.py"))],
@@ -87,9 +87,8 @@ def cached_documents(
 ) -> Documents:
     """The documents of an entry. If the entry does not exist, it is written first.
 
-    files: lists the source's files.
-    key: see `entry_key`.
-    load: reads the records; it writes the arrays of tokens and targets to the given folder.
+    files: lists the source's files. key: see `entry_key`.
+    load: reads the records, and writes the arrays of tokens and targets to the given folder.
 
     Raises ValueError for an entry that differs from its hashes, for a folder that cannot be used, and if the source's
     files change while they are read.

@@ -1,1 +1,1 @@
-"""Reads records from files, folders, globs, saved datasets and hub ids, also with other projects' columns."""
+"""Reads records from files, folders, globs, saved datasets and hub ids. Converts columns of other projects."""

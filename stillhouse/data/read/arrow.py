@@ -37,7 +37,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """All files of a saved dataset. Each split is in a subfolder, or the folder itself is one split."""
+    """All files of a saved dataset. Each split is in a subfolder, or the folder itself is a split."""
     folders = [folder, *(state.parent for state in folder.glob("*/state.json"))]
     return require_regular(sorted(path for inner in folders for path in inner.iterdir() if not path.is_dir()))
 
@@ -77,7 +77,7 @@ def read_hub(source: str, name: str, configuration: str | None, split: str) -> I
         raise NoSourceError(
             f"{source}: no file or folder of this name here, and no dataset on the hub: {error}"
         ) from error
-    except ValueError as error:  # the split or configuration does not exist, or there are several and none is named
+    except ValueError as error:  # no such split or configuration, or several of them and `source` names none
         raise ValueError(
             f"{source}: the hub's dataset cannot be loaded ({name}:configuration@split names a part of it): {error}"
         ) from error

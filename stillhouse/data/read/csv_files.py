@@ -10,7 +10,7 @@ from stillhouse.data.record import DataError, Record
 
 
 def read_csv(path: Path, delimiter: str) -> Iterator[Record]:
-    """The records of a UTF-8 file. The first line is the header; all values are strings; empty lines are skipped.
+    """The records of a UTF-8 file. The first line is the header. All values are strings. Empty lines are skipped.
 
     Raises DataError for a missing or invalid header and for damaged quotes.
     """

@@ -1,7 +1,7 @@
 """Reads the records of a data source: a file, a folder, a glob, a saved `datasets` folder or a hub id.
 
-Every record has its location, so that errors can name it. A record that cannot be read is returned with a description
-of the problem, and the caller decides whether to raise an error.
+Every record has its location, for error messages. A record that cannot be read is returned with a description of the
+problem, and the caller decides whether to raise an error.
 """
 
 import glob
@@ -17,7 +17,7 @@ from stillhouse.data.read.json_records import read_json
 from stillhouse.data.read.open_files import COMPRESSED, format_of, kind_of, require_regular
 from stillhouse.data.record import NoSourceError, Record
 
-#: the reader of a file's records by the suffix of its name; one of `COMPRESSED` may follow a suffix of `TEXT_READERS`
+#: readers of text files by the suffix of the file's name; in a name, a suffix of `COMPRESSED` may follow
 TEXT_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".jsonl": read_json,
     ".json": read_json,
@@ -32,11 +32,11 @@ _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P
 def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
     """The records of a file, a folder of files, a glob, a saved `datasets` folder or a hub id, in a fixed order.
 
-    Files of a folder or a glob are read in the order of their names. Only regular files and links to them are opened;
-    anything else with the name of a data file raises ValueError, except folders that a glob matches. If `source`
-    exists on this machine, it is read locally. Otherwise it is a hub id; if it looks like a path, it is reported as
-    missing. The hub id is passed unchanged to `datasets.load_dataset`. `:configuration` and `@split` may follow it,
-    as in `allenai/c4:en@validation`; the default split is "train".
+    Files of a folder or a glob are read in the order of their names. Only regular files and links to them are opened.
+    Anything else with the name of a data file raises ValueError, except a folder that a glob matches. A `source` that
+    does not exist on this machine is a hub id, unless it looks like a path. The hub id is passed unchanged to
+    `datasets.load_dataset`. `:configuration` and `@split` may follow it, as in `allenai/c4:en@validation`. The
+    default split is "train".
 
     Raises NoSourceError if the source does not exist, and ValueError if it cannot be read.
     """

@@ -3,7 +3,7 @@
     ShareGPT    conversations: [{from, value}, …], maybe system     becomes messages
     Alpaca      instruction, output, maybe input and system         becomes prompt and completion
 
-If a record also has the columns of one of Stillhouse's forms, the foreign columns are ignored.
+If the first record has the columns of one of Stillhouse's forms, these columns of other projects are ignored.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from stillhouse.data.record import RecordError, describe
 from stillhouse.display import name_list
 
 Fields = dict[str, Any]
-#: the role of each `from` of ShareGPT
+#: roles by ShareGPT's value of `from`
 ROLES = OTHER_ROLES | {role: role for role in ("system", "user", "assistant")}
 _WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -44,9 +44,9 @@ def own_forms(fields: Fields, *, prompts: bool = False) -> list[tuple[str, ...]]
 def foreign_columns(
     fields: Fields, tokenizer: PreTrainedTokenizerBase, *, prompts: bool = False
 ) -> ForeignColumns | None:
-    """The conversion for a dataset, chosen by the fields of its first record; None if no other project has them.
+    """The conversion for a dataset, chosen by the fields of its first record; None if no conversion is known.
 
-    prompts: only prompts are read. Raises ValueError if the record has the columns of both projects.
+    prompts: only prompts are read. Raises ValueError if the record has the columns of ShareGPT and of Alpaca.
     """
     if own_forms(fields, prompts=prompts):
         return None
@@ -89,7 +89,7 @@ def _turn(number: int, turn: Any) -> Fields:
     if not isinstance(turn["value"], str):
         raise RecordError(f"'value' of {where} must be a string, got {describe(turn['value'])}")
     role = ROLES[turn["from"]]
-    # keep these keys, so that the template raises an error for them
+    # keep these marks, for which the template raises an error
     masks = {key: turn[key] for key in MASKS if turn.get(key) in (False, 0)} if role == "assistant" else {}
     return {"role": role, "content": turn["value"], **masks}
 

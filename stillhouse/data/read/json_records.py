@@ -1,6 +1,6 @@
 """Reads records from JSON Lines and from files with one JSON array.
 
-JSON Lines is read line by line here, not by a library, because an error must name the record's line.
+JSON Lines is not read by a library, because an error must name the record's line.
 """
 
 import codecs
@@ -28,7 +28,7 @@ def read_json(path: Path) -> Iterator[Record]:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; of a line longer than `MAX_BYTES`, only its first `MAX_BYTES + 1` bytes."""
+    """The lines of a file. A line longer than `MAX_BYTES` is cut to its first `MAX_BYTES + 1` bytes."""
     while line := file.readline(MAX_BYTES + 1):
         rest = line
         while len(rest) > MAX_BYTES and not rest.endswith(b"\n"):

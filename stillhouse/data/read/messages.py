@@ -9,9 +9,9 @@ from stillhouse.display import first_line, name_list
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
 
-#: other projects' keys for the weight of a turn, or for a flag that excludes the turn from the loss
+#: keys with which other projects set the weight of a turn or exclude the turn from the loss
 MASKS = ("weight", "train", "loss")
-#: ShareGPT's names of the roles. Chat templates do not know them, so no turn would be a target
+#: ShareGPT's names of the roles. Chat templates do not know these names, so no turn would be a target
 OTHER_ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -42,7 +42,7 @@ def _message(message: Any, name: str) -> Message:
 
 
 def require_targets(messages: list[Message], column: str) -> None:
-    """Raise RecordError for a turn that is marked as excluded from the loss: such marks are not supported here."""
+    """Raise RecordError for a turn that is marked as excluded from the loss, because marks are not supported."""
     for number, message in enumerate(messages, start=1):
         mask = next((key for key in MASKS if message.get(key) in (False, 0)), None)
         if mask is not None and message["role"] == "assistant":
@@ -54,8 +54,8 @@ def require_targets(messages: list[Message], column: str) -> None:
 
 
 def tools_of(fields: dict[str, Any]) -> Tools:
-    """The record's tools, or None. Raises RecordError unless they are a list of objects or the JSON text of one:
-    objects with different keys have to be stored as text in Parquet.
+    """The record's tools, or None. Raises RecordError unless they are a list of objects, or the JSON text of such a
+    list: in Parquet, objects with different keys have to be stored as text.
     """
     value = tools = fields.get("tools")
     if isinstance(tools, str):

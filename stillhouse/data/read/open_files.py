@@ -1,5 +1,5 @@
 """Opens data files, and decompresses gzip (`.gz`) and Zstandard (`.zst`). Only regular files are opened: opening a
-named pipe waits until another process writes to it, and a device may never end.
+named pipe would wait until another process writes to it, and a device may never end.
 """
 
 import gzip
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 COMPRESSED = (".gz", ".zst")
-#: the most bytes of a line of JSON, and of a line and a field of CSV; the rest of a longer one is not read
+#: the most bytes of a line of JSON or CSV, and of a field of CSV
 MAX_BYTES = 32 * 2**20
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -46,7 +46,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def format_of(path: Path) -> str:
-    """The suffix without that of a compression: ".jsonl" for a.jsonl and for a.jsonl.zst."""
+    """The suffix before the suffix of a compression: ".jsonl" for a.jsonl and for a.jsonl.zst."""
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 
@@ -61,7 +61,7 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
             yield file
         return
     what = "gzip" if path.suffix == ".gz" else "Zstandard"
-    if not path.stat().st_size:  # the libraries accept an empty file as an empty text
+    if not path.stat().st_size:  # the libraries would decompress an empty file to an empty text
         raise ValueError(f"{path}: the file is empty; expected {what} data")
     try:
         with _decompressed(path) as file:

@@ -1,17 +1,16 @@
-"""Aligns the tokens of two tokenizers on the same text: spans between positions where both have a token border.
+"""Aligns the tokens of two tokenizers on the same text. A span lies between two positions where both tokenizers have
+a token border.
 
 A document is stored as the student's ids, so its text is recovered from their bytes. The teacher's tokenizer then
 tokenizes the same text. Special tokens are not part of the text. They are translated one by one:
 
     the student's tokens before a text     the teacher's tokens before a text
-    EOS or BOS                             the teacher's token of the same role; if it has none, as the next line
-    another special token                  the teacher's special token of the same name; if it has none, the name as
-    text
+    EOS or BOS                             the teacher's token of the same role; without one, as in the next line
+    another special token                  the teacher's special token of the same name; without one, its name as text
 
-If the student's tokenizer puts no token before a text, every document counts as the beginning of a text.
-
-A document may begin or end within a character, where a long text was split. The bytes of such a character have no
-counterpart, and the teacher does not see them.
+If the student's tokenizer puts no token before a text, every document counts as the beginning of a text. Where a long
+text was split, a document may begin or end within a character. The bytes of this character have no counterpart, and
+the teacher does not read them.
 
 N bytes of a text, G spans.
 """
@@ -31,14 +30,14 @@ from stillhouse.data.prefixes import offsets_of
 from stillhouse.data.record import DataError
 from stillhouse.data.render.token_bytes import TokenBytes
 
-#: a UTF-8 character has at most this many bytes after its first one
+#: the most bytes of a UTF-8 character after its first byte
 MAX_CONTINUATION_BYTES = 3
 ABSENT = -1
 _BATCH = 512  # documents per call of the tokenizer
 
 
 class Span(NamedTuple):
-    """The token positions of the same piece of text in the student's and the teacher's tokens."""
+    """The positions of the student's tokens and of the teacher's tokens that represent the same piece of text."""
 
     student: range
     teacher: range
@@ -49,7 +48,7 @@ class AlignedDocument:
     """The teacher's tokens of a document, and the spans in ascending order. No range of a span is empty.
 
     A token without a counterpart is in no span.
-    begins: positions of student tokens at which a text begins, if the student's tokenizer puts a space before it.
+    begins: positions of student tokens at which a text begins to which the student's tokenizer adds a space.
     """
 
     teacher_tokens: np.ndarray
@@ -61,8 +60,8 @@ class AlignedDocument:
 class _Draft:
     """A document that is being translated.
 
-    parts: the positions of the student tokens of each part, and the part's text or the teacher's ids for it.
-    begins: whether the document begins at the beginning of its text, and not in the middle of it.
+    parts: for each part, the positions of its student tokens, and its text or the teacher's ids for it.
+    begins: whether the document begins at the beginning of a text, and not in the middle of a text.
     behind_space: the positions of the student tokens before which the student's tokenizer puts a space.
     """
 
@@ -76,7 +75,7 @@ class _Text:
     """A text without special tokens.
 
     ends: the number of bytes up to the end of each student token.
-    first: the offset in bytes at which `text` begins.
+    first: the number of bytes before `text`, which belong to an incomplete character.
     is_inner: whether the teacher's tokenizer puts no space before the text.
     ids: the teacher's token ids.
     """
@@ -89,14 +88,14 @@ class _Text:
 
 
 class Aligner:
-    """Translates documents of the student's ids into the teacher's.
+    """Translates documents from the student's ids to the teacher's ids.
 
     teacher_of: for each id of the student, the teacher's id with the same bytes or the same role, or -1.
     student_of: the inverse; each id has at most one counterpart.
-    first_of: for each id of the teacher, the student's token with the same bytes. If there is no such token, the
-        student's tokenizer tokenizes these bytes as the middle of a text, and `first_of` is the first of the tokens;
-        -1 if this is impossible.
-    first_of_text: the same for bytes at the beginning of a text, where the student's tokenizer puts a space.
+    first_of: for each id of the teacher, the student's token with the same bytes. If the student has no such token,
+        its tokenizer tokenizes these bytes as the middle of a text, and `first_of` is the first token; -1 if this is
+        impossible.
+    first_of_text: like `first_of`, for bytes at the beginning of a text, where the student's tokenizer adds a space.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -105,7 +104,7 @@ class Aligner:
         self.student, self.teacher = TokenBytes(student), TokenBytes(teacher)
         self.teacher_of = np.full(1 + max(student.get_vocab().values()), ABSENT, dtype=np.int32)
         self.student_of = np.full(1 + max(teacher.get_vocab().values()), ABSENT, dtype=np.int32)
-        # the translation of each special token, separately within a text (True) and at its beginning (False)
+        # the translations of each special token: within a text (True), and at the beginning of a text (False)
         self._special = {
             inner: {index: self._translated(index, inner=inner) for index in self.student.special}
             for inner in (False, True)
@@ -113,7 +112,7 @@ class Aligner:
         for content, index in self.student.id_of.items():
             if (teacher_id := self.teacher.id_of.get(content)) is not None:
                 self.teacher_of[index], self.student_of[teacher_id] = teacher_id, index
-        # EOS comes first, because the teacher's EOS may have the name of another token of the student
+        # the student's EOS first, because another token of the student may have the name of the teacher's EOS
         for index, ids in sorted(self._special[True].items(), key=lambda pair: pair[0] != self.student.eos):
             if len(ids) == 1 and ids[0] in self.teacher.special and self.student_of[ids[0]] == ABSENT:
                 self.teacher_of[index], self.student_of[ids[0]] = ids[0], index
@@ -136,7 +135,7 @@ class Aligner:
         return self._with_first(self.first_of.copy(), texts, inner=False)
 
     def _with_first(self, first_of: np.ndarray, texts: dict[int, str], *, inner: bool) -> np.ndarray:
-        """Tokenize each text with the student's tokenizer and set its id in `first_of` to the first token."""
+        """Tokenize `texts` with the student's tokenizer. Set `first_of` of their ids to the first token, or to -1."""
         encoded = self.student.encode(list(texts.values()), inner=inner)
         for (index, text), ids in zip(texts.items(), encoded, strict=True):
             if ids and not self.student.special.keys() & set(ids):
@@ -157,10 +156,7 @@ class Aligner:
         return [self._aligned(draft) for draft in drafts]
 
     def translate(self, documents: Documents) -> Documents:
-        """The documents in the teacher's ids, in the same order and without targets.
-
-        Raises DataError for the first document that cannot be aligned.
-        """
+        """The documents in the teacher's ids, without targets. Raises DataError for one that cannot be aligned."""
         ids: list[np.ndarray] = []
         for start in range(0, len(documents), _BATCH):
             batch = range(start, min(start + _BATCH, len(documents)))
@@ -181,7 +177,7 @@ class Aligner:
             raise DataError(documents.sources[number], str(error)) from error
 
     def _translated(self, index: int, *, inner: bool) -> list[int]:
-        """The teacher's ids for a special token of the student. inner: whether a text continues before the token."""
+        """The teacher's ids for a special token of the student. inner: whether text precedes the token."""
         for role, teacher_role in ((self.student.eos, self.teacher.eos), (self.student.bos, self.teacher.bos)):
             if index == role and teacher_role is not None:
                 return [teacher_role]
@@ -214,14 +210,14 @@ class Aligner:
         return draft
 
     def _teacher_adds_space(self, before: int | None) -> bool:
-        """Whether the teacher puts a space before a text that follows this special token (None: the beginning)."""
+        """Whether the teacher puts a space before a text after this special token (None: at the beginning)."""
         if before is None:
             return self.teacher.adds_space(None)
         ids = self._special[True][before]
         return len(ids) == 1 and ids[0] in self.teacher.special and self.teacher.adds_space(ids[0])
 
     def _begin(self, ids: list[int]) -> int:
-        """The number of tokens at the beginning of a document that the tokenizer put before the text."""
+        """The number of tokens that the student's tokenizer has put before the text of a document."""
         prefix = self.student.prefix
         if prefix and ids[: len(prefix)] == prefix:
             return len(prefix)
@@ -240,7 +236,7 @@ class Aligner:
         return AlignedDocument(np.asarray(teacher_ids, dtype=np.int32), spans, frozenset(draft.behind_space))
 
     def _spans(self, student: int, teacher: int, part: _Text) -> list[Span]:
-        """The spans of one text. student, teacher: the positions of the text's first token for either."""
+        """The spans of one text. student, teacher: the position of the text's first token in the tokens of either."""
         ends = np.cumsum([len(piece) for piece in self._teacher_pieces(part)], dtype=np.int64) + part.first
         borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))
         cuts = zip(_cuts(part.ends, borders), _cuts(ends, borders, part.first), strict=True)
@@ -281,11 +277,10 @@ def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:
 
 
 def _cuts(ends: np.ndarray, borders: np.ndarray, first: int = 0) -> list[int]:
-    """For each border, the number of tokens before it. A token without bytes at a border counts as after it, but not
-    at the end.
+    """For each border, the number of tokens before it. A token without bytes at a border counts as after the border,
+    except at the last border.
 
-    ends: the number of bytes up to the end of each token.
-    first: the number of bytes before the first token.
+    ends: the number of bytes up to the end of each token. first: the number of bytes before the first token.
     """
     before = np.where(borders <= first, 0, np.searchsorted(ends, borders) + 1)
     before[borders == (ends[-1] if len(ends) else first)] = len(ends)

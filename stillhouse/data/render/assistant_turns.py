@@ -3,15 +3,15 @@
 With most templates, the text of the first n messages (and the generation prompt after them) is a prefix of the text
 of the whole conversation. The length of this prefix is then the edge of a turn.
 
-Templates of reasoning models are different: they drop the thoughts of all turns but the last. For them, an anchor (a
-unique text) is appended to the content of message n. The first n messages and the whole conversation are rendered
-with it, and only the texts after the anchor are compared: that of the first n messages must be a prefix of that of
-the whole conversation. Rendered without the anchor, both must still end with these texts. So no edge is found by a
-search in the conversation, and no text of a user can be mistaken for an edge.
+Templates of reasoning models drop the thoughts of all turns except the last. For them, an anchor (a unique text) is
+appended to the content of message n. Then the first n messages are rendered, and the whole conversation. Their texts
+after the anchor are compared: the text from the first n messages must be a prefix of the text from the whole
+conversation. Without the anchor, the two renderings must still end with these texts. So an edge is never searched in
+the conversation, and no text of a user can be mistaken for an edge.
 
-Two deviations are supported, both only in turns before the last message: a generation prompt that opens the thoughts
-although this turn has no thoughts in the whole conversation, and a text after the end marker that the template writes
-only for the last turn. Everything else raises ValueError.
+Two deviations are supported in turns before the last message. The generation prompt may open the thoughts of a turn
+that has no thoughts in the whole conversation. The template may write a text after the end marker only in the last
+turn. Every other deviation raises ValueError.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ ANCHOR = "StillhouseAnchor8f3a"
 class Turns:
     """Finds the assistant's turns in one conversation.
 
-    text: a function (messages, prompt) → text. If `prompt` is true, the generation prompt follows the messages.
+    text: renders messages. If its argument `prompt` is true, the generation prompt follows the messages.
     body: the whole conversation as text.
     special: the tokenizer's added tokens.
     """
@@ -40,10 +40,10 @@ class Turns:
     special: tuple[str, ...]
 
     def spans(self, first: int) -> list[Span]:
-        """The characters that the assistant generates, one range per turn, in the messages from `first` on.
+        """The characters that the assistant generates, as one range per turn, in the messages from `first` on.
 
         A range includes the template's text between the generation prompt and the content (such as an empty thinking
-        block), and the end marker of the turn, but not the white space after the marker.
+        block). It also includes the end marker of the turn, but not the white space after the marker.
         """
         spans: list[Span] = []
         for index, message in enumerate(self.messages):
@@ -70,8 +70,8 @@ class Turns:
         raise self._error(count, prompt)
 
     def _behind_anchor(self, count: int, prompt: bool) -> tuple[str, str]:
-        """The text after the content of message number `count` (from 1): if only the first `count` messages are
-        rendered, and in the whole conversation. Both are "" if the template drops the anchor.
+        """Two texts after the content of message number `count` (from 1): from the rendering of the first `count`
+        messages, and from that of the whole conversation. Both are "" if the template drops the anchor.
         """
         anchored = self._anchored(count)
         shortened = _behind(self.text(anchored, prompt))
@@ -84,9 +84,7 @@ class Turns:
         return shortened, complete
 
     def _common(self, count: int, shortened: str, complete: str, prompt: bool) -> int | None:
-        """The number of characters of `complete`, the text after the anchor, that belong to the first `count`
-        messages; None if it cannot be determined.
-        """
+        """How many characters of `complete` belong to the first `count` messages; None if it cannot be determined."""
         if complete.startswith(shortened):
             return len(shortened)
         if count + prompt >= len(self.messages):
@@ -101,7 +99,7 @@ class Turns:
         return (text or "").partition(ANCHOR)[0]
 
     def _end_marker(self, count: int, shortened: str) -> str:
-        """The special token directly after the content. It must end the turn: in `shortened`, no message follows."""
+        """The special token directly after the content. It ends the turn: in `shortened`, no message follows."""
         if self.messages[count - 1].get("tool_calls"):
             return ""
         return max((token for token in self.special if shortened.startswith(token)), key=len, default="")
@@ -111,7 +109,7 @@ class Turns:
         return [*self.messages[: count - 1], last | {"content": last.get("content", "") + ANCHOR}]
 
     def _end_of_turn(self, start: int, stop: int) -> int:
-        """The end of the turn without the white space after its end marker, which the assistant does not generate."""
+        """The end of the turn without white space after the end marker: the assistant does not generate the space."""
         turn = self.body[start:stop].rstrip()
         return start + len(turn) if turn.endswith(self.special) else stop
 

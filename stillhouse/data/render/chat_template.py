@@ -1,8 +1,8 @@
 """Turns the messages of a record into token ids and a mask of the tokens to predict.
 
 The tokenizer's chat template writes all text around the messages. The end marker of a turn is a target, but not the
-white space after it. Target spans are ranges of characters of the rendered text; a token that overlaps a span is a
-target. A record may have a column `tools` with the functions that the assistant may call; the template adds them to
+white space after it. Spans of targets are ranges of characters of the rendered text. A token that overlaps a span is
+a target. A record may have a column `tools` with the functions that the assistant may call. The template adds them to
 the text.
 """
 
@@ -34,11 +34,10 @@ TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
 class ChatTemplate(Template):
     """Conversations, rendered by the tokenizer's chat template, which writes all special tokens itself.
 
-    The template's own `{% generation %}` blocks mark the assistant's characters; without such blocks, `Turns` finds
-    them. Of prompt + completion, only the assistant's turns in the completion are targets. A prefix is a system turn.
-
-    Without targets, the assistant's turns at the end of the conversation are dropped, and the generation prompt
-    follows.
+    The template's own `{% generation %}` blocks mark the assistant's characters. Without such blocks, `Turns` finds
+    these characters. In records with prompt and completion, only the assistant's turns in the completion are targets.
+    A prefix is a system turn. Without targets, the assistant's turns at the end of the conversation are dropped, and
+    the generation prompt follows.
     """
 
     extras: tuple[str, ...] = ("tools",)
@@ -54,7 +53,7 @@ class ChatTemplate(Template):
             raise ValueError(f"chats need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")
         tokenizer.get_chat_template()  # raises if there are several templates and no default
         self.tokenizer, self.columns, self.targets = tokenizer, columns, targets
-        # Not a method of this object: the reference cycle would keep this object and its process alive.
+        # A method of this object would make a reference cycle, which would keep this object and its process alive.
         answer = Conversations(tokenizer, targets).answer
         self.render_isolated = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
 
@@ -87,7 +86,7 @@ class ChatTemplate(Template):
 
     def render_prefix(self, text: str) -> str:
         body = self._rendered([{"role": "system", "content": text}], None, None).body
-        # Some templates write a system turn into the user's turn, and drop it if no user's turn follows.
+        # Some templates write the system turn into the user's turn, and drop it without a user's turn.
         if "".join(text.split()) not in "".join(body.split()):
             raise RecordError(
                 f"the chat template writes a system turn with this text alone as {shorten(body, 80)!r}, without "

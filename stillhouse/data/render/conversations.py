@@ -1,7 +1,7 @@
 """Renders conversations as text with a chat template. A chat template is untrusted code that comes with a model.
 
-Therefore `Conversations.answer` runs in a separate process (`isolated_process.py`). Its arguments and results are
-JSON types, and it returns an error of the template instead of raising it.
+Therefore `Conversations.answer` runs in a separate process (`isolated_process.py`). Its arguments and results have
+JSON types. It returns an error of the template instead of raising it.
 """
 
 import re
@@ -18,7 +18,7 @@ from stillhouse.data.render.templates import Targets
 from stillhouse.libraries import reading
 
 _REFUSED = "the chat template refuses the messages"
-#: the date that templates get instead of the present one: the default of Llama's templates
+#: the date that templates get instead of today's date: the default of Llama's templates
 DATE = datetime(2024, 7, 26)
 _ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[^'"\\]*)(?P=quote)\s*\)""")
 
@@ -26,8 +26,8 @@ _ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[
 class Conversations:
     """Renders conversations with a tokenizer's chat template.
 
-    targets: "all": all characters are targets, not only the assistant's. "none": the text ends with the generation
-        prompt.
+    targets: "all": all characters are targets, not only those of the assistant. "none": the text ends with the
+        generation prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: Targets):
@@ -37,7 +37,7 @@ class Conversations:
     def answer(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span], str]:
         """The text, its target ranges from message `first` on, and the error ("" if there is none).
 
-        first: None for the beginning of a longer conversation: no targets, and no generation prompt.
+        first: None if the messages are the beginning of a longer conversation, without targets and generation prompt.
         """
         try:
             body, spans = self._with_spans(messages, tools, first)
@@ -54,7 +54,7 @@ class Conversations:
             )
 
     def _source(self, tools: Tools) -> str:
-        """The template with a fixed date; tokenizers may have a separate template for conversations with tools."""
+        """The template with a fixed date. A tokenizer may have a separate template for conversations with tools."""
         with reading(_REFUSED):
             source = self.tokenizer.get_chat_template(tools=tools)
         return undated(source)
@@ -63,7 +63,6 @@ class Conversations:
         return Turns(partial(self._text, tools), messages, body, self.special)
 
     def _with_spans(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span]]:
-        """The rendered conversation, and the ranges of its characters that are targets (see `answer`)."""
         if first is None:
             return self._text(tools, messages), []
         if self.targets == "none":
@@ -80,8 +79,8 @@ class Conversations:
     def _with_marked_spans(
         self, source: str, messages: list[Message], tools: Tools, first: int
     ) -> tuple[str, list[Span]]:
-        # `apply_chat_template(return_assistant_tokens_mask=True)` cannot be used: it looks up single characters, and
-        # stops if the tokenizer's offsets skip a leading space; the rest of the text would then have no targets.
+        # `apply_chat_template(return_assistant_tokens_mask=True)` cannot be used. It looks up single characters, and
+        # stops if the tokenizer's offsets skip a leading space, so that the rest of the text would have no targets.
         with reading(_REFUSED):
             bodies, spans = render_jinja_template(
                 conversations=[messages],
@@ -99,7 +98,7 @@ class Conversations:
 
 @lru_cache(maxsize=8)
 def undated(template: str) -> str:
-    """Replace the present date in the template by `DATE`. Otherwise the documents would change every day: a run could
-    not be resumed, and a cache would not contain its documents.
+    """Replace today's date in the template by `DATE`. Otherwise the documents would change every day: a run could not
+    be resumed, and a signal cache would not contain its documents.
     """
     return _ASKS_FOR_THE_DATE.sub(lambda match: repr(DATE.strftime(match["form"])), template)

@@ -1,8 +1,8 @@
 """Runs untrusted code in a separate process, so that it can neither hang this process nor use up its memory.
 
-Neither an alarm nor a thread can interrupt one long operation of the interpreter, such as 10**10**8, but the kernel
-can end a process. The process is a fork, so it already has the function and its data. Arguments and results are sent
-as JSON.
+An alarm or a thread cannot interrupt one long operation of the interpreter, such as 10**10**8, but the kernel can end
+a process. The process is a fork, so that it already has the function and its data. Arguments and results are sent as
+JSON.
 """
 
 import gc
@@ -27,7 +27,7 @@ class Isolated:
     """Calls `function` in a separate process. A call starts the process if it does not run.
 
     seconds: limit of processor time for one call; it does not depend on the machine's load.
-    memory_bytes: limit of the memory that the process may allocate after its start (only on Linux).
+    memory_bytes: limit of the memory that the process allocates after its start (only on Linux).
 
     Arguments and results have JSON types. The function must report errors in its result; an exception ends the
     process.
@@ -80,7 +80,7 @@ class _Process:
         self.end = weakref.finalize(self, _end, pid, self.connection)
 
     def send(self, request: bytes) -> bytes | None:
-        """Send a request; returns the answer, or None if the process ends without an answer."""
+        """Return the answer to a request; None if the process ends without an answer."""
         try:
             self.connection.send_bytes(request)
             return self.connection.recv_bytes()
@@ -91,8 +91,8 @@ class _Process:
 def _end(pid: int, connection: "Connection[Any, Any]") -> int:
     """Close the connection, end the child, and return its exit status."""
     connection.close()
-    # Closing is not enough: a process forked later may keep the connection open, and the child would wait for ever.
-    # If the child has already ended, its exit status does not change.
+    # Closing is not enough: a process forked later may keep the connection open, so that the child would not end.
+    # If the child has already ended, the signal does not change its exit status.
     os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
 
@@ -100,10 +100,10 @@ def _end(pid: int, connection: "Connection[Any, Any]") -> int:
 def _serve(
     function: Callable[..., Any], connection: "Connection[Any, Any]", seconds: float, memory_bytes: int
 ) -> NoReturn:
-    """The child's main loop. It must never return to its caller, the forked code of the parent."""
+    """The child's main loop. It must never return, because its caller is the forked code of the parent."""
     try:
-        gc.freeze()  # the child must not finalize the objects that it has from its parent
-        signal.set_wakeup_fd(-1)  # else the parent would get a signal to the whole process group twice
+        gc.freeze()  # the child must not finalize objects of its parent
+        signal.set_wakeup_fd(-1)  # otherwise a signal to the process group would reach the parent twice
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it; the child ends with the parent

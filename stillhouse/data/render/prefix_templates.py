@@ -21,15 +21,15 @@ _EXPECTED = "expected a text in which {column} stands for a record's value, and 
 
 
 class PrefixTemplate:
-    """Makes one teacher's prefixes. template: a text in which `{column}` stands for a record's value.
+    """template: a text in which `{column}` stands for a record's value; `{{` and `}}` are literal braces.
 
-    `{{` and `}}` are literal braces. Raises ValueError for all other features of Python's format strings, because a
-    template must not access attributes of a value.
+    Raises ValueError for all other features of Python's format strings, because a template must not access attributes
+    of a value.
     """
 
     def __init__(self, teacher: str, template: str):
         self.what = f"the prefix of teacher {teacher!r}"
-        #: pairs of a text and the name of the column whose value follows the text (None: no value follows)
+        #: pairs of a text and the column whose value follows the text (None: no value follows)
         self.parts: list[tuple[str, str | None]] = []
         try:
             parsed = list(Formatter().parse(template))
@@ -72,10 +72,10 @@ class PrefixTemplate:
 
 
 def _behind_bos(ids: np.ndarray, document: np.ndarray, bos: int | None, bos_from: BosFrom) -> EncodedPrefix:
-    """The prefix before a document. If both begin with a BOS, it is removed from the prefix."""
+    """Remove a BOS from the prefix if prefix and document begin with a BOS."""
     if bos is None or bos_from is None or document[:1].tolist() != [bos]:
         return EncodedPrefix(ids, after_bos=False)
-    if bos_from == "tokenizer":  # the prefix was tokenized without it
+    if bos_from == "tokenizer":  # the prefix was tokenized without a BOS
         return EncodedPrefix(ids, after_bos=True)
     both = ids[:1].tolist() == [bos]
     return EncodedPrefix(ids[1:] if both else ids, after_bos=both)

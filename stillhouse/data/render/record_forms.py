@@ -33,7 +33,7 @@ def template_for(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tar
     if columns == ("text",):
         return TextTemplate(tokenizer)
     if columns == ("prompt",) and "completion" in fields:
-        # the columns decide a record's content key, which must be that of the same record as a whole document
+        # the content key is a hash of these columns, and must not depend on whether only the prompt is read
         columns = ("prompt", "completion")
     if columns == ("messages",) or isinstance(fields["prompt"], list):
         return ChatTemplate(tokenizer, columns, targets)

@@ -1,10 +1,10 @@
 """Turns the strings of a record into token ids and a mask of the tokens to predict.
 
 A template works in two steps: `render` checks one record and turns it into text, so that an error can name the
-record; `encode` tokenizes a batch of rendered records.
+record. Then `encode` tokenizes a batch of rendered records.
 
 The student must learn to stop. So an end-of-sequence token (EOS) is appended to texts and completions that do not end
-with one, and no token is ever masked by its id (the pad token often has the same id as the EOS).
+with an EOS. No token is ever masked by its id, because the pad token often has the id of the EOS.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ BosFrom = Literal["tokenizer", "chat template"] | None
 
 @dataclass(frozen=True)
 class Rendered:
-    """A record as text. `prompt` and `body` are tokenized separately; `spans` are the target characters of a chat."""
+    """A record as text. `prompt` and `body` are tokenized separately. spans: the target characters of a chat."""
 
     body: str
     prompt: str = ""
@@ -39,8 +39,8 @@ class Encoded:
     """A tokenized record.
 
     ids: token ids, [n] int32.
-    targets: which tokens are targets, [n] bool; never the first token.
-    joined_turns: the number of turns whose first token overlaps the prompt.
+    targets: which tokens are targets, [n] bool. The first token is never a target.
+    joined_turns: the number of turns whose first token also has characters of the prompt.
     """
 
     ids: np.ndarray
@@ -52,7 +52,7 @@ class Template(Protocol):
     """Turns records of one form into tokens.
 
     columns: the columns that a record must have.
-    extras: optional columns; if present, they are part of the record's content.
+    extras: optional columns, which are part of the record's content.
     splits: whether a long record is split into pieces; otherwise it is truncated.
     bos_from: who adds the BOS at the beginning of a document.
     """
@@ -71,7 +71,7 @@ class Template(Protocol):
         ...
 
     def render_prefix(self, text: str) -> str:
-        """The text of a prefix, to tokenize with add_special_tokens=False. Raises RecordError."""
+        """The text of a prefix, which is tokenized with add_special_tokens=False. Raises RecordError."""
         ...
 
 
@@ -85,7 +85,7 @@ class _StringTemplate(Template):
                 "could not learn to stop; set eos_token in its tokenizer_config.json"
             )
         self.tokenizer, self.eos = tokenizer, tokenizer.eos_token_id
-        #: the ids of a text tokenized with add_special_tokens=True
+        #: the ids of a short text between the tokenizer's special tokens
         self.framed = tokenize(tokenizer, ["a"], special=True)[0]
         bos = tokenizer.bos_token_id
         self.bos_from = "tokenizer" if bos is not None and self.framed[:1] == [bos] else None
@@ -99,7 +99,7 @@ class _StringTemplate(Template):
 
 
 class TextTemplate(_StringTemplate):
-    """Plain documents, with the tokenizer's own special tokens and an EOS; every token is a target."""
+    """Plain documents with the tokenizer's own special tokens and an EOS. Every token is a target."""
 
     columns: tuple[str, ...] = ("text",)
     splits = True
@@ -113,11 +113,10 @@ class TextTemplate(_StringTemplate):
 
 
 class CompletionTemplate(_StringTemplate):
-    """Prompt and completion as strings. They are tokenized separately, because generation also tokenizes only
-    prompts.
+    """Prompt and completion as strings. They are tokenized separately, because generation tokenizes prompts alone.
 
-    The prompt gets the tokenizer's special tokens except an EOS. The completion gets only an EOS; without targets, it
-    is not read.
+    The prompt gets the tokenizer's special tokens except an EOS. The completion gets only an EOS. Without targets,
+    the completion is not read.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], targets: Targets):
@@ -133,7 +132,7 @@ class CompletionTemplate(_StringTemplate):
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         prompts = tokenize(self.tokenizer, [record.prompt for record in rendered], special=True)
         if self.framed[-1] == self.eos:
-            # Only an end of sequence that the tokenizer appends is removed from the prompt, never one in its text.
+            # Remove the EOS that the tokenizer has appended to the prompt. An EOS in the prompt's text stays.
             prompts = [ids[:-1] for ids in prompts]
         if self.targets == "none":
             return [with_targets(prompt, []) for prompt in prompts]
@@ -145,7 +144,7 @@ class CompletionTemplate(_StringTemplate):
 
 
 def with_targets(prompt: list[int], completion: list[int], every: bool = False) -> Encoded:
-    """A document with the completion's tokens as targets, or with all tokens but the first if `every` is true."""
+    """A document whose targets are the completion's tokens, or all tokens except the first if `every` is true."""
     targets_T = np.full(len(prompt) + len(completion), every)
     targets_T[len(prompt) :] = True
     targets_T[:1] = False

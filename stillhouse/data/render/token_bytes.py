@@ -1,9 +1,9 @@
 """The bytes that each token of a tokenizer represents. Two different tokenizers can be compared by these bytes.
 
-Two kinds of tokenizers have exact bytes for every token. Byte-level ones (GPT-2, Llama 3, Qwen) represent the 256
-byte values by 256 characters. SentencePiece ones (Llama 2, Gemma) represent a space as "▁"; some of these put a space
-before a text. Other tokenizers, such as WordPiece, lose white space, so their tokens have no exact bytes; they raise
-ValueError.
+Two kinds of tokenizers have exact bytes for every token. Byte-level tokenizers (GPT-2, Llama 3, Qwen) represent the
+256 byte values by 256 characters. SentencePiece tokenizers (Llama 2, Gemma) represent a space as "▁", and some put a
+space before a text. Other tokenizers, such as WordPiece, lose white space, so that their tokens have no exact bytes.
+They are refused.
 """
 
 import json
@@ -24,7 +24,7 @@ _NO_ADDED_SPACE: dict[str, dict[str, Any]] = {
 
 
 def _alphabet() -> Iterator[tuple[str, int]]:
-    """GPT-2's characters for the 256 bytes: itself for a visible byte, otherwise a character from 256 on."""
+    """GPT-2's characters for the 256 bytes: a visible byte is its own character, the others begin at 256."""
     others = iter(range(256, 512))
     for byte in range(256):
         visible = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
@@ -37,10 +37,10 @@ BYTE_OF = dict(_alphabet())
 class TokenBytes:
     """A tokenizer as a translation between ids and bytes.
 
-    special: the content of each special token.
-    bytes_of: the bytes of each other token.
-    id_of: the token for given bytes. If several tokens have equal bytes, it is the first one that is not a
-        byte-fallback token such as <0x41>, if possible.
+    special: the content of each special token, by id.
+    bytes_of: the bytes of each other token, by id.
+    id_of: the id of the token with given bytes. Of several tokens with equal bytes, it is the first token that is not
+        a byte-fallback token such as <0x41>, if possible.
     bos, eos, unknown: the ids of these special tokens, or None.
     prefix: the ids that the tokenizer puts before every text.
 
@@ -75,12 +75,11 @@ class TokenBytes:
         numbers = {index for token, index in vocabulary.items() if _BYTE.fullmatch(token)}
         order = sorted(self.bytes_of, key=lambda index: (index in numbers, index), reverse=True)
         self.id_of: Mapping[bytes, int] = {self.bytes_of[index]: index for index in order}
-        # a copy of the tokenizer
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
         behind_special = {index: self._ids_behind(index) for index in self.special}
-        # the name of a special token inside a text is tokenized as text
+        # from here on, the name of a special token inside a text is tokenized as text
         self._backend.encode_special_tokens = True
         state = json.loads(self._backend.to_str())
         state |= {part: _without_added_space(state[part]) for part in ("normalizer", "pre_tokenizer")}
@@ -102,9 +101,9 @@ class TokenBytes:
         self.prefix = with_prefix[: starts[0]] if starts else []
 
     def encode(self, texts: Sequence[str], *, inner: bool = False) -> list[list[int]]:
-        """The ids of texts, without special tokens: the name of a special token in a text is tokenized as text.
+        """The ids of texts, without special tokens. The name of a special token in a text is tokenized as text.
 
-        inner: whether the texts are from the middle of longer texts, so that no space is put before them.
+        inner: the texts are from the middle of longer texts, so that no space is put before them.
         """
         backend = self._inner if inner else self._backend
         return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
@@ -116,8 +115,8 @@ class TokenBytes:
     def has_added_space(self, content: bytes) -> bool:
         """Whether the first byte of a text is a space that the tokenizer has added.
 
-        Some tokenizers add no space if the text already begins with one. Their ids are then the same with and without
-        the space in the text. In this case, the text without the space is assumed.
+        Some tokenizers add no space if the text begins with a space. Then the ids are the same with and without the
+        space in the text, and the text is assumed to have none.
         """
         return content.startswith(b" ") and (self._adds_second_space or not content.startswith(b"  "))
 
@@ -132,9 +131,7 @@ class TokenBytes:
         return b"".join(self.pieces(self.encode([text], inner=inner)[0]))
 
     def _ids_behind(self, index: int) -> list[int] | None:
-        """The ids of a text after a special token. None if the tokenizer does not recognise this special token inside
-        a text, but only puts it before a text.
-        """
+        """The ids of a text after a special token; None if the tokenizer does not recognise this token in a text."""
         ids = self._backend.encode(f"{self.special[index]}a", add_special_tokens=False).ids
         return ids[1:] if ids[:1] == [index] else None
 
@@ -142,12 +139,11 @@ class TokenBytes:
         if not self._is_byte_level:
             byte = _BYTE.fullmatch(token)
             return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
-        # a token with another character cannot come from a text, but a vocabulary may have it
+        # a vocabulary may have a token with another character, which never comes from a text
         return bytes(map(BYTE_OF.__getitem__, token)) if BYTE_OF.keys() >= set(token) else token.encode()
 
 
 def _parts(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a decoder."""
     if decoder is None:
         return []
     return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -168,7 +164,7 @@ def _without_added_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _writes_spaces(decoder: dict[str, Any] | None) -> bool:
-    """Whether a decoder only turns "▁" into a space, byte-fallback tokens into bytes, and removes a leading space."""
+    """Whether a decoder only turns "▁" into a space and byte-fallback tokens into bytes, and strips a space."""
     known = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
     parts = _parts(decoder)
     return all(part["type"] in known for part in parts) and any(_replaces_space(part) for part in parts)

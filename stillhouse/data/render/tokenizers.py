@@ -1,10 +1,10 @@
-"""Loads tokenizers and checks that student and teacher have the same one.
+"""Loads tokenizers, and checks that student and teacher have the same tokenizer.
 
 A divergence between two distributions is meaningful only if id v represents the same text for both models. Also, the
 teacher's predictions are reliable only for texts that are tokenized as in its own training. So everything that
 determines ids is compared: vocabulary, merges or scores, added tokens, normalizer, pre-tokenizer. The BOS, EOS and
-pad tokens may differ (as between a base student and an instruct teacher), and so may the chat template; those of the
-student are used. A head may have more rows than there are tokens (padding).
+pad tokens may differ (as between a base student and an instruct teacher), and the chat templates may differ; those of
+the student are used. A head may have more rows than there are tokens (padding).
 """
 
 import json
@@ -31,16 +31,16 @@ MAX_IDS = 10_000_000
 def load_tokenizer(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or a hub id, which is passed on unchanged.
+    """The tokenizer of a folder or a hub id. Raises ValueError if there is no tokenizer or if it is damaged.
 
-    Raises ValueError if there is no tokenizer or if it is damaged. To detect damage, it is also used and saved here.
+    To detect damage, the tokenizer is used and saved to a temporary folder.
     """
     what = f"the tokenizer of {name_or_path!r}"
     where = "cannot be loaded: there is no such folder, and it could not be loaded from the hub"
     if os.path.isdir(name_or_path):
         where = "cannot be read (expected tokenizer.json in that folder)"
         if not any(map(_OF_TOKENIZER.match, os.listdir(name_or_path))):
-            # transformers would make an empty one of the model's type
+            # transformers would make an empty tokenizer of the model's type
             raise ValueError(
                 f"{name_or_path} has no tokenizer: expected tokenizer.json beside the model, as "
                 "AutoTokenizer.from_pretrained(…).save_pretrained(folder) writes it"
@@ -62,12 +62,12 @@ def load_tokenizer(
     with reading(unusable), TemporaryDirectory() as folder:
         if tokenizer.is_fast:
             tokenizer.backend_tokenizer.to_str()
-        tokenizer.save_pretrained(folder)  # as for each checkpoint
+        tokenizer.save_pretrained(folder)  # every checkpoint does this, too
     return tokenizer
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
-    """The ids of each text. special: the value of add_special_tokens."""
+    """The ids of each text. special: transformers' argument add_special_tokens."""
     return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
 
 
@@ -80,7 +80,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike
 def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:
     """Return warnings about special tokens that differ between student and teacher, such as the EOS.
 
-    Raises ValueError with the first difference if the same ids may represent different text for the two.
+    Raises ValueError, with the first difference, if an id may represent different texts for student and teacher.
     """
     difference = _first_difference(_identity(student), _identity(teacher))
     if difference:
@@ -93,16 +93,16 @@ def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTo
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sha256 of everything that `check_same_tokenizer` compares: tokenizers with equal hashes pass that check."""
+    """A sha256 of everything that `check_same_tokenizer` compares. Tokenizers with equal hashes pass that check."""
     return json_hash(asdict(_identity(tokenizer)))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) -> list[str]:
-    """Check that a head with `rows` rows has a row for each token; returns warnings. More rows are allowed.
+    """Check that a head with `rows` rows has a row for each token. Returns warnings. More rows are allowed.
 
-    An added token without a row causes only a warning: some text-only models have such tokens for images, and texts
-    do not contain them (`Documents.check_ids` checks this). Raises ValueError for any other token without a row.
-    which: "student" or "teacher".
+    An added token without a row causes only a warning: some text-only models have added tokens for images, and texts
+    do not contain these tokens (`Documents.check_ids` checks this). Raises ValueError for any other token without a
+    row. which: "student" or "teacher".
     """
     beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
     if not beyond:

@@ -1,8 +1,7 @@
-"""Sends requests to the servers of one model. The number of requests in progress is limited for each server.
+"""Sends requests to the servers of one model, to each server at most `in_flight` at a time.
 
-A request goes to the server with the fewest tokens in progress. If the server cannot answer it, the request is sent
-again. After a failure, a server gets no requests for a pause, which grows with every failure. Every request ends with
-its answer or with an error.
+If a server cannot answer a request, the request is sent to another server. After a failure, a server gets no requests
+for a pause, which grows with every failure. Every request ends with its answer or with an error.
 """
 
 import asyncio
@@ -35,8 +34,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 MAX_BAD_ANSWERS = 5
 #: seconds without an answer before a line is printed about the wait
 QUIET_SECONDS = 2.0
-#: the request is repeated after these statuses: the server is overloaded, restarts or has lost its own backend, or
-#: it has failed on the request (500)
+#: statuses after which a request is repeated: the server is overloaded, restarts, has lost its backend, or has failed
 _BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
 _GIVEN_UP = "the request was given up, because the run ends"
 

@@ -29,8 +29,7 @@ class ServedEngine:
     """Servers of one kind that generate the student's completions (a RolloutEngine).
 
     vocabulary: rows of the student's head. Ids outside of it are not sent, because they end a vLLM, and not accepted.
-    timeout: seconds without an answer of any server after which futures raise ServerError; also the limit of one
-        answer.
+    timeout: seconds without an answer of any server after which futures raise ServerError, and the limit per answer.
     warn: is called with a line when a server fails or answers again.
     keep_weights: the servers keep the weights that they have, such as a teacher's. If it is False, `update_weights`
         must be called before `generate`.

@@ -1,8 +1,7 @@
 """Loads the newest weights on the servers that generate completions, and proves that the servers use them.
 
 Every version has a label that only this engine uses. A server that was restarted has its initial weights and another
-label. The answers of such a server are discarded, and their requests are sent again. The server gets the newest
-version.
+label. Its answers are discarded, their requests are sent again, and the server gets the newest version.
 """
 
 import threading
@@ -147,9 +146,7 @@ class ServedWeights:
                     self.api.forget(self.pool.asker(server.url, PATIENCE), before.label, before.kind)
 
     def restore(self, server: ServerState, published: Published) -> None:
-        """Begin to load the newest version on a server, or give the server up if `keep`. Does nothing if a version
-        was loaded after `published`.
-        """
+        """Begin to load the newest version on a server, unless it has loaded a version after `published`."""
         if not server.lock.acquire(blocking=False):
             return  # another thread is loading weights on it
         try:

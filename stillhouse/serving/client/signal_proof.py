@@ -2,7 +2,7 @@
 
 A server can answer without an error and still be wrong. For example, its rows may be shifted by a token, it may
 ignore the temperature, or it may have lost its weights in a sleep mode. The proof sends a few documents of the run's
-data to every server. Its error message says what is wrong.
+data to every server, and an error says what is wrong.
 
 N rows, K ids per row.
 """
@@ -182,9 +182,7 @@ class _ServerProof:
     answers: Sequence[dict[str, Tensor]]
 
     def prove_informed(self) -> None:
-        """Refuse uniform distributions and equal hidden states for all tokens: the server has lost its weights. Also
-        refuse normalised hidden states.
-        """
+        """Refuse uniform distributions and equal hidden states (lost weights), and normalised hidden states."""
         url, vocabulary = self.url, self.store.vocabulary
         if "hidden" in self.answers[0]:
             hidden_NE = torch.cat([answer["hidden"] for answer in self.answers]).float()

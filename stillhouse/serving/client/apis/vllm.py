@@ -169,7 +169,7 @@ class VllmApi(ServerApi):
             "seed": seed % 2**63,
             # one more than `top`, because the sampled token also counts
             "logprobs": top + 1 if top else 0,
-            # a completion ends only at these tokens, not at the end tokens of the server's own configuration
+            # a completion ends at these tokens, and not at the end tokens of the server's configuration
             "ignore_eos": True,
             "stop_token_ids": list(sampling.eos_ids),
             "stop": list(sampling.stop),
@@ -202,8 +202,7 @@ class VllmApi(ServerApi):
             if answer.status_code != 200 and "already been loaded" not in answer.text:
                 require(answer, "loading the adapter", _LORA)
             return True
-        # Requests in progress wait. A token from half-updated weights would have the label "…-loading", which the
-        # client never accepts.
+        # Requests in progress wait. Tokens from half-updated weights would have a label that the client refuses.
         _succeed(ask, "/pause?mode=keep", {}, "status", "paused")
         _succeed(ask, "/update_weight_version", {"new_version": f"{published.label}-loading"}, "success", True)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(published.folder)}}
