@@ -10,10 +10,10 @@ A Ctrl-C may also end the reader of the output (`tee`), so that the output canno
 this case, too (`surviving_lost_reader`). If a function of the user does not return after a signal within `finishing`,
 it is interrupted (`interruptible`).
 
-In all these cases the exit code is 128 + the signal's number. A thread reads the signals, because Python runs signal
-handlers only in the main thread, which may be waiting in a collective that never ends. Signals that were ignored when
-the process started (`nohup`, background jobs) stay ignored. Without the command line, the library installs no
-handlers, and signals keep their meaning.
+The exit code is 128 + the signal's number; only a server that has answered all requests ends with 0. A thread reads
+the signals, because Python runs signal handlers only in the main thread, which may be waiting in a collective that
+never ends. Signals that were ignored when the process started (`nohup`, background jobs) stay ignored. Without the
+command line, the library installs no handlers, and signals keep their meaning.
 """
 
 import errno

@@ -253,7 +253,7 @@ def _unknown_option(error: click.NoSuchOption) -> str:
 
 
 def _is_lost_contact(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised this error because another process is lost. gloo's errors have no class."""
+    """Whether torch.distributed raised this error because another process is lost. gloo raises RuntimeError."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error))
 

@@ -41,7 +41,7 @@ from stillhouse.data.token_cache import TARGETS, TOKENS, cached_documents, entry
 from stillhouse.display import first_line, name_list
 
 _BATCH = 512  # records per call of the tokenizer
-_PART = 2**22  # tokens per part when all tokens are searched
+_PART = 2**22  # tokens that are searched at a time
 _REASONS = 5  # the most errors that a report keeps
 
 

@@ -38,7 +38,7 @@ def weighted_order(
 
 
 def _repeated(members: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """The first `count` members of: all members in the order of epoch 0, then in the order of epoch 1, and so on."""
+    """Repeat all members, in another order in each epoch, and return the first `count` of the result."""
     epochs = range(-(-count // len(members)))
     return np.concatenate([members[permutation(len(members), seed, epoch + 1)] for epoch in epochs])[:count]
 

@@ -33,7 +33,7 @@ def read_csv(path: Path, delimiter: str) -> Iterator[Record]:
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    """Lines that end only at \n. Bytes that are not UTF-8 become lone surrogates, which `_damaged` finds."""
+    """Lines that end only at a line feed. Bytes that are not UTF-8 become lone surrogates, which `_damaged` finds."""
     encoding = "utf-8-sig"
     while line := file.readline(MAX_BYTES + 1):
         if len(line) > MAX_BYTES:

@@ -84,7 +84,6 @@ def _matches(pattern: str) -> list[Path]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files of a folder, in the order of their names."""
     files = sorted(path for path in folder.iterdir() if _is_readable(path))
     if not files:
         raise ValueError(

@@ -256,7 +256,6 @@ class Aligner:
 
 
 def _as_characters(content: bytes) -> str | None:
-    """The text of these bytes; None if they are not valid UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError:

@@ -89,7 +89,6 @@ class _Process:
 
 
 def _end(pid: int, connection: "Connection[Any, Any]") -> int:
-    """Close the connection, end the child, and return its exit status."""
     connection.close()
     # Closing is not enough: a process forked later may keep the connection open, so that the child would not end.
     # If the child has already ended, the signal does not change its exit status.

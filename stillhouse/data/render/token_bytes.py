@@ -24,7 +24,7 @@ _NO_ADDED_SPACE: dict[str, dict[str, Any]] = {
 
 
 def _alphabet() -> Iterator[tuple[str, int]]:
-    """GPT-2's characters for the 256 bytes: a visible byte is its own character, the others begin at 256."""
+    """GPT-2's characters for the 256 bytes: a visible byte is its own character, the others are from 256 on."""
     others = iter(range(256, 512))
     for byte in range(256):
         visible = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255

@@ -139,7 +139,6 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> _Identity:
 
 
 def _first_difference(student: _Identity, teacher: _Identity) -> str:
-    """The first difference, in words; "" if there is none."""
     parts: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = [
         ("id", student.vocabulary, teacher.vocabulary),
         ("added token", student.added, teacher.added),

@@ -114,8 +114,7 @@ class ServedEngine:
 
         def content(url: str) -> bytes:
             server = self.weights.servers[url]
-            # the weights are unknown here only if they became so after the server was chosen; then the answer is
-            # discarded
+            # if the weights have become unknown after this server was chosen, its answer will be discarded
             published = server.published or UNKNOWN_WEIGHTS
             attempt[:] = [(server, published)]
             body = self._api.body(server.model_of(published), ids.tolist(), self._sampling, limit, request.seed)
@@ -152,7 +151,6 @@ class ServedEngine:
         return replace(completion, finish="stop") if answer.ids[-1] in self._sampling.eos_ids else completion
 
     def _require_requested(self, answer: Answer, limit: int) -> None:
-        """Raise ValueError if the completion does not fit the request."""
         ids = answer.ids
         if not ids or len(ids) > limit:
             raise ValueError(f"a completion of {len(ids)} tokens: expected 1 to {limit}")

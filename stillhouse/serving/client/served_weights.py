@@ -178,7 +178,6 @@ class ServedWeights:
         server.published = self.newest = Published(0, Path(), label, "model")
 
     def _greedy(self, server: ServerState, ids: Sequence[int]) -> Answer:
-        """The answer with the most probable token after a few ids."""
         known = [token % self.vocabulary for token in ids]
         return self.api.parse(self._one_token(server, known, _GREEDY), "model")
 

@@ -205,7 +205,7 @@ class _ServerProof:
             )
 
     def prove_alignment(self) -> None:
-        """Change one token of each document. Its row and later rows must change; the rows before it must not."""
+        """Change one token of each document. Its row and later rows must change, and earlier rows must not."""
         places = [max(1, (len(probe.tokens) - 2) // 2) for probe in self.probes]
         changed = [_changed(probe, place, self.probes) for probe, place in zip(self.probes, places, strict=True)]
         others = self.store.scores(changed, url=self.url, spec=self.spec)
@@ -227,7 +227,7 @@ class _ServerProof:
             )
 
     def prove_temperature(self) -> None:
-        """Raise ValueError unless gaps of log-probabilities at temperature τ are the gaps at temperature 1 over τ."""
+        """Raise ValueError unless gaps of log-probabilities at temperature τ are those at 1, divided by τ."""
         temperature = self.spec.temperature
         if temperature is None or temperature == 1.0:
             return

@@ -44,7 +44,7 @@ class ModelLoop:
             while True:
                 is_last = queue.is_draining
                 if is_last:
-                    queue.drain()  # no request enters the queue after this line: if it is empty below, all are done
+                    queue.drain()  # no request enters the queue after this line, so that an empty queue stays empty
                 if not self._server.is_alive:
                     raise RuntimeError("the HTTP thread has ended")
                 self._role.between_batches()

@@ -18,7 +18,7 @@ from stillhouse.serving.server.request_errors import ENDING, RequestError, busy
 
 
 class Part(Protocol):
-    """A part of a request, which the model computes in one batch. tokens: what it takes of the batch's budget."""
+    """A part of a request, which the model computes in one batch. tokens: its size in the batch's token budget."""
 
     @property
     def tokens(self) -> int: ...

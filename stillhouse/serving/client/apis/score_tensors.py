@@ -15,8 +15,8 @@ def top_k_tensors(
 ) -> dict[str, Tensor]:
     """Make the tensors of "top_k" from an engine's log-probabilities. The tail is computed from them.
 
-    entries: entry t has the top ids in place of token t and their log-probabilities, as row t − 1 predicts them.
-        Engines add token t itself if it is not among the top ids.
+    entries: entry t has the top ids that row t − 1 predicts in place of token t, and their log-probabilities. Engines
+        add token t itself if it is not among the top ids.
     path: the path of the request, for messages.
 
     Raises ValueError unless every entry has the document's token, and K ids with log-probabilities.

@@ -182,7 +182,6 @@ def _entry(log_prob: float, rank: int) -> dict[str, Any]:
 
 
 def _logprobs(body: CompletionBody, tensors: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The log-probabilities for the only token of the answer."""
     ids, log_probs = tensors["ids"][-1].tolist(), tensors["log_probs"][-1].clamp_min(LOWEST).tolist()
     names = [f"token_id:{token}" if body.return_tokens_as_token_ids else tokenizer.decode([token]) for token in ids]
     top = dict(zip(names[: max(body.logprobs or 0, 1)], log_probs, strict=False))
