@@ -41,7 +41,7 @@ class TorchState:
         self._restore(tensors)
 
     def tensors(self) -> dict[str, Any]:
-        """Return this rank's tensors, which may be shards, by their names in a checkpoint."""
+        """Return this rank's tensors, which may be shards, by name (see `state_folder.py`)."""
         return self.student_weights() | self._random_states() | self._averages() | self._moments()
 
     def student_weights(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class TorchState:
     def bytes_to_write(self) -> int:
         """Return the size of a checkpoint: all tensors, and the student's weights again for the folder `student`.
 
-        Raises ValueError on all ranks, naming the first tensor that is not finite: no run could continue from it.
+        Raises ValueError on all ranks, naming the first tensor that is not finite: a run could not continue from it.
         """
         tensors = self.tensors()
         self._require_finite(tensors)

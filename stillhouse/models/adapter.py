@@ -63,7 +63,7 @@ def add_lora(
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft itself detects that GPT-2 stores [in, out]
         model.add_adapter(config)
     config.base_model_name_or_path = base or model.name_or_path
-    config.target_modules = sorted(config.target_modules)  # a set, whose order would differ between processes
+    config.target_modules = sorted(config.target_modules)  # peft's set has another order in every process
     _require_adapted(model, names)
     layers = _lora_layers(decoder)
     for layer in layers:
@@ -118,8 +118,8 @@ def without_lora(decoder: Decoder) -> Iterator[None]:
     layers = _lora_layers(decoder)
     for layer in layers:
         layer.enable_adapters(False)
-        # undo that peft also freezes the matrices: FSDP records at its first forward which parameters require grad,
-        # and this forward may be the first one
+        # peft has also frozen the matrices. They must require grad, because FSDP records at its first forward which
+        # parameters require grad, and this forward may be the first
         layer.set_requires_grad(layer.active_adapters)
     try:
         yield

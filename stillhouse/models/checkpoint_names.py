@@ -17,7 +17,7 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
         return [prefix + name.removeprefix("backbone.")]
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
     candidates = [f"{head}.{name.removeprefix('head.linear.')}"]
-    if getattr(model.config, "tie_word_embeddings", False):  # transformers ignores the text part's value
+    if getattr(model.config, "tie_word_embeddings", False):  # transformers ignores the text configuration's value
         candidates.append(prefix + decoder.embedding_name.removeprefix("backbone."))
     return candidates
 

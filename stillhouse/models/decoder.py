@@ -32,7 +32,7 @@ from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import FullVocab, OutputHead
 
-if TYPE_CHECKING:  # it needs a later version of transformers than the rest
+if TYPE_CHECKING:  # `mtp_layers` needs a later version of transformers than this file
     from stillhouse.models.mtp.mtp_layers import MtpLayers
 
 HEAD_WEIGHT = "head.linear.weight"

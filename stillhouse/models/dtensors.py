@@ -33,7 +33,7 @@ def set_from_global(tensor: Tensor, values: Tensor) -> None:
 def gathered_tensor(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Return the global tensor: a collective of the processes that have shards of it.
 
-    device: the device on which to gather, since shards in host memory must be moved first; None: the tensor's device.
+    device: where to gather; shards in host memory must be moved to the GPU first. None: the tensor's device.
     """
     moved: Any = tensor if device is None else tensor.to(device)
     if not isinstance(moved, DTensor):
@@ -47,8 +47,5 @@ def gathered_tensor(tensor: Tensor, device: torch.device | None = None) -> Tenso
 
 
 def name_seed(seed: int, name: str) -> int:
-    """Return the seed of the tensor with this name.
-
-    With it, every process can draw the same global tensor and keep its shard, under any layout.
-    """
+    """Return a tensor's seed, from which every process draws the same global tensor under any layout."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])

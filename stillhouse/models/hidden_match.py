@@ -89,10 +89,7 @@ class HiddenMatch(LayerLossModule):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Initialise the projectors on this process, with rows of a norm of about 1.
-
-        The values depend on the seed and the pair's name, but not on the layout (`name_seed`).
-        """
+        """Initialise the projectors with rows of norm about 1, independently of the layout (`name_seed`)."""
         for name, projector in self.projectors.items():
             weight = projector.get_parameter("weight")
             generator = torch.Generator().manual_seed(name_seed(seed, f"hidden_match {name}"))

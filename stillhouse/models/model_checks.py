@@ -122,7 +122,7 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
 
 
 def warn_of_positions(model: PreTrainedModel, longest: int, which: str) -> list[str]:
-    """Return a warning if a document of `longest` tokens exceeds the configuration's max_position_embeddings."""
+    """Return one warning if a document of `longest` tokens exceeds max_position_embeddings, otherwise none."""
     reach = max_positions(model.config)
     if reach is None or longest <= reach:
         return []

@@ -151,7 +151,7 @@ def plan_name(name: str) -> str:
 
 
 def indivisible_size(config: PreTrainedConfig, names: Sequence[str], ranks: int) -> tuple[str, Any] | None:
-    """Return name and value of the first size that `ranks` does not divide. A value may be a list over layers."""
+    """Return (name, value) of the first size that `ranks` does not divide, or None. A value may be a list."""
     for name in names:
         size = getattr(text_config(config), name, None)
         if any(count is not None and count % ranks for count in (size if isinstance(size, list) else [size])):

@@ -247,8 +247,8 @@ class Tile:
     def _places(self, signal: SparseSignal) -> tuple[Tensor, Tensor]:
         """Return the columns [C, K] of the signal's ids on this rank, and a mask of rows that have such ids, [C, 1].
 
-        An id on another rank is replaced by the row's first id on this rank, or by column 0 if there is none, because
-        it is harmless to write the same value to a column twice.
+        An id on another rank is replaced by the row's first id on this rank, or by column 0 if there is none. This is
+        harmless, because a column that occurs twice gets the same value twice.
         """
         local_CK, is_here_CK = self._local(self.take(signal.ids_TK))
         first_C1 = local_CK.gather(1, is_here_CK.byte().argmax(1, keepdim=True))
