@@ -34,7 +34,7 @@ def end_process(code: int, line: str | None) -> NoReturn:
 
     No incomplete file remains under its final name, because files are written under another name and then renamed.
     """
-    flush = threading.Thread(target=_flush, daemon=True)  # in a thread, because the main thread may have the lock
+    flush = threading.Thread(target=_flush, daemon=True)  # the main thread may hold the lock of stdout for ever
     flush.start()
     flush.join(FLUSH_SECONDS)
     if line is not None:

@@ -42,7 +42,7 @@ def _message(message: Any, name: str) -> Message:
 
 
 def require_targets(messages: list[Message], column: str) -> None:
-    """Raise RecordError for a turn that is marked as excluded from the loss, because marks are not supported."""
+    """Raise RecordError for a turn that is marked as excluded from the loss: such marks are not supported."""
     for number, message in enumerate(messages, start=1):
         mask = next((key for key in MASKS if message.get(key) in (False, 0)), None)
         if mask is not None and message["role"] == "assistant":

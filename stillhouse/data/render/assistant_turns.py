@@ -109,7 +109,7 @@ class Turns:
         return [*self.messages[: count - 1], last | {"content": last.get("content", "") + ANCHOR}]
 
     def _end_of_turn(self, start: int, stop: int) -> int:
-        """The end of the turn without white space after the end marker: the assistant does not generate the space."""
+        """The end of the turn without white space after the end marker, which the assistant does not generate."""
         turn = self.body[start:stop].rstrip()
         return start + len(turn) if turn.endswith(self.special) else stop
 

@@ -146,7 +146,9 @@ class ServedWeights:
                     self.api.forget(self.pool.asker(server.url, PATIENCE), before.label, before.kind)
 
     def restore(self, server: ServerState, published: Published) -> None:
-        """Begin to load the newest version on a server, unless it has loaded a version after `published`."""
+        """Begin to load the newest version on a server, or give the server up if `keep`. Does nothing if the server
+        has loaded a version after `published`.
+        """
         if not server.lock.acquire(blocking=False):
             return  # another thread is loading weights on it
         try:

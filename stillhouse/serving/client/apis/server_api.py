@@ -64,7 +64,7 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens [start, end) of a completion. label: that of the weights that generated them; None: unknown."""
+    """The tokens [start, end) of a completion. label: the label of their weights, or None if it is unknown."""
 
     label: str | None
     start: int
