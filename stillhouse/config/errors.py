@@ -6,7 +6,7 @@ from types import TracebackType
 
 from stillhouse.display import message
 
-#: the most mistakes that one error lists
+#: the maximum number of mistakes that one error lists
 MAX_LINES = 17
 
 

@@ -93,13 +93,13 @@ def peer_hint(key: str, *, with_section: bool = False) -> str | None:
 
 
 def _same(spelling: str, name: str) -> bool:
-    """Whether they are equal, `name` is the end of `spelling`, or a `spelling` with a dot is the end of `name`."""
+    """Whether two names are equal, or one is the end of the other; a `spelling` without a dot is no end of `name`."""
     if spelling == name or spelling.endswith(f".{name}"):
         return True
     return "." in spelling and name.endswith(f".{spelling}")
 
 
 def _fitting(keys: Sequence[str], spelling: str) -> Sequence[str]:
-    """The keys with whose section `spelling` begins; all keys if there are none."""
+    """The keys whose section is the beginning of `spelling`; all keys if there are none."""
     of_section = [key for key in keys if spelling.startswith(key.partition(".")[0])]
     return of_section or keys

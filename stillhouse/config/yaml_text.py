@@ -15,7 +15,7 @@ from stillhouse.libraries import reading
 
 #: the largest 64-bit integer; a larger number can only be a mistake, and Python cannot print very long numbers
 LARGEST = 2**63 - 1
-#: limits of a document: its characters, and the depth of nested brackets; reading time grows with its square
+#: limits of a document: characters, and depth of nested brackets (reading time grows with the square of the depth)
 MAX_CHARACTERS, MAX_DEPTH = 100_000, 200
 _TAG = "tag:yaml.org,2002:"
 

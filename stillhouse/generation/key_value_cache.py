@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 class RoomyLayer(DynamicLayer):
-    """tokens: the capacity. Above it, the layer concatenates keys and values, as transformers' own layer does."""
+    """tokens: the number of preallocated tokens. More tokens are concatenated, as transformers' own layer does."""
 
     keys: Any
     values: Any

@@ -38,7 +38,7 @@ _OF_COMPLETIONS = ("prompt", "completion", "record")
 _ARGUMENTS = {CALLBACKS: ("context",), REWARD: _OF_COMPLETIONS, ENVIRONMENT: _OF_COMPLETIONS}
 #: how many frames of a traceback an error shows: from its beginning and from its end
 _FIRST, _LAST = 2, 6
-#: the most characters that are shown of a completion, and of the message of a function's error
+#: the maximum number of characters shown of a completion, and of the message of a function's error
 _SHOWN, _WIDTH = 80, 400
 #: the files whose frames precede the user's frames in a traceback
 _IMPORT = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")

@@ -36,7 +36,7 @@ from stillhouse.output.records import Document, HeldOutTokens, TermAtToken, Toke
 DOCUMENTS = 4
 TOKENS = 256
 TOP = 5
-#: how many logits are shown that a gradient step on a term raises most, and how many that it lowers most
+#: the number of shown logits that a gradient step on a term raises most; as many are shown that it lowers most
 PUSHED = 3
 #: rows whose logits are computed at once
 ROWS = 64

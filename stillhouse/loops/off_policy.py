@@ -1,6 +1,6 @@
 """The training loop on a fixed dataset: the teacher gives signals for the data's own tokens.
 
-`schedule.py` decides which micro-batches a step takes; `training.py` has the parts that all loops share.
+`schedule.py` decides which micro-batches a step takes; `training.py` has the parts that both loops share.
 """
 
 from stillhouse.checkpoint.integrity import IntactCheckpoint

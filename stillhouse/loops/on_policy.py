@@ -1,7 +1,7 @@
 """The on-policy training loop: an engine generates completions, and the teacher scores every token.
 
 It differs from `off_policy.py` in the source of its micro-batches (`rollouts.py`) and in the records of completions.
-`training.py` has the parts that all loops share.
+`training.py` has the parts that both loops share.
 """
 
 from contextlib import closing

@@ -147,7 +147,7 @@ def _results(run: Path, progress: Progress) -> str:
         return "The run had no held-out data."
     before = _first_evaluation(run, progress)
     columns: dict[str, Mapping[str, float | None]] = {f"step {progress.step}": progress.metrics}
-    if before:  # a run that began with a checkpoint has no evaluation at step 0
+    if before:  # a run that began with another run's checkpoint has no evaluation at step 0
         columns = {"step 0": before} | columns
     names = [name for name in sorted(progress.metrics) if not name.endswith("/tokens")]
     rows = [["held-out metric", *columns], ["---"] * (1 + len(columns))]

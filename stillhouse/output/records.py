@@ -67,7 +67,7 @@ class Sample:
 
     length: the number of tokens of the completion. `tokens` may contain only the first of them.
     reward, advantage: None without a reward.
-    staleness: the number of optimizer steps between the weights that generated the completion and the trained ones.
+    staleness: the number of optimizer steps after the weights that generated the completion.
     """
 
     step: _Count

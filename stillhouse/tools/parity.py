@@ -62,7 +62,7 @@ class Row:
 
 
 def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
-    """The layouts with one degree above 1; for an even number of processes from 4 on, also those with two.
+    """The layouts with one degree above 1; for an even number of processes from 4 on, those with two, too.
 
     experts: whether to include expert parallelism, because a model has experts.
     """

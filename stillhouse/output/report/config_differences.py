@@ -26,7 +26,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _is_section(key: str, keys: Iterable[str]) -> bool:
-    """Whether a key is a section in some run; then each value of the section has its own row."""
+    """Whether the key is a section in one of the runs; each value of the section then has its own row."""
     return any(nested.startswith(f"{key}.") for nested in keys)
 
 

@@ -40,7 +40,7 @@ class TrackerState(BaseModel):
     def open(cls, folder: RunFolder, log_bytes: int) -> Self:
         """The state of a run that resumes after the first `log_bytes` bytes of its metrics.jsonl. `active` is empty.
 
-        Raises ValueError if trackers.json or metrics.jsonl is damaged, or was copied from another run's folder.
+        Raises ValueError if trackers.json or metrics.jsonl is damaged, or if trackers.json is of another folder.
         """
         path, name = folder.path / FILE, folder.path.resolve().name
         if not path.exists():
