@@ -264,7 +264,6 @@ class ServedWeights:
             return list(threads.map(partial(ask, self.api.path), bodies))
 
     def _update_later(self, server: ServerState) -> None:
-        """Load the newest version on a server in the background, unless that is in progress."""
         if not server.is_absent:
             server.is_absent = True
             threading.Thread(target=self._update_or_give_up, args=(server,), daemon=True).start()
