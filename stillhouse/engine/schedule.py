@@ -58,8 +58,7 @@ def make_on_policy_schedule(
 ) -> tuple[StepSchedule, PromptPlan]:
     """Return the step schedule, in which a sequence is one sampled completion, and the prompt plan.
 
-    `StepPacker` forms the micro-batches, because they depend on the completions' lengths. prompts, dataset: the
-    numbers of documents with prompts and with completions.
+    `StepPacker` forms the micro-batches. prompts, dataset: numbers of documents with prompts and with completions.
     """
     samples = rollout.samples_per_prompt
     per_step = rollout.prompts_per_step or max(1, train.tokens_per_step // (max_tokens * samples))

@@ -33,10 +33,7 @@ DEFAULT_TRAIN = TrainConfig(betas=(0.9, 0.999), clip=None)
 
 
 class TorchEngine:
-    """Trains a student on micro-batches and the teachers' signals for them.
-
-    objective: the training loss at the student's head.
-    train: the optimizer's settings, and the norm above which the gradient is clipped.
+    """train: the optimizer's settings, and the norm above which the gradient is clipped.
     autocast: the dtype of matrix products; the weights keep their own dtype. None: the dtype of the weights.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
     parts: the losses beside the objective.
@@ -236,7 +233,6 @@ def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
 
 
 def _summed(named: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
-    """Add up the values of each name. Waits for the device once."""
     if not named:
         return {}
     values = torch.stack([value for _, value in named]).tolist()

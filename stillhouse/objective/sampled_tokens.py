@@ -21,12 +21,9 @@ from stillhouse.objective.teacher_log_probs import teacher_log_probs
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """The sampled tokens of a batch.
-
-    per_token: the tensors of `metric_keys.py`, [T] each.
+    """per_token: the tensors of `metric_keys.py`, [T] each.
     document_T: the document of each row.
     valid_index: the rows that count; None: all rows.
-    student: the student's head.
     teacher_heads: the heads of all teachers of the batch. Probabilities are over the tokens that all heads have.
     """
 

@@ -41,7 +41,6 @@ ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
 class MtpLoss(LossPart):
     """The objective at the MTP depths.
 
-    depths: the number of depths.
     scale: the factor of the depths' loss in the step's loss.
     of_student: True: the signal is the student's own distribution of the same token at depth 0, without gradients.
         False: it is the teacher's distribution.

@@ -21,9 +21,7 @@ ROUTER_LOSS = "router_aux"
 
 @dataclass(frozen=True)
 class RouterBalancing(LossPart):
-    """coefficient: the factor of the loss.
-    group: the context ranks, over which sequences are sharded; None: this process has full sequences.
-    """
+    """group: the context ranks, over which sequences are sharded; None: this process has full sequences."""
 
     coefficient: float
     group: ProcessGroup | None = None

@@ -137,7 +137,7 @@ class HeadLogits(LogitsProvider):
         terms: Sequence[Term],
         gradients: list[Tensor | None] | None = None,
     ):
-        """gradients: those of another provider of these hidden states and head, to add to; None: new tensors."""
+        """gradients: the tensors of another provider with the same hidden states and head, to add to; None: new."""
         dtype = operand_dtype(hidden_TD, head.weight_VD)
         self.hidden_TD, self.device = hidden_TD.detach(), hidden_TD.device
         self.scale, self.softcap = head.scale, head.softcap

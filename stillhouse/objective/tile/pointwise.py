@@ -161,7 +161,7 @@ def _sides(
             of_p_BV - rows["teacher_log_mass", teacher],
             of_q_BV - rows["student_log_mass", student],
             of_q_BV - of_p_BV - ratio_B1,
-            # the pivot is the common argmax of teacher and student: both l are 0 there
+            # at the pivot, both l are 0, as at a common argmax of teacher and student
             Pivot(-rows["student_log_mass", student], -ratio_B1),
         )
     return both

@@ -65,10 +65,8 @@ class RowStatistics:
 
 
 def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) -> RowStatistics:
-    """Combine the pieces.
-
-    raw_RCX: `pointwise.raw_sums` of every piece. outside_RC2: for each bucket, the largest logit and Σe^l outside
-        ids.
+    """raw_RCX: `pointwise.raw_sums` of every piece.
+    outside_RC2: for each bucket, the largest logit and Σe^l over the tokens outside the bucket's ids.
     """
     raw = dict(zip(plan.raw_sums, raw_RCX.unbind(2), strict=True))
     largest = [raw["reference", tile] for tile in range(plan.tiles)]

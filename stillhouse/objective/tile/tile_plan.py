@@ -63,7 +63,6 @@ T = TypeVar("T", bound=Hashable)
 class PointwisePlan:
     """The structure of a chunk's pointwise work.
 
-    tiles: the number of tiles.
     temperatures: the temperature of each softmax of the student.
     teachers: (tile, temperature) of each softmax of a dense teacher.
     pairs: the divergences between a teacher's and a student's softmax; no divergence is a weighted sum.
@@ -156,7 +155,6 @@ class Plan:
     Before the first chunk, a term calls these methods in `Term.request` to request quantities. After `close`, the
     methods only look up an index: they raise LookupError for a quantity that no term has requested.
 
-    scale, softcap: of the student's head.
     signals: the dense signals, in the order of their tiles.
     buckets: each sparse signal that needs sums over the tokens outside its ids, with the student's softmax.
     ids: the ids, [T] or [T, N], for which logits are needed.
