@@ -1,4 +1,4 @@
-"""Distributes student and teacher over processes, from outside of the models' own code (see `runner.py`)."""
+"""Distributes student and teacher over processes, without changes to the models' code (see `runner.py`)."""
 
 from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.parallel import watchdog

@@ -1,18 +1,18 @@
-"""The order of a pipeline's actions: 1F1B for the student, and the next step's teacher when a rank would be idle.
+"""The order of a pipeline's actions: 1F1B for the student; idle ranks run the teacher for the next step.
 
-The order is fixed before a step, by a simulation with given costs. Every process computes the same order by itself.
-Therefore the ranks cannot deadlock, even if the true costs are different.
+A simulation with estimated costs gives the order before each step. Every process computes the same order, so the
+ranks cannot deadlock, even if the true costs are different.
 
     F, B    forward and backward of the student
     T       forward of the teacher
 
-A free rank runs the student's next action; if that action cannot start yet, the rank runs the teacher's next action.
-Gradient clipping needs the global norm, so every rank waits for the last one at the end of a step. Suppose that this
-step, without T actions of the next step, ends at time t. A T action of the next step is left out if it would start
-after t. The next step runs the T actions that were left out, before the student's actions or in bubbles.
+A free rank runs the student's next action. If that action cannot start yet, the rank runs the teacher's next action.
+All ranks wait for the slowest rank at the end of a step, because gradient clipping needs the global norm. Let t be
+the time at which the step would end without T actions of the next step. T actions of the next step that would start
+after t are left out. The next step then runs them, before the student's actions or in bubbles.
 
-Two ranks with four micro-batches per step, where F costs 1, B 2 and T 1 (`bubble_schedule(4, 4, 1.0, (4, 3))`). T0'
-is the teacher's forward of the next step's first micro-batch:
+Example: two ranks, four micro-batches per step, F costs 1, B 2 and T 1 (`bubble_schedule(4, 4, 1.0, (4, 3))`). T0' is
+the teacher's forward for the first micro-batch of the next step:
 
     rank 0  |F0 |F1 |T0'|T1'|B0     |F2 |B1     |F3 |B2     |T2'|B3     |T3'|
     rank 1  |T3 |F0 |B0     |F1 |B1     |F2 |B2     |F3 |B3     |T0'|T1'|T2'|
@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-#: the costs of a student's stage, in units of its forward
+#: the costs of a stage of the student, in units of its forward
 FORWARD, BACKWARD = 1, 2
 
 
 class Action(NamedTuple):
-    """An action of a rank. step: 0 is the current step, 1 the next. kind: F, B or T; `simulate` takes any kind."""
+    """step: 0 for the current step, 1 for the next step. kind: F, B or T (`simulate` accepts any kind)."""
 
     step: int
     stage: int
@@ -55,7 +55,7 @@ class Order:
 
 @cache
 def bubble_schedule(micro_batches: int, next_micro_batches: int, teacher: float, done: tuple[int, ...]) -> Order:
-    """Return the order of a step of `micro_batches`, followed by a step of `next_micro_batches` (0: none is known).
+    """Return the order of a step. next_micro_batches: the number of micro-batches of the next step (0: unknown).
 
     teacher: the cost of a T, in units of a forward of a student's stage. done: `Order.done` of the previous step.
     """
@@ -117,8 +117,8 @@ def simulate(
 ) -> dict[Action, float]:
     """Return the time at which every action ends, in the order of these times.
 
-    lanes: for each rank, one or more sequences of actions. A free rank looks at the next action of each lane, in the
-    order of the lanes, and runs the first one that can start. needs: returns the actions that have to end first.
+    lanes: for each rank, one or more sequences of actions. A free rank runs the next action of its first lane whose
+    next action can start. needs: returns the actions that have to end before an action can start.
     """
     ranks = [_Rank(rank_lanes, [0] * len(rank_lanes)) for rank_lanes in lanes]
     ends: dict[Action, float] = {}

@@ -1,4 +1,4 @@
-"""From model sources and a layout to a runner: plan the stages, then build, cut, distribute and load each model."""
+"""Builds a runner: plans the stages, then builds, cuts, distributes and loads each model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +29,7 @@ from stillhouse.parallel.stages import (
 
 
 def single_process_runner(student: Decoder, teacher: Decoder | None) -> Runner:
-    """Return the runner of a single process, which has both full models."""
+    """Return the runner of a single process with full models."""
     teacher_source = None if teacher is None else ModelSource(lambda: teacher, is_proven=True)
     student_source = ModelSource(lambda: student, is_proven=True)
     mesh = Mesh(Degrees(), next(student.parameters()).device, of_one_process=True)
@@ -47,9 +47,9 @@ def build_runner(
 ) -> Runner:
     """Build this process's runner.
 
-    teacher_head_only: build only the teacher's head, because its layers have a separate layout.
-    prove: prove the models under the layout (`prove_runner`); one process skips this for models that are proven.
-    Raises ValueError for a model that the layout does not fit, and ProofError for a model that gives wrong results.
+    teacher_head_only: build only the teacher's head, because the teacher's layers have a separate layout.
+    prove: prove the models under the layout (`prove_runner`). A single process does not prove a proven model again.
+    Raises ValueError for a model that does not fit the layout, and ProofError for a model that gives wrong results.
     """
     require_prefetchable_teacher(layout, student_source, teacher_head_only=teacher_head_only)
     if teacher_source is not None and teacher_head_only:
@@ -84,7 +84,7 @@ def build_runner(
 
 
 def only_layers(build: Callable[[], Decoder]) -> Decoder:
-    """Build a frozen teacher without its head. Raises ValueError for a family that cannot be cut."""
+    """Build a frozen teacher without its head. Raises ValueError as `require_cuttable` does."""
     decoder = build()
     require_cuttable(decoder.config)
     keep_layers(decoder, range(len(decoder.layers())), first=True, last=False, norm=True)
@@ -92,7 +92,7 @@ def only_layers(build: Callable[[], Decoder]) -> Decoder:
 
 
 def only_head(build: Callable[[], Decoder]) -> Decoder:
-    """Build a teacher's head alone. Raises ValueError for a family that cannot be cut."""
+    """Build a decoder with only the head. Raises ValueError as `require_cuttable` does."""
     decoder = build()
     require_cuttable(decoder.config)
     keep_layers(decoder, range(0), first=False, last=True, norm=False)
@@ -110,11 +110,11 @@ def _build(
 def _plan_stages(
     layout: Layout, student: Decoder, teacher: Decoder | None, teacher_in_stages: Decoder | None
 ) -> StagePlan:
-    """Plan the layout's stages. Raises ValueError for a model that cannot be cut into them.
+    """Plan the layout's stages. Raises ValueError for a model that cannot be cut into these stages.
 
-    teacher: may have only its head.
-    teacher_in_stages: the model whose layers the stages run as the teacher. If the teacher is the student without its
-        adapter, this model is the student.
+    teacher: may have only a head.
+    teacher_in_stages: the model whose layers run as the teacher's layers: the student, if the teacher is the student
+        without its adapter.
     """
     for decoder in (student, teacher):
         if decoder is not None:
@@ -138,9 +138,7 @@ def _plan_stages(
 
 
 def require_prefetchable_teacher(layout: Layout, student_source: ModelSource, *, teacher_head_only: bool) -> None:
-    """Raise ValueError if the schedule prefetches the teacher's forward, but the teacher is the student without its
-    adapter, or the teacher's layers have a separate layout.
-    """
+    """Raise ValueError if the schedule prefetches the teacher, but the stages have no separate teacher model."""
     if layout.stages == 1 or not SCHEMES[layout.schedule].prefetch:
         return
     why = "is the student without its adapter" if student_source.teacher_is_base else "has no layers in its stages"
@@ -154,7 +152,7 @@ def require_prefetchable_teacher(layout: Layout, student_source: ModelSource, *,
 def require_mtp_layout(layout: Layout) -> None:
     """Raise ValueError for a layout that multi-token prediction does not support."""
     if layout.stages > 1 and SCHEMES[layout.schedule].splits_backward:
-        # torch (2.13) runs backward twice through the graph that the depths share; its buffers are freed by then
+        # torch (2.13) runs backward twice through the graph that the depths share; the first run frees its buffers
         raise ValueError(
             f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of its stage "
             "into input and weights; expected schedule gpipe, 1f1b, 1f1b_ahead or interleaved"
@@ -179,12 +177,12 @@ def _distributed(
     student_source: ModelSource,
     teacher_source: ModelSource | None,
 ) -> TeacherStudentPair:
-    """Distribute each model over its processes, then load its weights."""
+    """Distribute each model, then load its weights."""
     # this freezes the teacher
     pair = TeacherStudentPair(
         student, teacher, teacher_is_base=student_source.teacher_is_base, keep_gathered=layout.stages > 1
     )
-    # each process loads its own shard, and only one shard may be damaged
+    # each process loads another shard, so an error may occur on one process only
     with mesh.ranks.all_raise(ProofError):
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
@@ -198,6 +196,6 @@ def _distributed(
 
 
 def _hidden_size(decoder: Decoder) -> HiddenSize:
-    """Hidden states have the dtype of the embedding's weight, because the layers add to the embedding's output."""
+    # hidden states have the dtype of the embedding's weight, because the layers add to the embedding's output
     embedding = decoder.pretrained.get_input_embeddings()
     return HiddenSize(decoder.width, embedding.weight.dtype)

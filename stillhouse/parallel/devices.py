@@ -9,7 +9,7 @@ def choose_device(name: str) -> torch.device:
     """Return the device with this name: auto, cpu, mps, cuda or cuda:N.
 
     auto: a CUDA device, else Apple's GPU (MPS, for a single process), else the CPU. Raises ValueError for a device
-    that this machine does not have, and for a device that several processes cannot share.
+    that this machine does not have, or that several processes cannot share.
     """
     if name == "auto":
         name = _best_kind()
@@ -33,7 +33,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def best_precision(device: torch.device) -> str:
-    """Return the value of precision=auto on a device: bf16 on GPUs that compute bf16 in hardware, else fp32."""
+    """Return the precision that `auto` means: bf16 on GPUs that compute bf16 in hardware, else fp32."""
     has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if has_units else "fp32"
 

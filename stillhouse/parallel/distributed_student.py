@@ -1,7 +1,4 @@
-"""The interface of a student that is distributed over processes, for generation and signals.
-
-`TorchEngine` uses the class in `runner.py`; an engine on another library has its own class.
-"""
+"""The interface of a student that is distributed over processes; `Runner` implements it for torch."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -33,7 +30,7 @@ class DistributedStudent(Protocol):
 
     @property
     def teacher(self) -> Decoder | None:
-        """The teacher in the student's stages; under a pipeline, the part on the first of this rank's stages."""
+        """The teacher in the student's stages; under a pipeline, its part on this rank's first stage."""
         ...
 
     @property
@@ -54,17 +51,17 @@ class DistributedStudent(Protocol):
 
     @property
     def is_counted(self) -> bool:
-        """Whether sums over ranks include this rank: only tensor rank 0, as tensor ranks have the same tokens."""
+        """Whether sums over ranks include this rank: only tensor rank 0, because tensor ranks have equal tokens."""
         return self.mesh.coordinate("tensor") == 0
 
     @property
     def has_results(self) -> bool:
-        """Whether sums over ranks include this rank, and this rank has the last stage."""
+        """Whether this rank has the last stage and sums over ranks include it."""
         return self.is_counted and self.has_last_stage
 
     @property
     def prefetch(self) -> TeacherPrefetch | None:
-        """Runs the teacher one step ahead of the student; None if the pipeline's schedule does not prefetch."""
+        """The object that prefetches the teacher; None if the pipeline's schedule does not prefetch."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -72,12 +69,12 @@ class DistributedStudent(Protocol):
         ...
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
-        """Return the processor's results of some micro-batches, without gradients.
+        """Return the output processor's result for each micro-batch, without gradients.
 
-        Under a pipeline, only the ranks of the last stage have results; the others return an empty list.
+        Ranks without the last stage return an empty list.
         """
         ...
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        """Return this process's share of the micro-batches of a training step or (training=False) an evaluation."""
+        """Return this process's share of the micro-batches of a training step, or of an evaluation."""
         return shard_micro_batches(micro_batches, self.mesh, uniform_shapes=training and self.layout.stages > 1)

@@ -1,7 +1,4 @@
-"""Norm and clipping of a gradient that is distributed over many processes.
-
-Each element of the gradient counts once, even if several processes have copies of it.
-"""
+"""Sums, norm and clipping of a gradient that is distributed over processes."""
 
 import math
 from collections.abc import Iterable
@@ -17,9 +14,9 @@ from stillhouse.parallel.ranks import Ranks
 
 
 def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters with a gradient, after redistributing each gradient to the placements of its parameter.
+    """Redistribute each gradient to its parameter's placements; this sums `Partial` gradients over ranks.
 
-    Redistribution carries out the pending sums over ranks (`Partial` placements).
+    Returns the parameters with a gradient.
     """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in held:
@@ -32,8 +29,8 @@ def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Paramete
 def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, device: torch.device) -> None:
     """Replace the gradients of parameters by their sums over a group: one float32 all-reduce for all gradients.
 
-    The processes of the group have the same parameters, with gradients of the same shapes. device: where the
-    all-reduce runs; the gradients may be in host memory.
+    The processes of the group must have the same parameters. device: where the all-reduce runs; the gradients may be
+    in host memory.
     """
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -47,9 +44,9 @@ def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, de
 def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) -> Tensor:
     """Return the norm of the global gradient, the same on every process, in float32 and on the gradients' device.
 
-    The gradients may be in host memory.
+    Each element counts once, even if several processes have copies of it. The gradients may be in host memory.
     processes: the number of processes that have a copy or a shard of each of these parameters.
-    ranks: the processes of all pipeline stages, which together have the global gradient.
+    ranks: the processes of all pipeline stages.
     """
     squares = [
         local(parameter.grad).float().square().sum() / copies(parameter, processes)

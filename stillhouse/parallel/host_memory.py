@@ -1,4 +1,4 @@
-"""Frozen weights in host memory that are on the device only while they are used: a full model, or a teacher's head.
+"""Frozen weights of a model or of a teacher's head: in host memory, and on the device only while they are used.
 
 V rows of the vocabulary on this process, E a teacher's width.
 """
@@ -15,10 +15,10 @@ from stillhouse.objective import OutputHead
 
 
 class WaitingWeights:
-    """The parameters of a model of one process, all in host memory. The model's buffers are on the device.
+    """The parameters of an unsharded model in host memory. The model's buffers stay on the device.
 
-    The copies in host memory are kept: the end of `on_device` frees the device's memory and copies nothing back. For
-    a GPU they are in pinned memory, so that the copy runs at the full speed of the bus.
+    The copies in host memory are never freed, so nothing is copied back from the device. For a GPU, they are in
+    pinned memory, so that the copy runs at the full speed of the bus.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -43,10 +43,7 @@ class WaitingWeights:
 
 @dataclass(frozen=True)
 class BufferedHead:
-    """A decoder's head in host memory; `opened` copies the head to the device.
-
-    name: the teacher's name; heads with the same weight have the same name.
-    """
+    """A decoder's head in host memory; `opened` copies it to the device. name: the teacher's name"""
 
     name: str
     decoder: Decoder
@@ -62,7 +59,7 @@ class BufferedHead:
 
 @dataclass(eq=False)
 class _Buffer:
-    """name: the weight that `tensor` contains; None if it contains none. is_used: within a context of `holding`."""
+    """name: of the weight in `tensor`; None if there is no weight. is_used: whether a context of `holding` is open"""
 
     tensor: Tensor
     name: str | None = None
@@ -70,8 +67,8 @@ class _Buffer:
 
 
 class HeadBuffers:
-    """Buffers on a device for weights [V, E] that are in host memory. Weights of one shape and dtype share a buffer,
-    unless they are used at the same time.
+    """Buffers on a device for weights [V, E] in host memory. Weights with equal shape and dtype that are not used at
+    the same time share a buffer.
     """
 
     def __init__(self, device: torch.device):
@@ -80,7 +77,7 @@ class HeadBuffers:
 
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
-        """Yield a buffer with this weight; copies it only if no buffer has it yet. name: identifies the weight."""
+        """Yield a buffer with this weight. The weight is copied unless a buffer has it already, by its `name`."""
         buffer = self._free(name, weight_VE)
         buffer.is_used = True
         try:
@@ -93,7 +90,7 @@ class HeadBuffers:
             buffer.is_used = False
 
     def _free(self, name: str, weight_VE: Tensor) -> _Buffer:
-        """Return an unused buffer of this shape and dtype, preferably one with this weight; or a new buffer."""
+        """Return an unused buffer of this shape and dtype, preferably the one with this weight, or else a new one."""
         kind, buffers = (weight_VE.shape, weight_VE.dtype), self._buffers
         free = [
             buffer for buffer in buffers if not buffer.is_used and kind == (buffer.tensor.shape, buffer.tensor.dtype)

@@ -1,4 +1,4 @@
-"""The interface of losses beside the objective: they arise inside the student's layers or at its MTP depths."""
+"""The interface of losses that are computed inside the student's layers or at its MTP depths."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,24 +14,24 @@ from stillhouse.parallel.apply.context_parallel import NextTokens
 
 
 class LayerLoss:
-    """A loss of one micro-batch on one stage. Its gradient enters the autograd graph at the layer."""
+    """The loss of one micro-batch on one stage. Its gradient is added in the backward of the layer."""
 
     def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
-        """The context in which the layers of a teacher in the student's stages run."""
+        """The context in which the teacher's layers on this stage run."""
         return nullcontext()
 
     def during_student(self) -> AbstractContextManager[None]:
-        """The context in which the student's layers run."""
+        """The context in which the student's layers on this stage run."""
         return nullcontext()
 
     def losses(self) -> list[tuple[str, Tensor]]:
-        """To be called after the student's forward: the losses' names, and unscaled sums over target tokens."""
+        """Return names and values after the student's forward. A value is an unscaled sum over target tokens."""
         return []
 
 
 @dataclass(frozen=True)
 class HookedLoss(LayerLoss):
-    """A loss that hooks compute. loss: its inputs and results, which become values of its dict `losses`."""
+    """A loss that hooks compute. loss: the inputs of the hooks; they write their results into its dict `losses`."""
 
     module: LayerLossModule
     loss: Any
@@ -47,19 +47,19 @@ class LayerLosses(Protocol):
     """Creates the `LayerLoss` of each micro-batch on a stage."""
 
     def student_inputs(self, micro_batch: MicroBatch, student: Decoder) -> Mapping[str, Tensor]:
-        """Additional arguments of the student's forward. student: the part on this stage."""
+        """Additional arguments of the forward of `student`, which is the student's part on this stage."""
         return {}
 
     def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> LayerLoss:
-        """Start a micro-batch's loss. student: the part on this stage. normalizer: the step's target tokens."""
+        """Start a micro-batch's loss. normalizer: the number of target tokens of the step"""
         return LayerLoss()
 
 
 @dataclass(frozen=True)
 class MtpLayersRun(LayerLosses):
-    """Runs the student's MTP layers on the stage that has the student's head, and adds no loss.
+    """Runs the student's MTP layers on the stage with the student's head, and adds no loss.
 
-    next_tokens: appends to a context rank's columns of token ids the tokens that follow them.
+    next_tokens: appends the next token ids to a context rank's columns.
     """
 
     next_tokens: NextTokens

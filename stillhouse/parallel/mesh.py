@@ -1,7 +1,7 @@
 """The processes of a run as meshes: the degrees of a layout, this process's coordinates, and its process groups.
 
-The axes, from slowest to fastest, are pipeline, replicate, fsdp, context, tensor. Thus the ranks that communicate
-most are neighbours. The experts of a layer are distributed over neighbouring ranks of the last three axes.
+The axes, from slowest to fastest, are pipeline, replicate, fsdp, context, tensor. So the ranks that communicate most
+are neighbours. The experts of a layer are distributed over neighbouring ranks of the last three axes.
 """
 
 from dataclasses import asdict, dataclass
@@ -40,7 +40,7 @@ class Degrees:
 
     @property
     def shard(self) -> int:
-        """The number of processes, context ranks included, over which FSDP shards weights and optimizer state."""
+        """The number of processes over which FSDP shards weights and optimizer state."""
         return self.fsdp * self.context
 
     @property
@@ -53,18 +53,18 @@ class Degrees:
 
 
 class Mesh:
-    """The processes of a run as device meshes: the first `degrees.processes` ranks of the job.
+    """The first `degrees.processes` ranks of the job as device meshes.
 
     A mesh of one process has no process groups and no device meshes; all its coordinates are 0. In a job of several
-    processes, constructing a mesh is a collective of all ranks of the job, including ranks that are not in the mesh;
-    with `of_one_process`, only this process constructs it.
+    processes, the constructor is a collective of all ranks of the job, including ranks that are not in the mesh. With
+    `of_one_process`, it is not a collective.
 
     weights: (pipeline, replicate, shard, tensor), the mesh of the weights.
     experts: (pipeline, replicate, shard, expert), the mesh of the experts' weights.
     tokens: (pipeline, data, context, tensor), the mesh of the tokens.
     ranks: all processes of the mesh.
-    pipelines: two more groups along the pipeline axis, if it has several ranks. Messages of different groups may be
-        issued in a different order on each rank.
+    pipelines: two additional groups along the pipeline axis; empty if this axis has size 1. Each rank may issue the
+        messages of different groups in another order.
     """
 
     weights: DeviceMesh
@@ -114,10 +114,10 @@ class Mesh:
         return self.tokens.get_group(axis) if getattr(self.degrees, axis) > 1 else None
 
     def _along_pipeline(self) -> list[ProcessGroup]:
-        """Create a group along the pipeline axis, and return it if this rank is in the mesh.
+        """Create a group along the pipeline axis; return it in a list (empty if this rank is not in the mesh).
 
-        Every process creates the groups of all pipelines. If only the members created a group, each of them would
-        name it after the number of groups that it has created so far (torch 2.13), and these names would differ.
+        Every process creates the groups of all pipelines, because torch (2.13) names a group by the number of groups
+        that the process has created so far, and all members have to use the same name.
         """
         timeout = _group_timeout(self.device)
         pipelines = self.tokens.mesh.flatten(1).T.tolist()
@@ -133,13 +133,13 @@ class Mesh:
 
 
 def join(degrees: Degrees, device: torch.device, timeout: float) -> Mesh:
-    """Connect all processes of a run, and return its mesh. timeout: see `start`."""
+    """Connect all processes of a run, and return their mesh. timeout: see `start`."""
     if degrees.processes > 1:
         start(device, timeout)
     return Mesh(degrees, device)
 
 
 def _group_timeout(device: torch.device) -> timedelta:
-    """Return the timeout of the default group's collectives. New groups do not inherit it (torch 2.13)."""
+    """Return the timeout of the default group. New groups do not inherit it (torch 2.13)."""
     default = _get_default_group()
     return default._get_backend(device).options._timeout

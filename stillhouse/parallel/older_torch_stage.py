@@ -1,8 +1,7 @@
-"""A pipeline stage for torch 2.11 and 2.12, where a stage sends back a gradient for each of its inputs.
+"""A pipeline stage for torch 2.11 and 2.12, whose PipelineStage requires a gradient for each of its inputs.
 
-The teacher's hidden states have no gradient, and these versions raise an error for an input without a gradient. From
-torch 2.13 on, PipelineStage sends gradients only for inputs whose meta tensor requires a gradient. Delete this file
-when pyproject.toml requires torch 2.13.
+The teacher's hidden states have no gradient. From torch 2.13 on, PipelineStage sends gradients only for inputs whose
+meta tensor requires a gradient. Delete this file when pyproject.toml requires torch 2.13.
 """
 
 from typing import Any
@@ -14,14 +13,14 @@ from stillhouse.libraries import is_at_least
 
 
 def stage_class() -> type[PipelineStage]:
-    """Return the class of stages for the installed torch."""
+    """Return the stage class for the installed torch."""
     return PipelineStage if is_at_least("torch", "2.13") else StageWithConstants
 
 
 class StageWithConstants(PipelineStage):
     """A stage whose last inputs and outputs may be constants, which are tensors without a gradient.
 
-    The meta tensors `input_args` and `output_args` show which tensors require a gradient; these come first.
+    A meta tensor in `input_args` or `output_args` requires no gradient if the tensor is a constant.
     """
 
     def __init__(self, *arguments: Any, **named: Any):
@@ -40,7 +39,7 @@ class StageWithConstants(PipelineStage):
         self._mark_constants(mb_index)
 
     def _mark_constants(self, number: int) -> None:
-        """Set requires_grad=False on received constants: torch 2.11 sets it to True on every received tensor."""
+        """Set requires_grad=False on received constants, because torch 2.11 sets True on every received tensor."""
         if self.is_first:
             return
         for info, requires in zip(self.args_recv_info[number], self.input_requires, strict=True):
@@ -90,6 +89,6 @@ class StageWithConstants(PipelineStage):
         return [message for message in super()._get_init_p2p_neighbors_ops() if message.group_peer != self.group_rank]
 
     def _differentiable(self, of_outputs: Any, *, inverse: bool = False) -> tuple[Any, ...]:
-        """Select the outputs, or gradients of outputs, that require a gradient. inverse: the other ones."""
+        """Select the outputs (or their gradients) that require a gradient; with `inverse`, all other outputs."""
         pairs = zip(of_outputs, self.output_requires, strict=True)
         return tuple(value for value, requires in pairs if requires != inverse)

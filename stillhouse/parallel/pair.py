@@ -1,9 +1,9 @@
-"""Student and teacher side by side: runs a micro-batch through both, or through the layers of both on this stage.
+"""Runs a micro-batch through student and teacher, or through the layers of both models on a pipeline stage.
 
-    signal          what the pair does
-    none            the student alone
-    IN_STAGE        the teacher's layers on this stage, then the student with the teacher's exact distribution
-    any other       the student, with the signal in the context of its output processor
+    signal of the micro-batch     the pair runs
+    none                          the student
+    IN_STAGE                      the teacher, then the student with the teacher's exact distribution
+    another signal                the student, with the signal in the context of its output processor
 
 B rows, S tokens per row, T = B·S; D, E widths of student and teacher.
 """
@@ -31,7 +31,7 @@ from stillhouse.parallel.teacher_head import DecoderHead, TeacherHidden
 class InStage(Signal):
     """Marks micro-batches whose teacher runs in the student's stages.
 
-    request: the number of the request, under a schedule that runs the teacher ahead of the student.
+    request: the number of the request; only under a schedule that prefetches the teacher.
     """
 
     request: int | None = None
@@ -49,13 +49,13 @@ IN_STAGE = InStage()
 
 @dataclass(frozen=True)
 class StageInputs:
-    """The inputs of a stage for one micro-batch, besides the hidden states of the previous stage.
+    """The inputs of a stage for one micro-batch, without the hidden states of the previous stage.
 
-    signals: the signal of each teacher, by the teacher's name.
-    processor: the student's output processor, whose context is `DistillTargets`.
-    losses: the losses that arise inside the student's layers.
-    normalizer: the number of target tokens of the whole step.
-    autocast: the dtype of the student's matrix products; None: the weights' dtype. A separate teacher ignores it.
+    signals: by the teachers' names.
+    processor: the student's output processor; its context is `DistillTargets`.
+    losses: the losses inside the student's layers.
+    normalizer: the number of target tokens of the step.
+    autocast: the dtype of the student's matrix products; None: the weights' dtype. Another teacher model ignores it.
     """
 
     micro_batch: MicroBatch
@@ -71,7 +71,7 @@ class StageResults:
     """The results of a stage for one micro-batch.
 
     output: the processor's result; on a stage without the student's head, the student's hidden states [B, S, D].
-    teacher_BSE: the hidden states of a teacher in the stages.
+    teacher_BSE: the teacher's hidden states if the teacher ran.
     losses: names and values of the losses inside the layers of this stage.
     """
 
@@ -81,10 +81,10 @@ class StageResults:
 
 
 class TeacherStudentPair(nn.Module):
-    """A student and its teacher, or the parts of both on one pipeline stage. The teacher never has a gradient.
+    """A student and its teacher, or their parts on a pipeline stage. The teacher never has a gradient.
 
-    teacher_is_base: the teacher is the student without its adapter, and `teacher` is None.
-    keep_gathered: under FSDP, whether the teacher's head stays gathered until the end of the step.
+    teacher_is_base: whether the teacher is the student without its adapter; `teacher` is then None.
+    keep_gathered: whether the teacher's head stays gathered until the end of the step, under FSDP.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class TeacherStudentPair(nn.Module):
         """Run a micro-batch.
 
         student_BSD, teacher_BSE: the hidden states of the previous stage.
-        run_teacher: False if the teacher in the stages has already run on this micro-batch; on the last stage,
-            `teacher_BSE` is then the result of `teacher_forward`.
+        run_teacher: False if the teacher has already run on this micro-batch. On the last stage, `teacher_BSE` must
+            then be the result of `teacher_forward`.
         """
         watchdog.progress()
         micro_batch, signals = inputs.micro_batch, inputs.signals
@@ -138,7 +138,7 @@ class TeacherStudentPair(nn.Module):
                     running.enter_context(loss.during_teacher(self._teacher_layers))
                 dtype = inputs.autocast if self.teacher_is_base else None
                 teacher_BSE = self.teacher_forward(micro_batch, teacher_BSE, dtype=dtype)
-        # a rank with two stages has the teacher's signal on both, but only the last stage has the heads
+        # only the last stage has the heads
         if in_stage is not None and self.student.has_head:
             assert teacher_BSE is not None
             assert len(signals) == 1, "a teacher in the stages is the only one"
@@ -158,7 +158,7 @@ class TeacherStudentPair(nn.Module):
     ) -> Tensor:
         """Return the teacher's hidden states after its layers on this stage; on the last stage, after its final norm.
 
-        dtype: the autocast dtype (see `StageInputs`), for a teacher that is the student without its adapter.
+        dtype: the autocast dtype if the teacher is the student without its adapter.
         """
         teacher, device = self._teacher_layers, micro_batch.input_ids_BS.device
         inputs = _model_inputs(micro_batch.as_read_by_teacher.inputs, hidden_BSE)
@@ -167,7 +167,7 @@ class TeacherStudentPair(nn.Module):
             return teacher(**inputs, head=False)
 
     def _exact(self, hidden_BSE: Tensor) -> Signal:
-        """Return the exact signal. hidden_BSE: the teacher's hidden states after the last stage."""
+        """Return the exact signal. hidden_BSE: the teacher's hidden states after its final norm."""
         if self.teacher_is_base:
             return StudentHidden(hidden_BSE.flatten(0, 1))
         head = self.teacher_head
@@ -176,7 +176,7 @@ class TeacherStudentPair(nn.Module):
 
     @property
     def _teacher_layers(self) -> Decoder:
-        """The decoder whose layers are the teacher's on this stage."""
+        """The decoder whose layers run as the teacher's layers on this stage."""
         teacher = self.student if self.teacher_is_base else self.teacher
         assert teacher is not None
         return teacher

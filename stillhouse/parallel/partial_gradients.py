@@ -1,12 +1,13 @@
 """Finds the parameters whose gradients have to be summed over the tensor ranks, by backward passes of a probe.
 
-Each tensor rank has a full copy of every parameter that the family's plan does not name. If a copy is used for all
-hidden states, its gradient is the same on all ranks. If it is used between the sharded matrices (a norm of each
-head, or the parameter of an activation), its gradient has only the contribution of this rank's heads or columns.
+Each tensor rank has a full copy of every parameter that the family's plan does not name. If the parameter is applied
+to the replicated hidden states, its gradient is the same on all ranks. If it is applied between sharded matrices (a
+norm of each head, or the parameter of an activation), a rank's gradient has only the contribution of its own heads or
+columns. These gradients have to be summed.
 
-If a matrix that the plan does not name lies between hidden states and sharded matrices, the hidden states get only a
-partial gradient. The gradients of all earlier parameters then mix partial and full gradients; no sum repairs this.
-Such a model is refused; it is recognised because the gradients of its hidden states differ between ranks.
+A model is refused if its plan does not name a matrix between the hidden states and the sharded matrices. The hidden
+states then get a partial gradient, which differs between ranks. The gradients of all earlier parameters would mix
+partial and full gradients, and no sum could correct them.
 """
 
 import math
@@ -31,11 +32,11 @@ from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.pair import StageInputs
 from stillhouse.parallel.runner import Runner
 
-#: relative differences between the ranks' gradients: below the first is rounding, above the second a partial gradient
+#: a relative difference between the ranks' gradients below `_EQUAL` is rounding, above `_PARTIAL` a partial gradient
 _EQUAL, _PARTIAL = 1e-2, 5e-2
-#: number of passes, each with other labels, because single values can be nearly equal by chance
+#: number of backward passes, each with other labels, because gradients of one pass can be nearly equal by chance
 _ROUNDS = 3
-#: prefix for gradients of hidden states; the name of the module that returns them follows
+#: prefix of the names of hidden states, before the name of the module that returns them
 _HIDDEN = "hidden states behind "
 
 
@@ -43,9 +44,9 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
     """Return the parameters of this process whose gradients have to be summed over the tensor ranks.
 
     Parameters with the same name in several layers are compared together. The sum is correct on two conditions: the
-    hidden states have complete gradients, and the parameter's module runs once per forward pass, so that it is used
-    either for all hidden states or between sharded matrices, but not for both. A collective of all processes. Raises
-    ProofError for gradients that differ between ranks and cannot be summed. Clears all gradients at the end.
+    hidden states have complete gradients, and the parameter's module runs once per forward pass. (A module that runs
+    twice could be applied both to hidden states and between sharded matrices.) Raises ProofError for gradients that
+    differ between ranks and cannot be summed. Clears all gradients. A collective of all processes.
     """
     runs, squares = Counter[nn.Module](), defaultdict[str, float](float)
     hidden: dict[str, Tensor] = {}
@@ -53,7 +54,7 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
         for student in runner.decoders:
             stack.enter_context(_counted(student, runs))
             stack.enter_context(_hidden_gradients(student, hidden))
-        count = 2 * runner.layout.degrees.pipeline  # every schedule can run this number
+        count = 2 * runner.layout.degrees.pipeline  # every schedule can run this number of micro-batches
         for number in range(_ROUNDS):
             runner.zero_grad()
             runner.forward_backward([inputs_of(_cross_entropies(number))] * count)
@@ -76,7 +77,7 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
 
 
 def _cross_entropies(number: int) -> OutputProcessor:
-    """Return a processor that sums the cross-entropies of all depths, with labels that depend on `number`."""
+    """Return an output processor that sums the cross-entropies of all depths. number: determines the labels"""
 
     def process(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> ObjectiveOutput:
         hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
@@ -96,23 +97,21 @@ def _copies(runner: Runner) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _is_sharded_over_tensor_ranks(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is sharded over the tensor ranks, or over expert ranks (which include them)."""
+    """Whether a parameter is sharded over the tensor ranks, or over expert ranks, which include the tensor ranks."""
     axes = _axes(parameter)
     return any(axis in ("tensor", "expert") and not placement.is_replicate() for axis, placement in axes)
 
 
 def _axes(parameter: nn.Parameter) -> Iterable[tuple[str, Any]]:
-    """Return the name of each axis of a parameter's mesh, and the placement on that axis."""
+    """Return the axes of a parameter's mesh by name, each with its placement."""
     if not isinstance(parameter, DTensor):
         return ()
     return zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
 
 
 def _squares(runner: Runner, hidden: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return sums of squares by generic name: of this process's gradients and, with suffix " difference", of their
-    differences from the mean over the tensor ranks. A collective of the tensor ranks.
-
-    hidden: the gradients of hidden states by name.
+    """Return the sum of squares of this process's gradients, by generic name. With the suffix " difference", the sum
+    of squares of their differences from the mean over the tensor ranks. A collective of the tensor ranks.
     """
     reduce_partial_grads(parameter for _, parameter in runner.named_parameters())
     copies = [(plan_name(name), local(parameter.grad)) for name, parameter in _copies(runner)]
@@ -146,7 +145,7 @@ def _problem(
     runs: Counter[nn.Module],
     count: int,
 ) -> str:
-    """Return why gradients of a parameter that differ between ranks cannot be summed; empty if they can.
+    """Return why a parameter's different gradients cannot be summed; empty if they can be summed.
 
     runs: how often each module has run in `count` forward passes.
     """
@@ -166,7 +165,7 @@ def _problem(
 
 
 def _mixed_problem(differing: Mapping[str, float]) -> str:
-    """Return why this model's gradients mix partial and full gradients; empty if they do not."""
+    """Describe hidden states with partial gradients; empty if there are none."""
     for name, difference in differing.items():
         if name.startswith(_HIDDEN) and difference > _EQUAL:
             return (
@@ -177,7 +176,7 @@ def _mixed_problem(differing: Mapping[str, float]) -> str:
 
 
 def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> AbstractContextManager[None]:
-    """Return a context that adds to `into`, by module, the gradients of the embedding's and layers' outputs."""
+    """Return a context that sums the gradients of the outputs of embedding and layers in `into`, by module."""
 
     def add(name: str, gradient: Tensor) -> None:
         value = local(gradient).detach().float()

@@ -1,9 +1,8 @@
-"""The pipeline: student and teacher run side by side in the same stages, under torch's schedules.
+"""The pipeline: student and teacher run in the same stages, under torch's schedules.
 
-A stage has some layers of both models. It sends the hidden states of both models, never logits, to the next stage.
-The teacher's hidden states have no gradient. The last stage thus has the final hidden states of both models, and runs
-the output processor in the student's head as without a pipeline. Stages send nothing but hidden states: every rank
-has all micro-batches and finds a micro-batch by its number.
+A stage has some layers of both models, and sends the hidden states of both models, never logits, to the next stage.
+The teacher's hidden states have no gradient. The last stage has the heads, and runs the output processor as without a
+pipeline. Every rank has all micro-batches, and finds a micro-batch by its number.
 
 B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 """
@@ -33,7 +32,8 @@ from stillhouse.parallel.teacher_prefetch import Sends, TeacherPrefetch
 class Pipeline:
     """The stages of this rank and their schedule. pairs: by stage number.
 
-    If the plan copies the embedding, both gradients are summed after each step, which keeps the copies equal.
+    If the last stage trains a copy of the embedding, both gradients are set to their sum after each step, so that
+    embedding and copy stay equal.
     """
 
     def __init__(self, pairs: dict[int, TeacherStudentPair], scheme: Scheme, plan: StagePlan, mesh: Mesh):
@@ -43,8 +43,8 @@ class Pipeline:
         self.count = self.ranks * scheme.per_rank
         self.stages = {number: _Stage(number, self.count, pair) for number, pair in pairs.items()}
         if mesh.sharding is not None:
-            # the stage module has no weights of its own, but torch's schedule keeps gathered weights, and reduces
-            # gradients once per step, only if this module is wrapped
+            # `_Stage` has no weights of its own. But only if it is an FSDP module, torch's schedule keeps gathered
+            # weights and reduces gradients once per step
             for stage in self.stages.values():
                 fully_shard(stage, mesh=mesh.sharding)
         self.scheme, self.plan, self.group, self.device = scheme, plan, group, mesh.device
@@ -60,8 +60,7 @@ class Pipeline:
         """Add the gradients of the micro-batches' losses to the parameters.
 
         Returns the results of this rank's stages, stage by stage; only results of the last stage have an output.
-        All micro-batches must have the same shape. Raises ValueError if the schedule does not support this number of
-        micro-batches.
+        All micro-batches must have the same shape. Raises ValueError if the schedule does not support their number.
         """
         step, numbers = _Step(inputs), torch.arange(len(inputs))
         schedule = self._schedule_for(inputs, with_teacher=step.in_stage and self.prefetch is None)
@@ -81,16 +80,16 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
-        """Run the micro-batches, of any number and shapes, without gradients.
+        """Run micro-batches of any number and shapes without gradients.
 
-        Returns the results of the last stage; on ranks without the last stage, an empty list. Does not use torch's
-        schedules: ZBV's schedule cannot evaluate (torch 2.13), and without backward there is nothing to schedule. A
-        rank runs all micro-batches through one of its stages before it begins with its next stage.
+        Returns the results of the last stage; on ranks without the last stage, an empty list. Torch's schedules are
+        not used, because the ZBV schedule cannot run without backward (torch 2.13). A rank runs all micro-batches
+        through a stage before it begins with its next stage.
         """
         step = _Step(inputs)
         if self.prefetch is not None:
             self.prefetch.forget(step.request)
-        outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # of stages whose next stage is on this rank
+        outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # only of stages whose next stage is on this rank
         sends = Sends()
         for number, stage in sorted(self.stages.items()):
             source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
@@ -123,7 +122,7 @@ class Pipeline:
             sent = gradients[0].to(self.device)  # the gradient may be in host memory
             received = torch.empty_like(sent)
             peer = dist.get_global_rank(self.group, last if self.rank == first else first)
-            # in one batch: if both ranks sent first, each would wait for the other (NCCL)
+            # in one batch: if both ranks sent first, they would deadlock (NCCL)
             messages = [
                 dist.P2POp(dist.isend, sent.contiguous(), peer, self.group),
                 dist.P2POp(dist.irecv, received, peer, self.group),
@@ -156,15 +155,15 @@ class Pipeline:
         return received
 
     def _message_group(self, source: int, target: int) -> ProcessGroup:
-        """Return the group for messages from `source` to `target`.
+        """Return the group for messages from `source` to `target`; each direction has its own group.
 
-        Each direction has its own group. NCCL runs the messages of a group in the order in which each rank issues
-        them, and two ranks may issue the messages of opposite directions in different orders.
+        NCCL runs the messages of a group in the order in which each rank issues them. With one group for both
+        directions, two ranks that issue their messages in different orders would deadlock.
         """
         return self.group if source < target else self.reverse_groups[0]
 
     def _schedule_for(self, inputs: Sequence[StageInputs], *, with_teacher: bool) -> Any:
-        """Return torch's schedule for these shapes. A schedule fixes the shapes of its messages at construction."""
+        """Return torch's schedule for these shapes, because a schedule has fixed message shapes."""
         shapes = {batch.micro_batch.shape_BS for batch in inputs}
         assert len(shapes) == 1, f"micro-batches of different shapes in one step: {shapes}"
         (shape_BS,) = shapes
@@ -192,7 +191,7 @@ class Pipeline:
         )
 
     def _hidden(self, shape_BS: tuple[int, int], device: torch.device, *, with_teacher: bool) -> tuple[Tensor, ...]:
-        """Return uninitialised tensors for the hidden states that one stage sends to the next one."""
+        """Return uninitialised tensors for the hidden states that a stage sends to the next stage."""
         sizes = (self.plan.student, self.plan.teacher if with_teacher else None)
         return tuple(size.empty(shape_BS, device) for size in sizes if size is not None)
 
@@ -201,8 +200,8 @@ class _Step:
     """The micro-batches and results of one call. A stage gets this object and the number of the micro-batch to run.
 
     inputs: by the micro-batch's number. results: by the numbers of the stage and of the micro-batch.
-    prefetched: if the schedule prefetches the teacher, the teacher's final hidden states by micro-batch, on the last
-        stage; None if the teacher runs with the student.
+    prefetched: the teacher's final hidden states by micro-batch, filled on the last stage; None if the schedule does
+        not prefetch the teacher.
     """
 
     def __init__(self, inputs: Sequence[StageInputs]):
@@ -216,7 +215,7 @@ class _Step:
 
 
 class _Stage(nn.Module):
-    """Calls a pair with the arguments of torch's schedules: received hidden states, and the micro-batch's number."""
+    """Adapts a pair to torch's schedules, which pass received hidden states and the micro-batch's number."""
 
     def __init__(self, number: int, count: int, pair: TeacherStudentPair):
         super().__init__()
@@ -224,7 +223,7 @@ class _Stage(nn.Module):
         self.is_last = number + 1 == count
 
     def teacher_forward(self, micro_batch: MicroBatch, *received: Tensor) -> Tensor:
-        """Run only the teacher's part. This goes through `forward`, whose FSDP hooks gather the weights."""
+        """Run only the teacher. This calls `forward`, because its FSDP hooks gather the weights."""
         return self(*received, teacher_of=micro_batch)
 
     def forward(
@@ -249,7 +248,7 @@ class _Stage(nn.Module):
         step.results[self.number, index] = replace(result, teacher_BSE=None)
         if not torch.is_grad_enabled():
             return ()
-        # 1-D: the schedule cannot merge 0-D losses, and its error would leave the other ranks waiting
+        # 1-D, because the schedule cannot merge 0-D losses
         return torch.stack([result.output.loss])
 
 

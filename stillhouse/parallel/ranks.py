@@ -1,4 +1,4 @@
-"""The processes of a job: connects those that torchrun started, and lets them exchange values and errors."""
+"""Connects the processes that torchrun started, and exchanges values and errors between them."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from stillhouse.config import ConfigError
 from stillhouse.parallel import watchdog
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-#: the shortest timeout of a collective: rank 0 may take hours to write a large model. The watchdog finds hung ranks
-#: earlier.
+#: the minimum timeout of a collective, because rank 0 may take hours to write a large model. The watchdog finds hung
+#: ranks earlier.
 GROUP_SECONDS = 6 * 3600.0
 
 Result = TypeVar("Result")
@@ -25,9 +25,9 @@ Item = TypeVar("Item")
 
 
 class Ranks:
-    """The processes of a group, by rank. A single process has no group and sends nothing.
+    """The processes of a group. A single process has no group.
 
-    Values are anything that JSON can represent. All methods except `share` are collectives of the group.
+    Values must be representable in JSON. All methods except `share` and `outcome` are collectives of the group.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device):
@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def of_job(cls, device: torch.device) -> "Ranks":
-        """Return the group of all processes of the job, which must be connected already."""
+        """Return all processes of the job; they must be connected already."""
         return cls(dist.group.WORLD if dist.is_initialized() else None, device)
 
     @property
@@ -51,7 +51,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return this process's items of a list that all processes have: every `size`-th item, from `rank` on."""
+        """Return this process's share of a list that all processes have: every `size`-th item, from `rank` on."""
         return items[self.rank :: self.size]
 
     def gather(self, value: Any) -> list[Any]:
@@ -72,7 +72,7 @@ class Ranks:
         ]
 
     def from_first(self, value: Any) -> Any:
-        """Return the first process's value on all processes. The values of the other processes are ignored."""
+        """Return the first process's value on all processes; the values of all other processes are ignored."""
         if self.group is None:
             return value
         content = json.dumps(value).encode() if self.is_first else b""
@@ -85,7 +85,7 @@ class Ranks:
         return value if self.is_first else json.loads(text.cpu().numpy().tobytes())
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of the tensors of all processes, on the device of `values`."""
+        """Return the sum over all processes, on the device of `values`."""
         if self.group is None:
             return values
         total = values.to(self.device, copy=True)
@@ -93,7 +93,7 @@ class Ranks:
         return total.to(values.device)
 
     def largest(self, number: int) -> int:
-        """Return the largest number of all processes, by one all-reduce of one integer."""
+        """Return the largest number of all processes, by an all-reduce of one integer."""
         if self.group is None:
             return number
         numbers = torch.tensor(number, device=self.device)
@@ -108,8 +108,8 @@ class Ranks:
     def all_raise(self, *kinds: type[BaseException]) -> Iterator[None]:
         """If the block raises an error of one of these kinds on any process, raise it on all processes.
 
-        Otherwise the other processes would wait for the failed process. If several processes fail, the error whose
-        kind comes first in `kinds` is raised; of several errors of this kind, the error of the lowest rank.
+        Without this, the other processes would wait for the failed process in their next collective. If several
+        processes fail, the error whose kind comes first in `kinds` is raised; for equal kinds, the lowest rank's.
         """
         if self.size == 1:
             yield
@@ -122,7 +122,7 @@ class Ranks:
         self._raise(self.gather(None if failure is None else _encoded(failure, kinds)), failure, kinds)
 
     def gather_results(self, function: Callable[[], Any], *kinds: type[BaseException]) -> list[Any]:
-        """Call a function on every process and return all results, by rank. Errors are raised as by `all_raise`."""
+        """Call a function on every process and return all results, by rank. Errors are raised as in `all_raise`."""
         if self.size == 1:
             return [function()]
         result, failure = _attempt(function, kinds)
@@ -138,13 +138,12 @@ class Ranks:
         if not failed:
             return
         rank = min(failed, key=lambda rank: failures[rank][0])
-        # the failed rank raises the same type as the others: a caller may treat a subclass differently from its base
+        # the failed rank raises the same type as all other ranks, because callers may treat a subclass differently
         raise _decoded(failures[rank], kinds) from (local_failure if rank == self.rank else None)
 
     def on_first(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
-        """Call a function on the first process only, and return its result on all processes.
-
-        An error of one of these kinds is raised on all processes.
+        """Call a function on the first process only. All processes return its result, or raise its error if the error
+        is of one of these kinds.
         """
         if self.size == 1:
             return function()
@@ -159,18 +158,18 @@ class Ranks:
         raise _decoded(error, kinds) from failure
 
     def outcome(self, message: Any, *kinds: type[BaseException]) -> Any:
-        """Return the result that the first process has sent in `on_first`, or raise the error that it has sent."""
+        """Return the result in a message that the first process has sent in `on_first`, or raise the error in it."""
         if "error" in message:
             raise _decoded(message["error"], kinds)
         return message["result"]
 
 
-#: only this process, even if it belongs to a job of several processes
+#: only this process, also in a job of several processes
 ONE_PROCESS = Ranks(None, torch.device("cpu"))
 
 
 def _attempt(function: Callable[[], Any], kinds: tuple[type[BaseException], ...]) -> tuple[Any, BaseException | None]:
-    """Return the result of a function, and its error if the error is of one of these kinds."""
+    """Return the result of a function, or its error if the error is of one of these kinds."""
     try:
         return function(), None
     except kinds as error:
@@ -178,7 +177,7 @@ def _attempt(function: Callable[[], Any], kinds: tuple[type[BaseException], ...]
 
 
 def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list[Any]:
-    """Return the index of the error's kind, and the arguments with which `_decoded` creates the error again."""
+    """Return the index of the error's kind, and the arguments from which `_decoded` creates the error again."""
     kind = next(number for number, kind in enumerate(kinds) if isinstance(error, kind))
     if isinstance(error, ConfigError) and kinds[kind] is ConfigError:
         return [kind, [error.key, error.problem]]
@@ -211,12 +210,12 @@ def process_rank() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes and prints."""
+    """Whether this is rank 0 of the job, which writes and prints."""
     return process_rank() == 0
 
 
 def log_rank0(line: str) -> None:
-    """Print a line once for all ranks."""
+    """Print a line on rank 0 only."""
     if is_first():
         print(line, flush=True)
 
@@ -224,15 +223,15 @@ def log_rank0(line: str) -> None:
 def start(device: torch.device, timeout: float) -> None:
     """Connect to the other processes that torchrun started.
 
-    timeout: the number of seconds after which the watchdog regards a rank as hung.
+    timeout: the watchdog regards a rank as hung after this number of seconds.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         store, rank, processes = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # torchrun's store survives a restart and still has the addresses of dead processes (torch 2.13): give
-            # each attempt its own prefix. All processes have the same restart count only on a single machine.
+            # torchrun's store survives a restart and still has the addresses of dead processes (torch 2.13), so each
+            # attempt gets another prefix. Only on a single machine, all processes have the same restart count.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         watchdog.start(store, rank, processes, timeout)
         # the watchdog finds a hung rank; a collective may also wait for a long save on rank 0
@@ -241,7 +240,7 @@ def start(device: torch.device, timeout: float) -> None:
 
 
 def wait_for_all() -> None:
-    """Wait until all processes of the job have called this."""
+    """Wait until all processes of the job have called this function."""
     if dist.is_initialized():
         dist.barrier()
 

@@ -21,12 +21,13 @@ ONE = Degrees()
 
 @dataclass(frozen=True)
 class Scheme:
-    """One of torch's schedules, and how stages are assigned to ranks.
+    """A pipeline schedule, and the assignment of stages to ranks.
 
-    per_rank: the number of stages on each rank. in_v: the stages are assigned to the ranks in increasing, then in
-    decreasing order, so that rank 0 has the first and the last stage. prefetch: the teacher runs in separate
-    actions, up to one step before the student. splits_backward: a stage computes the gradients of its input and the
-    gradients of its weights at different times.
+    per_rank: the number of stages on each rank.
+    in_v: whether stages are assigned to ranks in increasing, then in decreasing order; rank 0 then has the first and
+        the last stage.
+    prefetch: whether the teacher runs in separate actions, up to one step before the student.
+    splits_backward: whether a stage computes the gradients of its input and of its weights at different times.
     """
 
     schedule: Callable[..., Any]
@@ -36,7 +37,6 @@ class Scheme:
     splits_backward: bool = False
 
     def stages_of(self, rank: int, ranks: int) -> list[int]:
-        """Return the numbers of a rank's stages."""
         if self.in_v:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + turn * ranks for turn in range(self.per_rank)]
@@ -59,7 +59,7 @@ SCHEMES = {
 class Layout:
     """How a run is distributed over processes.
 
-    schedule: the pipeline's schedule, a key of `SCHEMES`. gather_dtype (for the student), offload: see `apply_fsdp`.
+    schedule: the pipeline's schedule, a key of `SCHEMES`. gather_dtype (student only), offload: see `apply_fsdp`.
     """
 
     degrees: Degrees = ONE
@@ -79,6 +79,6 @@ class Layout:
 
     @property
     def last_rank(self) -> int:
-        """The coordinate of the last stage's rank on the pipeline axis."""
+        """The pipeline coordinate of the rank with the last stage."""
         pipeline = self.degrees.pipeline
         return SCHEMES[self.schedule].rank_of(self.stages - 1, pipeline) if pipeline > 1 else 0

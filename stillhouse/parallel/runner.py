@@ -1,4 +1,4 @@
-"""Student and teacher distributed over processes: the same calls under every layout.
+"""Runs student and teacher, distributed over processes: the same calls under every layout.
 
 runner = build_runner(layout, mesh, student_source, teacher_source)
 results = runner.forward(inputs)     one result of the output processor for each micro-batch
@@ -25,7 +25,7 @@ from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
 
 
 class Runner(DistributedStudent):
-    """Runs micro-batches through a pair of student and teacher, or through the stages of the pair on this rank."""
+    """Runs micro-batches through student and teacher, or through their stages on this rank."""
 
     def __init__(
         self,
@@ -40,8 +40,9 @@ class Runner(DistributedStudent):
         self._summed: list[nn.Parameter] = []
 
     def sum_over_tensor_ranks(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Set the parameters whose gradients are summed over the tensor ranks after every backward: each rank has a
-        full copy of such a parameter, but only a partial gradient.
+        """Set the parameters whose gradients are summed over the tensor ranks after every backward.
+
+        Each rank has a full copy of such a parameter, but only a partial gradient.
         """
         self._summed = list(parameters)
 
@@ -72,9 +73,9 @@ class Runner(DistributedStudent):
             return results
 
     def one_by_one(self, inputs: Sequence[StageInputs]) -> Iterator[tuple[TeacherStudentPair, StageInputs]]:
-        """Yield the pair and the inputs of each micro-batch of a step without a pipeline; the caller runs the passes.
+        """Yield the pair and the inputs of each micro-batch, without a pipeline. The caller runs the passes.
 
-        HSDP: each replica accumulates its own gradients; the backward of the last micro-batch all-reduces them.
+        With HSDP, each replica accumulates its gradients; the backward of the last micro-batch all-reduces them.
         """
         pair = self.pairs[0]
         for number, batch in enumerate(inputs, start=1):
@@ -104,16 +105,14 @@ class Runner(DistributedStudent):
         return [pair.student for pair in self.pairs.values()]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """See `DistributedStudent`.
-
-        If the tied head is a copy of the embedding on another stage, it has the head's name here (see `shared_name`).
-        If MTP layers need a copy of the embedding on the last stage, the copy has the embedding's name.
+        """Yield the student's parameters on this rank. A tied head on another stage than the embedding has the head's
+        name (see `shared_name`). A copy of the embedding for MTP layers on the last stage has the embedding's name.
         """
         for student in self.decoders:
             yield from student.named_parameters()
 
     def shared_name(self, name: str) -> str:
-        """Return a parameter's name in the full model, where a tied head has the embedding's name."""
+        """Return a parameter's name in the full model; a tied head has the embedding's name there."""
         if self.tied and name == "head.linear.weight":
             return self.decoders[0].embedding_name
         return name
@@ -139,7 +138,7 @@ class Runner(DistributedStudent):
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
-        """Sum the gradients that the block adds to the parameters of `sum_over_tensor_ranks`."""
+        """Sum over tensor ranks the gradients that the block adds to the parameters of `sum_over_tensor_ranks`."""
         before = [parameter.grad for parameter in self._summed]
         for parameter in self._summed:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""Proves the models of a runner under its layout, after their weights are loaded, with the same passes as training.
+"""Proves the models of a runner under its layout, after their weights are loaded.
 
 `models/load_proof.py` describes the proof of one model. Under tensor parallelism, each layer is also compared with
 its full copy (`tensor_parallel_proof.py`), and backward passes show which gradients have to be summed
@@ -44,7 +44,7 @@ from stillhouse.parallel.tensor_parallel_proof import layers_compared, require_e
 
 
 class _Hidden(NamedTuple):
-    """The result of the probe's output processor: the student's hidden states by depth, and the teacher's if any."""
+    """The student's hidden states by depth, and the teacher's hidden states if the teacher ran."""
 
     student: tuple[Tensor, ...]
     teacher_TE: Tensor | None
@@ -55,9 +55,8 @@ def prove_runner(
 ) -> None:
     """Prove the student and the teacher of a runner. A collective of all its processes.
 
-    student, teacher: the sources of the models. teacher_in_stages: whether the teacher's layers are in the student's
-    stages; otherwise only its head is proven, and its source is used only for the name.
-    Raises ProofError on all processes. Does not change weights, modes or the state of random numbers.
+    teacher_in_stages: whether the teacher's layers are in the student's stages; if not, only its head is proven.
+    Raises ProofError on all processes. Does not change weights, modes or the state of random generators.
     """
     names = student.name, "teacher" if teacher is None else teacher.name
     for training in (False, True) if runner.decoders[0].training else (False,):
@@ -81,9 +80,9 @@ def prove_runner(
 
 
 def prove_heads(runner: DistributedStudent, decoders: Mapping[str, Decoder]) -> None:
-    """Prove the heads of decoders without layers on this process. A collective of all processes of the runner.
+    """Prove the heads of decoders that have no layers. A collective of all processes of the runner.
 
-    decoders: empty on processes without the student's last stage. Raises ProofError on all processes.
+    decoders: by name; empty on processes without the student's last stage. Raises ProofError on all processes.
     """
     with runner.ranks.all_raise(ProofError):
         for name, decoder in decoders.items():
@@ -95,10 +94,7 @@ def prove_heads(runner: DistributedStudent, decoders: Mapping[str, Decoder]) -> 
 
 
 def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, teacher_in_stages: bool) -> None:
-    """Prove that hidden states of student and teacher depend on the right tokens, and on no others.
-
-    names: the names of the two models, for errors.
-    """
+    """Prove that hidden states of student and teacher depend on exactly the right tokens. names: of the two models"""
     pair = runner.pairs[max(runner.pairs)]
     student, teacher = pair.student, None
     if teacher_in_stages:
@@ -106,7 +102,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, tea
     forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     probe = forward.probe
     with in_mode(*runner.decoders, training=training):
-        # all ranks have to run the same passes, even ranks that get no result
+        # all ranks have to run the same passes, also ranks that get no result
         passes = run_probe(forward.of_rows, probe, forward.device)
     count = len(passes) - (teacher is not None)
     hidden_of_both = passes[:count], passes[count:]
@@ -119,7 +115,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, tea
 
 
 def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:
-    """Prove the layers that tensor parallelism has sharded, of the student and of a teacher in its stages."""
+    """Prove the layers of the student and of a teacher in its stages, which tensor parallelism has sharded."""
     forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     sides: list[tuple[ModelSource | None, list[Decoder]]] = [
         (student, runner.decoders),
@@ -144,8 +140,8 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
 class ProbeForward:
     """A forward pass of the runner that returns hidden states of global sequences, gathered over the context ranks.
 
-    The results are [B, S, D] for the student and for each of its MTP depths, and [B, S, E] for the teacher; an empty
-    list on processes without the last stage.
+    Returns [B, S, D] for the student and for each of its MTP depths, then [B, S, E] for the teacher; an empty list on
+    processes without the last stage.
     """
 
     def __init__(self, runner: Runner, signals: Signals):
@@ -169,7 +165,7 @@ class ProbeForward:
         return StageInputs(micro_batch, self.signals, processor, mtp, autocast=_precision(self._runner))
 
     def micro_batch(self) -> MicroBatch:
-        """Return this process's columns of the probe; of its first row, if the attention requires one row."""
+        """Return this process's columns of the probe; if a model packs one row, only of the probe's first row."""
         rows = 1 if self.packs_one_row else len(self.probe.ids_BS)
         return _micro_batch(self._runner, self.probe.ids_BS[:rows], self.probe.position_ids_BS[:rows])
 
@@ -186,7 +182,7 @@ class ProbeForward:
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> _Hidden:
-    """An output processor that returns the hidden states that it gets."""
+    """An output processor that returns the hidden states of student and teacher."""
     hidden_by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
     for signal in context.signals.values():
         with signal.opened(head) as opened:
@@ -196,7 +192,7 @@ def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, de
 
 
 def _precision(runner: Runner) -> torch.dtype | None:
-    """Return the autocast dtype of training steps: FSDP's gather_dtype, or else the dtype that the model needs."""
+    """Return the autocast dtype: FSDP's gather_dtype, or else the dtype that the model needs."""
     return runner.layout.gather_dtype or autocast_dtype(runner.decoders[0].pretrained)
 
 
@@ -222,7 +218,7 @@ def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
 
 
 def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
-    """Return the inputs of a decoder without an embedding: hidden states with fixed values."""
+    """Return the inputs of a decoder without an embedding: fixed hidden states."""
     shape_BSD = (*position_ids_BS.shape, decoder.width)
     place_T = torch.arange(math.prod(shape_BSD), device=position_ids_BS.device, dtype=torch.float32)
     embeds_BSD = place_T.sin().view(shape_BSD).to(decoder.output_weight.dtype)

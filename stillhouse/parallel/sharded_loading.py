@@ -1,10 +1,8 @@
-"""The sources of models under a layout: weights are read from safetensors files into a distributed model.
+"""Reads weights from safetensors files into a distributed model. A process has only its own shards in memory.
 
-At any time, a process has only its own shards of the weights in memory.
-
-    decoder = empty_decoder(folder)           the full model on the meta device: shapes, no memory
-    …                                         cut it into stages, shard it
-    load_weights(decoder, folder, device)     allocate memory for this process's shards, read them from the files
+decoder = empty_decoder(folder)           the full model on the meta device: shapes, no memory
+…                                         cut it into stages, shard it
+load_weights(decoder, folder, device)     allocate memory for this process's shards, read them from the files
 """
 
 import math
@@ -33,15 +31,15 @@ from stillhouse.models.pretrained import auto_class, parse_dtype, require_safe_f
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from.
+    """Builds a model and loads its weights.
 
     build: returns the full model, with weights or on the meta device; called once for each stage on this process.
-    load_weights: reads the weights of a model that was built on the meta device, after the model has been cut into
-    stages and distributed; None if `build` returns the weights.
-    teacher_is_base: for a student with an adapter: the student without the adapter is the teacher.
+    load_weights: loads the weights after the model has been cut into stages and distributed; None if `build` returns
+    a model with weights.
+    teacher_is_base: whether the teacher is this student without its adapter.
     offload: keep FSDP's shards of this model in host memory between uses, even if the layout does not offload.
     name: the model's name in errors.
-    is_proven: whether the model that `build` returns is a full model that has already been proven, as by `Decoder`.
+    is_proven: whether `build` returns a full model that has already been proven, for example by `Decoder`.
     """
 
     build: Callable[[], Decoder]
@@ -53,7 +51,7 @@ class ModelSource:
 
 
 def local_folder(name_or_path: str, revision: str | None = None) -> str:
-    """Return the local folder of a model's files. Downloads them from the hub unless the name is a folder."""
+    """Return the local folder of a model's files; download the files from the hub unless the name is a folder."""
     if os.path.isdir(name_or_path):
         return name_or_path
     return snapshot_download(name_or_path, revision=revision, allow_patterns=["*.json", "*.safetensors"])
@@ -64,8 +62,8 @@ def empty_decoder(
 ) -> Decoder:
     """Return a decoder with a folder's configuration on the meta device.
 
-    dtype: None or "auto" for the dtype in which the model was saved. Code that comes with a model is not run.
-    Raises ValueError for a model that cannot be constructed or is quantized.
+    dtype: None or "auto" for the dtype in which the model was saved.
+    Raises ValueError for a model that cannot be constructed, needs its own code, or is quantized.
     """
     require_safe_files(folder)
     with reading(f"model '{escaped(os.fspath(folder))}': its configuration cannot be read"):
@@ -91,10 +89,9 @@ def load_weights(
 ) -> None:
     """Allocate the memory of a decoder on the meta device, and read its weights from a folder.
 
-    The decoder may have been cut and sharded. offload: parameters go to host memory, and only buffers to the device.
+    The decoder may have been cut and sharded. offload: parameters go to host memory, buffers to the device.
 
-    Raises ValueError if the folder has a weight neither under the name that the model gives it, nor as one tensor per
-    expert.
+    Raises ValueError if the folder lacks a weight. Stacked weights of experts may be stored as a tensor per expert.
     """
     allocate(decoder, device, offload=offload)
     read_weights(decoder, folder)
@@ -108,9 +105,9 @@ def read_weights(
 ) -> None:
     """Read weights from a folder into the allocated memory of a decoder, which may have been cut and sharded.
 
-    prefix: read only the tensors whose names in the decoder begin with this prefix. renamed: for a folder of another
-    model: maps a tensor's name in the decoder's own files to its name in this folder. The other model's vocabulary
-    may have another number of rows.
+    prefix: read only the tensors whose names in the decoder begin with this prefix.
+    renamed: for the folder of another model: maps a tensor's name in the decoder's own files to its name in this
+    folder. The vocabularies of the two models may have different numbers of rows.
     Raises ValueError as `load_weights` does.
     """
     files = _files(folder)
@@ -138,7 +135,7 @@ def read_weights(
 
 
 def _is_initialised(decoder: Decoder, name: str) -> bool:
-    """Whether a tensor is not read from a file, because it belongs to a LoRA, a layer loss or new MTP layers."""
+    """Whether a tensor is initialised instead of read: it belongs to LoRA, a layer loss or new MTP layers."""
     is_new_mtp = is_mtp(name) and bool(decoder.mtp and decoder.mtp.is_new)
     return is_lora(name) or decoder.is_of_layer_loss(name) or is_new_mtp
 
@@ -147,14 +144,16 @@ def _is_initialised(decoder: Decoder, name: str) -> bool:
 def _read_rows(
     shard: Tensor, slices: list[slice], shape: torch.Size, parts: list[str], files: dict[str, str], is_padded: bool
 ) -> None:
-    """Read this process's `shard` of a global tensor. `parts` names the stored tensors that have its rows, in order.
+    """Read this process's `shard` of a global tensor.
 
-    slices: where the shard is in the global tensor. shape: the global shape. files: the path of each tensor's file,
-    by tensor name. is_padded: the files may have more or fewer rows, which are padding; missing rows
-    become zero. Raises ValueError for a part that is in no file or has another shape.
+    slices: the place of the shard in the global tensor. shape: the global shape.
+    parts: the names of the stored tensors that together have the rows of the global tensor, in order.
+    files: see `_files`.
+    is_padded: whether the number of stored rows may differ by padding rows; missing rows become zero.
+    Raises ValueError for a part that is in no file or has another shape.
     """
     rows, *columns = slices or [slice(0)]
-    above = 0  # number of rows of the previous parts
+    above = 0  # the number of rows in the previous parts
     if is_padded:
         shard.zero_()
     for part in parts:
@@ -176,7 +175,7 @@ def _read_rows(
 
 
 def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -> None:
-    """Allocate the memory of a decoder on the meta device. Only the non-persistent buffers get their values."""
+    """Allocate the memory of a decoder on the meta device, and compute the values of its non-persistent buffers."""
     decoder.to_empty(device="cpu" if offload else device)
     decoder.tie()
     for module in decoder.modules():
@@ -186,7 +185,7 @@ def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -
 
 
 def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the path of each tensor's file in a folder, by tensor name."""
+    """Return the path of the file that has a tensor, by tensor name."""
     files: dict[str, str] = {}
     for path in Path(folder).glob("*.safetensors"):
         with reading(f"{path} is not a readable safetensors file"), safe_open(path, framework="pt") as file:
@@ -198,9 +197,9 @@ def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
 def make_buffers(decoder: Decoder) -> None:
     """Compute the non-persistent buffers, such as rotary frequencies, with the family's own initialisation.
 
-    A family may initialise a module's buffer in the code of the model that contains the module. Therefore all modules
-    are initialised, each by the model that contains it. All other tensors are marked as initialised for that time, so
-    that transformers does not change them. Raises ValueError for a buffer that the family does not initialise.
+    Each module is initialised by the innermost transformers model that contains it, because the code is there. In the
+    meantime, all other tensors are marked as initialised, so that transformers does not change them. Raises
+    ValueError for a buffer that the family does not initialise.
     """
     model, names = decoder.pretrained, _unsaved_buffers(decoder)
     for name in names:
@@ -238,12 +237,12 @@ def _unsaved_buffers(decoder: Decoder) -> list[str]:
 
 
 def _uninitialised(buffer: Tensor) -> float:
-    """Return a value that initialised buffers do not contain."""
+    """Return a value that no initialised buffer contains."""
     return math.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
 
 
 def _owners(model: PreTrainedModel, module: nn.Module) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-    """Yield a module's submodules, inner ones first, each with the innermost transformers model that contains it."""
+    """Yield each submodule, inner ones first, after the innermost transformers model that contains it."""
     for child in module.children():
         yield from _owners(child if isinstance(child, PreTrainedModel) else model, child)
     yield model, module

@@ -1,4 +1,4 @@
-"""Shards a step's micro-batches: which micro-batches each process computes, and which part of each micro-batch."""
+"""Shards a step's micro-batches: selects a process's micro-batches and its part of each micro-batch."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from stillhouse.parallel.mesh import Degrees, Mesh
 
 
 class ShardedMicroBatches(list[MicroBatch]):
-    """This process's micro-batches of a step, on its device, with only this process's part of the sequences.
+    """This process's micro-batches of a step, on its device. A context rank has only its columns of the sequences.
 
     of_all_ranks: all micro-batches of the step, with full sequences; the same on every process.
     uniform_shapes: see `padded_shapes`.
@@ -21,8 +21,8 @@ class ShardedMicroBatches(list[MicroBatch]):
 def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
     """Return this process's part of a step.
 
-    All data ranks get the same number of micro-batches: the first one is repeated without targets if necessary.
-    Each context rank gets its own columns of each micro-batch. uniform_shapes: see `padded_shapes`.
+    All data ranks get the same number of micro-batches; if necessary, the first micro-batch is repeated without
+    targets. uniform_shapes: see `padded_shapes`.
     """
     degrees, parts = mesh.degrees, []
     shapes_BS = padded_shapes(step.shapes_BS, degrees, uniform_shapes=uniform_shapes)
@@ -38,9 +38,9 @@ def padded_shapes(
 ) -> list[tuple[int, int]]:
     """Return the padded rows and columns of a step's micro-batches, before they are sharded over context ranks.
 
-    The list may be longer than `shapes_BS`: it includes the repeated micro-batches. uniform_shapes: all micro-batches
-    get one shape, and the number of micro-batches per data rank is a multiple of the number of pipeline ranks, as the
-    pipeline schedules require.
+    The list includes the repeated micro-batches, so it may be longer than `shapes_BS`. uniform_shapes: all
+    micro-batches get one shape, and the number of micro-batches per data rank becomes a multiple of the number of
+    pipeline ranks. The pipeline schedules require both.
     """
     count = _rounded_up(len(shapes_BS), degrees.data * (degrees.pipeline if uniform_shapes else 1))
     shapes = list(shapes_BS)

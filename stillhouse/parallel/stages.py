@@ -1,6 +1,6 @@
 """Pipeline stages: decides which layers each stage gets, and removes all other layers from a decoder.
 
-A stage keeps the model's own modules and names. In place of the layers of other stages it has a `PassThrough`.
+A stage keeps the model's modules and their names. Layers of other stages are replaced by `PassThrough`.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from stillhouse.models.model_parts import STAGE_PARTS, experts_per_token, is_of_
 from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel.sharded_loading import make_buffers
 
-#: the advice in the error messages for models that cannot be cut into stages
+#: the advice in error messages for models that cannot be cut into stages
 UNCUT = "expected pipeline=1, and no separate layout for a teacher"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage `number` of `count`, with its range of the student's layers and its range of the teacher's layers."""
+    """Stage `number` of `count`. student, teacher: the numbers of their layers on the stage"""
 
     number: int
     count: int
@@ -41,13 +41,12 @@ class Stage:
 
 
 class HiddenSize(NamedTuple):
-    """The width and the dtype of the hidden states that a model's stages send."""
+    """The width and the dtype of a model's hidden states."""
 
     width: int
     dtype: torch.dtype
 
     def empty(self, shape_BS: tuple[int, int], device: torch.device) -> Tensor:
-        """Return uninitialised hidden states."""
         return torch.empty(*shape_BS, self.width, dtype=self.dtype, device=device)
 
 
@@ -55,10 +54,10 @@ class HiddenSize(NamedTuple):
 class StagePlan:
     """Properties of the full models that a pipeline needs after the models have been cut.
 
-    student, teacher: the size of their hidden states; teacher=None: no stage sends hidden states of a teacher.
-    tied: whether the student's embedding on the first stage and its head on the last stage train as one weight.
+    student, teacher: the sizes of the hidden states; teacher=None: no teacher's layers run in the stages.
+    tied: whether the student's embedding (first stage) and its head (last stage) are trained as one weight.
     copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
-    teacher_cost: the cost of a forward of the teacher's layers, as a multiple of the student's.
+    teacher_cost: see `relative_cost`.
     """
 
     stages: list[Stage]
@@ -71,9 +70,9 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """A model's cost, in multiplications per token: `layer` for each of its `layers`, `head` for its head.
+    """The multiplications of a forward per token: `layer` for each of `layers` layers, and `head` for the head.
 
-    passes: the cost in forwards: 1 for a forward, 3 for a forward and a backward.
+    passes: the factor for what the model runs: 1 for a forward, 3 for a forward and a backward.
     """
 
     layers: int
@@ -83,10 +82,9 @@ class Cost:
 
 
 def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
-    """Return stages of nearly equal cost; the last stage's cost includes the heads. Each stage has at least one layer
-    of the student.
+    """Return stages of nearly equal cost. The last stage has the heads; each stage has a layer of the student.
 
-    Raises ValueError if there are more stages than student layers.
+    Raises ValueError if there are more stages than layers of the student.
     """
     if stages > student.layers:
         raise ValueError(
@@ -95,7 +93,7 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
     models = [student] if teacher is None else [student, teacher]
     total = sum(model.passes * (model.layers * model.layer + model.head) for model in models)
     heads = sum(model.passes * model.head for model in models)
-    # the available cost for each stage's layers
+    # the cost that is available for the layers of each stage
     room = [total / stages] * (stages - 1) + [max(0.0, total / stages - heads)]
     student_cuts = _cuts(student.layers, room, least=1)
     teacher_cuts = _cuts(teacher.layers, room, least=0) if teacher is not None else [0] * (stages + 1)
@@ -103,8 +101,8 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
 
 
 def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
-    """Return the first layer of each stage, and the end of the last stage. Each stage gets at least `least` layers,
-    and otherwise layers in proportion to its room.
+    """Return the first layer of each stage, and the end of the last stage. The number of a stage's layers is in
+    proportion to its room, but at least `least`.
     """
     cuts, before = [0], 0.0
     for number, stage_room in enumerate(room, start=1):
@@ -115,8 +113,8 @@ def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
 
 
 def cost_of(decoder: Decoder, passes: int) -> Cost:
-    """Estimate a model's cost from its weights: each element of a weight costs one multiplication per token. The
-    weights of experts are scaled by the share of experts that a token chooses.
+    """Estimate a model's cost: one multiplication per token for each element of a weight. The weights of experts are
+    scaled by the share of experts that a token uses.
     """
     layers, chosen = decoder.layers(), experts_per_token(decoder.config)
     depths = 0 if decoder.mtp is None else decoder.mtp.depths
@@ -124,12 +122,12 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
     # the weights of a layer's experts are stacked: dim 0 is the expert
     products = sum(weight.numel() * (chosen / len(weight) if is_of_experts(name) else 1.0) for name, weight in named)
     layer, head = products / max(1, len(layers)), decoder.vocabulary_rows * decoder.width
-    # each MTP depth costs one more layer and one more pass of the head, on the last stage
+    # each MTP depth costs an additional layer and an additional pass of the head, on the last stage
     return Cost(len(layers), layer, head + depths * (layer + head), passes)
 
 
 def relative_cost(teacher: Cost, student: Cost) -> float:
-    """Return the cost of a forward of the teacher's layers, divided by that of the student's layers."""
+    """Return the cost of a forward of the teacher's layers, divided by the cost for the student's layers."""
     return teacher.layers * teacher.layer / (student.layers * student.layer)
 
 
@@ -137,9 +135,9 @@ def relative_cost(teacher: Cost, student: Cost) -> float:
 def require_cuttable(config: PreTrainedConfig) -> None:
     """Raise ValueError for a family that cannot be cut into stages.
 
-    The parts of its backbone must have the names in transformers' pipeline plan, and the backbone must not compute
-    anything outside these parts: if it scaled its embeddings, every stage would scale the hidden states again. The
-    check removes all parts from a backbone, which then has to return its input unchanged.
+    Transformers' pipeline plan must name the parts of the backbone. The backbone must not compute anything outside
+    these parts, because every stage would repeat this computation. So a backbone without its parts must return its
+    input unchanged.
     """
     if set(STAGE_PARTS) - parallel_plan(config, "pp").keys():
         raise ValueError(
@@ -170,7 +168,7 @@ def require_cuttable(config: PreTrainedConfig) -> None:
 
 
 def is_cuttable(config: PreTrainedConfig) -> bool:
-    """Whether a model of this family can be cut into stages, or into its layers and its head."""
+    """Whether `require_cuttable` accepts a model of this family."""
     try:
         require_cuttable(config)
     except ValueError:
@@ -179,7 +177,7 @@ def is_cuttable(config: PreTrainedConfig) -> bool:
 
 
 def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
-    """Raise ValueError for a stage without trainable layers: torch's schedules send gradients through all stages."""
+    """Raise ValueError for a stage without trained layers, because torch's schedules send gradients to all stages."""
     layers = student.layers()
     for stage in stages:
         held = (parameter for number in stage.student for parameter in layers[number].parameters())
@@ -192,7 +190,7 @@ def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
 
 
 def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
-    """Raise ValueError if hidden-state matching pairs a student's layer with a teacher's layer on another stage."""
+    """Raise ValueError if hidden-state matching compares layers of student and teacher on different stages."""
     for layer, of_teacher in (pair for loss in student.layer_losses.values() for pair in loss.layer_pairs):
         stage = next(stage for stage in stages if layer in stage.student)
         if of_teacher not in stage.teacher:
@@ -206,11 +204,11 @@ def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
 
 
 def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool, norm: bool | None = None) -> None:
-    """Remove from a decoder the parts that are on other stages. The decoder's family must pass `require_cuttable`.
+    """Remove the parts of other stages from a decoder. The decoder's family must pass `require_cuttable`.
 
-    All stages except the first one take hidden states as input; all except the last one return hidden states.
-    The last stage of a decoder with MTP layers has a copy of the embedding.
-    norm: whether to keep the final norm; None: keep it on the last stage, like the head.
+    first: keep the embedding; if False, the decoder reads hidden states. A last stage with MTP layers keeps it, too.
+    last: keep the head; if False, the decoder returns hidden states.
+    norm: keep the final norm; None: as `last`.
     """
     backbone: Any = decoder.backbone
     for number in range(len(backbone.layers)):

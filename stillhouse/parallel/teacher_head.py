@@ -1,6 +1,6 @@
 """Output heads of teachers on the student's last stage. A head is open only while the student's loss is computed.
 
-T tokens, V rows of the vocabulary on this process, E a teacher's width.
+T tokens, E a teacher's width.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ from stillhouse.objective.signals import RowIndex
 
 
 class TeacherHead(Protocol):
-    """A teacher's output head on this process: all rows of the vocabulary, or this process's shard of them."""
+    """A teacher's output head on this process, with all vocabulary rows or with this process's shard of them."""
 
     def opened(self) -> AbstractContextManager[OutputHead]:
-        """Return a context that yields the head. The head may be used until the context ends."""
+        """Return a context that yields the head."""
         ...
 
 
 @dataclass(frozen=True)
 class DecoderHead:
-    """The head of a decoder on this process. If FSDP has sharded the head, it is gathered while it is open.
+    """The head of a decoder on this process. `opened` gathers a head that FSDP has sharded, as a collective.
 
-    Opening a sharded head is a collective of its processes. keep_gathered: the head stays gathered after its use.
+    keep_gathered: whether the head stays gathered after its use.
     """
 
     decoder: Decoder
@@ -36,7 +36,7 @@ class DecoderHead:
 
     @contextmanager
     def opened(self) -> Iterator[OutputHead]:
-        # the head has its own FSDP group, unless it is tied to the embedding: then it is in the root's group
+        # an untied head has its own FSDP group; a tied head is in the root's group
         modules = (self.decoder.head, self.decoder)
         group = next((module for module in modules if isinstance(module, FSDPModule)), None)
         if group is not None:
@@ -50,7 +50,7 @@ class DecoderHead:
 
 @dataclass(frozen=True, eq=False)
 class TeacherHidden(Signal):
-    """A teacher's hidden states [T, E] after its final norm, and its head on the student's last stage."""
+    """A teacher's hidden states after its final norm, and its head."""
 
     hidden_TE: Tensor
     head: TeacherHead

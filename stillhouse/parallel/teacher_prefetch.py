@@ -1,7 +1,7 @@
 """A pipeline whose teacher runs up to one step before its student, in the bubbles (see `bubble_schedule.py`).
 
-The student follows torch's 1F1B and uses the messages of torch's PipelineStage. The teacher's hidden states are sent
-in separate messages. The last stage keeps them until the student's forward of the same micro-batch.
+The student uses torch's 1F1B and PipelineStage. The teacher's hidden states are sent in separate messages. The last
+stage keeps them until the student's forward of the same micro-batch.
 
 B rows, S tokens per row of a micro-batch; E the teacher's width.
 """
@@ -36,8 +36,8 @@ class Schedule1F1BWithPrefetch(Schedule1F1B):
         """Set the order of the next step. run_teacher: runs an action of kind T.
 
         backward_group: the group for gradients. NCCL runs the messages of a group in the order in which each rank
-        issues them. If gradients were in the group of the hidden states, one rank could issue hidden states first and
-        the other rank gradients first, and the two ranks would deadlock.
+        issues them. With one group for hidden states and gradients, two ranks that issue them in different orders
+        would deadlock.
         """
         self.order, self.run_teacher, self.backward_group = order, run_teacher, backward_group
 
@@ -76,9 +76,9 @@ class Schedule1F1BWithPrefetch(Schedule1F1B):
 class _TeacherStep:
     """The teacher's progress on a step's micro-batches.
 
-    done: for each rank, how many of these micro-batches its teacher stage has run before the step begins.
+    done: for each rank, the number of micro-batches that the rank's teacher stage runs before the step begins.
     request: the number of the request for these micro-batches; None: they were not announced.
-    received: hidden states that the previous stage has sent and this stage has not used yet, by micro-batch.
+    received: hidden states that this stage has received but not used yet, by micro-batch.
     hidden: on the last stage, the teacher's hidden states after its final norm, by micro-batch.
     """
 
@@ -90,11 +90,10 @@ class _TeacherStep:
 
 
 class TeacherPrefetch:
-    """Runs this rank's stage of the teacher, and keeps the results that it has computed for the next step.
+    """Runs this rank's stage of the teacher, and keeps the results for the next step.
 
     teacher_forward: runs the stage on a micro-batch and the hidden states of the previous stage, without gradient.
     mesh: its `pipelines` are the groups for the teacher's messages and for the student's gradients.
-    Every message of a step is complete at the end of the step.
     """
 
     def __init__(self, teacher_forward: Callable[..., Tensor], plan: StagePlan, mesh: Mesh):
@@ -103,23 +102,23 @@ class TeacherPrefetch:
         self.ranks, self.rank = self.group.size(), self.group.rank()
         for messages in mesh.pipelines:
             self._connect(messages)
-        #: the announced micro-batches of later steps by request number; the dict has the order of the steps
+        #: the announced micro-batches of later steps by request number, in the order of the steps
         self.announced: dict[int, Sequence[MicroBatch]] = {}
         self._numbers = itertools.count()
         self.now, self.next = self._step((), 0), self._step((), 0)
         self.sends = Sends()
 
     def announce(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Announce the micro-batches of the step after the last announced one; returns the request's number."""
+        """Announce the micro-batches of the step after the last announced step; returns the request's number."""
         number = next(self._numbers)
         self.announced[number] = micro_batches
         return number
 
     def begin(self, micro_batches: Sequence[MicroBatch], request: int | None, *, runs: bool) -> Sequence[Action]:
-        """Return this rank's actions in a step. Their T actions put the teacher's hidden states into `now.hidden`.
+        """Return this rank's actions in a step. On the last stage, T actions write hidden states to `now.hidden`.
 
-        request: the number of the step's request, whose results may have been computed already; None: the step was
-            not announced. runs: whether the step needs the teacher.
+        request: the number of the step's request; None: the step was not announced. runs: whether the step needs the
+            teacher.
         """
         next_request, following = self._take_announced(request)
         if request is not None and self.next.request == request:
@@ -146,8 +145,8 @@ class TeacherPrefetch:
         self.sends.send(hidden_BSE, self.group, self.rank + 1)
 
     def end(self) -> None:
-        """Receive the hidden states that the previous stage has sent and this stage has not used yet, so that all
-        messages are complete at the end of the step.
+        """Complete all messages of the step: receive the hidden states that the previous stage has already sent for
+        the next step.
         """
         if self.rank:
             done = self.next.done
@@ -156,7 +155,7 @@ class TeacherPrefetch:
         self.sends.wait()
 
     def _take_announced(self, request: int | None) -> tuple[int | None, Sequence[MicroBatch]]:
-        """Drop the announcements up to this request (None: all); return the next one, or (None, ()) without one."""
+        """Drop the announcements up to this request (None: all). Return the next announcement; (None, ()): none."""
         for number in [number for number in self.announced if request is None or number <= request]:
             del self.announced[number]
         return next(iter(self.announced.items()), (None, ()))
@@ -167,7 +166,7 @@ class TeacherPrefetch:
             self.announced.pop(request, None)
 
     def _step(self, micro_batches: Sequence[MicroBatch], done: int, request: int | None = None) -> _TeacherStep:
-        """Return a step that has not begun. done: on every rank, the number of micro-batches that need no teacher."""
+        """Return a step that has not begun. done: the same number for every rank (see `_TeacherStep`)"""
         return _TeacherStep(micro_batches, (done,) * self.ranks, request)
 
     def _receive(self, micro_batch: MicroBatch) -> Tensor:
@@ -179,8 +178,8 @@ class TeacherPrefetch:
     def _connect(self, group: ProcessGroup) -> None:
         """Exchange a first message with the neighbouring ranks.
 
-        NCCL connects two ranks when they exchange their first message, and the sender blocks until the receiver
-        receives. In a step, the receiver could at that time wait for another message of this sender: a deadlock.
+        NCCL connects two ranks at their first message, and blocks the sender until the receiver receives. In a step,
+        the receiver could then be waiting for another message of this sender, and the ranks would deadlock.
         """
         token = torch.zeros(1, device=self.device)
         if self.rank:
@@ -190,7 +189,7 @@ class TeacherPrefetch:
 
 
 class _Message(NamedTuple):
-    """A message in progress. tensor: its data, which has to stay alive until the message is complete."""
+    """A message in progress. tensor: the data, which must stay alive until the message is complete."""
 
     work: Any
     tensor: Tensor
@@ -203,7 +202,6 @@ class Sends:
         self.started: list[_Message] = []
 
     def send(self, tensor: Tensor, group: ProcessGroup, rank: int) -> None:
-        """Start to send a tensor to a rank of a group."""
         self.add([_Message(dist.isend(tensor, group=group, group_dst=rank), tensor)])
 
     def add(self, started: Iterable[_Message]) -> None:
@@ -216,7 +214,7 @@ class Sends:
 
 
 def _start(operations: Iterable[P2POp], group: ProcessGroup) -> list[_Message]:
-    """Start torch's messages in `group` instead of their own group, which consists of the same ranks."""
+    """Start torch's messages in `group` instead of the stage's group. Both groups have the same ranks."""
     started = []
     for operation in operations:
         peer = {"group_dst" if operation.op is dist.isend else "group_src": operation.group_peer}

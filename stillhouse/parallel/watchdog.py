@@ -1,13 +1,12 @@
 """Ends a job in which a rank hangs, and names that rank.
 
-A collective waits for all of its ranks. If one rank hangs (a stopped process, a dead machine, a file system that does
-not answer), all others wait without any message. So each rank runs two threads beside its main thread. The first
-thread publishes heartbeats in the job's store, several within `seconds`; a heartbeat contains the current phase of
-the rank's main thread. The first thread also reads the heartbeats of all other ranks. The second thread checks these
-heartbeats, and ends the process if
+If a rank hangs (a stopped process, a dead machine, a file system that does not answer), all other ranks wait in a
+collective without any message. So each rank runs two additional threads. The first thread publishes heartbeats of
+this rank in the job's store and reads the heartbeats of all other ranks. A heartbeat contains the current phase of
+the main thread. The second thread checks the heartbeats, and ends the process if
 
   - a rank has sent no heartbeat for `seconds`, or the store has not answered for `seconds`;
-  - the process's own main thread makes no progress for `seconds` in a timed phase (`enter`, `progress`).
+  - this process's main thread has made no progress for `seconds` in a timed phase (`enter`, `progress`).
 
 The second thread never accesses the store, because the store may be on the rank that hangs. All ranks go through
 the same phases in the same order, so the number of a rank's phase shows how far the rank is.
@@ -27,9 +26,9 @@ from torch.distributed import Store
 
 from stillhouse.ending import end_process, error_line
 
-#: the number of heartbeats of a rank within `seconds`, and the longest interval between two of them
+#: the number of heartbeats of a rank within `seconds`, and the longest interval between two heartbeats
 BEATS, MAX_SECONDS_BETWEEN = 10, 15.0
-#: how long the other ranks wait before they print an error that the first rank prints at once
+#: one rank prints an error at once; all other ranks wait for this time before they print it
 SECONDS_FOR_FIRST = 10.0
 FAILED = 1
 
@@ -37,7 +36,7 @@ _watchdog: "Watchdog | None" = None
 
 
 def start(store: Store, rank: int, ranks: int, seconds: float) -> None:
-    """Watch the ranks of a job until `stop`. store: the job's store, in which the ranks publish heartbeats."""
+    """Watch the ranks of a job until `stop`. store: the job's store"""
     global _watchdog
     stop()
     connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
@@ -46,7 +45,7 @@ def start(store: Store, rank: int, ranks: int, seconds: float) -> None:
 
 
 def stop() -> None:
-    """Stop watching. All ranks call this after a barrier, so that no rank reports another one as hung."""
+    """Stop watching. All ranks must call this after a barrier, so that no rank reports another rank as hung."""
     global _watchdog
     if _watchdog is not None:
         _watchdog.stop()
@@ -54,16 +53,16 @@ def stop() -> None:
 
 
 def enter(phase: str, *, timed: bool = True) -> None:
-    """Record that the main thread begins a phase, which all ranks go through at this point.
+    """Record that the main thread begins a phase. All ranks must go through the same phases.
 
-    timed: whether the job ends if the phase makes no progress for `seconds`.
+    timed: whether the job ends if the main thread makes no progress for `seconds` in this phase.
     """
     if _watchdog is not None:
         _watchdog.enter(phase, timed)
 
 
 def progress() -> None:
-    """Record that the main thread begins another micro-batch of its phase, which restarts the phase's time limit."""
+    """Record that the main thread begins another micro-batch; this restarts the time limit of the phase."""
     if _watchdog is not None:
         _watchdog.state.since = time.monotonic()
         _watchdog.state.begun += 1
@@ -71,7 +70,7 @@ def progress() -> None:
 
 @contextmanager
 def untimed(phase: str) -> Iterator[None]:
-    """A nested phase without a time limit, for a wait that has its own time limit. All ranks must go through it."""
+    """A nested phase without a time limit, for a wait that has its own time limit."""
     before = None if _watchdog is None else _watchdog.state
     enter(phase, timed=False)
     try:
@@ -85,9 +84,9 @@ def untimed(phase: str) -> Iterator[None]:
 class Peer:
     """The latest information of this process about a rank.
 
-    since: by this process's clock, the time of the rank's last heartbeat; in this process's own entry, of its last
-    progress. beat: the number of the last heartbeat. number: how many phases the rank has entered so far.
-    begun: how many micro-batches the rank has begun in the current phase.
+    since: the time, by this process's clock, of the rank's last heartbeat; for this process itself, of its last
+    progress. beat: the number of the last heartbeat. number: the number of phases that the rank has entered so far.
+    begun: the number of micro-batches that the rank has begun in the current phase.
     """
 
     since: float
@@ -102,7 +101,7 @@ class Peer:
 class Watchdog:
     """The two threads that watch a job.
 
-    store: a separate connection, because the main thread blocks its own connection while it waits for an answer.
+    store: a separate connection, because the main thread blocks its connection while it waits for an answer.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, seconds: float):
@@ -127,7 +126,7 @@ class Watchdog:
         self.state = Peer(time.monotonic(), number=number, phase=phase, process=process, timed=timed)
 
     def _exchange(self) -> None:
-        """Publish and read heartbeats until `stop`, or until the store is lost, which `_watch` detects."""
+        """Publish and read heartbeats until `stop`, or until the store is lost (`_watch` detects this)."""
         beat, present = 0, set[int]()
         while True:
             state = self.state
@@ -152,7 +151,7 @@ class Watchdog:
         before = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
-            # this process itself was stopped, so all times that it has recorded are too old
+            # this process was suspended, so all recorded times are too old
             if now - before > 3 * self._interval:
                 self._reset_times(now)
             before = now
@@ -166,14 +165,14 @@ class Watchdog:
             peer.since = now
 
     def _fault(self, now: float) -> tuple[str, set[int]] | None:
-        """Return an error message and the ranks that cannot print it; None if no rank is at fault."""
+        """Return an error message and the ranks that cannot print it; None if there is no fault."""
         if now - self._store_answered > self.seconds:
             return _no_store(self._limit)
         silent = [rank for rank, peer in self._peers.items() if now - peer.since > self.seconds]
         if silent:
             return " and ".join(self._silence(rank) for rank in silent), set(silent)
         state = self.state
-        # a longer limit than for heartbeats, so that a stopped process is reported as silent
+        # the limit is longer than for heartbeats, so that a suspended process is reported as silent
         if not state.timed or now - state.since <= self.seconds + 3 * self._interval:
             return None
         behind = [rank for rank, peer in self._peers.items() if peer.number < state.number]
@@ -189,7 +188,7 @@ class Watchdog:
     def _end(self, message: str, silent: set[int]) -> None:
         """Print the message and end this process.
 
-        The lowest rank that is not silent prints at once. The others wait first, and torchrun usually ends them
+        The lowest rank that is not silent prints at once. All other ranks wait first; torchrun usually ends them
         before they print.
         """
         if self.rank != min(rank for rank in range(self.ranks) if rank not in silent):

@@ -1,4 +1,4 @@
-"""Applies a layout to a decoder from outside: the model's own code does not know the layout."""
+"""Applies a layout to a decoder, without changes to the model's code."""
 
 from stillhouse.models import Decoder
 from stillhouse.parallel.apply.context_parallel import apply_context_parallel
@@ -10,7 +10,7 @@ from stillhouse.parallel.run_layout import Layout
 
 
 def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
-    """Apply a layout to a decoder, from the inside out: context, tensor and expert parallelism, then FSDP."""
+    """Apply context, tensor and expert parallelism to a decoder, then FSDP."""
     degrees = layout.degrees
     if (context := mesh.group("context")) is not None and decoder.layers():
         apply_context_parallel(decoder, context, degrees.tensor)
@@ -25,7 +25,7 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
             mesh.sharding,
             experts=experts,
             expert_mesh=mesh.expert_sharding,
-            # a pipeline's schedule runs backward in parts, and all of them need the gathered weights
+            # a pipeline's schedule runs backward in parts, and all parts need the gathered weights
             reshard_after_forward=layout.stages == 1,
             gather_dtype=layout.gather_dtype,
             offload=layout.offload,

@@ -1,11 +1,11 @@
-"""Context parallelism by Ulysses, applied to a decoder from outside: each rank has a part of every sequence.
+"""Context parallelism by Ulysses (Jacobs et al. 2023, arXiv:2309.14509): each rank has a part of every sequence.
 
-Ranks exchange data only inside attention (Jacobs et al. 2023, arXiv:2309.14509). Before attention, all-to-alls turn
-"a part of the sequence, all heads" into "the global sequence, a part of the heads". After attention, another
-all-to-all turns the output back. In between, transformers' own attention function runs with the masks of the global
-sequence, including the masks for packed documents and sliding windows.
+Ranks exchange data only inside attention. Before attention, each rank has all heads for a part of the sequence.
+All-to-alls give it a part of the heads for the global sequence. Then transformers' attention function runs with the
+masks of the global sequence, including those for packed documents and sliding windows. Another all-to-all restores
+the first distribution.
 
-B rows, S tokens of the global sequence, H heads.
+B rows, S tokens of the global sequence, H heads, D width of a head.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
     """Make a decoder accept this rank's part of each sequence, with the position ids of that part.
 
     tensor: the degree of tensor parallelism, which shards the same heads.
-    Raises ValueError for an attention function that cannot be wrapped, and for degrees that do not divide the heads.
+    Raises ValueError for a model whose attention does not support this, and for degrees that do not divide the heads.
     """
     config, ranks = model_parts.text_config(decoder.config), group.size()
     inner = config._attn_implementation
@@ -66,7 +66,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
 
 
 def require_heads(config: PreTrainedConfig, context: int, tensor: int) -> None:
-    """Raise ValueError for numbers of heads that tensor × context ranks do not divide."""
+    """Raise ValueError if context × tensor does not divide a model's numbers of heads."""
     if size := model_parts.indivisible_size(config, model_parts.HEADS, context * tensor):
         raise ValueError(
             f"context={context} × tensor={tensor} does not divide the {size[0]}={size[1]} of model type "
@@ -76,10 +76,10 @@ def require_heads(config: PreTrainedConfig, context: int, tensor: int) -> None:
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Appends the next `count` columns of the sequences, which are on the following ranks, to a rank's columns.
+    """Appends to a rank's columns the next `count` columns of the sequences, which are on the following ranks.
 
-    group: the context ranks; None: this process has the global sequences, and nothing is appended. The last rank
-    appends zeros. There is no gradient.
+    group: the context ranks; None: this process has the global sequences, and nothing is appended. On the last rank,
+    zeros are appended. There is no gradient.
     """
 
     count: int
@@ -87,11 +87,11 @@ class NextTokens:
 
     @torch.no_grad()
     def __call__(self, columns_BS: Tensor) -> Tensor:
-        """columns_BS: [B, S, …]. Returns [B, S + count, …] if there is a group. A collective of the group."""
+        """Convert [B, S, …] to [B, S + count, …]. A collective of the group."""
         if self.group is None:
             return columns_BS
         parts = _gathered(columns_BS[:, : self.count], self.group)
-        # a rank with fewer than `count` columns sends all of them; the columns of the next rank follow without a gap
+        # a rank with fewer than `count` columns sends all its columns; those of the next rank follow without a gap
         padding_BK = columns_BS.new_zeros(columns_BS.shape[0], self.count, *columns_BS.shape[2:])
         next_BK = torch.cat([*parts[self.group.rank() + 1 :], padding_BK], 1)[:, : self.count]
         return torch.cat([columns_BS, next_BK], 1)
@@ -105,7 +105,7 @@ def _with_global_masks(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """A forward pre-hook that gives a module the masks of the global sequences, made from all ranks' position ids.
+    """A forward pre-hook that passes to a module the masks and the position ids of the global sequences.
 
     masks: makes the masks from embeddings and position ids. dtype: the dtype of the embeddings.
     """
@@ -117,7 +117,7 @@ def _with_global_masks(
 
 
 def gather_sequences(columns_BS: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the global sequences [B, S, …], from the columns of each context rank, without gradients.
+    """Concatenate the columns of all context ranks to the global sequences [B, S, …], without gradients.
 
     group: the context ranks; None: this process has the global sequences already. A collective of the group.
     """
@@ -125,7 +125,6 @@ def gather_sequences(columns_BS: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _gathered(columns_BS: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """Return the columns of each context rank, by rank."""
     columns_BS = columns_BS.contiguous()
     parts = [torch.empty_like(columns_BS) for _ in range(group.size())]
     dist.all_gather(parts, columns_BS, group=group)
@@ -142,7 +141,7 @@ def _ulysses(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Run an attention function of transformers, `inner`, on the global sequence and a part of the heads."""
+    """Run transformers' attention function `inner` on the global sequence and a part of the heads."""
     inputs = (_all_to_all(heads, 1, 2, group) for heads in (query_BHSD, key_BHSD, value_BHSD))
     # functions that separate packed documents by their position ids need the ids of the global sequence
     options["position_ids"] = options.pop("global_position_ids", None)
@@ -151,7 +150,7 @@ def _ulysses(
 
 
 def _all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
-    """Split `split_dim` over the group and concatenate the ranks' parts along `concat_dim`; differentiable."""
+    """Send a chunk of `split_dim` to each rank; concatenate received chunks along `concat_dim`. Differentiable."""
     outgoing = torch.stack(tensor.chunk(group.size(), split_dim))
     incoming = all_to_all_single_autograd(outgoing, None, None, group)
     return torch.cat(incoming.unbind(0), concat_dim)

@@ -1,8 +1,8 @@
-"""Expert parallelism, applied to a decoder from outside by transformers' own plan: no expert is split.
+"""Expert parallelism by transformers' own plan: each process has some complete experts of a layer.
 
-A layer's experts are distributed over processes that are neighbours on the shard and tensor axes of a mesh. One
-all-to-all dispatches each token to the processes of its experts, and another one sends the results back. Tensor ranks
-have the same tokens, so each tensor rank dispatches one slice of them.
+The processes are neighbours on the shard and tensor axes of a mesh. An all-to-all dispatches each token to the
+processes of its experts, and another all-to-all sends the results back. Tensor ranks have the same tokens, so each
+tensor rank dispatches one slice of these tokens.
 """
 
 from torch import nn
@@ -15,14 +15,14 @@ from stillhouse.models.model_parts import parallel_plan, plan_name
 def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceMesh) -> None:
     """Distribute a decoder's experts.
 
-    experts: a 1-D mesh of the processes that share the experts. tensor: a mesh of the ranks with the same tokens.
+    experts: the processes over which the experts are distributed. tensor: the ranks with the same tokens.
     Raises ValueError for a degree that does not divide the experts.
     """
     degree = experts.size()
-    # the name of this number in the configuration depends on the family, but its name in a module of experts does not
+    # this number has another name in each family's configuration, but the same name in every module of experts
     for count in {int(module.num_experts) for module in dispatched_experts(decoder)}:  # type: ignore[arg-type]
         if count % degree:
-            name = "tensor" if degree == tensor.size() else "expert"  # tensor ranks always divide the experts
+            name = "tensor" if degree == tensor.size() else "expert"  # the degree is at least the tensor degree
             raise ValueError(
                 f"{name}={degree} does not divide the {count} experts of model type '{decoder.config.model_type}': "
                 f"expected a divisor of {count}"
@@ -33,14 +33,14 @@ def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceM
 
 
 def dispatched_experts(decoder: Decoder) -> list[nn.Module]:
-    """Return the modules of experts in this stage's layers; an empty list for a model without experts."""
+    """Return the modules of experts in this stage's layers."""
     # ep_dispatch_experts: transformers' style for a module of experts with token dispatch
     dispatched = [name for name, style in _local_plan(decoder).items() if style == "ep_dispatch_experts"]
     return [decoder.backbone.get_submodule(name) for name in dispatched]
 
 
 def _local_plan(decoder: Decoder) -> dict[str, str]:
-    """Return the family's plan: styles by the names of the parameters and modules in this stage's layers."""
+    """Return the family's plan for this stage: styles by the names of parameters and modules."""
     plan, backbone = parallel_plan(decoder.config, "ep"), decoder.backbone
     # parameters first: they are sharded before the modules' forwards are wrapped
     parts = [*backbone.named_parameters(), *backbone.named_modules()]

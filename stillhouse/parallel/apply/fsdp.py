@@ -1,8 +1,8 @@
-"""FSDP2 and HSDP, applied to a decoder from outside: weights, gradients and optimizer state are sharded over ranks.
+"""FSDP2 and HSDP: shards weights, gradients and optimizer state over ranks.
 
-The weights of a layer are gathered for the layer's forward and backward, the weight of an untied head for the head's.
-The output processor runs in the head's forward, so it sees the full weight. Gradients are summed over the ranks, and
-never averaged: the losses are sums over tokens, already divided by the step's token count.
+The weights of each layer and of an untied head are gathered for the forward and the backward of this module. The
+output processor runs in the head's forward, so it sees the full weight. Gradients are summed over ranks and not
+averaged, because the losses are sums over tokens, already divided by the step's token count.
 """
 
 from collections.abc import Iterable
@@ -33,15 +33,13 @@ def apply_fsdp(
     mesh: (shard), or (replicate, shard) to keep several replicas of the sharded model.
     experts: the modules of experts that expert parallelism has already distributed.
     expert_mesh: like `mesh`, for the processes that have the same experts.
-    reshard_after_forward: free the gathered layers and head after forward and gather them again in backward. A
-    pipeline needs False: its schedule runs backward in parts, and all parts need the gathered weights.
+    reshard_after_forward: free the gathered weights after forward and gather them again in backward.
     gather_dtype: the dtype in which layers and an untied head are gathered, for a forward under autocast to that
-    dtype; None: their own dtype. With a gather_dtype, their gradients are summed in float32, over ranks and
-    micro-batches.
-    offload: keep shards of weights and gradients, and thus the optimizer state, in host memory between uses. On a CPU
-    nothing is moved.
+    dtype; None: the dtype of the weights. With a gather_dtype, the gradients of these modules are summed over ranks
+    and micro-batches in float32.
+    offload: keep shards of weights and gradients, and thus the optimizer state, in host memory between uses.
     """
-    # pinned memory needs a GPU, which can then copy while it computes
+    # pinned memory needs a GPU; the GPU can then copy while it computes
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     shard = partial(fully_shard, offload_policy=policy)
     inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
@@ -51,17 +49,17 @@ def apply_fsdp(
     for layer in [*decoder.blocks(), *decoder.mtp_layers()]:
         inner(layer, mesh=mesh)
     for module in (module for loss in decoder.layer_losses.values() for module in loss.with_weights()):
-        # they have their own groups: they may be float32, and FSDP needs one dtype in a group
+        # a separate FSDP group for each module: the weights may be float32, and a group must have one dtype
         shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     trains = any(parameter.requires_grad for parameter in decoder.parameters())
     if not decoder.tied and decoder.has_head:
         # a tied head uses the embedding's weight, which is in the root's FSDP group
         head_trains = any(parameter.requires_grad for parameter in decoder.head.parameters())
-        # backward begins with the head: freeing a trained head after forward would only cost a second gather
+        # backward begins with the head: a trained head that is freed after forward would be gathered again at once
         inner(decoder.head, mesh=mesh, reshard_after_forward=reshard_after_forward and not head_trains)
-    # a frozen decoder is a teacher: `pair.py` uses a teacher's tied head after its forward, then reshards the root
+    # a frozen decoder is a teacher; a teacher's tied head is used after the teacher's forward (`DecoderHead`)
     keep_gathered = trains or (decoder.tied and decoder.has_head)
-    # without gather_dtype, because the gradient of an embedding row is a sum over all occurrences of its token
+    # without gather_dtype: the gradient of an embedding row is a sum over all occurrences of a token
     shard(decoder, mesh=mesh, reshard_after_forward=reshard_after_forward and not keep_gathered)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
@@ -70,8 +68,9 @@ def apply_fsdp(
 
 
 def _expert_placement(mesh: DeviceMesh, weight: nn.Parameter) -> Shard:
-    """Shard by expert (dim 0) if the processes divide the experts, else by rows (dim 1): expert parallelism already
-    shards dim 0, and FSDP shards such a dim only evenly.
+    """Shard by expert (dim 0) if the number of processes divides the number of experts, else by rows (dim 1).
+
+    Expert parallelism already shards dim 0, and FSDP shards a dim again only into equal parts.
     """
     processes = mesh["shard"].size() if mesh.ndim > 1 else mesh.size()
     return Shard(0 if len(local(weight)) % processes == 0 else 1)

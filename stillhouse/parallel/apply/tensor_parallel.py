@@ -1,8 +1,7 @@
-"""Tensor parallelism, applied to a decoder from outside: the family's plan in transformers, with torch's styles.
+"""Tensor parallelism: shards a decoder by its family's plan in transformers, with torch's parallel styles.
 
 The layers' matrices are sharded according to the plan, the input embedding and the output head by vocabulary rows.
-Hidden states between the layers are replicated. `Head.shard` tells the objective which vocabulary rows of the head
-are on this rank.
+Hidden states between the layers are replicated. `Head.shard` has the vocabulary rows of the head on this rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,13 +34,13 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # a norm per attention head: every rank has all weights, but gradients from its own heads only
+    # a norm of each attention head: every rank has the full weight, but only the gradient of its own heads
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 
 
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
-    """Shard a decoder's weights over a 1-D mesh. Raises ValueError for a model that cannot be sharded this way."""
+    """Shard a decoder's weights over a 1-D mesh. Raises ValueError for a model that cannot be sharded."""
     # a decoder without layers needs no plan: a head is always sharded by rows
     plan = tensor_plan(decoder, mesh.size()) if decoder.layers() else {}
     frozen = {name for name, parameter in decoder.named_parameters() if not parameter.requires_grad}
@@ -62,7 +61,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _mtp_modules(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of the block in each MTP layer. A block has the class and the names of a backbone's layer."""
+    """Yield the modules of the block in each MTP layer. A block has the same module names as a layer."""
     for number, layer in enumerate(decoder.mtp_layers()):
         for name, module in layer.get_submodule("mtp_block").named_modules(prefix=f"layers.{number}"):
             if is_of_experts(name):
@@ -73,7 +72,7 @@ def _mtp_modules(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
 def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
     """Return the family's plan: styles by generic module names.
 
-    Raises ValueError if there is no supported plan, or if the degree does not divide the model's sizes.
+    Raises ValueError if there is no plan that is supported here, or if the degree does not divide the model's sizes.
     """
     config = model_parts.text_config(decoder.config)
     plan = model_parts.parallel_plan(config, "tp")
@@ -104,8 +103,9 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
 
 
 def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
-    """Raise ValueError if attention has weights per head that the plan does not name: a norm with weights
-    [heads, width of a head] as in Cohere, or a parameter [heads] as in Doge. A rank has only some of the heads.
+    """Raise ValueError if attention has weights per head that the plan does not name.
+
+    Examples are a norm's weight [heads, width of a head] in Cohere and a parameter [heads] in Doge.
     """
     config = model_parts.text_config(decoder.config)
     counts = {getattr(config, name, None) for name in model_parts.HEADS}
@@ -114,7 +114,7 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
             continue
         is_attention = name.endswith(".self_attn")
         styles = [plan.get(plan_name(f"{name}.{child}")) for child, _ in module.named_children()]
-        # a vector of a head's width is used for all heads; a plan may leave attention unsharded (Flint)
+        # a vector with the width of a head is used for all heads; a plan may leave attention unsharded (Flint)
         heads = counts - {getattr(module, "head_dim", None)} if "colwise" in styles else set()
         for key, weight in module.named_parameters(recurse=False):
             by_head = weight.dim() == 1 and len(weight) in heads if is_attention else weight.dim() == 2
@@ -126,12 +126,13 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
 
 
 def _shares_input(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
-    """Whether all children of a module that have parameters are sharded, and several of them by columns. Then only
-    these matrices read the module's input.
+    """Whether a module's input is read only by sharded matrices, several of which are sharded by columns.
+
+    This is true if all children with parameters are sharded.
     """
     children = {path: child for path, child in module.named_children() if next(child.parameters(), None) is not None}
     styles = [plan.get(plan_name(f"{name}.{path}"), "") for path in children]
-    # of an adapter's two matrices, one is replicated
+    # an adapter has a replicated matrix
     has_adapter = any(lora_parts(child) for child in children.values())
     return all(styles) and not has_adapter and styles.count("colwise") > 1
 
@@ -139,7 +140,7 @@ def _shares_input(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
 def _replicate_input(
     mesh: DeviceMesh, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """A forward pre-hook that replaces a module's hidden states by one replicated DTensor for all of its matrices.
+    """A forward pre-hook that converts a module's hidden states to a replicated DTensor, which all its matrices read.
 
     The ranks then all-reduce the gradient of the hidden states once, instead of once per matrix.
     """
@@ -151,9 +152,7 @@ def _replicate_input(
 
 
 def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:
-    """Return the modules of a layer to shard. With an adapter, these are the base layer and the adapter's matrix
-    (A or B) that has the sharded dim.
-    """
+    """Return the matrices of a linear layer to shard; of an adapter, only A or B, which has the sharded dim."""
     parts = lora_parts(layer)
     if not parts:
         return [layer]
@@ -161,7 +160,7 @@ def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:
 
 
 def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
-    """Shard the embedding and the head by rows, if they are on this stage."""
+    """Shard the embedding and the head by vocabulary rows, if they are on this stage."""
     embedding, head = decoder.pretrained.get_input_embeddings(), decoder.head
     if embedding is not None:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
