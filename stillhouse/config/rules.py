@@ -65,7 +65,6 @@ class Rule:
         ]
 
     def _problem(self, value: Any, *others: Any) -> str:
-        """The given and the expected values, in words."""
         with_others = " and ".join(
             key if _is_section(other) else f"{key}={yaml_value(other)}"
             for key, other in zip(self.keys[1:], others, strict=True)

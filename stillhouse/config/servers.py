@@ -18,8 +18,7 @@ class ServerKind:
     generates: whether the server generates completions. hint: for messages if it does not.
     after_temperature: for messages, a server of this kind whose log-probabilities are computed after the temperature.
         "": this is true for every server of this kind, and its log-probabilities are over the whole vocabulary.
-    over_all_tokens: for messages, a server of this kind whose log-probabilities at temperature 1 are over the whole
-        vocabulary. "": there is no such option.
+    over_all_tokens: for messages, a server whose log-probabilities at temperature 1 are over all tokens; may be "".
     rounds_as_here: whether float32 log-probabilities differ from those of this process only by float32 rounding.
     takes_adapters: whether the server can load an adapter as a version of the student.
     tells_tokenizer: whether the server's tokenizer can be compared with the student's.

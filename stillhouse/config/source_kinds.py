@@ -1,7 +1,6 @@
 """The kinds of sources of a teacher's signals, as one table.
 
-Each kind is a key of a teacher's section, such as `teacher.url`. The rules between keys follow from this table, and
-runs, checks and caches read the properties of a source from it.
+Each kind is a key of a teacher's section, such as `teacher.url`. The rules between keys follow from this table.
 """
 
 from dataclasses import dataclass

@@ -112,7 +112,6 @@ def _names(peer: str) -> str:
 
 
 def _tables(key: str, section: type[Section]) -> list[str]:
-    """A section's table, then the tables of the sections in it."""
     tables = [_table(f"`{key}`", f"{key}.", section, set(section.model_fields))]
     for name, field in section.model_fields.items():
         if (inner := section_of(field)) is not None:

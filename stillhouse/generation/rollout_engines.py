@@ -55,7 +55,6 @@ class InJobEngine:
     ranks receive these requests while they wait in `lead` for the first rank's result.
 
     copy: the full copy of a sharded student; its decoder must be the generator's. None: the student is not sharded.
-    version: the version of the present weights.
     """
 
     def __init__(self, generator: Generator, copy: StudentCopy | None = None, version: int = 0):

@@ -156,7 +156,6 @@ class RolloutQueue:
         )
 
     def _chosen(self, step: int) -> Sequence[int]:
-        """Choose the step's groups among the finished ones."""
         chosen: list[int] = []
         for until, least in self._least(step).items():
             in_time = [group for group in self._finished if self._last_chance[group] <= until]

@@ -190,7 +190,6 @@ class SampleGenerator:
 
 
 def _environment_tokens(ids: Sequence[int]) -> Completion:
-    """A `Completion` for the tokens of an environment's reply, with log-probabilities 0."""
     count = len(ids)
     return Completion(
         np.asarray(ids, dtype=np.int32),

@@ -110,7 +110,6 @@ def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Genera
 
 
 def _asking_key(rollout: RolloutConfig | None, evaluation: EvalConfig) -> str:
-    """Return the configuration key that requires completions."""
     if rollout is not None:
         return "rollout.engine"
     return "eval.tasks" if evaluation.tasks else "eval.samples" if evaluation.samples else "eval.callbacks"

@@ -29,10 +29,8 @@ def not_finite_error(
 ) -> ValueError:
     """Return an error that names the cause of a loss or gradient norm that is not finite. Weights are not changed.
 
-    checkpoints: the folder of the run's checkpoints.
     step: the step's number, counted from 1.
     output: the step's output for these micro-batches; the student still has the gradient.
-    norm: the norm of this gradient.
     """
     loss, packed = output.sums["loss"], micro_batches.of_all_ranks
     assert isinstance(packed, PackedMicroBatches)

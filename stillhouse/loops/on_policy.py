@@ -66,8 +66,6 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
 
 
 class _Requested(NamedTuple):
-    """A step whose signals have been requested."""
-
     samples: list[Sample]
     micro_batches: ShardedMicroBatches
     pending: PendingSignals

@@ -67,7 +67,6 @@ class RolloutMetrics:
     def _policy(
         self, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
     ) -> dict[str, float]:
-        """Return the staleness of the tokens, and the differences between engine and trainer."""
         counts, sums = staleness(samples, step), output.sums
         metrics = {
             "rollout/staleness": sum(steps * count for steps, count in counts.items()) / sum(counts.values()),

@@ -263,10 +263,9 @@ def target_rules(rollout: RolloutConfig) -> TargetRules:
 
 @dataclass(frozen=True)
 class StepPacker:
-    """Packs documents that begin with prompts.
+    """Packs documents that begin with prompts. A packed sequence has at most `prompts.max_tokens` tokens.
 
-    prompts: the packed prompts. A packed sequence is at most as long as their `max_tokens`.
-    micro_batch_tokens: the largest number of tokens of a micro-batch.
+    micro_batch_tokens: the maximum number of tokens of a micro-batch.
     single_row: whether a micro-batch must be one row.
     """
 

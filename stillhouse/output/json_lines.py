@@ -102,10 +102,8 @@ def _step(line: bytes, where: str) -> int:
 def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -> Iterator[tuple[str, int, T]]:
     """Yield (file and line number, offset, result of `parse`) of every line.
 
-    parse: gets a line without its newline, and the file and line number for errors.
-
-    If `parse` raises ValueError for a last line without a newline, this line is skipped, and a note for the page is
-    appended to `notes`.
+    parse: gets a line without its newline, and the file and line number for errors. If it raises ValueError for a
+    last line without a newline, this line is skipped, and a note for the page is appended to `notes`.
     """
     offset = 0
     with path.open("rb") as file:

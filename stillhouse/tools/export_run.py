@@ -166,7 +166,6 @@ def _configuration(run: Path, checkpoint: IntactCheckpoint) -> RunConfig:
 
 
 def _require_same_base(base: StudentConfig, checkpoint: IntactCheckpoint) -> None:
-    """Raise ValueError if the base model's files have changed since the adapter was trained."""
     if source_fingerprint(base.model, base.revision) != checkpoint.state.progress.models.get("student"):
         raise ValueError(
             f"student: the files of {base.model} are not those that the adapter in {checkpoint.path} was trained on: "
@@ -243,7 +242,6 @@ def _kept_in_float32(config: PretrainedConfig | None) -> list[str]:
 
 
 def _with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Set the dtype in a model's configuration and in the configurations of its parts."""
     nested = {key: _with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in content.items()}
     return {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in nested.items()}
 

@@ -49,7 +49,6 @@ def import_distillkit(
     The mass outside the ids is not in the files. It is computed as 1 − Σp, which is inaccurate if Σp is nearly 1.
 
     teacher: a folder or hub id. The teacher is run on some documents to check the files.
-    temperature: the temperature of the log-probabilities.
 
     Raises ValueError with file and row for rows that are not valid distributions, and for files of another teacher.
     """

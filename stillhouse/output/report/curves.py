@@ -161,7 +161,6 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _charts_of_sets(keys: Iterable[str]) -> list[Chart]:
-    """The charts of named held-out sets, with one heading per set."""
     names = dict.fromkeys(match[1] for match in map(SET.fullmatch, keys) if match)
     return [
         replace(

@@ -39,7 +39,6 @@ class WatchedReport:
         return self._version, self._page
 
     def _stamp(self) -> str:
-        """A hash of the sizes and modification times of all files that the page shows."""
         files = []
         for path in (folder / name for folder in self._paths for name in (METRICS, *OPTIONAL_FILES)):
             try:
