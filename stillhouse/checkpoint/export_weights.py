@@ -60,7 +60,7 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     model = full.pretrained
     model.generation_config = part.pretrained.generation_config
     if any(name.startswith(f"{WEIGHT}mtp.") for name in stored):
-        from stillhouse.models.mtp import add_mtp, declared_depths  # needs a later transformers than the rest
+        from stillhouse.models.mtp import add_mtp, declared_depths  # requires a newer transformers than this module
 
         add_mtp(full, declared_depths(part.config), is_new=False)
     keys = {checkpoint_names(full, name)[0]: f"{WEIGHT}{name}" for name in full.state_dict()}
@@ -96,7 +96,7 @@ def write_weights(
     parameters: the number of parameters in the index; None: the number of elements of `shapes`.
     file: the name of the file if all weights fit into one file.
     """
-    # all other files have an adapter's weights: they are not split, because peft reads only one file
+    # another file name means an adapter; its weights are not split, because peft reads only one file
     largest = file_bytes if file == SAFE_WEIGHTS_NAME else sys.maxsize
     split = split_torch_state_dict_into_shards(dict(shapes), max_shard_size=largest)
     for name, tensor_names in split.filename_to_tensors.items():

@@ -20,7 +20,7 @@ from stillhouse.output.progress import (
 )
 from stillhouse.parallel import Ranks, is_first, log_rank0
 
-#: an error does not show values with more characters
+#: an error message shows values of at most this many characters
 SHORT = 40
 
 

@@ -77,7 +77,7 @@ class HeadBuffers:
 
     @contextmanager
     def holding(self, name: str, weight_VE: Tensor) -> Iterator[Tensor]:
-        """Yield a buffer with this weight. The weight is copied unless a buffer has it already, by its `name`."""
+        """Yield a buffer with this weight. If a buffer has a weight of this name already, nothing is copied."""
         buffer = self._free(name, weight_VE)
         buffer.is_used = True
         try:

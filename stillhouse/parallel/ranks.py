@@ -109,7 +109,7 @@ class Ranks:
         """If the block raises an error of one of these kinds on any process, raise it on all processes.
 
         Without this, the other processes would wait for the failed process in their next collective. If several
-        processes fail, the error whose kind comes first in `kinds` is raised; for equal kinds, the lowest rank's.
+        processes fail, the kind that comes first in `kinds` decides, then the lowest rank.
         """
         if self.size == 1:
             yield

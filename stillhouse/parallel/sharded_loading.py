@@ -242,7 +242,7 @@ def _uninitialised(buffer: Tensor) -> float:
 
 
 def _owners(model: PreTrainedModel, module: nn.Module) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-    """Yield each submodule, inner ones first, after the innermost transformers model that contains it."""
+    """Yield all modules, inner modules first, in pairs (innermost transformers model with the module, module)."""
     for child in module.children():
         yield from _owners(child if isinstance(child, PreTrainedModel) else model, child)
     yield model, module

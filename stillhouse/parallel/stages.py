@@ -72,7 +72,7 @@ class StagePlan:
 class Cost:
     """The multiplications of a forward per token: `layer` for each of `layers` layers, and `head` for the head.
 
-    passes: the factor for what the model runs: 1 for a forward, 3 for a forward and a backward.
+    passes: 1 if the model runs only forward, 3 if it runs forward and backward.
     """
 
     layers: int
@@ -82,7 +82,7 @@ class Cost:
 
 
 def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
-    """Return stages of nearly equal cost. The last stage has the heads; each stage has a layer of the student.
+    """Return stages of nearly equal cost. The last stage has the heads; each stage has at least one student layer.
 
     Raises ValueError if there are more stages than layers of the student.
     """

@@ -1,7 +1,7 @@
 """Checks before the first step that all ranks have the same configuration, the same data and the same folder.
 
-Different values on two ranks would mix two runs without an error. If each machine had its own local folder, each
-checkpoint would lack the shards of the other machines, also without an error.
+Ranks with different values would train a mixture of two runs without an error. If each machine had its own local
+folder, each checkpoint would lack the shards of the other machines, also without an error.
 """
 
 import socket
@@ -16,7 +16,7 @@ from stillhouse.output.disk import UNFINISHED, explained_write_errors
 from stillhouse.output.folder import library_versions
 from stillhouse.parallel import Ranks
 
-#: the cache of a network file system may hide a new file of another machine for this time
+#: a network file system may hide a new file of another machine for at most this time, because it has a cache
 _SECONDS_TO_SEE = 30.0
 
 

@@ -23,7 +23,7 @@ from stillhouse.parallel import local_folder
 from stillhouse.parallel.sharded_loading import read_weights
 
 _KEY = "student.init"
-#: keys of config.json that may have different values for the teacher and for a student that gets its layers
+#: keys of config.json that may differ between the teacher and a student that gets layers of the teacher
 _MAY_DIFFER = {
     *("num_hidden_layers", "n_layer", "layer_types", "max_window_layers", "vocab_size", "max_position_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"),

@@ -61,7 +61,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
     """
     for name, teacher in config.several.items():
         with as_config_error(f"teachers.{name}.prefix"):
-            PrefixTemplate(name, teacher.prefix or "")  # raises ValueError if columns cannot fill it
+            PrefixTemplate(name, teacher.prefix or "")  # raises ValueError for a malformed prefix
     chat_template = config.data.chat_template
     tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, chat_template, stores)
     sections = config.data, config.objective, tokenizer, config.teachers
@@ -198,7 +198,7 @@ def _require_same_conversation(
 
 
 def _with_gaps(teachers: Mapping[str, NamedTeacherConfig], stores: Mapping[str, SignalStore]) -> list[str]:
-    """The teachers in this job with a prefix; the packed rows of the student have gaps for these prefixes."""
+    """The names of the teachers in this job with a prefix. The student's packed rows have gaps for these prefixes."""
     without_store = {name: teacher for name, teacher in teachers.items() if f"teachers.{name}" not in stores}
     return [name for name, teacher in without_store.items() if teacher.prefix is not None]
 

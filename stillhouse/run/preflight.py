@@ -20,7 +20,7 @@ from stillhouse.run.agreement import require_same_sources
 from stillhouse.run.inputs import RunData
 from stillhouse.run.setup import RunSetup
 
-#: a run with fewer steps causes a warning, unless train.steps sets the number
+#: a run with fewer steps causes a warning, unless the configuration has train.steps
 FEW_STEPS = 10
 #: train.min_learning_rate is a share of the peak. A value up to this one causes a warning, because the user may have
 #: meant a learning rate, as in other tools

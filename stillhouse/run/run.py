@@ -145,5 +145,5 @@ def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress:
 
 
 def _hashes(name: str, folder: Path) -> dict[str, str]:
-    """The hashes of a folder's files, by their paths in the run's folder. name: the folder's name in that folder"""
+    """The hashes of a folder's files, by their paths in the run's folder. name: the name of `folder`"""
     return {f"{name}/{file}": file_hash for file, file_hash in hashes(folder, file_names(folder)).items()}

@@ -83,7 +83,7 @@ class SeparateTeacher(SignalSource):
             self._transfer = _HiddenTransfer(mesh, student_mesh, teacher_DCT, student_DCT, self._width, self._dtype)
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        """Compute the signals of this process's micro-batches at once, because signals in advance would need memory.
+        """Compute the signals of this process's micro-batches at once, because signals of later steps need memory.
 
         The signals are `TeacherHidden`. Processes without the student's last stage get no signals.
         """

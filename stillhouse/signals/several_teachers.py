@@ -71,7 +71,7 @@ class SeveralTeachers(SignalSource):
         return source.request_some(view, self._numbers(view, self._route, name)).result()
 
     def _routed(self, signals: Signals, rows: Mapping[str, Tensor]) -> Signals:
-        """Pair each teacher's signal with its rows. Teachers without rows are dropped, but at least one is kept.
+        """Pair each signal with the rows of its teacher. Teachers without rows are dropped, but at least one is kept.
 
         If FSDP shards the heads, no teacher is dropped, because all ranks must gather the heads in the same order.
         """
@@ -101,7 +101,7 @@ class SeveralTeachers(SignalSource):
         return rows_by_teacher
 
     def _numbers(self, view: ShardedMicroBatches, route: str, name: str) -> list[int]:
-        """The numbers, among the micro-batches of all ranks, of the micro-batches with a document of this teacher."""
+        """Return which micro-batches of all ranks have a document of this teacher, by their numbers."""
         step = view.of_all_ranks
         return [
             number

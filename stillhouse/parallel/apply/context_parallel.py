@@ -76,7 +76,7 @@ def require_heads(config: PreTrainedConfig, context: int, tensor: int) -> None:
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Appends to a rank's columns the next `count` columns of the sequences, which are on the following ranks.
+    """Appends the next `count` columns of the sequences to a rank's columns. The following ranks have these columns.
 
     group: the context ranks; None: this process has the global sequences, and nothing is appended. On the last rank,
     zeros are appended. There is no gradient.

@@ -45,7 +45,7 @@ class Stored:
 
     shard: the shard's number
     rows: the rows of the document that are stored
-    start: the first of these rows in the shard's tensors
+    start: the row of the shard's tensors at which these rows begin
     number: the document's number in the shard
     """
 
