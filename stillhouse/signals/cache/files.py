@@ -5,7 +5,7 @@
         teacher/                    the teacher's configuration and tokenizer; with hidden states, its output head
         shards/00000.safetensors    the signals of some documents
         shards/00000.json           the shard's hash, written after the shard
-        index.json                  a hash of every other file; it is written last, so it marks a complete cache
+        index.json                  hashes of all files except shards/*.json; written last, marks a complete cache
 
 A shard is one safetensors file. For D documents with N rows in total, its tensors are:
 
