@@ -1,0 +1,81 @@
+"""The tiny models of `kit.causal_families`: complete, finite, causal, and the same for the same seed."""
+
+import pytest
+import torch
+from kit.causal_families import CAUSAL, LEFT_OUT, SPECIAL, build
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+COMMON = 6  # the first tokens of both rows are the same
+#: a few structures: attention, experts, a state space, a vision tower, and parameters that transformers leaves unset
+QUICK = ("llama", "gpt_oss", "nemotron_h", "qwen3_5", "deepseek_v4", "llama4", "qwen2_5_vl")
+
+
+def two_rows() -> Tensor:
+    ids_BS = torch.randint(3, SPECIAL, (2, 13), generator=torch.Generator().manual_seed(0))
+    ids_BS[1, :COMMON] = ids_BS[0, :COMMON]
+    return ids_BS
+
+
+def require_sound(model: PreTrainedModel) -> None:
+    """Check that the weights are set, and that the logits are finite, causal, and depend on the tokens."""
+    assert not model.training
+    for name, weight in model.named_parameters():
+        assert bool(weight.isfinite().all()), name
+        assert bool(weight.any()), name
+    with torch.no_grad():
+        first_SV, second_SV = model(input_ids=two_rows(), use_cache=False).logits
+    assert bool(first_SV.isfinite().all())
+    torch.testing.assert_close(first_SV[:COMMON], second_SV[:COMMON], rtol=1e-5, atol=1e-5)
+    assert all((first_SV - second_SV)[COMMON:].abs().amax(-1) > 1e-3 * first_SV.abs().max())
+
+
+def test_every_causal_model_type_is_built_or_left_out() -> None:
+    """A new version of transformers can have new model types: add them to one of the two lists."""
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= {*CAUSAL, *LEFT_OUT}
+    assert not {*CAUSAL} & {*LEFT_OUT}
+    assert {*LEFT_OUT} <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert all(LEFT_OUT.values())
+
+
+@pytest.mark.parametrize("model_type", QUICK)
+def test_a_few_families_are_sound(model_type: str) -> None:
+    require_sound(build(model_type))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", CAUSAL)
+def test_all_families_are_sound(model_type: str) -> None:
+    require_sound(build(model_type))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "llama4"])
+def test_a_whole_model_has_a_vision_tower(model_type: str) -> None:
+    model = build(model_type, whole=True)
+    require_sound(model)
+    assert "ForConditionalGeneration" in type(model).__name__
+    assert "ForCausalLM" in type(build(model_type)).__name__
+
+
+def test_the_seed_alone_decides_the_weights() -> None:
+    state = torch.get_rng_state()
+    first, again, other = build("deepseek_v4"), build("deepseek_v4", torch.bfloat16), build("deepseek_v4", seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.are_deterministic_algorithms_enabled()
+    for (name, weight), half in zip(first.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(weight.to(half.dtype), half), name
+    names = [name for name, weight in other.named_parameters() if torch.equal(weight, first.get_parameter(name))]
+    assert not names
+
+
+def test_options_reach_the_text_configuration() -> None:
+    assert build("qwen2_5_vl", vocab_size=300).config.get_text_config().vocab_size == 300
+    assert build("llama", num_hidden_layers=3).config.num_hidden_layers == 3
+
+
+def test_the_usual_initialisation() -> None:
+    model = build("llama", usual=True)
+    assert model.config.initializer_range == 0.02
+    assert bool((model.model.norm.weight == 1).all())
+    assert not bool((build("llama").model.norm.weight == 1).any())
