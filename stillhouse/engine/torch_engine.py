@@ -76,7 +76,7 @@ class TorchEngine:
             output.loss.detach_()
         losses = [named for result in results for named in result.losses] if runner.is_counted else []
         outputs = outputs if runner.has_results else []
-        return StepOutput(outputs, partial(self._total, outputs, losses))
+        return StepOutput(outputs, partial(self._total, outputs, losses, normalizer))
 
     def update(self, learning_rate: float) -> float:
         norm = float(self.student.clip(self._train.clip or 0.0))
@@ -112,12 +112,14 @@ class TorchEngine:
             for micro_batch, of_teachers in zip(micro_batches, signals, strict=True)
         ]
 
-    def _total(self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
+    def _total(
+        self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]], normalizer: float
+    ) -> dict[str, float]:
         """Return `StepOutput.sums`. losses: the losses inside this process's layers."""
         sums = add_up(self.student.ranks.gather(summed_metrics(outputs) | _summed(losses)))
         terms = [term for part in self.parts for term in part.terms.items()]
         for name, term in terms if "loss" in sums else ():
-            sums["loss"] += term.scale * sums.get(name, 0.0) / max(1.0, sums["tokens"])
+            sums["loss"] += term.scale * sums.get(name, 0.0) / normalizer
         return sums
 
     # ---- passes without gradients

@@ -59,7 +59,7 @@ class MegatronProcessor:
     ):
         _require_hook(_unwrapped(model))
         self.processor, self.vocab_size, self.flat = processor, vocab_size, flat
-        self._shards: dict[int, VocabShard] = {}
+        self._shards: dict[tuple[Any, ...], VocabShard] = {}
         self._metrics: tuple[str, ...] = ()
 
     def __call__(
@@ -124,12 +124,13 @@ class MegatronProcessor:
         group = output_layer.tp_group
         if group is None or group.size() == 1:
             return None
-        if rows not in self._shards:
+        key = (group, rows, output_layer.sequence_parallel)
+        if key not in self._shards:
             start = group.rank() * rows
             # with sequence parallelism, the backward of the gather sums the gradient (a reduce-scatter)
             summed_here = not output_layer.sequence_parallel
-            self._shards[rows] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
-        return self._shards[rows]
+            self._shards[key] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
+        return self._shards[key]
 
 
 class MultiTokenGPTModel(GPTModel):

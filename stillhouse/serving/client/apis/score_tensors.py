@@ -33,7 +33,7 @@ def top_k_tensors(
         if len(log_probs) == spec.top_k + 1:
             del log_probs[next_token]  # the engine added it, because it is not among the top ids
         if len(log_probs) != spec.top_k:
-            raise ValueError(f"row {number} has {len(log_probs)} ids: expected the top {spec.top_k}")
+            raise ValueError(f"row {row} has {len(log_probs)} ids: expected the top {spec.top_k}")
         ranked = sorted(log_probs.items(), key=lambda pair: -pair[1])
         ids_NK[number], log_probs_NK[number] = zip(*ranked, strict=True)
     return id_tensors(ids_NK, log_probs_NK, spec)
