@@ -34,7 +34,7 @@ from stillhouse.objective.spec import ObjectiveSpec
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Computes the `ObjectiveOutput` of each micro-batch of a step. Its context is `DistillTargets`.
+    """Computes the `ObjectiveOutput` of each micro-batch of a step. It needs `DistillTargets` as the `context`.
 
     normalizer: the number of target tokens of the step, by which the sums over tokens are divided.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.

@@ -80,7 +80,8 @@ class Generator:
     def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
         """Divide requests into batches of similar lengths. A batch is a list of positions in `requests`.
 
-        least: the minimum number of batches, so that every process gets a batch; fewer if there are fewer requests.
+        least: the number of processes that share the batches. A batch has at most len(requests) / least requests,
+            rounded up.
         """
         prompts = [len(request.prompt_ids) for request in requests]
         limits = [self._limit(request) for request in requests]

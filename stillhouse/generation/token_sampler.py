@@ -77,12 +77,11 @@ class TokenSampler(LogitsProcessor):
         return scores_BV.fill_(-torch.inf).scatter_(1, ids_B[:, None], 0.0)
 
     def _sample(self, input_ids_BS: Tensor, scores_BV: Tensor, weights_BV: Tensor) -> Tensor:
-        """Choose a block of `_BLOCK` ids, then an id of this block, by the largest log-probability plus Gumbel noise.
+        """Choose a block of `_BLOCK` ids, then an id of this block. weights_BV: exp(scores_BV).
 
-        weights_BV: exp(scores_BV).
-
-        Every block and every id has its own noise. So a rounding difference in the scores, for example in another
-        batch or layout, very rarely changes the sampled token.
+        Both times, the one with the largest sum of log-probability and Gumbel noise is chosen. A block's probability
+        is the sum over its ids. Every block and every id has its own noise. So a rounding difference in the scores,
+        for example in another batch or layout, very rarely changes the sampled token.
         """
         if self._filters:
             scores_BV = scores_BV.clone()

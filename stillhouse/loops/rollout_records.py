@@ -148,7 +148,7 @@ def shown_samples(
 def _divergences(
     session: Session, numbers: list[int], micro_batches: ShardedMicroBatches, output: StepOutput
 ) -> dict[int, dict[int, float]]:
-    """Return, for each document, the divergences at the rows that predict its tokens, by the tokens' positions.
+    """Return {document: {position of a token: sum of the divergences at the row that predicts this token}}.
 
     numbers: the numbers of the documents in the step, as in `step_documents`.
     """

@@ -80,7 +80,7 @@ class RouterBalance(LayerLossModule):
         return logits, with_loss(scores, loss.scale * value), chosen
 
     def _require_losses(self, names: list[str], layer: nn.Module, _: tuple[Any, ...], __: Any) -> None:
-        """Forward hook of a layer: raise ValueError if a router in it was not called and has no loss."""
+        """Forward hook of a layer: raise ValueError if a router of the layer has no loss."""
         loss, recomputing = self.current
         if loss is None or recomputing or not torch.is_grad_enabled():
             return

@@ -64,8 +64,8 @@ def linear_objective(
         The same is true for rows that every term excludes, by the term's own weight or by a negative label.
     normalizer: divides the sum; the optimizer step's global count of tokens with a non-zero weight.
     valid_index: the rows with a non-zero weight, int64, each row once; the pass computes only these rows. None: the
-        pass finds them if weights_T is on a CPU; otherwise it computes all rows, since finding them on a GPU would
-        wait for the GPU.
+        pass finds them if weights_T is on a CPU; otherwise it computes all rows, since the CPU would have to wait
+        for the GPU to find them.
     chunk_tokens: rows of a tile; None: chosen by a memory budget. Results do not depend on it.
 
     Over a sharded head, all ranks call this with the same tokens, terms and options. They get the same loss and

@@ -137,7 +137,7 @@ class ObjectiveSpec:
             include a `LogRatio`.
         document_T: the document of each row, needed for a discount.
         valid_index: the rows that count; None: all rows. The sampled terms read only these rows of a signal.
-        student: the student's head, needed if its vocabulary is smaller than a teacher's, or sharded.
+        student: the student's head; needed if it is sharded, or if its vocabulary is smaller than a teacher's.
 
         Raises ValueError if a signal is missing, or belongs to a teacher that the objective does not name.
         """

@@ -43,8 +43,8 @@ class Pipeline:
         self.count = self.ranks * scheme.per_rank
         self.stages = {number: _Stage(number, self.count, pair) for number, pair in pairs.items()}
         if mesh.sharding is not None:
-            # `_Stage` has no weights of its own. But only if it is an FSDP module, torch's schedule keeps gathered
-            # weights and reduces gradients once per step
+            # `_Stage` has no weights of its own, but it must be an FSDP module: otherwise torch's schedule would not
+            # keep gathered weights, and would reduce gradients more than once per step
             for stage in self.stages.values():
                 fully_shard(stage, mesh=mesh.sharding)
         self.scheme, self.plan, self.group, self.device = scheme, plan, group, mesh.device

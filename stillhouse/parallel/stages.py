@@ -93,7 +93,7 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
     models = [student] if teacher is None else [student, teacher]
     total = sum(model.passes * (model.layers * model.layer + model.head) for model in models)
     heads = sum(model.passes * model.head for model in models)
-    # the cost that is available for the layers of each stage
+    # what the layers of each stage may cost: an equal share of the total; on the last stage, less the heads' cost
     room = [total / stages] * (stages - 1) + [max(0.0, total / stages - heads)]
     student_cuts = _cuts(student.layers, room, least=1)
     teacher_cuts = _cuts(teacher.layers, room, least=0) if teacher is not None else [0] * (stages + 1)
@@ -101,8 +101,9 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
 
 
 def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
-    """Return the first layer of each stage, and the end of the last stage. The number of a stage's layers is in
-    proportion to its room, but at least `least`.
+    """Return the first layer of each stage, and the end of the last stage.
+
+    room: what the layers of each stage may cost. A stage gets layers in proportion to it, but at least `least`.
     """
     cuts, before = [0], 0.0
     for number, stage_room in enumerate(room, start=1):

@@ -48,7 +48,7 @@ def initial_weights(student: StudentConfig, teacher: TeacherConfig | None, seed:
 
 
 def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:
-    """The numbers of the teacher's layers for the student. Raises ConfigError if they do not fit the student."""
+    """The numbers of the teacher's layers that the student gets. Raises ConfigError if they do not fit it."""
     ours, theirs = student.to_dict(), teacher.to_dict()
     different = [key for key in ours | theirs if key not in _MAY_DIFFER and ours.get(key) != theirs.get(key)]
     if different:

@@ -55,7 +55,7 @@ class RunData:
 
 
 def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunData:
-    """Load the tokenizers and the data of a run. stores: by the keys of the teachers' sections
+    """Load the tokenizers and the data of a run. stores: the signal stores, by the keys of the teachers' sections
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or the tokenizers.
     """

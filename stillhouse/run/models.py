@@ -183,7 +183,7 @@ def model_fingerprints(
 
 
 def teacher_fingerprint(teacher: TeacherConfig) -> str:
-    """A hash of a teacher's quantization and of its files (of its commit, for a model on the hub)."""
+    """A hash of a teacher's files and of its quantization; for a model on the hub, its commit replaces the files."""
     return quantized_identity(source_fingerprint(str(teacher.model), teacher.revision), teacher.quantize)
 
 

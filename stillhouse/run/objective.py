@@ -95,7 +95,10 @@ class RunObjective:
         return [part for kind in PARTS if (part := kind.from_config(sections)) is not None]
 
     def _require_uld(self, spec: ObjectiveSpec) -> None:
-        """Raise ConfigError for `uld` without `teacher.cross_tokenizer=uld`, and for that key with a divergence."""
+        """Raise ConfigError if the loss does not fit `teacher.cross_tokenizer`.
+
+        The term `uld` needs the value "uld" of this key. With this value, the loss must not have a divergence.
+        """
         key, loss = "teacher.cross_tokenizer", self.objective.loss
         method = None if self.teacher is None else self.teacher.cross_tokenizer
         if spec.uld is not None and method != "uld":

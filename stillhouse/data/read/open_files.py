@@ -46,7 +46,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def format_of(path: Path) -> str:
-    """The suffix before the suffix of a compression: ".jsonl" for a.jsonl and for a.jsonl.zst."""
+    """A file's suffix, where the suffix of a compression is ignored: ".jsonl" for a.jsonl and for a.jsonl.zst."""
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 

@@ -99,7 +99,10 @@ class Turns:
         return (text or "").partition(ANCHOR)[0]
 
     def _end_marker(self, count: int, shortened: str) -> str:
-        """The special token directly after the content. It ends the turn: in `shortened`, no message follows."""
+        """The special token directly after the content; "" if there is none, or if the message has tool calls.
+
+        This token must end the turn, because message number `count` is the last message in `shortened`.
+        """
         if self.messages[count - 1].get("tool_calls"):
             return ""
         return max((token for token in self.special if shortened.startswith(token)), key=len, default="")

@@ -19,7 +19,7 @@ from stillhouse.output.metrics_file import MetricsLine, read_metrics
 from stillhouse.output.records import EvalSample, HeldOutTokens, Sample, Span
 
 METRICS = "metrics.jsonl"
-#: the other files; for each file, the content that the page lacks without it
+#: the other files; for each file, what the page cannot show if the file is missing
 OPTIONAL_FILES = {
     "config.yaml": "the run's configuration and its models' names",
     "environment.json": "versions, machine and date",

@@ -70,7 +70,7 @@ def _mtp_modules(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
 
 
 def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
-    """Return the family's plan: styles by generic module names.
+    """Return the family's plan: a style for each generic module name (`plan_name`).
 
     Raises ValueError if there is no plan that is supported here, or if the degree does not divide the model's sizes.
     """

@@ -42,8 +42,8 @@ class RemoteSignals(SignalStore):
 
     signal: the signal that is requested. width: E, the teacher's width (0 if it is unknown and not needed).
     vocabulary: the rows of the teacher's head; None if unknown.
-    proof: is repeated on all working servers before every `prove_every`-th read (0: never). Unless every answer has
-    the teacher's hash, the proof is also repeated on a server that answers again after a failure.
+    proof: is repeated on all working servers before every `prove_every`-th read (0: never). If the answers do not
+    have the teacher's hash, the proof is also repeated on each server that answers again after a failure.
     """
 
     may_take_long = True  # the pool has its own timeout
