@@ -59,10 +59,12 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
     "rotary_dim": 4,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few heads, many scores are exactly 0, and the length of a row decides between them
     "index_head_dim": 8,
     "index_topk": 4,
     "query_pre_attn_scalar": 8,
+    "floor_scale": 4,
+    "log_scaling_n_floor": 4,
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2,
     "swa_head_dim": 8,
@@ -184,6 +186,7 @@ _COMPASS = _FULL_SLIDING | {"rope_parameters": {"full_attention": None, "sliding
 _MINIMAX3: dict[str, Any] = {
     **_DENSE_SPARSE,
     "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "index_n_heads": 2,
     "index_block_size": 4,
     "index_topk_blocks": 2,
     "dense_intermediate_size": 48,
@@ -192,7 +195,7 @@ _MROPE = {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]}}
 _QWEN4: dict[str, Any] = {
     "hc_count": 2,
     "hc_lowrank": 8,
-    "indexer_n_heads": 2,
+    "indexer_n_heads": 16,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
     "indexer_budget": 4,
