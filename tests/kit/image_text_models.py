@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kit.packing_families import SHAPE
 from torch import Tensor
 from transformers import (
     CLIPVisionConfig,
@@ -25,7 +24,20 @@ from stillhouse.models.pretrained import auto_class
 S = 12
 IMAGE, START, END = 250, 248, 247  # special tokens
 PLACE = slice(2, 6)  # the columns of the image's four tokens
-TEXT: dict[str, Any] = {**SHAPE, "head_dim": 8, "initializer_range": 0.2}
+TEXT: dict[str, Any] = {
+    "vocab_size": 251,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24}
 QWEN_TOWER: dict[str, Any] = TOWER | {
     "depth": 2,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from kit import loading_memory
-from kit.families import build
-from kit.packing_families import SHAPE, build_packing
+from kit.causal_families import build as build_causal
+from kit.families import SHAPE, build
 from kit.shard_ranks import Rank, RankPool, shared_pool
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
@@ -40,7 +40,7 @@ WITH_BUFFERS = ("falcon_h1", "gemma3n_text", "gemma4_text", "glm4_moe_lite", "qw
     ],
 )
 def test_a_filled_model_is_the_loaded_one(tmp_path: Path, family: str, tied: bool | None) -> None:
-    model = build_packing(family) if tied is None else build(family, tied=tied)
+    model = build_causal(family, usual=True) if tied is None else build(family, tied=tied)
     model.save_pretrained(tmp_path)
     filled = empty_decoder(tmp_path)
     assert all(parameter.is_meta for parameter in filled.parameters())
@@ -95,7 +95,7 @@ def test_names_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
         load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
 
 
-_SMALL: dict[str, Any] = {**SHAPE, "moe_intermediate_size": 8, "head_dim": 8}
+_SMALL: dict[str, Any] = {**SHAPE, "vocab_size": 251, "moe_intermediate_size": 8, "head_dim": 8}
 #: families whose number of experts has no common name, with that name and further options
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": ("moe_num_experts", {"moe_k": 2, "moe_layer_start_index": 0}),
@@ -167,9 +167,13 @@ def plan(model: PreTrainedModel, degree: int = 2) -> dict[str, str]:
     return tensor_plan(Decoder(model, verify=False), degree)
 
 
+def gemma3n(**options: Any) -> PreTrainedModel:
+    return build_causal("gemma3n_text", **{"activation_sparsity_pattern": [0.0] * 4} | options)
+
+
 def test_heads_that_degrees_divide_and_sizes_of_each_layer() -> None:
     require_heads(build("llama").config, 2, 1)
-    assert plan(build_packing("gemma3n_text"))["layers.*.mlp.down_proj"] == "rowwise"
+    assert plan(gemma3n())["layers.*.mlp.down_proj"] == "rowwise"
     doge = AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", **_SMALL))
     doge.config.base_model_tp_plan = {"layers.*.mlp.up_proj": "colwise"}  # the attention is not sharded
     assert plan(doge) == doge.config.base_model_tp_plan
@@ -181,11 +185,11 @@ def test_heads_that_degrees_divide_and_sizes_of_each_layer() -> None:
         (lambda: plan(build("llama"), 4), "tensor=4 does not divide the model's num_key_value_heads=2"),
         (lambda: require_heads(build("llama").config, 2, 2), "context=2 × tensor=2 does not divide"),
         (
-            lambda: plan(build_packing("gemma3n_text", intermediate_size=[48, 47])),
-            "tensor=2 does not divide the model's intermediate_size=[48, 47]",
+            lambda: plan(gemma3n(intermediate_size=[48, 47] * 2)),
+            "tensor=2 does not divide the model's intermediate_size=[48, 47, 48, 47]",
         ),
         (
-            lambda: plan(build_packing("gemma3n_text", activation_sparsity_pattern=[0.95, 0.0])),
+            lambda: plan(gemma3n(activation_sparsity_pattern=[0.95, 0.0] * 2)),
             "by their mean over all columns of a matrix (activation_spars",
         ),
         (lambda: plan(build("cohere")), "'layers.0.self_attn.q_norm' has weights for each attention head"),
@@ -195,7 +199,7 @@ def test_heads_that_degrees_divide_and_sizes_of_each_layer() -> None:
         ),
         # embeddings that a family reads in every layer, that it scales before the first one, and other names of parts
         (
-            lambda: require_cuttable(build_packing("gemma4_text").config),
+            lambda: require_cuttable(build_causal("gemma4_text").config),
             "'gemma4_text' cannot run without its embeddings: expected pipeline=1",
         ),
         (lambda: require_cuttable(build("granite").config), "changes its embeddings before its first layer"),

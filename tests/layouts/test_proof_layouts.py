@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from kit import slow
-from kit.packing_families import build_packing
+from kit.causal_families import build as build_causal
 from kit.ranks import Ranks, run_ranks
 from kit.runs import Command, save_model, write_run
 from kit.toy_tokenizer import toy_tokenizer
@@ -114,7 +114,7 @@ def test_one_of_several_teachers_is_refused(tmp_path: Path, processes: int, word
 
 def save_family(folder: Path, family: str, **options: Any) -> None:
     tokenizer = toy_tokenizer()
-    build_packing(family, vocab_size=len(tokenizer), **options).save_pretrained(folder)
+    build_causal(family, usual=True, vocab_size=len(tokenizer), **options).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.causal_families import build as build_causal
 from kit.documents import random_documents
-from kit.packing_families import build_packing
 
 from stillhouse.data import MicroBatch, PackedSequences, make_micro_batch
 from stillhouse.data.packing import best_fit
@@ -208,7 +208,7 @@ def test_padding_has_finite_gradients() -> None:
     documents = random_documents([9, 4], seed=1)
     batch = make_micro_batch(documents, [[0], [1]]).padded(3, 12)
     assert (batch.input_ids_BS[batch.document_T.view(3, 12) < 0] == documents.tokens(0)[0]).all()
-    decoder = Decoder(build_packing("gemma3n_text")).train()
+    decoder = Decoder(build_causal("gemma3n_text", usual=True)).train()
     decoder(**batch.inputs).flatten(0, 1)[batch.document_T >= 0].logsumexp(-1).sum().backward()
     gradients = [parameter.grad for parameter in decoder.parameters() if parameter.grad is not None]
     assert gradients

@@ -9,8 +9,8 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+from kit.causal_families import build as build_causal
 from kit.families import FAMILIES, build
-from kit.packing_families import build_packing
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -77,7 +77,7 @@ REFUSED = {
         "ScaledLlama (model type 'llama'): its logits differ by up to",
     ),
     "windows of the row": (
-        lambda: build_packing("deepseek_v4"),
+        lambda: build_causal("deepseek_v4", usual=True),
         "has layers of type compressed_sparse_attention, heavily_compressed_attention, which cut a row into windows",
     ),
     "a module of another kind": (lambda: nn.Linear(2, 2), "Linear is not a transformers model"),
