@@ -134,6 +134,8 @@ SIZES: dict[str, Any] = {
     "out_hidden_size": 32,
     "num_position_embeddings": 16,
     "projector_hidden_size": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
     "projection_hidden_size": 32,
     "alignment_intermediate_size": 48,
     "text_hidden_size": 32,
