@@ -101,8 +101,8 @@ def writing_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
     [
         ("server", 500),
         ("writer", 150),
-        slow("server", 5000),
-        slow("writer", 3000),
+        slow("server", 1500),
+        slow("writer", 1000),
     ],
 )
 def test_thousands_of_changed_bodies_are_answered_or_refused(
@@ -117,7 +117,7 @@ def test_thousands_of_changed_bodies_are_answered_or_refused(
 
 
 @pytest.mark.parametrize("role", ["server", "writer"])
-@pytest.mark.parametrize("count", [15, slow(500)])
+@pytest.mark.parametrize("count", [15, slow(150)])
 def test_requests_made_from_the_openapi_document_are_no_server_errors(
     request: pytest.FixtureRequest, role: str, count: int
 ) -> None:
