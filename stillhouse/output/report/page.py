@@ -1,6 +1,7 @@
 """Writes the page: fills the template with the summary, the charts, the shaded text and the tables."""
 
 import base64
+import functools
 import hashlib
 import json
 import os
@@ -129,6 +130,7 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
     )
 
 
+@functools.cache
 def _template() -> Template:
     loader = FileSystemLoader(ASSETS)
     environment = Environment(
