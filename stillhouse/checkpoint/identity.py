@@ -40,6 +40,7 @@ _FREE = {
 #: earlier versions can be resumed
 _ADDED: dict[str, Any] = {
     "data.chat_template": None,
+    "data.packing": "auto",
     "train.optimizer": "adamw",
     "train.momentum": 0.95,
     "student.init": None,
@@ -51,11 +52,15 @@ _ADDED: dict[str, Any] = {
 }
 
 
+#: the key in `RunIdentity.data` for the packing that determines the order of the documents: "rows", or absent
+ORDER = "packing"
+
+
 @dataclass(frozen=True)
 class RunIdentity:
     """The hashes that must be the same when a run is resumed.
 
-    data: a hash of the documents, by split
+    data: a hash of the documents, by split; also `ORDER`
     models: a hash of the tokenizer, and a hash of each model's files
     """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.checkpoint.checkpoint_folder import checkpoints, set_aside
-from stillhouse.checkpoint.identity import RunIdentity, decisive_values
+from stillhouse.checkpoint.identity import ORDER, RunIdentity, decisive_values
 from stillhouse.checkpoint.integrity import IntactCheckpoint, verified
 from stillhouse.config import ConfigError, load_config
 from stillhouse.config.read_config import dotted_values
@@ -89,6 +89,12 @@ def require_unchanged_sources(path: Path, before: Progress, identity: RunIdentit
         raise ValueError(
             f"the configuration has changed since {path} was written: config.yaml in out was edited; restore it, or "
             "choose another folder as out"
+        )
+    order_before, order = (data.get(ORDER, "packed") for data in (before.data, identity.data))
+    if order_before != order:
+        raise ValueError(
+            f"data.packing: this run has ordered its documents for '{order_before}', and would now order them for "
+            f"'{order}': expected data.packing={order_before}, if the models allow it, or another folder as out"
         )
     if changed := [f"data.{split}" for split in _changed(before.data, identity.data)]:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Packs documents, without splitting them, into sequences of at most `max_tokens`, and orders the sequences.
 
-Documents are packed once, by best fit in order of decreasing length. Only the order of the sequences changes from
-epoch to epoch: it is a permutation that depends only on (seed, epoch). So the number of a step determines its data,
-and a resumed run continues exactly where it stopped, without any saved state of the data.
+Documents are packed once, by best fit in order of decreasing length, or into sequences of similar lengths. Only the
+order of the sequences changes from epoch to epoch: it is a permutation that depends only on (seed, epoch). So the
+number of a step determines its data, and a resumed run continues exactly where it stopped, without any saved state of
+the data.
 """
 
 from bisect import bisect_left, insort
@@ -31,6 +32,8 @@ class PackedSequences:
         Documents of different sets never share a sequence.
     weights: the share of each set in all tokens of a training (`sequence_order.py`). None: every sequence is used
         once per epoch.
+    by_length: whether a sequence has documents of similar lengths, for models that run one document per padded row.
+        With this padding, too, the documents of a sequence have at most `max_tokens` tokens.
 
     set_S: int64, the set of each sequence; 0 without sets.
     widths_D: int64, the number of columns of each document (its gap and its tokens).
@@ -46,6 +49,7 @@ class PackedSequences:
         gaps: Sequence[str] = (),
         together: str | None = None,
         weights: Sequence[float] | None = None,
+        by_length: bool = False,
     ):
         widths_D = documents.lengths_D + documents.gaps_D(gaps)
         if len(widths_D) == 0 or widths_D.max() > max_tokens:
@@ -54,7 +58,7 @@ class PackedSequences:
                 f"documents of at most {what} are needed to pack, "
                 f"got {len(widths_D)} of at most {widths_D.max(initial=0)}"
             )
-        self.documents, self.gaps, self.widths_D = documents, tuple(gaps), widths_D
+        self.documents, self.gaps, self.widths_D, self.by_length = documents, tuple(gaps), widths_D, by_length
         self.together = together
         self.max_tokens, self.seed, self.shuffle, self.weights = max_tokens, seed, shuffle, weights
         # Permutation 0 orders documents of equal length for packing; permutation e + 1 is the order of epoch e.
@@ -65,16 +69,29 @@ class PackedSequences:
         set_D = np.zeros_like(kind_D) if documents.set_D is None else documents.set_D
         group_D = kind_D * (set_D.max() + 1) + set_D
         sequence_D = np.empty(len(widths_D), dtype=np.int64)
-        opened = 0
+        opened, fit = 0, similar_fit if by_length else best_fit
         for group in np.unique(group_D):
             of_group = order_D[group_D[order_D] == group]
-            sequence_D[of_group] = opened + best_fit(widths_D[of_group], max_tokens)
+            sequence_D[of_group] = opened + fit(widths_D[of_group], max_tokens)
             opened = int(sequence_D[of_group].max()) + 1
         self._members = np.argsort(sequence_D, kind="stable")
         self._borders = offsets_of(np.bincount(sequence_D))
         first_S = self._members[self._borders[:-1]]
         self._kinds, self.set_S = kind_D[first_S], set_D[first_S]
         self._weighted_order: np.ndarray | None = None
+
+    def sorted_by_length(self, max_tokens: int) -> "PackedSequences":
+        """The same documents in sequences of documents of similar lengths, with another capacity."""
+        return PackedSequences(
+            self.documents,
+            max_tokens=max_tokens,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            gaps=self.gaps,
+            together=self.together,
+            weights=self.weights,
+            by_length=True,
+        )
 
     def __len__(self) -> int:
         return len(self._borders) - 1
@@ -83,6 +100,12 @@ class PackedSequences:
     def filled_share(self) -> float:
         """The share of the total capacity of the sequences that tokens and gaps fill."""
         return int(self.widths_D.sum()) / (len(self) * self.max_tokens)
+
+    @property
+    def padding_share(self) -> float:
+        """The share of padding if each document of a sequence is padded to the sequence's longest document."""
+        longest_S = np.maximum.reduceat(self.widths_D[self._members], self._borders[:-1])
+        return 1 - int(self.widths_D.sum()) / int((longest_S * np.diff(self._borders)).sum())
 
     def members(self, sequence: int) -> np.ndarray:
         """The numbers of the documents of one sequence."""
@@ -201,6 +224,21 @@ class PackedMicroBatches(StepMicroBatches):
     def documents(self, rows: np.ndarray) -> list[int]:
         """The numbers of the documents of some sequences."""
         return [document for sequence in rows for document in self.sequences.members(sequence).tolist()]
+
+
+def similar_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
+    """Assign lengths to bins of similar lengths: the longest length first, and all next ones until the bin is full.
+
+    A bin is full if its lengths, padded to the longest one, have no room for another one. Returns the bin number of
+    each length, [D] int64.
+    """
+    bins_D = np.empty(len(lengths_D), dtype=np.int64)
+    last, left, longest = -1, 0, 0
+    for document in np.argsort(-lengths_D, kind="stable").tolist():
+        if left < longest or last < 0:
+            last, left, longest = last + 1, capacity, int(lengths_D[document])
+        bins_D[document], left = last, left - longest
+    return bins_D
 
 
 def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:

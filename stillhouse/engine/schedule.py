@@ -48,6 +48,14 @@ def make_step_schedule(
     return StepSchedule(math.ceil(total / per_step), total, per_step, rows)
 
 
+def micro_batch_capacity(train: TrainConfig, max_tokens: int, data_ranks: int = 1, stages: int = 1) -> int:
+    """Return the capacity of sequences of which each is a micro-batch of its own.
+
+    Each data rank should get at least as many micro-batches of a step as there are pipeline stages.
+    """
+    return max(max_tokens, min(train.micro_batch_tokens, train.tokens_per_step // (data_ranks * stages)))
+
+
 def make_on_policy_schedule(
     train: TrainConfig,
     rollout: RolloutConfig,

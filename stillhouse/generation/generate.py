@@ -20,6 +20,7 @@ from stillhouse.generation.token_sampler import EndOfCompletion, TokenSampler
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, NotFiniteError, check_document_length, evaluating
 from stillhouse.models.model_checks import describe
+from stillhouse.models.model_parts import row_windows
 from stillhouse.parallel import watchdog
 
 # the largest allowed difference between log-probabilities with and without the cache, in nats. It is not 0, because
@@ -84,6 +85,7 @@ class Generator:
             rounded up.
         """
         prompts = [len(request.prompt_ids) for request in requests]
+        equal_lengths = bool(row_windows(self.decoder.config))  # padding on the left would move these windows
         limits = [self._limit(request) for request in requests]
         most_rows = max(1, -(-len(requests) // least))
         batches: list[list[int]] = []
@@ -92,7 +94,8 @@ class Generator:
             # each row of a batch takes the tokens of its longest prompt and its largest max_new_tokens
             prompt, limit = max(prompt, prompts[at]), max(limit, limits[at])
             rows = len(batches[-1]) + 1 if batches else 0
-            if batches and rows <= most_rows and rows * (prompt + limit) <= self.batch_tokens:
+            fits = rows <= most_rows and rows * (prompt + limit) <= self.batch_tokens
+            if batches and fits and (not equal_lengths or prompts[batches[-1][0]] == prompts[at]):
                 batches[-1].append(at)
             else:
                 batches.append([at])
@@ -189,16 +192,20 @@ class Generator:
 def check_generation(decoder: Decoder, device: torch.device) -> None:
     """Raise ValueError with the model type if the model's `generate` fails or disagrees with the forward pass.
 
-    Two short prompts of different lengths are completed in one batch. The log-probabilities of the new tokens are
-    compared with those of a forward pass over the same tokens without a cache and without padding.
+    Two short prompts of different lengths are completed, in one batch if the model supports padding on the left. The
+    log-probabilities of the new tokens are compared with those of a forward pass without a cache and without padding.
     """
     model = decoder.pretrained
     rows = model.get_input_embeddings().weight.shape[0]
     prompts = [(np.arange(tokens, dtype=np.int32) * 37 + 5) % rows for tokens in (3, 8)]
     generator = Generator(decoder, Sampling(max_new_tokens=4, temperature=0.0), device)
     requests = [GenerationRequest(at, ids, 0) for at, ids in enumerate(prompts)]
-    completions = generator.batch(requests, 0, reading(f"{describe(model)}: its generate() fails"))
-    for prompt, completion in zip(prompts, completions, strict=True):
+    completions: dict[int, Completion] = {}
+    for batch in generator.batches(requests):
+        errors = reading(f"{describe(model)}: its generate() fails")
+        completions.update(zip(batch, generator.batch([requests[at] for at in batch], 0, errors), strict=True))
+    for at, prompt in enumerate(prompts):
+        completion = completions[at]
         ids = torch.from_numpy(np.concatenate([prompt, completion.ids_N]).astype(np.int64)).to(device)
         with evaluating(decoder):
             logits_SV = decoder(ids[None])[0, len(prompt) - 1 : -1]

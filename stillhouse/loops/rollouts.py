@@ -57,7 +57,9 @@ class Rollouts:
         assert session.rollout_config is not None
         assert session.plan is not None
         self.session, self.config, self.plan = session, session.rollout_config, session.plan
-        self._packer = StepPacker(session.train, session.train_config.micro_batch_tokens, session.single_row)
+        self._packer = StepPacker(
+            session.train, session.train_config.micro_batch_tokens, session.single_row, session.by_length
+        )
         self.queue: RolloutQueue | None = None
         self.engine: RolloutEngine | None = None
         #: the run's identity in published weights, and their folder; runs that share rollout.weights have subfolders
@@ -267,11 +269,13 @@ class StepPacker:
 
     micro_batch_tokens: the maximum number of tokens of a micro-batch.
     single_row: whether a micro-batch must be one row.
+    by_length: whether a micro-batch is one sequence of documents of similar lengths (see `PackedSequences`).
     """
 
     prompts: PackedSequences
     micro_batch_tokens: int
     single_row: bool
+    by_length: bool = False
 
     def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
         """Return the micro-batches of some documents.
@@ -281,10 +285,18 @@ class StepPacker:
         """
         gaps = self.prompts.gaps
         widths_D = documents.lengths_D + documents.gaps_D(gaps)
-        capacity = min(self.prompts.max_tokens, max(int(widths_D.max()), math.ceil(widths_D.sum() / parts)))
-        together = self.prompts.together
-        packed = PackedSequences(documents, max_tokens=capacity, seed=0, shuffle=False, gaps=gaps, together=together)
-        most = 1 if self.single_row else self.micro_batch_tokens // capacity
+        most_tokens = self.micro_batch_tokens if self.by_length else self.prompts.max_tokens
+        capacity = min(most_tokens, max(int(widths_D.max()), math.ceil(widths_D.sum() / parts)))
+        packed = PackedSequences(
+            documents,
+            max_tokens=capacity,
+            seed=0,
+            shuffle=False,
+            gaps=gaps,
+            together=self.prompts.together,
+            by_length=self.by_length,
+        )
+        most = 1 if self.single_row or self.by_length else self.micro_batch_tokens // capacity
         rows = max(1, min(most, len(packed) // parts))
         numbers = np.arange(len(packed))
         return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])

@@ -20,6 +20,7 @@ from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
 from stillhouse.generation import PromptPlan
 from stillhouse.models import Decoder
+from stillhouse.models.document_packing import PACKED
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import ModelSource, Ranks, ShardedMicroBatches
 from stillhouse.signals import NoTeacher, SignalSource, SignalStore
@@ -37,6 +38,7 @@ class Session:
     student_source: the source of the student's weights, for a copy of the student that generates completions.
     teacher_configs: the sections of all teachers, by their keys.
     single_row: whether a micro-batch must be one row, because flash attention separates documents only in one row.
+    by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
     track, values: the trackers, and the configuration by dotted keys, which the trackers show.
     """
 
@@ -57,6 +59,7 @@ class Session:
     teacher_configs: Mapping[str, TeacherConfig]
     rollout_config: RolloutConfig | None = None
     single_row: bool = False
+    by_length: bool = False
     seed: int = 0
     track: list[str] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
@@ -103,6 +106,12 @@ class Session:
             return None
         base_note = "; the teacher is the same model without the adapter, so only one model is in memory"
         return f"{self.student.lora}{base_note if self.student_source.teacher_is_base else ''}"
+
+    @property
+    def packing_in_words(self) -> dict[str, str]:
+        """How documents are packed, by the keys of the models' sections, for models that need a special way."""
+        decoders = {"student": self.student, **self.teachers}
+        return {key: str(decoder.packing) for key, decoder in decoders.items() if decoder.packing.name != PACKED}
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         return self.engine.student.shard(micro_batches, training=training)

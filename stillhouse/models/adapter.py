@@ -133,7 +133,7 @@ def save_lora(decoder: Decoder, matrices: Mapping[str, Tensor], folder: str | os
     config: Any = copy.copy(decoder.pretrained.peft_config[_NAME])
     config.inference_mode = True  # peft's own saving sets it, too
     config.save_pretrained(os.fspath(folder))
-    inside = f"base_model.model.{decoder.pretrained.base_model_prefix}."
+    inside = f"base_model.model.{decoder.backbone_name}."
     named = {
         inside + name.removeprefix("backbone.").replace(f".{_NAME}.", "."): matrix.contiguous()
         for name, matrix in matrices.items()

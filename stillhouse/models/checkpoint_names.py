@@ -1,7 +1,19 @@
 """The names of a decoder's tensors in transformers' files."""
 
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from stillhouse.models.adapter import base_name
 from stillhouse.models.decoder import Decoder
@@ -10,7 +22,7 @@ from stillhouse.models.decoder import Decoder
 def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
     """Return the names that a tensor may have in transformers' files: a tied head may be saved as the embedding."""
     model, name = decoder.pretrained, base_name(name)
-    prefix = f"{model.base_model_prefix}."
+    prefix = f"{decoder.backbone_name}."
     if decoder.mtp is not None and is_mtp(name):
         return [decoder.mtp.checkpoint_name(model, name.removeprefix("mtp."))]
     if name.startswith("backbone."):
@@ -20,6 +32,54 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
     if getattr(model.config, "tie_word_embeddings", False):  # transformers ignores the text configuration's value
         candidates.append(prefix + decoder.embedding_name.removeprefix("backbone."))
     return candidates
+
+
+class StoredNames:
+    """The tensors of a folder's files under the names that they have in a model.
+
+    Files may have other names than the model, for example those of an earlier version of transformers, or of a model
+    with images. transformers' conversions rename them, and make some of the model's tensors from several stored ones.
+    """
+
+    def __init__(self, decoder: Decoder, stored: Iterable[str]):
+        self._model = decoder.pretrained
+        conversions = get_model_conversion_mapping(self._model)
+        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        self._converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        names: dict[str, Any] = dict.fromkeys(map(base_name, self._model.state_dict()))
+        self._stored: dict[str, str] = {}
+        self._groups: dict[str, list[tuple[str, str]]] = {}  # by the first target's name: (stored name, pattern)
+        for key in sorted(stored, key=dot_natural_key):
+            prefix = self._model.base_model_prefix
+            renamed = key if key in names else rename_source_key(key, renamings, [], prefix, names)[0]
+            self._stored[renamed] = key
+            target, pattern = rename_source_key(key, renamings, self._converters, prefix, names)
+            if pattern is not None:
+                self._groups.setdefault(target, []).append((key, pattern))
+
+    def get(self, name: str) -> str | None:
+        """Return the stored name of a model's tensor; None if no file has the tensor in this form."""
+        return self._stored.get(name)
+
+    def converted(self, name: str, read: Callable[[str], Tensor]) -> Tensor | None:
+        """Return a tensor that transformers makes from several stored ones; None if it makes no such tensor.
+
+        read: reads a tensor by its stored name.
+        """
+        for converter in self._converters:
+            for target in converter.target_patterns:
+                group = self._groups.get(name.replace(target, converter.target_patterns[0]))
+                if target not in name or group is None:
+                    continue
+                conversion = copy.deepcopy(converter)
+                first = name.replace(target, converter.target_patterns[0])
+                for key, pattern in group:
+                    conversion.add_tensor(first, key, pattern, read(key))
+                tensors = conversion.convert(first, model=self._model, config=self._model.config)
+                if name in tensors:
+                    tensor: Any = tensors[name]
+                    return tensor[0] if isinstance(tensor, list) else tensor
+        return None
 
 
 def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
@@ -32,7 +92,8 @@ def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
     for conversion in get_model_conversion_mapping(decoder.pretrained):
         target = conversion.target_patterns[0]
         if isinstance(conversion, WeightConverter) and name.endswith(target) and _stacks(conversion):
-            return [name.removesuffix(target) + source for source in conversion.source_patterns]
+            sources = [source.replace(r"\.", ".") for source in conversion.source_patterns]
+            return [name.removesuffix(target) + source for source in sources]
     return []
 
 

@@ -11,7 +11,8 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,14 +21,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from stillhouse.display import escaped
-from stillhouse.models import document_packing
+from stillhouse.models.document_packing import (
+    AUTO,
+    Packing,
+    backbone_inputs,
+    packs_one_row,
+    require_separable,
+)
+from stillhouse.models.document_rows import DocumentRows
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
 from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough
 from stillhouse.models.load_proof import prove_decoder, require_runnable
 from stillhouse.models.lora import Lora
 from stillhouse.models.model_checks import require_decoder
-from stillhouse.models.model_parts import LogitRule, layer_list, outermost_lists, text_config
+from stillhouse.models.model_parts import LogitRule, backbone_name, layer_list, outermost_lists, text_config
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import FullVocab, OutputHead
@@ -46,25 +54,31 @@ class Decoder(nn.Module):
     encoder, or with a head that is not a plain linear layer (a head with LoRA, or a quantized one).
 
     `verify=True` runs a few artificial tokens, on the device of the weights. It also raises ValueError if the head
-    does not give the model's own logits, if tokens attend to later tokens, or if documents in one row attend to each
-    other.
+    does not give the model's own logits, if tokens attend to later tokens, or if documents that are packed together
+    influence each other. `packing`: "packed", "rows", or "auto" for the first one
+    that is exact.
     """
 
     pretrained: PreTrainedModel
     backbone: nn.Module
+    backbone_name: str  # the backbone's name in `pretrained`
     head: Head | PassThrough
+    packing: Packing  # how documents are packed; a proof changes it if it is not exact
+    rows: DocumentRows | None  # while the backbone runs: the rows of its hidden states, unless they are packed
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: Lora | None = None  # describes the adapter that `add_lora` has added
     mtp: "MtpLayers | None"  # the MTP layers that `add_mtp` has added
     layer_losses: dict[str, LayerLossModule]  # the losses that `add_layer_loss` has added, by their names
 
-    def __init__(self, model: PreTrainedModel, *, verify: bool = True):
+    def __init__(self, model: PreTrainedModel, *, packing: str = AUTO, verify: bool = True):
         super().__init__()
         linear = require_decoder(model)
         # a plain attribute assignment would register the model's parameters a second time
         self.__dict__["pretrained"] = model
-        self.backbone = model.base_model
+        self.backbone_name = str(backbone_name(model))
+        self.backbone = model.get_submodule(self.backbone_name)
+        self.packing, self.rows = Packing(model, self.backbone, packing), None
         self.head = Head(linear, LogitRule.from_config(model.config))
         self.mtp, self.layer_losses = None, {}
         self.training = self.head.training = model.training
@@ -88,6 +102,7 @@ class Decoder(nn.Module):
         trust_remote_code: bool = False,
         device: str | torch.device | None = None,
         quantize: str | None = None,
+        packing: str = AUTO,
         verify: bool = True,
     ) -> "Decoder":
         """Load a folder or a hub id; transformers gets the name unchanged.
@@ -118,7 +133,7 @@ class Decoder(nn.Module):
             )
         if verify:
             require_runnable(model, f"model '{escaped(os.fspath(name_or_path))}'")
-        return cls(model, verify=verify)
+        return cls(model, packing=packing, verify=verify)
 
     def forward(
         self,
@@ -130,6 +145,7 @@ class Decoder(nn.Module):
         context: Any = None,
         head: bool = True,
         mtp_input_ids: Tensor | None = None,
+        is_padding: Tensor | None = None,
         **backbone_kwargs: Any,
     ) -> Any:
         """Return logits [B, S, V], or what `processor` returns for the hidden states (see `OutputProcessor`).
@@ -137,25 +153,30 @@ class Decoder(nn.Module):
         `head=False`: return the hidden states [B, S, D] after the final norm and do not run the head.
         `input_ids`: [B, S]. `position_ids`: [B, S], or [1, S] for all rows. If a row has several documents, the
         positions restart at each document, and attention_mask must be None. `attention_mask`: [B, S], 1 for tokens, 0
-        for padding. `backbone_kwargs` are passed to the backbone; with `inputs_embeds` [B, S, D] among them,
-        `input_ids` must be None. `mtp_input_ids`: the token ids [B, S]; if given, the MTP layers run, and the head
-        calls the processor once with a tuple of the hidden states of depths 0, 1, ….
+        for padding. `is_padding`: [B, S] bool; a backbone that gets one document per row does not run documents of
+        padding alone, and their hidden states are arbitrary. `backbone_kwargs` are passed to the backbone; with
+        `inputs_embeds` [B, S, D] among them, `input_ids` must be None. `mtp_input_ids`: the token ids [B, S]; if
+        given, the MTP layers run, and the head calls the processor once with a tuple of the hidden states of depths
+        0, 1, ….
         """
-        if position_ids is not None:
-            rows = len(backbone_kwargs.get("inputs_embeds", ()) if input_ids is None else input_ids)
-            document_packing.require_separable(self.pretrained, position_ids, attention_mask, rows)
-            backbone_kwargs["position_ids"] = position_ids
-        outputs = self.backbone(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            use_cache=False,
-            return_dict=True,
-            **backbone_kwargs,
-        )
-        hidden_BSD = outputs.last_hidden_state
+        rows = None
+        arguments = {"input_ids": input_ids, **backbone_kwargs}
+        if position_ids is not None and attention_mask is None:
+            arguments, rows = backbone_inputs(self.pretrained, self.packing.name, position_ids, is_padding, arguments)
+        else:
+            arguments["attention_mask"] = attention_mask
+            if position_ids is not None and attention_mask is not None:
+                require_separable(position_ids, attention_mask)
+                arguments["position_ids"] = position_ids
+        with self._in_rows(rows):
+            hidden = self.backbone(**arguments, use_cache=False, return_dict=True).last_hidden_state
+        depths: tuple[Tensor, ...] = (hidden,)
         if mtp_input_ids is not None:
-            return self.head(self._all_depths(hidden_BSD, mtp_input_ids, position_ids), processor, context)
-        return self.head(hidden_BSD, processor, context) if head else hidden_BSD
+            depths += tuple(self._mtp_hidden(hidden, mtp_input_ids, position_ids, rows))
+        if rows is not None:
+            depths = tuple(rows.pack(hidden_NLD) for hidden_NLD in depths)
+        hidden_states = depths[0] if mtp_input_ids is None else depths
+        return self.head(hidden_states, processor, context) if head else hidden_states
 
     @torch.no_grad()
     def signal(
@@ -180,7 +201,7 @@ class Decoder(nn.Module):
     @property
     def packs_one_row(self) -> bool:
         """Whether the model separates packed documents only in a batch of one row."""
-        return document_packing.packs_one_row(self.pretrained)
+        return packs_one_row(self.pretrained, self.packing.name)
 
     def layers(self) -> list[nn.Module]:
         """The language model's layers on this process, in order."""
@@ -228,13 +249,31 @@ class Decoder(nn.Module):
         assert isinstance(self.head, Head), "the head of this decoder is on another process"
         return self.head
 
-    def _all_depths(
-        self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def _mtp_hidden(
+        self, hidden: Tensor, input_ids_BS: Tensor, position_ids: Tensor | None, rows: DocumentRows | None
+    ) -> Iterator[Tensor]:
+        """Yield the hidden states of the MTP depths, laid out as `hidden`."""
         assert self.mtp is not None, "multi-token prediction without its layers"
+        if rows is not None:
+            input_ids_BS, position_ids = rows.unpack(input_ids_BS), None
         if position_ids is None:
             position_ids = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
-        return hidden_BSD, *self.mtp.hidden_states(hidden_BSD, input_ids_BS, position_ids)
+        return self.mtp.hidden_states(hidden, input_ids_BS, position_ids)
+
+    @contextmanager
+    def _in_rows(self, rows: DocumentRows | None) -> Iterator[None]:
+        """Within the block, hooks of the layers see the documents in these rows."""
+
+        def set_rows(rows: DocumentRows | None) -> None:
+            self.rows = rows
+            for loss in self.layer_losses.values():
+                loss.current = loss.current._replace(rows=rows)
+
+        set_rows(rows)
+        try:
+            yield
+        finally:
+            set_rows(None)
 
     def keep_part(self, *, first: bool, last: bool) -> None:
         """Remove the head and the MTP layers, unless this is the last pipeline stage.

@@ -97,17 +97,17 @@ class HiddenMatch(LayerLossModule):
 
     def _add_loss(self, pair: HiddenPair, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of a student's layer: adds the pair's loss to the graph and records it."""
-        loss, recomputing = self.current
+        loss = self.current.value
         if loss is None or not torch.is_grad_enabled():
             return output
-        hidden_BSD = hidden_of(output)
+        hidden_BSD = self.current.packed(hidden_of(output))
         teacher_TE = loss.teacher_BSE[pair.teacher].flatten(0, 1)
         with torch.autocast(hidden_BSD.device.type, enabled=False):
             hidden_TE = hidden_BSD.flatten(0, 1).float()
             if pair.name in self.projectors:
                 hidden_TE = self.projectors[pair.name](hidden_TE)  # FSDP gathers the weight in the module's forward
             value = (distance(pair.kind, hidden_TE, teacher_TE.float()) * loss.weights_T).sum()
-        if not recomputing:
+        if not self.current.recomputing:
             loss.losses[pair.name] = value.detach()
         return with_loss(output, pair.scale / loss.normalizer * value)
 

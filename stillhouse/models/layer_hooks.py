@@ -12,14 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from stillhouse.models.document_rows import DocumentRows
+
 
 class Current(NamedTuple):
     """value: the loss of the current micro-batch; None: the hooks do nothing. recomputing: backward is recomputing a
-    layer whose hooks have already recorded their results.
+    layer whose hooks have already recorded their results. rows: the rows of the layers' documents; None: packed.
     """
 
     value: Any
     recomputing: bool
+    rows: DocumentRows | None = None
+
+    def packed(self, values: Tensor) -> Tensor:
+        """Return values [N, L, …] of the layers' rows as those of the micro-batch's rows, [B, S, …]."""
+        return values if self.rows is None else self.rows.pack(values)
+
+    def packed_tokens(self, values: Tensor) -> Tensor:
+        """Return values [N·L, …] of the layers' rows as those of the micro-batch's tokens, [T, …]."""
+        return values if self.rows is None else self.rows.pack_tokens(values)
 
 
 class LayerLossModule(nn.Module):
@@ -61,7 +72,7 @@ def checkpoint_contexts(
     torch calls this function when the forward of a layer begins. Other micro-batches may run before backward
     recomputes the layer, so the second context restores the values that the hooks had at the call.
     """
-    return nullcontext(), _Using([(loss, Current(loss.current.value, recomputing=True)) for loss in losses.values()])
+    return nullcontext(), _Using([(loss, loss.current._replace(recomputing=True)) for loss in losses.values()])
 
 
 class _Using(AbstractContextManager[None]):

@@ -69,11 +69,16 @@ def layers_name(decoder: Decoder) -> str:
 def recorded(decoder: Decoder, numbers: Iterable[int], into: dict[int, Tensor]) -> AbstractContextManager[None]:
     """Return a context in which a forward of the decoder writes these layers' outputs [B, S, D] into a dict."""
     layers = numbered_layers(decoder)
-    return hooked(*(layers[number].register_forward_hook(partial(_record, number, into)) for number in numbers))
+    return hooked(
+        *(layers[number].register_forward_hook(partial(_record, decoder, number, into)) for number in numbers)
+    )
 
 
-def _record(number: int, into: dict[int, Tensor], _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-    into[number] = hidden_of(output)
+def _record(
+    decoder: Decoder, number: int, into: dict[int, Tensor], _: nn.Module, __: tuple[Any, ...], output: Any
+) -> None:
+    hidden = hidden_of(output)
+    into[number] = hidden if decoder.rows is None else decoder.rows.pack(hidden)
 
 
 def _number(number: int, layers: int, which: str) -> int:

@@ -32,6 +32,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
 
 from stillhouse.libraries import reading
+from stillhouse.models.document_packing import PackingError, packing_errors
 from stillhouse.models.dtensors import local
 from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating, in_mode, uses_flash_attention
 from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
@@ -85,6 +86,11 @@ class ProbeDocuments:
         return probe
 
     @property
+    def document_ids_S(self) -> Tensor:
+        """The token ids of one document."""
+        return self.ids_BS[0, : self.starts_B[0]]
+
+    @property
     def exchanged_ids_BS(self) -> Tensor:
         """The token ids of pass B."""
         ids_BS = self.ids_BS[_PARTNERS]
@@ -120,15 +126,25 @@ def prove_decoder(decoder: Any) -> None:
         return hidden if decoder.mtp is not None else (hidden,)
 
     dtype = autocast_dtype(model)
-    for training in (False, True):
-        with in_mode(decoder, model, training=training), autocast(model.device, dtype):
-            depths_hidden = run_probe(by_rows(forward) if decoder.packs_one_row else forward, probe, model.device)
-        prove_documents(decoder, depths_hidden, probe)
-        if not training:
-            prove_places(decoder, depths_hidden, probe, dtype)
+
+    def prove_passes() -> None:
+        forward_rows = by_rows(forward) if decoder.packs_one_row else forward
+        for training in (False, True):
+            of_packing = packing_errors(model, decoder.packing.name)
+            with in_mode(decoder, model, training=training), autocast(model.device, dtype), of_packing:
+                depths_hidden = run_probe(forward_rows, probe, model.device)
+            prove_documents(decoder, depths_hidden, probe)
+            if not training:
+                prove_places(decoder, depths_hidden, probe, dtype)
+
+    while True:
+        try:
+            prove_passes()
+            break
+        except PackingError as error:
+            decoder.packing.refuse(error)
     with evaluating(decoder, model), autocast(model.device, dtype):
-        ids_BS, position_ids_BS = (values[:1].to(model.device) for values in (probe.ids_BS, probe.position_ids_BS))
-        prove_logits(decoder, {"input_ids": ids_BS, "position_ids": position_ids_BS})
+        prove_logits(decoder, {"input_ids": probe.document_ids_S[None].to(model.device)})
 
 
 @torch.no_grad()
@@ -187,7 +203,7 @@ def prove_places(
         second, first = hidden_BSD[2, start:], hidden_BSD[4, : probe.starts_B[4]]
         error = float(_relative_errors(second, first)[: len(first) - depth].median())
         if not error <= _PLACE_TOLERANCE[precision or hidden_BSD.dtype]:
-            raise ProofError(
+            raise PackingError(
                 f"{describe(model)}: the hidden states of a document change by {error:.2%} when it lies behind "
                 "another one in its row: the model does not number tokens by position_ids, and cannot be packed"
             )
@@ -210,10 +226,9 @@ def _prove_separation(
             f"{before:.2%} with them)"
         )
     if not behind <= _UNCHANGED:
-        raise ProofError(
+        raise PackingError(
             f"{describe(model)} with attention '{model.config._attn_implementation}' lets documents that share "
-            f"a row see each other (hidden states change by {behind:.2%} with the document before): expected a model "
-            "and an attention that separate them where position_ids restart, such as sdpa or eager"
+            f"a row see each other (hidden states change by {behind:.2%} with the document before)"
         )
 
 

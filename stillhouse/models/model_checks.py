@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stillhouse.libraries import reading
-from stillhouse.models.document_packing import require_packable
 from stillhouse.models.dtensors import local
-from stillhouse.models.model_parts import has_position_table, max_positions, rope_parameters
+from stillhouse.models.model_parts import backbone_name, has_position_table, max_positions, rope_parameters
 from stillhouse.models.quantized import is_quantized
 
 
@@ -47,15 +46,17 @@ def require_decoder(model: Any) -> nn.Linear:
             f"{what} has no output head over the vocabulary: "
             "expected a causal language model, as AutoModelForCausalLM loads it"
         )
-    if model.base_model is model:
-        raise ValueError(f"{what} has no backbone separate from its head: its base_model_prefix names no submodule")
+    if backbone_name(model) is None:
+        raise ValueError(
+            f"{what} has no backbone separate from its head: neither its base_model_prefix nor its input embedding "
+            "shows a submodule"
+        )
     # an exact type test: a subclass may compute more than x Wᵀ + b, but the objective reads only weight and bias
     if type(linear) is not nn.Linear:
         raise ValueError(
             f"{what} has a {type(linear).__module__}.{type(linear).__name__} as its output head: expected a "
             "plain torch.nn.Linear. Leave the head out of LoRA, or merge it, and leave the head unquantized"
         )
-    require_packable(model, what)
     return linear
 
 
@@ -73,18 +74,21 @@ def prefixed(what: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
     try:
         yield
     except kind as error:
-        raise kind(f"{what}: {error}") from error
+        raise (type(error) if isinstance(error, ProofError) else kind)(f"{what}: {error}") from error
 
 
 def check_finite_weights(module: nn.Module, which: str) -> None:
     """Raise ProofError naming the first tensor that contains a NaN or an infinity.
 
     `which`: the model's name for the message. Each process checks only its own shard of a sharded tensor. Quantized
-    weights are not checked here, because `quantized.py` has checked their files.
+    weights are not checked here, because `quantized.py` has checked their files. Buffers may be infinite: some are
+    limits (Gemma 4).
     """
+    buffers = {name for name, _ in module.named_buffers()}
     for name, tensor in _floating(module):
-        if not bool(tensor.isfinite().all()):
-            bad = int((~tensor.isfinite()).sum())
+        is_bad = tensor.isnan() if name in buffers else ~tensor.isfinite()
+        if bool(is_bad.any()):
+            bad = int(is_bad.sum())
             raise ProofError(
                 f"{which}: {bad} of the {tensor.numel()} values of '{name}' are NaN or infinite: "
                 "expected finite weights; the checkpoint is damaged"

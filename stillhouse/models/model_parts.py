@@ -31,6 +31,24 @@ def text_config(config: PreTrainedConfig) -> Any:
     return config.get_text_config()
 
 
+def backbone_name(model: PreTrainedModel) -> str | None:
+    """Return the name of the module that computes the hidden states that the head gets; None if there is none.
+
+    Usually `base_model_prefix` names it. In Llama 4, it is the module beside the head that has the embedding.
+    """
+    if model.base_model is not model:
+        return model.base_model_prefix
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    path = next((name for name, module in model.named_modules() if module is head), "")
+    parent, _, _ = path.rpartition(".")
+    beside = [
+        name
+        for name, child in model.get_submodule(parent).named_children()
+        if embedding in set(child.modules()) - {child}
+    ]
+    return ".".join(filter(None, [parent, *beside])) if len(beside) == 1 else None
+
+
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
     """Return the layers of the language model, which may be a part of a larger model; None if they are not found.
 
@@ -52,7 +70,9 @@ def outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 def row_windows(config: PreTrainedConfig) -> list[str]:
     """Return the layer types whose attention depends on a token's column in its row."""
-    return sorted(_WINDOWS & set(getattr(text_config(config), "layer_types", None) or ()))
+    text = text_config(config)
+    scaled = ["attn_temperature_tuning"] if getattr(text, "attn_temperature_tuning", None) else []
+    return sorted(_WINDOWS & set(getattr(text, "layer_types", None) or ())) + scaled
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
@@ -91,8 +111,11 @@ class LogitRule:
         scale = 1.0
         for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
             scale *= _number(text, name, 1.0)
-        softcap = _number(text, "final_logit_softcapping", 0.0)
-        return cls(scale / _number(text, "logits_scaling", 1.0), softcap or None)
+        for name in ("logits_scaling", "logits_mup_width_multiplier"):
+            scale /= _number(text, name, 1.0)
+        names = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
+        softcap = next((cap for name in names if (cap := _number(text, name, 0.0))), None)
+        return cls(scale, softcap)
 
 
 def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:

@@ -60,7 +60,7 @@ class RouterBalance(LayerLossModule):
 
     def _add_loss(self, name: str, router: nn.Module, _: tuple[Any, ...], outputs: Any) -> Any:
         """Forward hook of a router. outputs: its logits, and the scores and indices of the chosen experts."""
-        loss, recomputing = self.current
+        loss, recomputing = self.current.value, self.current.recomputing
         if loss is None or not torch.is_grad_enabled():
             return outputs
         if not isinstance(outputs, tuple) or len(outputs) != 3:
@@ -74,15 +74,16 @@ class RouterBalance(LayerLossModule):
                 "a new RouterAuxLoss for each forward"
             )
         logits, scores, chosen = outputs
-        value = _loss(logits, chosen, loss) / self.routers
+        packed = self.current.packed_tokens
+        value = _loss(packed(logits), packed(chosen), loss) / self.routers
         if not recomputing:
             loss.losses[name] = value.detach()
         return logits, with_loss(scores, loss.scale * value), chosen
 
     def _require_losses(self, names: list[str], layer: nn.Module, _: tuple[Any, ...], __: Any) -> None:
-        """Forward hook of a layer: raise ValueError if a router of the layer has no loss."""
-        loss, recomputing = self.current
-        if loss is None or recomputing or not torch.is_grad_enabled():
+        """Forward hook of a layer: raise ValueError if a router in it was not called and has no loss."""
+        loss = self.current.value
+        if loss is None or self.current.recomputing or not torch.is_grad_enabled():
             return
         for name in names:
             if name not in loss.losses:

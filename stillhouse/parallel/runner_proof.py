@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
+from stillhouse.models.document_packing import PackingError
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.load_proof import (
     Forward,
@@ -59,8 +60,9 @@ def prove_runner(
     Raises ProofError on all processes. Does not change weights, modes or the state of random generators.
     """
     names = student.name, "teacher" if teacher is None else teacher.name
-    for training in (False, True) if runner.decoders[0].training else (False,):
-        _prove_passes(runner, names, training=training, teacher_in_stages=teacher_in_stages)
+    modes = (False, True) if runner.decoders[0].training else (False,)
+    while not all(_prove_passes(runner, names, training, teacher_in_stages=teacher_in_stages) for training in modes):
+        pass  # a model packs documents in its next way
     for pair in runner.pairs.values():
         for decoder, name in zip((pair.student, pair.teacher), names, strict=True):
             with _raised(runner, name):
@@ -87,31 +89,41 @@ def prove_heads(runner: DistributedStudent, decoders: Mapping[str, Decoder]) -> 
     with runner.ranks.all_raise(ProofError):
         for name, decoder in decoders.items():
             device = runner.device if isinstance(decoder, FSDPModule) else decoder.output_weight.device
-            position_ids_BS = ProbeDocuments.of(decoder.vocabulary_rows).position_ids_BS[:1].to(device)
+            columns = ProbeDocuments.of(decoder.vocabulary_rows).ids_BS.shape[1]
+            position_ids_BS = torch.arange(columns, device=device)[None]
             with prefixed(name, ProofError), evaluating(decoder):
                 prove_logits(decoder, _embedded(decoder, position_ids_BS))
             reshard(decoder)
 
 
-def _prove_passes(runner: Runner, names: tuple[str, str], *, training: bool, teacher_in_stages: bool) -> None:
-    """Prove that hidden states of student and teacher depend on exactly the right tokens. names: of the two models"""
-    pair = runner.pairs[max(runner.pairs)]
-    student, teacher = pair.student, None
-    if teacher_in_stages:
-        teacher = pair.student if pair.teacher_is_base else pair.teacher
-    forward = ProbeForward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
-    probe = forward.probe
-    with in_mode(*runner.decoders, training=training):
-        # all ranks have to run the same passes, also ranks that get no result
+def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, teacher_in_stages: bool) -> bool:
+    """Prove that hidden states of student and teacher depend on the right tokens, and on no others.
+
+    names: the names of the two models, for errors. Returns False if documents that a model packs in its present way
+    influence each other; the model then packs documents in its next way.
+    """
+    pair, students = runner.pairs[max(runner.pairs)], runner.decoders
+    teachers = [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]
+    teachers = students if pair.teacher_is_base else teachers
+    forward = ProbeForward(runner, {TEACHER: IN_STAGE} if teacher_in_stages else {})
+    probe, is_exact = forward.probe, True
+    with in_mode(*students, training=training):
+        # all ranks have to run the same passes, even ranks that get no result
         passes = run_probe(forward.of_rows, probe, forward.device)
-    count = len(passes) - (teacher is not None)
-    hidden_of_both = passes[:count], passes[count:]
-    for decoder, name, hidden in zip((student, teacher), names, hidden_of_both, strict=True):
-        with _raised(runner, name):
-            if decoder is not None:
-                prove_documents(decoder, hidden, probe)
-                if not training:
-                    prove_places(decoder, hidden, probe, _precision(runner))
+    of_student = len(passes) - teacher_in_stages
+    sides = (students, names[0], passes[:of_student]), (teachers, names[1], passes[of_student:])
+    for decoders, name, hidden in sides:
+        try:
+            with _raised(runner, name):
+                if hidden and decoders:
+                    prove_documents(decoders[-1], hidden, probe)
+                    if not training:
+                        prove_places(decoders[-1], hidden, probe, _precision(runner))
+        except PackingError as error:
+            for decoder in decoders:
+                decoder.packing.refuse(error)
+            is_exact = False
+    return is_exact
 
 
 def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:
@@ -203,7 +215,7 @@ def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> Mic
         inputs={"input_ids": ids_BS.cpu(), "position_ids": position_ids_BS.cpu()},
         labels_T=torch.full((count,), NO_LABEL),
         weights_T=torch.zeros(count),
-        document_T=torch.full((count,), -1),
+        document_T=torch.zeros(count, dtype=torch.int64),
         valid_index=torch.zeros(0, dtype=torch.int64),
     )
     return micro_batch.part(runner.mesh.coordinate("context"), runner.layout.degrees.context).to(runner.device)
@@ -211,9 +223,12 @@ def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> Mic
 
 def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
     probe = ProbeDocuments.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
-    micro_batch = _micro_batch(runner, probe.ids_BS[:1], probe.position_ids_BS[:1])
+    ids_BS = probe.ids_BS[:1]
+    micro_batch = _micro_batch(runner, ids_BS, torch.arange(ids_BS.shape[1])[None])  # one document
     if decoder.pretrained.get_input_embeddings() is None:
         return _embedded(decoder, micro_batch.position_ids_BS)
+    if runner.layout.degrees.context == 1:  # some models take no position ids
+        return {"input_ids": micro_batch.input_ids_BS}
     return dict(micro_batch.inputs)
 
 
@@ -228,5 +243,5 @@ def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
 @contextmanager
 def _raised(runner: Runner, name: str) -> Iterator[None]:
     """Raise a ProofError of the block on all processes, with the model's name."""
-    with runner.ranks.all_raise(ProofError), prefixed(name, ProofError):
+    with runner.ranks.all_raise(PackingError, ProofError), prefixed(name, ProofError):
         yield

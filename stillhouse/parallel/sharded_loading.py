@@ -23,7 +23,8 @@ from stillhouse.display import escaped
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora
-from stillhouse.models.checkpoint_names import checkpoint_names, is_mtp, parts_of_stack
+from stillhouse.models.checkpoint_names import StoredNames, checkpoint_names, is_mtp, parts_of_stack
+from stillhouse.models.document_packing import AUTO
 from stillhouse.models.dtensors import local, shard_slices
 from stillhouse.models.model_checks import describe
 from stillhouse.models.pretrained import auto_class, parse_dtype, require_safe_files
@@ -58,7 +59,7 @@ def local_folder(name_or_path: str, revision: str | None = None) -> str:
 
 
 def empty_decoder(
-    folder: str | os.PathLike[str], *, dtype: str | None = None, attention: str | None = None
+    folder: str | os.PathLike[str], *, dtype: str | None = None, attention: str | None = None, packing: str = AUTO
 ) -> Decoder:
     """Return a decoder with a folder's configuration on the meta device.
 
@@ -81,7 +82,7 @@ def empty_decoder(
     if os.path.isfile(os.path.join(folder, GENERATION_CONFIG_NAME)):  # the file is optional
         with reading(f"{folder}: its {GENERATION_CONFIG_NAME} cannot be read"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    return Decoder(model, verify=False)
+    return Decoder(model, packing=packing, verify=False)
 
 
 def load_weights(
@@ -111,13 +112,23 @@ def read_weights(
     Raises ValueError as `load_weights` does.
     """
     files = _files(folder)
+    names = StoredNames(decoder, files)
+    aliases = _aliases(decoder)
+
+    def read(stored: str) -> Tensor:
+        with (
+            reading(f"{files[stored]}: its weights cannot be read"),
+            safe_open(files[stored], framework="pt") as file,
+        ):
+            return file.get_tensor(stored)
+
     for name, value in decoder.state_dict().items():
         if not name.startswith(prefix) or _is_initialised(decoder, name):
             continue
         candidates = checkpoint_names(decoder, name)
         if renamed is not None:
             candidates = [renamed(candidate) for candidate in candidates]
-        stored = next((candidate for candidate in candidates if candidate in files), None)
+        stored = next(filter(None, map(names.get, candidates)), None)
         if stored is not None:
             has_vocabulary = name == decoder.embedding_name or name.startswith("head.linear.")
             is_padded = renamed is not None and has_vocabulary
@@ -126,12 +137,26 @@ def read_weights(
             experts, *slices = shard_slices(value)
             for number, expert in enumerate(local(value), start=experts.start):
                 of_expert = [part.replace("*", str(number)) for part in parts]
+                of_expert = [names.get(part) or part for part in of_expert]
                 _read_rows(expert, slices, value.shape[1:], of_expert, files, False)
-        else:
+        elif (converted := names.converted(candidates[0], read)) is not None:
+            local(value).copy_(converted[*shard_slices(value)])
+        elif name not in aliases:
             raise ValueError(
-                f"{folder} has no tensor '{candidates[0]}': expected the tensor names of the model itself, so that "
-                "each process can read its own part of each tensor"
+                f"{folder} has no tensor '{candidates[0]}', and none from which transformers makes it: expected the "
+                "names of the model itself or those of its released checkpoints"
             )
+
+
+def _aliases(decoder: Decoder) -> set[str]:
+    """Return the names of tensors that share their memory with a tensor before them in the state dict."""
+    seen, aliases = set[int](), set[str]()
+    for name, value in decoder.state_dict().items():
+        address = local(value).data_ptr()
+        if value.numel() and address in seen:
+            aliases.add(name)
+        seen.add(address)
+    return aliases
 
 
 def _is_initialised(decoder: Decoder, name: str) -> bool:
@@ -176,8 +201,15 @@ def _read_rows(
 
 def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -> None:
     """Allocate the memory of a decoder on the meta device, and compute the values of its non-persistent buffers."""
+    shared: dict[int, list[str]] = {}
+    for name, parameter in decoder.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
     decoder.to_empty(device="cpu" if offload else device)
     decoder.tie()
+    for first, *others in shared.values():  # layers can share weights (Zamba 2)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(decoder.get_submodule(owner), leaf, decoder.get_parameter(first))
     for module in decoder.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))

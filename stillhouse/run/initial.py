@@ -79,7 +79,7 @@ def _fitting_layers(init: StudentInitConfig, student: PreTrainedConfig, teacher:
 def _read_layers(decoder: Decoder, folder: str, layers: list[int]) -> None:
     with as_config_error(_KEY):
         name = layers_name(decoder)
-    of_layer = re.compile(rf"(?<=^{re.escape(f'{decoder.pretrained.base_model_prefix}.{name}.')})\d+(?=\.)")
+    of_layer = re.compile(rf"(?<=^{re.escape(f'{decoder.backbone_name}.{name}.')})\d+(?=\.)")
     read_weights(decoder, folder, renamed=partial(_name_in_teacher, of_layer, layers))
 
 

@@ -1,7 +1,7 @@
 """Loads the tokenizers and the data of a run, before the models."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -52,6 +52,11 @@ class RunData:
     hashes: dict[str, str]
     warnings: list[str]
     dataset: Documents | None = None
+
+    def sorted_by_length(self, max_tokens: int, held_out_tokens: int) -> "RunData":
+        """The same data in sequences of documents of similar lengths, of these capacities (see `PackedSequences`)."""
+        evaluation = None if self.evaluation is None else self.evaluation.sorted_by_length(held_out_tokens)
+        return replace(self, train=self.train.sorted_by_length(max_tokens), evaluation=evaluation)
 
 
 def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunData:

@@ -36,6 +36,7 @@ class ModelSources:
     seed: the seed of new weights
     offload: whether the weights of distributed models are in host memory between uses (`parallel.offload`)
     recompute: whether the student uses activation checkpointing
+    packing: `data.packing`
     """
 
     student: StudentConfig
@@ -45,6 +46,7 @@ class ModelSources:
     seed: int
     offload: bool
     recompute: bool
+    packing: str
 
     @property
     def teacher_is_base(self) -> bool:
@@ -75,7 +77,7 @@ class ModelSources:
     def whole_teacher(self, section: str) -> ModelSource:
         """The source of a teacher that this process loads without sharding, with transformers."""
         teacher = self.teachers[section]
-        load = partial(load_model, section, str(teacher.model), teacher, self.mesh.device)
+        load = partial(load_model, section, str(teacher.model), teacher, self.mesh.device, self.packing)
         return ModelSource(load, name=section, is_proven=True)
 
     def head_of_store(self, section: str, store: SignalStore, device: torch.device | None = None) -> ModelSource:
@@ -88,12 +90,12 @@ class ModelSources:
 
         def build() -> Decoder:
             if student.init is None:
-                return load_model("student", student.model, student, self.mesh.device)
+                return load_model("student", student.model, student, self.mesh.device, self.packing)
             source = self._sharded_student()
             empty = source.build()
             assert source.load_weights is not None
             source.load_weights(empty)
-            return Decoder(empty.pretrained)  # the constructor verifies the model
+            return Decoder(empty.pretrained, packing=self.packing)  # the constructor verifies the model
 
         def add_weights(decoder: Decoder) -> None:
             self._draw(decoder)
@@ -141,7 +143,7 @@ class ModelSources:
             self._draw(decoder)
             check_finite_weights(decoder, section)
 
-        build = partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention)
+        build = partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention, packing=self.packing)
         return ModelSource(build, weights, offload=offload, name=section)
 
     def _draw(self, decoder: Decoder) -> None:
@@ -206,7 +208,9 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
     return json_hash([of_files, init.source, init.layers, start])
 
 
-def load_model(which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
+def load_model(
+    which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device, packing: str
+) -> Decoder:
     """Load a model and check that its weights are finite. which: the model's name in error messages"""
     try:
         decoder = Decoder.from_pretrained(
@@ -217,6 +221,7 @@ def load_model(which: str, name: str, model: StudentConfig | TeacherConfig, devi
             trust_remote_code=model.trust_remote_code,
             device=device,
             quantize=model.quantize if isinstance(model, TeacherConfig) else None,
+            packing=packing,
         )
     except ValueError as error:
         raise ValueError(f"{which}: {error}") from error

@@ -97,6 +97,8 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
     if session.ranks.size > 1:
         teachers = [f"{section}: {layout}" for section, layout in setup.own_layouts.items()]
         log_rank0(f"layout: {'; '.join([str(session.engine.student.layout), *teachers])}")
+    for section, words in session.packing_in_words.items():
+        log_rank0(f"documents of {section}: {words}")
     if session.adapter_in_words is not None:
         log_rank0(f"adapter: {session.adapter_in_words}")
     if checkpoint is not None:

@@ -4,17 +4,25 @@ from dataclasses import replace
 
 import torch
 
-from stillhouse.checkpoint.identity import RunIdentity, configuration_hash
+from stillhouse.checkpoint.identity import ORDER, RunIdentity, configuration_hash
 from stillhouse.config import RolloutConfig, RunConfig, TrainConfig
 from stillhouse.data import DataReport, tokenizer_fingerprint
 from stillhouse.display import escaped
-from stillhouse.engine.schedule import StepSchedule, make_on_policy_schedule, make_step_schedule
+from stillhouse.engine.engine import Engine
+from stillhouse.engine.schedule import (
+    StepSchedule,
+    make_on_policy_schedule,
+    make_step_schedule,
+    micro_batch_capacity,
+)
 from stillhouse.generation import PromptPlan
 from stillhouse.loops.session_objects import Session
+from stillhouse.models.document_packing import ROWS
 from stillhouse.parallel import Layout, join, watchdog
 from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import check_before_loading, check_data, check_models, schedule_warnings
 from stillhouse.run.setup import RunSetup, with_precision
+from stillhouse.signals import SignalSource
 
 __all__ = ["Session", "build_session", "data_reports", "prepare"]
 
@@ -45,18 +53,27 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     layout = setup.layout
     models = setup.models(join(layout.degrees, setup.device, config.train.timeout))
     engine, source = setup.engine(models, layout)
-    schedule, plan = _schedule(config.train, config.rollout, data, layout, config.seed)
+    by_length = _runs_rows(engine, source)
+    packed = data
+    if by_length and config.rollout is None:
+        data_ranks, stages = layout.degrees.data, layout.stages
+        capacity = micro_batch_capacity(config.train, config.data.max_tokens, data_ranks, stages)
+        held_out_capacity = max(config.data.max_tokens, config.eval.micro_batch_tokens or capacity)
+        packed = data.sorted_by_length(capacity, held_out_capacity)
+    schedule, plan = _schedule(config.train, config.rollout, packed, layout, config.seed)
     session = Session(
         spec=spec,
         tokenizer=data.tokenizer,
-        train=data.train,
-        evaluation=data.evaluation,
+        train=packed.train,
+        evaluation=packed.evaluation,
         step_schedule=schedule,
         student_source=models.student_source,
         engine=engine,
         source=source,
         stores=stores,
-        identity=RunIdentity(configuration_hash(setup.values), data.hashes, model_hashes),
+        identity=RunIdentity(
+            configuration_hash(setup.values), data.hashes | ({ORDER: ROWS} if by_length else {}), model_hashes
+        ),
         train_config=config.train,
         eval_config=config.eval,
         checkpoint_config=config.checkpoint,
@@ -64,6 +81,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         teacher_configs=setup.teachers,
         rollout_config=config.rollout,
         single_row=bool(config.flash_attentions),
+        by_length=by_length,
         seed=config.seed,
         track=list(config.track),
         values=setup.values,
@@ -78,6 +96,13 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     ]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
+
+
+def _runs_rows(engine: Engine, source: SignalSource) -> bool:
+    """Whether a model of this job, on any process, runs one document per row."""
+    decoders = [*engine.student.decoders, engine.student.teacher, *source.decoders.values()]
+    has_rows = any(decoder is not None and decoder.packing.name == ROWS for decoder in decoders)
+    return bool(engine.student.ranks.largest(int(has_rows)))
 
 
 def _enter(phase: str, announce: bool) -> None:

@@ -115,6 +115,7 @@ class RunSetup:
             config.seed,
             config.parallel.offload,
             config.train.activation_checkpointing,
+            config.data.packing,
         )
 
     def engine(self, models: ModelSources, layout: Layout) -> tuple[Engine, SignalSource]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
 from stillhouse.models import NotFiniteError
+from stillhouse.models.document_packing import ROWS
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Runner, StageInputs
 from stillhouse.signals.extract import Extract, SignalRows, Wanted
@@ -57,8 +58,13 @@ class Scorer:
         documents = _documents([request.document.tokens for request in requests])
         longest, one_row = int(documents.lengths_D.max()), self._decoder.packs_one_row
         row_tokens = len(documents.tokens_N) if one_row and batch_tokens is None else longest
-        sequences = PackedSequences(documents, max_tokens=row_tokens, seed=0, shuffle=False)
-        at_a_time = len(sequences) if batch_tokens is None else 1 if one_row else max(1, batch_tokens // longest)
+        if by_length := self._decoder.packing.name == ROWS:
+            row_tokens = max(longest, batch_tokens or len(documents.tokens_N))
+        sequences = PackedSequences(documents, max_tokens=row_tokens, seed=0, shuffle=False, by_length=by_length)
+        if one_row or by_length:
+            at_a_time = 1
+        else:
+            at_a_time = len(sequences) if batch_tokens is None else max(1, batch_tokens // longest)
         signals: dict[int, dict[str, Tensor]] = {}
         for start in range(0, len(sequences), at_a_time):
             micro_batch = sequences.micro_batch(range(start, min(start + at_a_time, len(sequences))))

@@ -73,6 +73,8 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
     for section, store in session.stores.items():
         name = "signals" if section == "teacher" else section.removeprefix("teachers.")
         yield _row(name, f"{store.signal}, from {store.name}")
+    for section, words in session.packing_in_words.items():
+        yield _row("documents", f"of {section}: {words}")
     for part in session.engine.parts:
         yield from (_row(*row) for row in part.check_rows(session.student, student).items())
     if session.adapter_in_words is not None:
@@ -89,7 +91,11 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
     if session.evaluation is None:
         yield _row("data eval", "no data is held out, so there will be no held-out metrics")
     if session.plan is None:
-        yield _row("packing", f"{len(session.train):,} sequences, {session.train.filled_share:.0%} full")
+        if session.by_length:
+            filling = f"each of similar lengths, {session.train.padding_share:.1%} padding in rows"
+        else:
+            filling = f"{session.train.filled_share:.0%} full"
+        yield _row("packing", f"{len(session.train):,} sequences, {filling}")
         yield _row(
             "steps",
             f"{step_schedule.steps:,} of {step_schedule.sequences_per_step} sequences (at most "

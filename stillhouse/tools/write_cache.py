@@ -57,7 +57,7 @@ def write_cache(
         store, teacher = _served_teacher(setup, data)
     else:
         name, identity = str(teacher_config.model), teacher_fingerprint(teacher_config)
-        decoder = load_model("teacher", name, teacher_config, setup.ranks.device)
+        decoder = load_model("teacher", name, teacher_config, setup.ranks.device, setup.config.data.packing)
         if kind == "hidden":
             saved_dtype = str(decoder.config.dtype).removeprefix("torch.")
             spec = SignalSpec("hidden", dtype or saved_dtype, with_label=with_label)

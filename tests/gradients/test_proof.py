@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from stillhouse.models import Decoder, ProofError, prove_decoder
+from stillhouse.models.document_packing import PackingError
 from stillhouse.models.load_proof import ProbeDocuments
 from stillhouse.parallel import single_process_runner
 from stillhouse.signals.scorer import Scorer, ScoreRequest
@@ -35,15 +36,23 @@ LEAKING = (
     "opt",
     "falcon_h1",
 )
+#: those that separate documents with the masks that transformers builds for packed sequences
+MASKED = ("gpt_oss", "opt")
 #: families that separate documents: earlier thresholds in half precision refused them at times
 SEPARATING = ("glm4_moe_lite", "gemma3n_text", "deepseek_v32", "gemma4_text")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", LEAKING)
-def test_families_whose_documents_see_each_other_are_refused(family: str, dtype: str) -> None:
-    with pytest.raises(ProofError, match="lets documents that share a row see each other"):
-        Decoder(causal_families.build(family, DTYPES[dtype], usual=True))
+def test_families_whose_documents_see_each_other_in_one_row(family: str, dtype: str) -> None:
+    model = causal_families.build(family, DTYPES[dtype], usual=True)
+    refused = "lets documents that share a row see each other"
+    decoder = Decoder(model)
+    assert decoder.packing.name == ("masked" if family in MASKED else "rows")
+    assert refused in str(decoder.packing.reason)
+    if family not in MASKED:
+        with pytest.raises(PackingError, match=refused):
+            Decoder(model, packing="packed")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -68,7 +77,7 @@ def leaks_in_training(module: nn.Module, hidden_BSD: Tensor) -> Tensor:
 def test_a_leak_in_train_mode_alone_is_refused() -> None:
     model = with_embeddings(leaks_in_training)
     with pytest.raises(ProofError, match="see each other"):
-        Decoder(model)
+        Decoder(model, packing="packed")
     assert not model.training
 
 
@@ -80,7 +89,7 @@ def add_column(_: nn.Module, hidden_BSD: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_positions_of_the_row_are_refused(dtype: str) -> None:
     with pytest.raises(ProofError, match="does not number tokens by position_ids"):
-        Decoder(with_embeddings(add_column).to(DTYPES[dtype]))
+        Decoder(with_embeddings(add_column).to(DTYPES[dtype]), packing="packed")
 
 
 def row_0_for_all(*args: Any, **options: Any) -> Any:
@@ -104,7 +113,7 @@ def test_masks_through_which_documents_see_each_other_are_refused(mask: Callable
     AttentionMaskInterface.register(mask.__name__, mask)
     model = build("llama", attention=mask.__name__).to(DTYPES[dtype])
     with pytest.raises(ProofError, match=f"'{mask.__name__}' lets documents that share a row see each other"):
-        Decoder(model)
+        Decoder(model, packing="packed")
     Decoder(model, verify=False)
 
 
@@ -142,7 +151,7 @@ def test_a_teacher_with_flash_attention_scores_one_row() -> None:
 def test_mtp_layers_are_proven_with_their_decoder() -> None:
     from stillhouse.models.mtp import add_mtp
 
-    decoder = Decoder(build("qwen3"))
+    decoder = Decoder(build("qwen3"), packing="packed")
     add_mtp(decoder, 2, is_new=True)
     assert decoder.mtp is not None
     decoder.mtp.initialize(decoder.pretrained, 0)

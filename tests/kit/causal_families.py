@@ -440,7 +440,18 @@ def build(
     vision tower, where the causal class is the language model alone (Qwen3.5, Llama 4). overrides: options of the
     configuration, or of its text configuration. The global random state does not change.
     """
-    config = tiny_config(model_type, usual=usual, **overrides)
+    return of_config(tiny_config(model_type, usual=usual, **overrides), dtype, seed, usual=usual, whole=whole)
+
+
+def of_config(
+    config: PreTrainedConfig,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    *,
+    usual: bool = False,
+    whole: bool = False,
+) -> PreTrainedModel:
+    """Return the model of a configuration; see `build`."""
     with torch.random.fork_rng(devices=[]), _poisoned_memory():
         torch.manual_seed(seed)
         model = (AutoModelForImageTextToText if whole else auto_class(config)).from_config(config)

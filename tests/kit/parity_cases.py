@@ -12,7 +12,8 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from kit.families import build
+from kit.causal_families import CAUSAL, of_config, tiny_config
+from kit.families import FAMILIES, build
 from kit.shard_ranks import Rank
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -307,6 +308,9 @@ def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTr
         return small, Qwen3Config(
             **SHAPE, hidden_size=64, num_hidden_layers=4, head_dim=16, tie_word_embeddings=False
         )
+    if family in CAUSAL and family not in (*FAMILIES, "qwen3"):
+        small = tiny_config(family)
+        return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=4, head_dim=16)
     if family != "qwen3":
         other = [build(family).config, build(family).config]
         for config in other:
@@ -334,8 +338,10 @@ def build_student(config: PreTrainedConfig, mtp: str = "") -> Decoder:
 
 
 def decoder(config: PreTrainedConfig, seed: int) -> Decoder:
-    torch.manual_seed(seed)
-    return Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+    if config.model_type in {*FAMILIES, *PARTIAL, "gemma3_text"}:
+        torch.manual_seed(seed)
+        return Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+    return Decoder(of_config(config, seed=seed), verify=False)
 
 
 def with_lora(config: PreTrainedConfig, dtype: torch.dtype) -> Decoder:

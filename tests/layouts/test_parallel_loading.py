@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from kit import loading_memory
+from kit import loading_memory, slow
+from kit.causal_families import CAUSAL
 from kit.causal_families import build as build_causal
 from kit.families import SHAPE, build
 from kit.shard_ranks import Rank, RankPool, shared_pool
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
@@ -28,6 +30,8 @@ IDS = torch.arange(3, 40)[None]
 
 
 FAMILIES = ("llama", "qwen3", "gemma3", "mistral", "phi3", "granite", "cohere", "gpt2", "qwen3_moe")
+#: without a class for their configuration, or with a mask as a buffer, or changed by transformers when it loads them
+NOT_FILLED = ("emu3", "mllama", "gpt_neo", "gpt_bigcode", "youtu")
 #: families whose buffers are set by the model around a module, or by a model within another one
 WITH_BUFFERS = ("falcon_h1", "gemma3n_text", "gemma4_text", "glm4_moe_lite", "qwen3_5_text")
 
@@ -87,11 +91,33 @@ def test_stages_follow_one_another(tmp_path: Path, tied: bool) -> None:
     assert torch.equal(second(None, inputs_embeds=hidden), Decoder.from_pretrained(tmp_path)(IDS))
 
 
-def test_names_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
-    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = MixtralConfig(vocab_size=99, num_key_value_heads=2, num_local_experts=4, **size)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has no tensor 'model\.layers\.0\.mlp\."):
+#: families whose files have other names than the model: experts one by one, blocks that layers share, a head under
+#: an earlier name, fused projections, a wrapper for images
+CONVERTED = ("mixtral", "zamba2", "gpt_neox", "lfm3", "nemotron_h", "olmo_hybrid", "mistral3", "kimi_linear")
+
+
+@pytest.mark.parametrize("family", [*CONVERTED, *(slow(family) for family in CAUSAL if family not in NOT_FILLED)])
+def test_files_with_the_names_of_a_release_are_read(tmp_path: Path, family: str) -> None:
+    """transformers saves a model with the names of its first release, and converts them when it loads the files."""
+    build_causal(family).save_pretrained(tmp_path)
+    filled, loaded = empty_decoder(tmp_path), Decoder.from_pretrained(tmp_path, dtype="float32", verify=False)
+    load_weights(filled, tmp_path, torch.device("cpu"))
+    expected = loaded.state_dict()
+    assert filled.state_dict().keys() == expected.keys()
+    for name, tensor in filled.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    buffers = dict(loaded.named_buffers())
+    for name, buffer in filled.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    build_causal("mixtral").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"no tensor 'model\.layers\.1\.mlp\.experts\.2\.w3\.weight'"):
         load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
 
 

@@ -54,6 +54,10 @@ QUICK = [
 #: Each pair of a layout and an option, such as a tied head (llama) or recomputed layers, occurs in at least one case;
 #: a case has several options where they can be combined.
 SLOW = [
+    # models in rows, and packed with masks
+    *(Case(layout(**{axis: 2}), "qwen3_5_text") for axis in ("fsdp", "tensor", "pipeline")),
+    *(Case(layout(**{axis: 2}), "gpt_oss") for axis in ("fsdp", "pipeline")),
+    *(Case(layout(**{axis: 2}), "nemotron_h") for axis in ("fsdp", "tensor")),
     # one axis, and mixes of axes
     Case(layout(fsdp=4), "llama"),
     Case(layout(replicate=2, fsdp=2)),

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_refused(folder: Path, key: str, words: str, *overrides: str, processes: int = 2) -> None:
     """Run to the error, which all processes have. key: of the configuration. words: a part of the error."""
-    arguments = ("distill", folder / "run.yaml", f"out={folder / 'out'}", *overrides)
+    arguments = ("distill", folder / "run.yaml", f"out={folder / 'out'}", "data.packing=packed", *overrides)
     if processes == 1:
         command = Command(*arguments, hook=without_masks)
         codes, err = [command.wait(120)], command.err
@@ -149,6 +149,14 @@ def test_a_leak_is_refused_where_a_rank_has_two_stages(tmp_path: Path, schedule:
     assert_refused(tmp_path, "student", LEAKS, "parallel.pipeline=2", f"parallel.schedule={schedule}", *models)
 
 
+def test_context_parallelism_refuses_rows(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    save_family(tmp_path / "lfm2", "lfm2")
+    model, context = f"student.model={tmp_path / 'lfm2'}", "parallel.context=2"
+    assert_refused(tmp_path, "student", "or context=1", context, model, "data.packing=auto")
+    assert_refused(tmp_path, "parallel", "expected context=1", context, model, "data.packing=rows")
+
+
 @pytest.mark.parametrize("axis", ["fsdp", "pipeline"])
 def test_a_weight_that_is_not_finite_is_named_by_all_ranks(tmp_path: Path, axis: str) -> None:
     """Only the second rank has it: the last rows of a matrix of the last layer."""
@@ -184,26 +192,17 @@ def with_gates() -> None:
     LlamaAttention.__init__ = init  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, []), (1, ["--generate"]), slow(2, [])])
-def test_a_server_of_a_leaking_model_does_not_start(tmp_path: Path, processes: int, options: list[str]) -> None:
-    save_family(tmp_path / "leaking", "qwen3_5_text")
-    ranks = Ranks(processes, "serve", tmp_path / "leaking", *options, "--port", "0")
-    assert all(ranks.wait(120)), ranks.texts
-    assert LEAKS in ranks[0].err, ranks.texts
-    assert "serving" not in ranks[0].out
-
-
 def per_row() -> None:
     """A hook: an attention that packs one row, as flash attention does, and computes what sdpa computes."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    from stillhouse.models import document_packing
+    from stillhouse.models import decoder
 
     AttentionInterface.register("per_row", sdpa_attention_forward)
     AttentionMaskInterface.register("per_row", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    document_packing.packs_one_row = lambda model: model.config._attn_implementation == "per_row"
+    decoder.packs_one_row = lambda model, packing: model.config._attn_implementation == "per_row"
 
 
 @pytest.mark.parametrize("side", ["teacher", slow("student")])

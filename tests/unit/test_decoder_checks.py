@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, warn_of_positions
+from stillhouse.models.document_packing import PackingError
 
 SMALL: dict[str, Any] = {
     "vocab_size": 60,
@@ -67,21 +68,36 @@ REFUSED = {
     "a classifier": (lambda: LlamaForSequenceClassification(LlamaConfig(**SMALL)), "has no output head"),
     "an encoder": (lambda: BertModel(BertConfig(**SMALL)), "BertModel (model type 'bert') has no output head"),
     "a masked model": (lambda: BertForMaskedLM(BertConfig(**SMALL)), "(model type 'bert') is not causal"),
+    "unknown logits": (
+        lambda: ScaledLlama(LlamaConfig(**SMALL)),
+        "ScaledLlama (model type 'llama'): its logits differ by up to",
+    ),
+    "a module of another kind": (lambda: nn.Linear(2, 2), "Linear is not a transformers model"),
+}
+
+
+#: cases → (model, part of the reason against packing)
+NOT_PACKED: dict[str, tuple[Callable[[], Any], str]] = {
     "a state-space model": (mamba, "MambaForCausalLM (model type 'mamba') takes no position_ids"),
     "an ALiBi model": (
         lambda: BloomForCausalLM(BloomConfig(vocab_size=60, hidden_size=32, n_layer=1, n_head=2)),
         "BloomForCausalLM (model type 'bloom') takes no position_ids",
     ),
-    "unknown logits": (
-        lambda: ScaledLlama(LlamaConfig(**SMALL)),
-        "ScaledLlama (model type 'llama'): its logits differ by up to",
-    ),
     "windows of the row": (
         lambda: build_causal("deepseek_v4", usual=True),
-        "has layers of type compressed_sparse_attention, heavily_compressed_attention, which cut a row into windows",
+        "has compressed_sparse_attention, heavily_compressed_attention, which depends on a token's column in its row",
     ),
-    "a module of another kind": (lambda: nn.Linear(2, 2), "Linear is not a transformers model"),
 }
+
+
+@pytest.mark.parametrize("case", NOT_PACKED)
+def test_models_whose_code_shows_that_they_cannot_be_packed(case: str) -> None:
+    make, reason = NOT_PACKED[case]
+    decoder = Decoder(make())
+    assert decoder.packing.name == "rows"
+    assert reason in str(decoder.packing.reason)
+    with pytest.raises(PackingError, match=r"data\.packing: rows"):
+        Decoder(make(), packing="packed")
 
 
 @pytest.mark.parametrize("case", REFUSED)

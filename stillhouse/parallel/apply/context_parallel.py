@@ -45,6 +45,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
             f"the attention of model type '{config.model_type}' selects tokens by scores over a whole sequence "
             "(index_topk), of which a context rank has a part: expected context=1"
         )
+    decoder.packing.exclude_rows()
     require_heads(config, ranks, tensor)
     name = f"ulysses_{inner}_{group.group_name}"
     AttentionInterface.register(name, partial(_ulysses, inner, group))

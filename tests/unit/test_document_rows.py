@@ -1,0 +1,81 @@
+"""Documents as padded rows: where their tokens lie, and how documents of similar lengths come together."""
+
+import numpy as np
+import pytest
+import torch
+from kit.documents import documents_of
+from torch import Tensor
+
+from stillhouse.data import PackedSequences
+from stillhouse.data.packing import similar_fit
+from stillhouse.models.document_rows import DocumentRows
+
+POSITIONS_BS = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
+IS_PADDING_BS = torch.tensor([[0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 0, 0]]).bool()
+
+
+def ids_of(rows: DocumentRows) -> Tensor:
+    return rows.unpack(torch.arange(12).view(2, 6))
+
+
+def test_each_document_is_a_row_that_repeats_its_first_token() -> None:
+    ids_NL = ids_of(DocumentRows.of(POSITIONS_BS))
+    assert ids_NL[:, :4].tolist() == [[0, 1, 2, 0], [3, 4, 3, 3], [5, 5, 5, 5], [6, 7, 6, 6], [8] * 4, [9, 10, 11, 9]]
+    assert ids_NL.shape == (6, 8)
+
+
+def test_padding_has_no_row() -> None:
+    rows = DocumentRows.of(POSITIONS_BS, IS_PADDING_BS)
+    assert ids_of(rows)[:, 0].tolist() == [0, 3, 6, 9]
+    packed_BS = rows.pack(ids_of(rows))
+    assert torch.equal(packed_BS[~IS_PADDING_BS], torch.arange(12).view(2, 6)[~IS_PADDING_BS])
+
+
+def test_a_micro_batch_of_padding_alone_has_one_row() -> None:
+    rows = DocumentRows.of(POSITIONS_BS, torch.ones_like(IS_PADDING_BS))
+    assert ids_of(rows).shape == (1, 8)
+    assert rows.pack(ids_of(rows)).shape == (2, 6)
+
+
+def test_a_document_does_not_reach_into_the_next_row_of_the_micro_batch() -> None:
+    """The positions of the second row would continue those of the first one."""
+    rows = DocumentRows.of(torch.tensor([[0, 1], [2, 3]]))
+    assert ids_of_two(rows) == [[0, 1], [2, 3]]
+
+
+def ids_of_two(rows: DocumentRows) -> list[list[int]]:
+    return rows.unpack(torch.arange(4).view(2, 2))[:, :2].tolist()
+
+
+def test_packing_is_the_inverse_of_unpacking_also_for_gradients() -> None:
+    rows = DocumentRows.of(POSITIONS_BS, IS_PADDING_BS)
+    values_BSD = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
+    weights_BS = torch.randn(2, 6, dtype=torch.float64).masked_fill(IS_PADDING_BS, 0.0)
+    (rows.pack(rows.unpack(values_BSD) ** 2) * weights_BS[..., None]).sum().backward()
+    torch.testing.assert_close(values_BSD.grad, 2 * values_BSD.detach() * weights_BS[..., None])
+
+
+def chat_lengths(count: int) -> np.ndarray:
+    """Lengths as of conversations: log-normal with a long tail, cut at 2,048 tokens."""
+    lengths = np.random.default_rng(0).lognormal(mean=5.5, sigma=1.0, size=count)
+    return lengths.clip(8, 2048).astype(np.int64)
+
+
+def test_a_bin_has_similar_lengths_and_room_for_their_padding() -> None:
+    lengths_D = chat_lengths(500)
+    bins_D = similar_fit(lengths_D, 8192)
+    for number in range(bins_D.max() + 1):
+        of_bin = lengths_D[bins_D == number]
+        assert len(of_bin) * of_bin.max() <= 8192
+    order = np.argsort(-lengths_D, kind="stable")
+    assert (np.diff(bins_D[order]) >= 0).all()
+
+
+@pytest.mark.parametrize("count", [2000, 20000])
+def test_little_padding_for_lengths_of_conversations(count: int) -> None:
+    lengths = chat_lengths(count).tolist()
+    documents = documents_of([[3] * length for length in lengths], [[1] * length for length in lengths])
+    packed = PackedSequences(documents, max_tokens=8192, seed=0, by_length=True)
+    assert packed.padding_share < 0.05
+    members = np.concatenate([packed.members(sequence) for sequence in range(len(packed))])
+    assert sorted(members.tolist()) == list(range(count))
