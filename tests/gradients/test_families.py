@@ -164,15 +164,27 @@ def test_student_and_teacher_may_be_packed_in_different_ways(tmp_path: Path, stu
     require_plain_step(session, tmp_path)
 
 
-def test_rows_and_packing_give_the_same_step(tmp_path: Path) -> None:
+#: losses beside the objective that read hidden states inside the model, or at further depths
+LOSSES_INSIDE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "hidden states": {
+        "objective.hidden": [{"student": 0, "teacher": 1}, {"student": -1, "teacher": -1, "loss": "cosine"}],
+        "train.activation_checkpointing": True,
+    },
+    "multi-token prediction": {"student.mtp": {"depths": 2}},
+}
+
+
+@pytest.mark.parametrize("losses", LOSSES_INSIDE)
+def test_rows_and_packing_give_the_same_step(tmp_path: Path, losses: str) -> None:
     """A model that can be packed, both ways, on all documents in one step."""
+    one_step = {"train.steps": None, "train.epochs": 1, "train.tokens_per_step": 8192, **LOSSES_INSIDE[losses]}
     steps = []
     for packing in ("packed", "rows"):
-        one_step = {"train.steps": None, "train.epochs": 1, "train.tokens_per_step": 8192, "data.packing": packing}
-        session = of_pair(tmp_path, "qwen3", "qwen3", **one_step)
+        session = of_pair(tmp_path, "qwen3", "qwen3", **one_step, **{"data.packing": packing})
         assert session.step_schedule.steps == 1
         loss = forward_backward(session).sums["loss"]
-        steps.append((loss, named_gradients(session.student.pretrained)))
+        steps.append((loss, {name: weight.grad for name, weight in session.student.named_parameters()}))
     (packed_loss, packed), (rows_loss, rows) = steps
     assert rows_loss == pytest.approx(packed_loss, rel=1e-6)
     for name, gradient in packed.items():
