@@ -7,7 +7,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -
 # two test workers with one thread each, for a machine with two cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --junitxml=.results/quick.xml
 
-.PHONY: demo test test-slow test-all test-versions test-engines proofs gpu wheels chaos fuzz lint format docs site dist clean
+.PHONY: demo test test-slow test-all test-versions test-engines proofs models gpu wheels chaos fuzz lint format docs site dist clean
 
 demo: $(VENV)/.package
 	$(BIN)/stillhouse demo
@@ -45,6 +45,10 @@ newest:
 # checks that every test in the tables of README.md and docs/proofs.md passed in the last `make test` and `make test-slow`
 proofs:
 	$(BIN)/python tests/proofs.py .results/*.xml
+
+# writes docs/models.md: the proof at load of a tiny model of each causal family of transformers; some minutes
+models: $(VENV)/.development
+	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/model_table.py
 
 # on a machine with one NVIDIA GPU: its tests and all benchmarks within 9 minutes, with the machine's Python, torch and
 # transformers; other packages come from wheels/ (`make wheels`), without a network

@@ -1,0 +1,72 @@
+"""Writes docs/models.md: what the proof at load finds for a tiny model of each causal family of transformers.
+
+python tests/model_table.py
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from kit.causal_families import CAUSAL, LEFT_OUT, build
+from transformers.utils import logging
+
+from stillhouse.generation.generate import check_generation
+from stillhouse.models import Decoder
+from stillhouse.models.document_packing import MASKED, PACKED, ROWS
+from stillhouse.models.model_parts import parallel_plan
+from stillhouse.parallel.stages import is_cuttable
+
+PAGE = Path(__file__).parents[1] / "docs/models.md"
+_WAYS = {PACKED: "packed", MASKED: "packed with masks", ROWS: "rows"}
+_HEAD = """# Models
+
+`make models` writes this page. It builds a tiny model of each causal family of transformers {version} from the
+family's own configuration, and runs the proof that every model has to pass when it is loaded. Another configuration
+of a family can give another result: a hybrid whose layers all have attention can be packed. `stillhouse check` shows
+the result for your models.
+
+- **documents**: how `data.packing: auto` keeps documents apart ([how](data.md)).
+- **tensor, pipeline**: whether transformers has a plan for the family, and whether its backbone can be cut into
+  stages. `fsdp` and `replicate` need no plan. Context parallelism needs packed documents.
+- **generation**: whether the engine in the job gives the log-probabilities of the forward pass. If it does not, a
+  server has to write the completions of an on-policy run.
+
+| family | documents | tensor | pipeline | generation |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def row(model_type: str) -> str:
+    """Return a family's row of the table."""
+    try:
+        decoder = Decoder(build(model_type))
+    except ValueError as error:
+        reason = str(error).partition(": ")[2].partition(" by up to ")[0]
+        return f"| `{model_type}` | refused: {reason} | | | |"
+    plans = ["yes" if parallel_plan(decoder.config, "tp") else "no", "yes" if is_cuttable(decoder.config) else "no"]
+    try:
+        check_generation(decoder, torch.device("cpu"))
+        generation = "yes"
+    except ValueError:
+        generation = "by a server"
+    return f"| `{model_type}` | {_WAYS[decoder.packing.name]} | {' | '.join(plans)} | {generation} |"
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    rows = []
+    for number, model_type in enumerate(CAUSAL, start=1):
+        rows.append(row(model_type))
+        print(f"{number}/{len(CAUSAL)} {rows[-1]}", file=sys.stderr)
+    left_out = [f"| `{model_type}` | {reason} |" for model_type, reason in LEFT_OUT.items()]
+    text = _HEAD.format(version=transformers.__version__) + "\n".join(rows)
+    text += "\n\n## Not built\n\n| family | why |\n| --- | --- |\n" + "\n".join(left_out) + "\n"
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
