@@ -20,6 +20,7 @@ from stillhouse.models import (
     model_fingerprint,
     quantized_identity,
 )
+from stillhouse.models.document_packing import AUTO
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
 from stillhouse.run.initial import initial_weights
@@ -209,7 +210,7 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
 
 
 def load_model(
-    which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device, packing: str
+    which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device, packing: str = AUTO
 ) -> Decoder:
     """Load a model and check that its weights are finite. which: the model's name in error messages"""
     try:
