@@ -140,6 +140,11 @@ def read_weights(
                 of_expert = [names.get(part) or part for part in of_expert]
                 _read_rows(expert, slices, value.shape[1:], of_expert, files, False)
         elif (converted := names.converted(candidates[0], read)) is not None:
+            if converted.shape != value.shape:  # a stored part is missing; `copy_` would broadcast
+                raise ValueError(
+                    f"{folder}: '{candidates[0]}' is made of stored tensors and has the shape "
+                    f"{list(converted.shape)}: expected {list(value.shape)}"
+                )
             local(value).copy_(converted[*shard_slices(value)])
         elif name not in aliases:
             raise ValueError(

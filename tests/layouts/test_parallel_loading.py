@@ -121,6 +121,18 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
         load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
 
 
+def test_a_tensor_that_is_made_of_too_few_is_refused(tmp_path: Path) -> None:
+    """One of three stored tensors that are concatenated has half of its rows."""
+    build_causal("kimi_linear").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "conv" in name)
+    tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"is made of stored tensors and has the shape"):
+        load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
+
+
 _SMALL: dict[str, Any] = {**SHAPE, "vocab_size": 251, "moe_intermediate_size": 8, "head_dim": 8}
 #: families whose number of experts has no common name, with that name and further options
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
