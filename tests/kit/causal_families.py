@@ -9,6 +9,7 @@ biases are not ones and zeros, and no weight is zero.
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -467,7 +468,8 @@ def tiny_config(model_type: str, *, usual: bool = False, **overrides: Any) -> Pr
     """Return the configuration of a tiny model; the options are those of `build`."""
     kind = CONFIG_MAPPING[model_type]
     names = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
-    more = {**_MORE.get(model_type, {}), **overrides}
+    # transformers writes defaults into the dictionaries that it gets
+    more = deepcopy({**_MORE.get(model_type, {}), **overrides})
     if outside := {
         name: more.pop(name) for name in overrides if "text_config" in kind.sub_configs and name not in names
     }:
