@@ -5,7 +5,6 @@ decoder = empty_decoder(folder)           the full model on the meta device: sha
 load_weights(decoder, folder, device)     allocate memory for this process's shards, read them from the files
 """
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -234,48 +233,48 @@ def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
 def make_buffers(decoder: Decoder) -> None:
     """Compute the non-persistent buffers, such as rotary frequencies, with the family's own initialisation.
 
+    The buffers are filled with 0 before a first initialisation and with 1 before a second one: a value that differs
+    afterwards is one that the family does not initialise. Raises ValueError for it, naming the buffer.
+    """
+    zeros, ones = _buffers_after(decoder, 0), _buffers_after(decoder, 1)
+    for name, buffer in ones.items():
+        if bool((buffer != zeros[name]).logical_and(~buffer.isnan()).any()):
+            raise ValueError(
+                f"{describe(decoder.pretrained)} has no rule to initialise its buffer '{name}', which no file holds: "
+                "expected one process, which loads the model with transformers"
+            )
+
+
+def _buffers_after(decoder: Decoder, value: int) -> dict[str, Tensor]:
+    """Fill the non-persistent buffers with `value`, initialise them, and return copies of them by name.
+
     Each module is initialised by the innermost transformers model that contains it, because the code is there. In the
-    meantime, all other tensors are marked as initialised, so that transformers does not change them. Raises
-    ValueError for a buffer that the family does not initialise.
+    meantime, all other tensors are marked as initialised, so that transformers does not change them.
     """
     model, names = decoder.pretrained, _unsaved_buffers(decoder)
     for name in names:
-        buffer = decoder.get_buffer(name)
-        buffer.fill_(_uninitialised(buffer))
+        decoder.get_buffer(name).fill_(value)
     unsaved = {id(decoder.get_buffer(name)) for name in names}
     tensors = (*decoder.parameters(), *decoder.buffers())
     others: list[Any] = [tensor for tensor in tensors if id(tensor) not in unsaved]
     for tensor in others:
         tensor._is_hf_initialized = True
     mtp = [(model, module) for layer in decoder.mtp_layers() for module in layer.modules()]
-    owners = [*_owners(model, model), *mtp]
     with torch.random.fork_rng(devices=[]), reading(f"{describe(model)}: its buffers cannot be computed"):
-        for owner, module in owners:
+        for owner, module in (*_owners(model, model), *mtp):
             owner._init_weights(module)
     for tensor in others:
         del tensor._is_hf_initialized
-    for name in names:
-        buffer = decoder.get_buffer(name)
-        if bool((buffer.isnan() | (buffer == _uninitialised(buffer))).any()):
-            raise ValueError(
-                f"{describe(model)} has no rule to initialise its buffer '{name}', which no file holds: expected one "
-                "process, which loads the model with transformers"
-            )
+    return {name: decoder.get_buffer(name).clone() for name in names}
 
 
 def _unsaved_buffers(decoder: Decoder) -> list[str]:
-    """Return the names of the non-persistent buffers, except boolean masks, which have no uninitialised value."""
     return [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in decoder.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name in module._non_persistent_buffers_set and buffer.dtype != torch.bool
+        for name, _ in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
     ]
-
-
-def _uninitialised(buffer: Tensor) -> float:
-    """Return a value that no initialised buffer contains."""
-    return math.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
 
 
 def _owners(model: PreTrainedModel, module: nn.Module) -> Iterator[tuple[PreTrainedModel, nn.Module]]:

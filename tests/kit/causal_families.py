@@ -453,7 +453,7 @@ def of_config(
     whole: bool = False,
 ) -> PreTrainedModel:
     """Return the model of a configuration; see `build`."""
-    with torch.random.fork_rng(devices=[]), _poisoned_memory():
+    with torch.random.fork_rng(devices=[]), poisoned_memory():
         torch.manual_seed(seed)
         model = (AutoModelForImageTextToText if whole else auto_class(config)).from_config(config)
         _fill(model, usual)
@@ -547,8 +547,8 @@ def _quietly(kind: type[PreTrainedConfig], values: Mapping[str, Any]) -> PreTrai
 
 
 @contextmanager
-def _poisoned_memory() -> Iterator[None]:
-    """Within the block, memory that torch does not initialise is NaN, so that `_fill` can find it."""
+def poisoned_memory() -> Iterator[None]:
+    """Within the block, memory that torch does not initialise is NaN, or True, so that tests can find it."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
