@@ -22,11 +22,13 @@ documents are exchanged:
 B rows, S columns, D width.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
@@ -36,6 +38,7 @@ from stillhouse.models.document_packing import PackingError, packing_errors
 from stillhouse.models.dtensors import local
 from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating, in_mode, uses_flash_attention
 from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
+from stillhouse.models.model_parts import LogitRule
 from stillhouse.objective import OutputHead
 
 #: largest relative change of hidden states that must be equal in both passes, in every dtype
@@ -236,30 +239,41 @@ def _prove_separation(
 def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
     """Prove that a decoder's head gives the same logits as the transformers model itself.
 
-    inputs: arguments of a forward, on the decoder's device. Under a layout, a collective of the processes that have
-    this decoder. Raises ProofError.
-    """
-    model = decoder.pretrained
+    Some models do not apply the rule that their configuration has (Aya Vision). If the plain projection gives their
+    logits, the decoder uses no rule from now on.
 
-    def both(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> tuple[Tensor, Tensor]:
+    inputs: arguments of a forward, on the decoder's device. Under a layout, a collective of the processes that have
+    this decoder; all of them get the same rule. Raises ProofError.
+    """
+    model, head = decoder.pretrained, decoder.head
+
+    def logits(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> tuple[Tensor, ...]:
         # run inside the head's forward, because sharded weights are gathered there
         with implicit_replication():
             expected = model(**inputs, use_cache=False, return_dict=True).logits
-        return head.logits(hidden_states), local(expected)
+        plain = replace(head, scale=1.0, softcap=None)
+        return local(expected), head.logits(hidden_states), plain.logits(hidden_states)
 
-    logits, expected = decoder(**inputs, processor=both)
-    _require_finite(decoder, "logits", logits, expected)
+    expected, by_rule, plain = decoder(**inputs, processor=logits)
+    differences = [by_rule.float() - expected.float(), plain.float() - expected.float()]
     # a tensor rank may have no rows of a small vocabulary
-    error, largest = (
-        float(values.abs().amax()) if values.numel() else 0.0 for values in (logits - expected, expected)
-    )
-    rule = decoder.head.rule
-    if not error <= _LOGIT_TOLERANCE[logits.dtype] * largest:
+    largest = [values.abs().amax() if values.numel() else values.new_zeros(()) for values in (expected, *differences)]
+    maxima = torch.stack([value.float() for value in largest]).nan_to_num(nan=math.inf)
+    if head.shard is not None and not head.shard.is_alone:
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=head.shard.group)
+    _require_finite(decoder, "logits", by_rule, expected)
+    scale, error, plain_error = maxima.tolist()
+    tolerance = _LOGIT_TOLERANCE[by_rule.dtype] * scale
+    if not math.isfinite(scale + error) or error <= tolerance:
+        return  # values of another rank that are not finite are an error there
+    if not plain_error <= tolerance:
+        rule = head.rule
         raise ProofError(
-            f"{describe(model)}: its logits differ by up to {error:.2g} (the largest is {largest:.2g}) from "
+            f"{describe(model)}: its logits differ by up to {error:.2g} (the largest is {scale:.2g}) from "
             f"softcap(scale · (hidden Wᵀ + bias)) with scale {rule.scale:g} and softcap {rule.softcap}, as its "
             "configuration says. The model computes something else after its last hidden states"
         )
+    head.rule = LogitRule()
 
 
 def _returned(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:

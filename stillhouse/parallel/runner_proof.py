@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
-from stillhouse.models.document_packing import PackingError
+from stillhouse.models.document_packing import MASKED, PackingError, packing_errors
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.load_proof import (
     Forward,
@@ -49,6 +49,19 @@ class _Hidden(NamedTuple):
 
     student: tuple[Tensor, ...]
     teacher_TE: Tensor | None
+
+
+class _Side(NamedTuple):
+    """Student or teacher: its parts on this rank, its name, and the signals with which the runner runs it."""
+
+    decoders: Sequence[Decoder]
+    name: str
+    signals: Signals
+
+    def refuse(self, error: PackingError) -> None:
+        """Pack documents in the next way."""
+        for decoder in self.decoders:
+            decoder.packing.refuse(error)
 
 
 def prove_runner(
@@ -100,30 +113,54 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
     """Prove that hidden states of student and teacher depend on the right tokens, and on no others.
 
     names: the names of the two models, for errors. Returns False if documents that a model packs in its present way
-    influence each other; the model then packs documents in its next way.
+    influence each other, or if the model does not accept masks; it then packs documents in its next way.
     """
     pair, students = runner.pairs[max(runner.pairs)], runner.decoders
     teachers = [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]
-    teachers = students if pair.teacher_is_base else teachers
-    forward = ProbeForward(runner, {TEACHER: IN_STAGE} if teacher_in_stages else {})
-    probe, is_exact = forward.probe, True
+    sides = [_Side(students, names[0], {})]
+    if teacher_in_stages:
+        sides.append(_Side(students if pair.teacher_is_base else teachers, names[1], {TEACHER: IN_STAGE}))
     with in_mode(*students, training=training):
-        # all ranks have to run the same passes, even ranks that get no result
-        passes = run_probe(forward.of_rows, probe, forward.device)
-    of_student = len(passes) - teacher_in_stages
-    sides = (students, names[0], passes[:of_student]), (teachers, names[1], passes[of_student:])
-    for decoders, name, hidden in sides:
+        passes = _run_passes(runner, sides)
+    if passes is None:
+        return False
+    probe, hidden = passes
+    of_student = len(hidden) - teacher_in_stages
+    is_exact = True
+    for side, of_side in zip(sides, (hidden[:of_student], hidden[of_student:]), strict=False):
         try:
-            with _raised(runner, name):
-                if hidden and decoders:
-                    prove_documents(decoders[-1], hidden, probe)
+            with _raised(runner, side.name):
+                if of_side:
+                    prove_documents(side.decoders[-1], of_side, probe)
                     if not training:
-                        prove_places(decoders[-1], hidden, probe, _precision(runner))
+                        prove_places(side.decoders[-1], of_side, probe, _precision(runner))
         except PackingError as error:
-            for decoder in decoders:
-                decoder.packing.refuse(error)
+            side.refuse(error)
             is_exact = False
     return is_exact
+
+
+def _run_passes(
+    runner: Runner, sides: Sequence[_Side]
+) -> tuple[ProbeDocuments, Sequence[tuple[Tensor, Tensor]]] | None:
+    """Return the probe and the hidden states of all sides; None if a model does not accept masks.
+
+    The last side's signals make the student run, too. A student with masks also runs alone before: so it is known
+    which model an error is about. All ranks run the same passes, even ranks that get no result.
+    """
+    passes = None
+    for side in sides:
+        packing = side.decoders[0].packing.name
+        if side is not sides[-1] and packing != MASKED:
+            continue
+        forward = ProbeForward(runner, side.signals)
+        try:
+            with _raised(runner, side.name), packing_errors(side.decoders[0].pretrained, packing):
+                passes = forward.probe, run_probe(forward.of_rows, forward.probe, forward.device)
+        except PackingError as error:
+            side.refuse(error)
+            return None
+    return passes
 
 
 def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:

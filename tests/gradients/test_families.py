@@ -85,8 +85,6 @@ def require_plain_step(session: Session, folder: Path) -> None:
 
 #: families whose models or tokenizers need more than a folder of a tiny model
 LEFT_OUT = {
-    "aya_vision": "its class for images does not apply the scale of its logits",
-    "cohere2_vision": "its class for images does not apply the scale of its logits",
     "modernbert-decoder": "a layer between the last hidden states and the head",
     "emu3": "no class for its text configuration",
     "mllama": "no class for its text configuration",
@@ -98,6 +96,7 @@ OWN_TOKENIZER = ("qwen2", "qwen3_5_moe", "qwen3_5_moe_text")
 #: families that people distil, and that positions alone do not keep apart, or whose structure is unlike others'
 NAMED = [
     "afmoe",
+    "aya_vision",
     "bailing_hybrid",
     "bamba",
     "bloom",

@@ -5,6 +5,7 @@ one process refuses the packed documents.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kit.runs import Command, save_model, write_run
 from kit.toy_tokenizer import toy_tokenizer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-LEAKS, SCALED = "lets documents that share a row see each other", "its logits differ"
+LEAKS, SHIFTED = "lets documents that share a row see each other", "its logits differ"
 #: settings of two processes, and the side that leaks
 LAYOUTS = {
     "fsdp": ("student", ["parallel.fsdp=2"]),
@@ -34,13 +35,26 @@ LAYOUTS = {
 SLOW = {"bf16 gathered", "fsdp of a teacher", "pipeline of a student", "replicate", "ahead", "a teacher of one fsdp"}
 
 
-def without_masks() -> None:
-    """A hook: an attention to which transformers gives causal masks that know nothing of documents."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+def wrong_models() -> None:
+    """A hook: an attention to which transformers gives causal masks that know nothing of documents, and models whose
+    logits are shifted by a number in their configuration.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM, Qwen3ForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register("without_masks", sdpa_attention_forward)
     AttentionMaskInterface.register("without_masks", lambda *_, **__: None)
+    for model in (LlamaForCausalLM, Qwen3ForCausalLM):
+        model.forward = _shifted(model.forward)  # type: ignore[assignment]
+
+
+def _shifted(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def shifted(self: Any, *args: Any, **options: Any) -> Any:
+        outputs = forward(self, *args, **options)
+        outputs.logits = outputs.logits + getattr(self.config, "logit_shift", 0.0)
+        return outputs
+
+    return shifted
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +69,10 @@ def assert_refused(folder: Path, key: str, words: str, *overrides: str, processe
     """Run to the error, which all processes have. key: of the configuration. words: a part of the error."""
     arguments = ("distill", folder / "run.yaml", f"out={folder / 'out'}", "data.packing=packed", *overrides)
     if processes == 1:
-        command = Command(*arguments, hook=without_masks)
+        command = Command(*arguments, hook=wrong_models)
         codes, err = [command.wait(120)], command.err
     else:
-        ranks = Ranks(processes, *arguments, hook=without_masks)
+        ranks = Ranks(processes, *arguments, hook=wrong_models)
         codes, err = ranks.wait(180), ranks.err
     assert all(codes), err
     assert "Traceback" not in err
@@ -76,10 +90,9 @@ def test_a_leak_is_refused(folder: Path, layout: str) -> None:
     assert_refused(folder, side, LEAKS, *overrides, f"{side}.attention=without_masks")
 
 
-def scale_logits(model: Path) -> None:
-    """Write a factor of the logits, which the family does not know, into a model's configuration."""
+def shift_logits(model: Path) -> None:
     path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"logit_scale": 0.5}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"logit_shift": 0.5}))
 
 
 @pytest.mark.parametrize(
@@ -95,19 +108,19 @@ def scale_logits(model: Path) -> None:
 )
 def test_another_rule_of_logits_is_refused(tmp_path: Path, side: str, overrides: list[str]) -> None:
     write_run(tmp_path)
-    scale_logits(tmp_path / side)
-    assert_refused(tmp_path, side, SCALED, *overrides)
+    shift_logits(tmp_path / side)
+    assert_refused(tmp_path, side, SHIFTED, *overrides)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("words", [LEAKS, SCALED])
+@pytest.mark.parametrize("words", [LEAKS, SHIFTED])
 def test_one_of_several_teachers_is_refused(tmp_path: Path, processes: int, words: str) -> None:
     write_run(tmp_path)
     wrong = f"model: {tmp_path / 'teacher'}"
     if words == LEAKS:
         wrong += ", attention: without_masks"
     else:
-        scale_logits(tmp_path / "teacher")
+        shift_logits(tmp_path / "teacher")
     several = f"teachers={{good: {{model: {tmp_path / 'student'}}}, wrong: {{{wrong}}}}}"
     assert_refused(tmp_path, "teachers.wrong", words, several, "teacher=null", processes=processes)
 

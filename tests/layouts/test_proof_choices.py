@@ -1,0 +1,87 @@
+"""Under a layout, the proof decides as in one process how a model packs documents and which rule its logits have."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from kit.causal_families import build
+from kit.shard_ranks import Rank, shared_pool
+from transformers import PreTrainedModel
+
+from stillhouse.models import Decoder
+from stillhouse.models.model_parts import LogitRule
+from stillhouse.objective import TEACHER
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
+from stillhouse.parallel.pair import IN_STAGE
+from stillhouse.parallel.runner_proof import ProbeForward
+
+
+@cache
+def mesh_of(degrees: Degrees) -> Mesh:
+    return Mesh(degrees, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two families, how their documents are packed, and options of the student's configuration."""
+
+    degrees: Degrees
+    student: str
+    teacher: str
+    packings: tuple[str, str] = ("packed", "packed")
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def builds(self) -> list[Callable[[], PreTrainedModel]]:
+        return [partial(build, self.student, **self.options), partial(build, self.teacher, seed=1)]
+
+
+def unproven(build_model: Callable[[], PreTrainedModel]) -> Decoder:
+    return Decoder(build_model(), verify=False)
+
+
+def proven(_: Rank, case: Pair) -> list[tuple[str, bool, float]]:
+    """A job: for both models of a runner that has been proven, how documents are packed, whether the logits have a
+    rule, and the error of the hidden states.
+    """
+    builds = case.builds()
+    sources = [ModelSource(partial(unproven, build)) for build in builds]
+    runner = build_runner(Layout(case.degrees), mesh_of(case.degrees), *sources)
+    forward = ProbeForward(runner, {TEACHER: IN_STAGE})
+    ids_BS, position_ids_BS = forward.probe.ids_BS, forward.probe.position_ids_BS
+    results = []
+    decoders = runner.decoders[0], runner.teacher
+    for decoder, build_model, hidden in zip(decoders, builds, forward(ids_BS, position_ids_BS), strict=True):
+        assert decoder is not None
+        with torch.no_grad():
+            expected = Decoder(build_model())(ids_BS, position_ids_BS, head=False)
+        error = float((hidden - expected).norm() / expected.norm())
+        results.append((decoder.packing.name, decoder.head.rule != LogitRule(), error))
+    return results
+
+
+FSDP, TENSOR = Degrees(fsdp=2), Degrees(tensor=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # openai-gpt raises a RuntimeError for masks
+        Pair(FSDP, "openai-gpt", "gpt_oss", ("rows", "masked")),
+        Pair(FSDP, "gpt_oss", "openai-gpt", ("masked", "rows")),
+        # models that ignore the rule of logits in their configuration; cohere obeys it
+        Pair(FSDP, "aya_vision", "cohere"),
+        Pair(TENSOR, "llama", "llama", options={"logit_scale": 0.5}),
+    ],
+    ids=lambda case: f"{case.student}-{case.teacher}",
+)
+def test_the_proof_finds_how_models_compute(case: Pair) -> None:
+    for of_rank in shared_pool(2).call(proven, case):
+        for (packing, has_rule, error), expected, family in zip(
+            of_rank, case.packings, (case.student, case.teacher), strict=True
+        ):
+            assert packing == expected
+            assert has_rule == (family == "cohere")
+            assert error < 1e-6
