@@ -81,18 +81,35 @@ def check_finite_weights(module: nn.Module, which: str) -> None:
     """Raise ProofError naming the first tensor that contains a NaN or an infinity.
 
     `which`: the model's name for the message. Each process checks only its own shard of a sharded tensor. Quantized
-    weights are not checked here, because `quantized.py` has checked their files. Buffers may be infinite: some are
-    limits (Gemma 4).
+    weights are not checked here, because `quantized.py` has checked their files. Buffers in files may be infinite:
+    some are limits (Gemma 4).
     """
-    buffers = {name for name, _ in module.named_buffers()}
+    unsaved = unsaved_buffers(module)
+    stored = {name for name, _ in module.named_buffers()} - {*unsaved}
     for name, tensor in _floating(module):
-        is_bad = tensor.isnan() if name in buffers else ~tensor.isfinite()
-        if bool(is_bad.any()):
-            bad = int(is_bad.sum())
+        is_bad = tensor.isnan() if name in stored else ~tensor.isfinite()
+        if not bool(is_bad.any()):
+            continue
+        message = f"{which}: {int(is_bad.sum())} of the {tensor.numel()} values of '{name}' are NaN or infinite: "
+        if name in unsaved:
             raise ProofError(
-                f"{which}: {bad} of the {tensor.numel()} values of '{name}' are NaN or infinite: "
-                "expected finite weights; the checkpoint is damaged"
+                f"{message}no file holds this buffer, so the model's code has initialised it in this way; expected a "
+                "configuration from which it computes finite values"
             )
+        raise ProofError(
+            f"{message}expected finite weights; the checkpoint is damaged or, for a new model, the tensor has not "
+            "been initialised"
+        )
+
+
+def unsaved_buffers(module: nn.Module) -> list[str]:
+    """Return the names of the non-persistent buffers, which no file holds."""
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, part in module.named_modules()
+        for name, _ in part.named_buffers(recurse=False)
+        if name in part._non_persistent_buffers_set
+    ]
 
 
 def check_saving(model: PreTrainedModel) -> None:

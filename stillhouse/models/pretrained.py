@@ -20,12 +20,18 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file
+from transformers.utils import (
+    CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    TRANSFORMERS_DYNAMIC_MODULE_NAME,
+    cached_file,
+)
 
 from stillhouse.display import escaped, first_line, name_list
 from stillhouse.libraries import reading
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.quantized import quantized_loading, require_quantized
+from stillhouse.models.unsaved_buffers import initialize_buffers
 
 #: the largest allowed number of layers: for a damaged, huge number, transformers would create layers for hours
 MAX_LAYERS = 10_000
@@ -53,8 +59,9 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a model by `from_pretrained` of `auto_class`, with the name unchanged. Every failure is a ValueError.
 
-    Missing weights are also an error, because transformers would only warn and initialise them at random. Weights
-    are read only from safetensors files, even with trust_remote_code.
+    Missing weights are also an error, because transformers would only warn and initialise them at random. So are
+    buffers that code from the folder does not initialise. Weights are read only from safetensors files, even with
+    trust_remote_code.
 
     quantize: quantize the linear layers to "int8" or "nf4" (see `quantized.py`). device: None means the CPU.
     """
@@ -96,6 +103,10 @@ def load_causal_lm(
             f"{what} lacks {len(names)} of the weights of a {type(model).__name__}, first '{names[0]}': "
             "expected the checkpoint of a whole causal language model, head included"
         )
+    if (
+        type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
+    ):  # of transformers' own families, tests check the buffers
+        initialize_buffers(model, model)
     return model if quantize is not None or device is None else model.to(device)
 
 

@@ -6,16 +6,15 @@ load_weights(decoder, folder, device)     allocate memory for this process's sha
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stillhouse.display import escaped
@@ -25,8 +24,8 @@ from stillhouse.models.adapter import is_lora
 from stillhouse.models.checkpoint_names import StoredNames, checkpoint_names, is_mtp, parts_of_stack
 from stillhouse.models.document_packing import AUTO
 from stillhouse.models.dtensors import local, shard_slices
-from stillhouse.models.model_checks import describe
 from stillhouse.models.pretrained import auto_class, parse_dtype, require_safe_files
+from stillhouse.models.unsaved_buffers import initialize_buffers
 
 
 @dataclass(frozen=True)
@@ -229,56 +228,6 @@ def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
     return files
 
 
-@torch.no_grad()
 def make_buffers(decoder: Decoder) -> None:
-    """Compute the non-persistent buffers, such as rotary frequencies, with the family's own initialisation.
-
-    The buffers are filled with 0 before a first initialisation and with 1 before a second one: a value that differs
-    afterwards is one that the family does not initialise. Raises ValueError for it, naming the buffer.
-    """
-    zeros, ones = _buffers_after(decoder, 0), _buffers_after(decoder, 1)
-    for name, buffer in ones.items():
-        if bool((buffer != zeros[name]).logical_and(~buffer.isnan()).any()):
-            raise ValueError(
-                f"{describe(decoder.pretrained)} has no rule to initialise its buffer '{name}', which no file holds: "
-                "expected one process, which loads the model with transformers"
-            )
-
-
-def _buffers_after(decoder: Decoder, value: int) -> dict[str, Tensor]:
-    """Fill the non-persistent buffers with `value`, initialise them, and return copies of them by name.
-
-    Each module is initialised by the innermost transformers model that contains it, because the code is there. In the
-    meantime, all other tensors are marked as initialised, so that transformers does not change them.
-    """
-    model, names = decoder.pretrained, _unsaved_buffers(decoder)
-    for name in names:
-        decoder.get_buffer(name).fill_(value)
-    unsaved = {id(decoder.get_buffer(name)) for name in names}
-    tensors = (*decoder.parameters(), *decoder.buffers())
-    others: list[Any] = [tensor for tensor in tensors if id(tensor) not in unsaved]
-    for tensor in others:
-        tensor._is_hf_initialized = True
-    mtp = [(model, module) for layer in decoder.mtp_layers() for module in layer.modules()]
-    with torch.random.fork_rng(devices=[]), reading(f"{describe(model)}: its buffers cannot be computed"):
-        for owner, module in (*_owners(model, model), *mtp):
-            owner._init_weights(module)
-    for tensor in others:
-        del tensor._is_hf_initialized
-    return {name: decoder.get_buffer(name).clone() for name in names}
-
-
-def _unsaved_buffers(decoder: Decoder) -> list[str]:
-    return [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in decoder.named_modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if name in module._non_persistent_buffers_set
-    ]
-
-
-def _owners(model: PreTrainedModel, module: nn.Module) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-    """Yield all modules, inner modules first, in pairs (innermost transformers model with the module, module)."""
-    for child in module.children():
-        yield from _owners(child if isinstance(child, PreTrainedModel) else model, child)
-    yield model, module
+    """Compute the non-persistent buffers, as `initialize_buffers` describes."""
+    initialize_buffers(decoder, decoder.pretrained, decoder.mtp_layers())

@@ -35,6 +35,7 @@ from transformers import (
 
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, warn_of_positions
 from stillhouse.models.document_packing import PackingError
+from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 
 SMALL: dict[str, Any] = {
     "vocab_size": 60,
@@ -185,6 +186,69 @@ def test_weights_that_are_not_finite() -> None:
         check_finite_weights(decoder, "student")
     with pytest.raises(ValueError, match="are NaN or infinite"):
         Decoder(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "message"),
+    [
+        # a persistent buffer that reaches no hidden states: it decides between experts
+        ("deepseek_v3", "e_score_correction_bias", "the checkpoint is damaged or, for a new model, the tensor"),
+        ("llama", "inv_freq", "no file holds this buffer, so the model's code has initialised it in this way"),
+    ],
+)
+def test_buffers_that_are_not_finite(family: str, part: str, message: str) -> None:
+    decoder = Decoder(build_causal(family))
+    name, buffer = next(named for named in decoder.named_buffers() if named[0].endswith(part))
+    buffer.view(-1)[1] = torch.nan
+    with pytest.raises(
+        ValueError, match=rf"student: 1 of the \d+ values of '{name}' are NaN or infinite: .*{message}"
+    ):
+        check_finite_weights(decoder, "student")
+
+
+@pytest.mark.parametrize("theta", [0.0, -1e4])
+def test_a_configuration_that_makes_a_buffer_not_finite(tmp_path: Path, theta: float) -> None:
+    rope = {"rope_type": "default", "rope_theta": theta}
+    build_causal("llama", rope_parameters=rope).save_pretrained(tmp_path)
+    message = r"values of 'backbone\.rotary_emb\.inv_freq' are NaN or infinite: no file holds this buffer"
+    with pytest.raises(ValueError, match=message):
+        Decoder.from_pretrained(tmp_path, dtype="float32")
+    decoder = empty_decoder(tmp_path)
+    load_weights(decoder, tmp_path, torch.device("cpu"))
+    with pytest.raises(ValueError, match=message):
+        check_finite_weights(decoder, "student")
+
+
+_CODE = """
+import torch
+from transformers import LlamaForCausalLM
+
+class Model(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("factor", torch.full((3,), 2.0), persistent=False)
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if module is self and self.config.initialises:
+            module.factor.fill_(2.0)
+"""
+
+
+@pytest.mark.parametrize("initialises", [True, False])
+def test_a_buffer_that_code_of_a_model_does_not_initialise(tmp_path: Path, initialises: bool) -> None:
+    model = build("llama")
+    model.config.initialises, model.config.auto_map = initialises, {"AutoModelForCausalLM": "modeling.Model"}
+    model.save_pretrained(tmp_path)
+    (tmp_path / "modeling.py").write_text(_CODE)
+    if initialises:
+        decoder = Decoder.from_pretrained(tmp_path, trust_remote_code=True)
+        assert decoder.pretrained.factor.tolist() == [2.0] * 3  # type: ignore[operator, union-attr]
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, decoder.pretrained.state_dict()[name]), name
+    else:
+        with pytest.raises(ValueError, match="no rule to initialise its buffer 'factor', which no file holds"):
+            Decoder.from_pretrained(tmp_path, trust_remote_code=True)
 
 
 def test_documents_longer_than_the_positions_reach() -> None:
