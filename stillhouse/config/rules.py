@@ -358,16 +358,6 @@ RULES: tuple[Rule, ...] = (
         )
         for key in ("train.micro_batch_tokens", "train.tokens_per_step", "eval.micro_batch_tokens")
     ),
-    *(
-        Rule(
-            (key, "data.max_tokens", attention),
-            lambda tokens, max_tokens, name: bool(tokens) and tokens >= 2 * max_tokens and "flash" in (name or ""),
-            "less than twice data.max_tokens, a larger data.max_tokens, or attention sdpa",
-            "flash attention separates the documents of one packed sequence, but not of several",
-        )
-        for key in ("train.micro_batch_tokens", "eval.micro_batch_tokens")
-        for attention in ("student.attention", "teacher.attention")
-    ),
     excludes("train.optimizer", "parallel.offload"),
     excludes(
         "parallel.gather_dtype",

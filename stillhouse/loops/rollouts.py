@@ -57,9 +57,7 @@ class Rollouts:
         assert session.rollout_config is not None
         assert session.plan is not None
         self.session, self.config, self.plan = session, session.rollout_config, session.plan
-        self._packer = StepPacker(
-            session.train, session.train_config.micro_batch_tokens, session.single_row, session.by_length
-        )
+        self._packer = StepPacker(session.train, session.train_config.micro_batch_tokens, session.by_length)
         self.queue: RolloutQueue | None = None
         self.engine: RolloutEngine | None = None
         #: the run's identity in published weights, and their folder; runs that share rollout.weights have subfolders
@@ -268,13 +266,11 @@ class StepPacker:
     """Packs documents that begin with prompts. A packed sequence has at most `prompts.max_tokens` tokens.
 
     micro_batch_tokens: the maximum number of tokens of a micro-batch.
-    single_row: whether a micro-batch must be one row.
     by_length: whether a micro-batch is one sequence of documents of similar lengths (see `PackedSequences`).
     """
 
     prompts: PackedSequences
     micro_batch_tokens: int
-    single_row: bool
     by_length: bool = False
 
     def micro_batches(self, documents: Documents, parts: int = 1) -> PackedMicroBatches:
@@ -296,7 +292,7 @@ class StepPacker:
             together=self.prompts.together,
             by_length=self.by_length,
         )
-        most = 1 if self.single_row or self.by_length else self.micro_batch_tokens // capacity
+        most = 1 if self.by_length else self.micro_batch_tokens // capacity
         rows = max(1, min(most, len(packed) // parts))
         numbers = np.arange(len(packed))
         return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])

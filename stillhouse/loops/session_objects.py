@@ -37,7 +37,6 @@ class Session:
     identity: the hashes that must be the same when the run is resumed.
     student_source: the source of the student's weights, for a copy of the student that generates completions.
     teacher_configs: the sections of all teachers, by their keys.
-    single_row: whether a micro-batch must be one row, because flash attention separates documents only in one row.
     by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
     track, values: the trackers, and the configuration by dotted keys, which the trackers show.
     """
@@ -58,7 +57,6 @@ class Session:
     student_config: StudentConfig
     teacher_configs: Mapping[str, TeacherConfig]
     rollout_config: RolloutConfig | None = None
-    single_row: bool = False
     by_length: bool = False
     seed: int = 0
     track: list[str] = field(default_factory=list)

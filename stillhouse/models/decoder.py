@@ -25,10 +25,9 @@ from stillhouse.models.document_packing import (
     AUTO,
     Packing,
     backbone_inputs,
-    packs_one_row,
     require_separable,
 )
-from stillhouse.models.document_rows import DocumentRows
+from stillhouse.models.document_rows import DocumentRows, JoinedRow
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
 from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough
@@ -64,7 +63,7 @@ class Decoder(nn.Module):
     backbone_name: str  # the backbone's name in `pretrained`
     head: Head | PassThrough
     packing: Packing  # how documents are packed; a proof changes it if it is not exact
-    rows: DocumentRows | None  # while the backbone runs: the rows of its hidden states, unless they are packed
+    rows: DocumentRows | JoinedRow | None  # while the backbone runs: its rows, if not those of the micro-batch
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: Lora | None = None  # describes the adapter that `add_lora` has added
@@ -162,7 +161,7 @@ class Decoder(nn.Module):
         rows = None
         arguments = {"input_ids": input_ids, **backbone_kwargs}
         if position_ids is not None and attention_mask is None:
-            arguments, rows = backbone_inputs(self.pretrained, self.packing.name, position_ids, is_padding, arguments)
+            arguments, rows = backbone_inputs(self.pretrained, self.packing, position_ids, is_padding, arguments)
         else:
             arguments["attention_mask"] = attention_mask
             if position_ids is not None and attention_mask is not None:
@@ -197,11 +196,6 @@ class Decoder(nn.Module):
     def has_head(self) -> bool:
         """False for a pipeline stage without the head: its forward returns hidden states."""
         return isinstance(self.head, Head)
-
-    @property
-    def packs_one_row(self) -> bool:
-        """Whether the model separates packed documents only in a batch of one row."""
-        return packs_one_row(self.pretrained, self.packing.name)
 
     def layers(self) -> list[nn.Module]:
         """The language model's layers on this process, in order."""
@@ -250,21 +244,25 @@ class Decoder(nn.Module):
         return self.head
 
     def _mtp_hidden(
-        self, hidden: Tensor, input_ids_BS: Tensor, position_ids: Tensor | None, rows: DocumentRows | None
+        self,
+        hidden: Tensor,
+        input_ids_BS: Tensor,
+        position_ids: Tensor | None,
+        rows: DocumentRows | JoinedRow | None,
     ) -> Iterator[Tensor]:
         """Yield the hidden states of the MTP depths, laid out as `hidden`."""
         assert self.mtp is not None, "multi-token prediction without its layers"
-        if rows is not None:
-            input_ids_BS, position_ids = rows.unpack(input_ids_BS), None
+        if rows is not None and position_ids is not None:
+            input_ids_BS, position_ids = rows.unpack(input_ids_BS), rows.position_ids(position_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
         return self.mtp.hidden_states(hidden, input_ids_BS, position_ids)
 
     @contextmanager
-    def _in_rows(self, rows: DocumentRows | None) -> Iterator[None]:
+    def _in_rows(self, rows: DocumentRows | JoinedRow | None) -> Iterator[None]:
         """Within the block, hooks of the layers see the documents in these rows."""
 
-        def set_rows(rows: DocumentRows | None) -> None:
+        def set_rows(rows: DocumentRows | JoinedRow | None) -> None:
             self.rows = rows
             for loss in self.layer_losses.values():
                 loss.current = loss.current._replace(rows=rows)

@@ -2,19 +2,21 @@
 
     packed    several documents in a row; the model separates them where position ids restart
     masked    the same, with the attention masks that transformers builds for packed sequences
+    lengths   the same, with the documents' lengths for the kernels of layers that mix tokens without attention
     rows      one document per right-padded row (`document_rows.py`)
 
 transformers separates packed documents in attention only if there is no cache and no attention mask. With a cache or
 a mask, it silently lets tokens attend to other documents. Some families build their masks without position ids, and
-some layers mix tokens without attention (state-space layers, convolutions). `load_proof` runs the model to prove
-that a way is exact.
+some layers mix tokens without attention (state-space layers, convolutions); their kernels, if installed, separate
+documents by lengths. `load_proof` runs the model to prove that a way is exact.
 
-B rows, S columns of a micro-batch, D width.
+B rows, S columns of a micro-batch, T = B·S, D width; N documents, M = N + 1 borders of documents.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,22 +26,39 @@ from transformers.masking_utils import create_masks_for_generate
 
 from stillhouse.display import name_list
 from stillhouse.libraries import reading
-from stillhouse.models.document_rows import DocumentRows
+from stillhouse.models.document_rows import DocumentRows, JoinedRow, document_starts
 from stillhouse.models.forward_modes import uses_flash_attention
 from stillhouse.models.model_checks import ProofError, describe
 from stillhouse.models.model_parts import row_windows
 
 PACKED, MASKED, ROWS = "packed", "masked", "rows"
+LENGTHS, CU_SEQLENS = "lengths", "cu_seqlens"
 AUTO = "auto"
+#: way → the names of the lengths that a backbone gets. DeltaNet layers rename cu_seq_lens_q to fla's cu_seqlens and
+#: refuse a second one, and Kimi's layers pass on what they get
+_LENGTH_NAMES = {
+    LENGTHS: (_LENGTHS := ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")),
+    CU_SEQLENS: (*_LENGTHS, "cu_seqlens"),
+}
+#: module → the package with kernels of layers that mix tokens without attention
+_KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+#: the ways with arguments that a model may not accept
+WITH_ARGUMENTS = (MASKED, *_LENGTH_NAMES)
+_IN_ONE_ROW = (PACKED, *WITH_ARGUMENTS)
 #: the values of `data.packing`, with the ways in the order in which they are tried: the cheapest one first
-PACKINGS_OF = {AUTO: (PACKED, MASKED, ROWS), PACKED: (PACKED, MASKED), ROWS: (ROWS,)}
+PACKINGS_OF = {AUTO: (*_IN_ONE_ROW, ROWS), PACKED: _IN_ONE_ROW, ROWS: (ROWS,)}
 _ADVICE = "expected another attention, such as sdpa or eager, or documents in rows of their own (data.packing: rows)"
 _ADVICE_WITHOUT_ROWS = "expected another attention, such as sdpa or eager, or context=1"
 _IN_WORDS = {PACKED: "packed", MASKED: "packed, with masks from transformers", ROWS: "one per row"}
+_IN_WORDS |= dict.fromkeys(_LENGTH_NAMES, "packed, with their lengths for the layers' kernels")
 
 
 class PackingError(ProofError):
     """Documents that are packed in this way influence each other, or depend on their places."""
+
+
+class KernelError(PackingError):
+    """A layer has no kernel that separates packed documents by their lengths, or does not accept lengths."""
 
 
 class Packing:
@@ -52,38 +71,59 @@ class Packing:
     """
 
     def __init__(self, model: PreTrainedModel, backbone: nn.Module, setting: str = AUTO):
-        self._ways, self._advice = list(PACKINGS_OF[setting]), _ADVICE
+        self._model, self._ways, self._advice = model, list(PACKINGS_OF[setting]), _ADVICE
+        self._is_sharded = False
+        self.takes_positions = "position_ids" in inspect.signature(backbone.forward).parameters
         self.reason: str | None = None
-        while error := _refusal(model, backbone, self.name):
-            self.refuse(error)
+        self._skip_refused()
 
     @property
     def name(self) -> str:
         return self._ways[0]
 
+    @property
+    def joins_rows(self) -> bool:
+        """Whether the model gets the rows of a micro-batch as one row: flash attention (transformers'
+        `_is_packed_sequence`) and the kernels that get lengths separate documents only in a batch of one row.
+        """
+        return not self._is_sharded and (
+            self.name in _LENGTH_NAMES or (self.name != ROWS and uses_flash_attention(self._model))
+        )
+
     def refuse(self, error: PackingError) -> None:
         """Use the next way, because of this error. Raises PackingError if there is no other way."""
-        if len(self._ways) == 1:
-            raise PackingError(f"{error}: {self._advice}") from error
-        del self._ways[0]
-        self.reason = self.reason or str(error)
+        self._refuse(error)
+        self._skip_refused()
 
-    def exclude_rows(self) -> None:
-        """Exclude rows, because context parallelism shards documents. Raises ValueError if there is no other way."""
-        if self.name == ROWS:
+    def shard_documents(self) -> None:
+        """Use only ways for documents that context parallelism shards. Raises ValueError if there is none."""
+        if self.name not in (PACKED, MASKED):
             raise ValueError(f"documents are {self}, and context parallelism shards documents: expected context=1")
-        self._ways = [way for way in self._ways if way != ROWS]
-        self._advice = _ADVICE_WITHOUT_ROWS
+        self._ways = [way for way in self._ways if way in (PACKED, MASKED)]
+        self._advice, self._is_sharded = _ADVICE_WITHOUT_ROWS, True
+
+    def _skip_refused(self) -> None:
+        while error := _refusal(self._model, self.name, takes_positions=self.takes_positions):
+            self._refuse(error)
+
+    def _refuse(self, error: PackingError) -> None:
+        if self.reason is None:
+            self.reason = str(error)
+        elif isinstance(error, KernelError) and self.name == LENGTHS:
+            self.reason += f"; {error}"
+        if len(self._ways) == 1:
+            raise PackingError(f"{self.reason}: {self._advice}") from error
+        del self._ways[0]
 
     def __str__(self) -> str:
         return _IN_WORDS[self.name] + (f", because {self.reason}" if self.reason else "")
 
 
-def _refusal(model: PreTrainedModel, backbone: nn.Module, packing: str) -> PackingError | None:
+def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> PackingError | None:
     """Return the reason that the model's code shows against a way of packing; None if it shows none."""
     if packing == ROWS:
         return None
-    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+    if not takes_positions and packing not in _LENGTH_NAMES:
         return PackingError(
             f"{describe(model)} takes no position_ids, so it cannot separate documents that share a row (state-space "
             "and ALiBi models)"
@@ -103,6 +143,10 @@ def _refusal(model: PreTrainedModel, backbone: nn.Module, packing: str) -> Packi
             return PackingError(str(error))
         if masks is None:
             return PackingError(f"transformers builds no attention masks for {describe(model)}")
+    if packing in _LENGTH_NAMES and not any(find_spec(module) for module in _KERNELS):
+        return KernelError(
+            f"none of {name_list(_KERNELS.values())} is installed, whose kernels separate documents by their lengths"
+        )
     return None
 
 
@@ -115,62 +159,72 @@ def packed_masks(model: PreTrainedModel, position_ids_BS: Tensor) -> Any:
 
 @contextmanager
 def packing_errors(model: PreTrainedModel, packing: str) -> Iterator[None]:
-    """Raise a library's error in the block as a PackingError, for a model that may not accept masks."""
-    if packing != MASKED:
+    """Raise a library's error in the block as a PackingError, for a model that may not accept masks or lengths."""
+    if packing not in WITH_ARGUMENTS:
         yield
         return
+    inputs, kind = ("masks", PackingError) if packing == MASKED else ("lengths", KernelError)
     try:
-        with reading(f"{describe(model)} cannot be packed with masks", passes=ProofError):
+        with reading(f"{describe(model)} cannot be packed with {inputs}", passes=ProofError):
             yield
     except ProofError:
         raise
     except ValueError as error:
-        raise PackingError(str(error)) from error
+        raise kind(str(error)) from error
 
 
 def backbone_inputs(
     model: PreTrainedModel,
-    packing: str,
+    packing: Packing,
     position_ids_BS: Tensor,
     is_padding_BS: Tensor | None,
     inputs: Mapping[str, Any],
-) -> tuple[dict[str, Any], DocumentRows | None]:
+) -> tuple[dict[str, Any], DocumentRows | JoinedRow | None]:
     """Return the arguments of a backbone that gets no attention mask, and the rows of its outputs; None: as packed.
 
     inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other arguments.
     is_padding_BS: bool; see `DocumentRows.of`.
-    Raises ValueError for several rows, if the model's attention separates documents only in one row, and for inputs
-    beside the tokens, such as images, unless the model is simply packed.
+    Raises ValueError for inputs beside the tokens, such as images, unless the model is simply packed.
     """
-    tokens: Tensor = inputs["inputs_embeds"] if inputs["input_ids"] is None else inputs["input_ids"]
+    name = "inputs_embeds" if inputs["input_ids"] is None else "input_ids"
+    tokens: Tensor = inputs[name]
     shape_BS = tokens.shape[:2]
-    more = [name for name, value in inputs.items() if value is not tokens and value is not None]
-    if packing != PACKED and more:
+    joins_rows = packing.joins_rows and shape_BS[0] > 1
+    more = [key for key, value in inputs.items() if value is not tokens and value is not None]
+    if more and (packing.name != PACKED or joins_rows):
         raise ValueError(
-            f"{describe(model)}, whose documents are {_IN_WORDS[packing]}, got {name_list(more)} with position_ids: "
-            "expected tokens alone, or no position_ids if every row is one document"
+            f"{describe(model)}, whose documents are {_IN_WORDS[packing.name]}, got {name_list(more)} with "
+            "position_ids: expected tokens alone, or no position_ids if every row is one document"
         )
-    if packing == ROWS:
+    if packing.name == ROWS:
         rows = DocumentRows.of(position_ids_BS.expand(shape_BS), is_padding_BS)
-        name = "inputs_embeds" if inputs["input_ids"] is None else "input_ids"
         return {"input_ids": None, name: rows.unpack(tokens)}, rows
-    if packs_one_row(model, packing) and shape_BS[0] > 1:
-        raise ValueError(
-            f"attention '{model.config._attn_implementation}' separates packed documents only in a batch of one "
-            f"row, and got position_ids for {shape_BS[0]} rows: expected one row, another attention, or no "
-            "position_ids if every row is one document"
-        )
-    arguments = {**inputs, "position_ids": position_ids_BS}
-    if packing == MASKED:
-        arguments["attention_mask"] = packed_masks(model, position_ids_BS.expand(shape_BS))
-    return arguments, None
+    joined = JoinedRow((shape_BS[0], shape_BS[1])) if joins_rows else None
+    if joined is not None:
+        tokens, position_ids_BS = joined.unpack(tokens), joined.unpack(position_ids_BS.expand(shape_BS))
+    arguments = {**inputs, name: tokens}
+    if packing.takes_positions:
+        arguments["position_ids"] = position_ids_BS
+    if packing.name == MASKED:
+        arguments["attention_mask"] = packed_masks(model, position_ids_BS.expand(tokens.shape[:2]))
+    if packing.name in _LENGTH_NAMES:
+        lengths = _lengths(position_ids_BS)
+        arguments |= {key: lengths[key] for key in _LENGTH_NAMES[packing.name]}
+    return arguments, joined
 
 
-def packs_one_row(model: PreTrainedModel, packing: str) -> bool:
-    """Whether the model separates packed documents only in a batch of one row, as transformers does for flash
-    attention (`_is_packed_sequence`).
-    """
-    return packing != ROWS and uses_flash_attention(model)
+def _lengths(position_ids_1T: Tensor) -> dict[str, Any]:
+    """Return what kernels read of the documents in one row, by the names of their arguments."""
+    is_start_T = document_starts(position_ids_1T)
+    starts_N = is_start_T.nonzero()[:, 0]
+    borders_M = torch.cat([starts_N, starts_N.new_tensor([len(is_start_T)])]).int()
+    longest = int(borders_M.diff().max())
+    seq_idx_1T = (is_start_T.cumsum(0, dtype=torch.int32) - 1)[None]
+    return {
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"), borders_M),
+        **dict.fromkeys(("max_length_q", "max_length_k"), longest),
+        "seq_idx": seq_idx_1T,
+    }
 
 
 def require_separable(position_ids: Tensor, attention_mask: Tensor) -> None:

@@ -1,6 +1,8 @@
-"""The documents of a micro-batch as right-padded rows, one document per row: for models that cannot be packed.
+"""The rows of a micro-batch as a backbone gets them: one document per right-padded row, or all rows joined to one.
 
-Padding is behind a document's last token. So a causal model needs no mask, and position ids count from 0 in each row.
+`DocumentRows` is for models that cannot be packed. Padding is behind a document's last token. So a causal model needs
+no mask, and position ids count from 0 in each row. `JoinedRow` is for functions that separate packed documents only
+in a batch of one row.
 
 B rows, S columns of the micro-batch, T = B·S; N documents, L columns of their rows, the longest document's length.
 """
@@ -35,9 +37,7 @@ class DocumentRows:
         is_padding_BS: bool. Documents of padding alone get no row; None: all documents get one.
         """
         rows, columns = position_ids_BS.shape
-        begins_BS = torch.ones_like(position_ids_BS, dtype=torch.bool)
-        begins_BS[:, 1:] = position_ids_BS[:, 1:] != position_ids_BS[:, :-1] + 1
-        begins_T = begins_BS.flatten()
+        begins_T = document_starts(position_ids_BS)
         document_T = begins_T.cumsum(0) - 1
         start_N = begins_T.nonzero()[:, 0]
         length_N = start_N.diff(append=start_N.new_tensor([len(begins_T)]))
@@ -56,6 +56,10 @@ class DocumentRows:
         place_T = torch.where(has_row_N[document_T], row_N[document_T] * len(column_L) + column_T, 0)
         return cls(index_NL, place_T, (rows, columns))
 
+    def position_ids(self, position_ids_BS: Tensor) -> Tensor:
+        """Return the position ids of the rows' columns, [1, L]."""
+        return torch.arange(self.index_NL.shape[1], device=position_ids_BS.device)[None]
+
     def unpack(self, values_BS: Tensor) -> Tensor:
         """Return values [B, S, …] of the micro-batch as rows [N, L, …]. Padding repeats the row's first token: a
         special token may have an embedding without a finite gradient (Gemma 3n).
@@ -69,3 +73,35 @@ class DocumentRows:
     def pack_tokens(self, values: Tensor) -> Tensor:
         """Return values [N·L, …] of rows as those of a flattened micro-batch [T, …]."""
         return values[self.place_T]
+
+
+@dataclass(frozen=True)
+class JoinedRow:
+    """All rows of a micro-batch, one behind another. Their shape is shape_BS."""
+
+    shape_BS: tuple[int, int]
+
+    def position_ids(self, position_ids_BS: Tensor) -> Tensor:
+        """Return the position ids of the row, [1, T]."""
+        return self.unpack(position_ids_BS.expand(self.shape_BS))
+
+    def unpack(self, values_BS: Tensor) -> Tensor:
+        """Return values [B, S, …] of the micro-batch as those of the row, [1, T, …]."""
+        return values_BS.flatten(0, 1)[None]
+
+    def pack(self, values_1T: Tensor) -> Tensor:
+        """Return values [1, T, …] of the row as a micro-batch [B, S, …]."""
+        return values_1T[0].unflatten(0, self.shape_BS)
+
+    def pack_tokens(self, values: Tensor) -> Tensor:
+        """Return values [T, …] of the row as those of a flattened micro-batch [T, …]."""
+        return values
+
+
+def document_starts(position_ids_BS: Tensor) -> Tensor:
+    """Return whether a document begins at a token of the flattened micro-batch, bool [T]: where position ids do not
+    continue, and at the first column of each row.
+    """
+    begins_BS = torch.ones_like(position_ids_BS, dtype=torch.bool)
+    begins_BS[:, 1:] = position_ids_BS[:, 1:] != position_ids_BS[:, :-1] + 1
+    return begins_BS.flatten()

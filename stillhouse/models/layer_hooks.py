@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from stillhouse.models.document_rows import DocumentRows
+from stillhouse.models.document_rows import DocumentRows, JoinedRow
 
 
 class Current(NamedTuple):
@@ -22,7 +22,7 @@ class Current(NamedTuple):
 
     value: Any
     recomputing: bool
-    rows: DocumentRows | None = None
+    rows: DocumentRows | JoinedRow | None = None
 
     def packed(self, values: Tensor) -> Tensor:
         """Return values [N, L, …] of the layers' rows as those of the micro-batch's rows, [B, S, …]."""

@@ -131,11 +131,10 @@ def prove_decoder(decoder: Any) -> None:
     dtype = autocast_dtype(model)
 
     def prove_passes() -> None:
-        forward_rows = by_rows(forward) if decoder.packs_one_row else forward
         for training in (False, True):
             of_packing = packing_errors(model, decoder.packing.name)
             with in_mode(decoder, model, training=training), autocast(model.device, dtype), of_packing:
-                depths_hidden = run_probe(forward_rows, probe, model.device)
+                depths_hidden = run_probe(forward, probe, model.device)
             prove_documents(decoder, depths_hidden, probe)
             if not training:
                 prove_places(decoder, depths_hidden, probe, dtype)
@@ -170,16 +169,6 @@ def run_probe(forward: Forward, probe: ProbeDocuments, device: torch.device) -> 
             torch.manual_seed(0)  # the same dropout and noise in both passes
             passes.append(forward(ids_BS.to(device), probe.position_ids_BS.to(device)))
     return list(zip(*passes, strict=True))
-
-
-def by_rows(forward: Forward) -> Forward:
-    """Return `forward` applied row by row, for attention that separates documents only in a batch of one row."""
-
-    def forward_rows(ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
-        rows = [forward(ids_BS[row : row + 1], position_ids_BS[row : row + 1]) for row in range(len(ids_BS))]
-        return [torch.cat(depth) for depth in zip(*rows, strict=True)]
-
-    return forward_rows
 
 
 def prove_documents(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe: ProbeDocuments) -> None:
@@ -221,8 +210,9 @@ def _prove_separation(
     def change(parts: Sequence[tuple[int, slice]]) -> float:
         return float(torch.stack([_relative_errors(second_BSD[part], first_BSD[part]).max() for part in parts]).max())
 
-    before = change([(row, first) for row, (first, _) in beginnings])
-    behind = change([*((row, second) for row, (_, second) in beginnings), *thirds])
+    # only row 0 has no other document before it, if the rows are joined to one row
+    before = change([(0, beginnings[0][1][0])])
+    behind = change([*((row, part) for row, parts in beginnings for part in parts), *thirds])
     if not before <= _UNCHANGED:
         raise ProofError(
             f"{describe(model)} is not causal: its tokens attend to later tokens (their hidden states change by "

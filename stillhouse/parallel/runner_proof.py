@@ -20,12 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
-from stillhouse.models.document_packing import MASKED, PackingError, packing_errors
+from stillhouse.models.document_packing import WITH_ARGUMENTS, KernelError, PackingError, packing_errors
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.load_proof import (
-    Forward,
     ProbeDocuments,
-    by_rows,
     prove_documents,
     prove_logits,
     prove_places,
@@ -113,7 +111,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
     """Prove that hidden states of student and teacher depend on the right tokens, and on no others.
 
     names: the names of the two models, for errors. Returns False if documents that a model packs in its present way
-    influence each other, or if the model does not accept masks; it then packs documents in its next way.
+    influence each other, or if the model does not accept masks or lengths; it then packs documents in its next way.
     """
     pair, students = runner.pairs[max(runner.pairs)], runner.decoders
     teachers = [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]
@@ -143,20 +141,20 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
 def _run_passes(
     runner: Runner, sides: Sequence[_Side]
 ) -> tuple[ProbeDocuments, Sequence[tuple[Tensor, Tensor]]] | None:
-    """Return the probe and the hidden states of all sides; None if a model does not accept masks.
+    """Return the probe and the hidden states of all sides; None if a model does not accept masks or lengths.
 
-    The last side's signals make the student run, too. A student with masks also runs alone before: so it is known
+    The last side's signals make the student run, too. A student with such arguments also runs alone before: so it is known
     which model an error is about. All ranks run the same passes, even ranks that get no result.
     """
     passes = None
     for side in sides:
         packing = side.decoders[0].packing.name
-        if side is not sides[-1] and packing != MASKED:
+        if side is not sides[-1] and packing not in WITH_ARGUMENTS:
             continue
         forward = ProbeForward(runner, side.signals)
         try:
             with _raised(runner, side.name), packing_errors(side.decoders[0].pretrained, packing):
-                passes = forward.probe, run_probe(forward.of_rows, forward.probe, forward.device)
+                passes = forward.probe, run_probe(forward, forward.probe, forward.device)
         except PackingError as error:
             side.refuse(error)
             return None
@@ -179,7 +177,7 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
                 stack.enter_context(evaluating(decoder))
                 errors = stack.enter_context(layers_compared(decoder, source.build, _precision(runner)))
                 compared.append((source.name, decoder, errors))
-        run_probe(forward.of_rows, forward.probe, forward.device)
+        run_probe(forward, forward.probe, forward.device)
     with runner.ranks.all_raise(ProofError):
         for name, decoder, of_layers in compared:
             with prefixed(name, ProofError):
@@ -202,21 +200,15 @@ class ProbeForward:
         self.depths = max(runner.ranks.gather(max(depths)))
         decoders = [decoder for decoder in (student, runner.teacher) if decoder is not None]
         vocabulary = min(decoder.vocabulary_rows for decoder in decoders)
-        self.packs_one_row = any(decoder.packs_one_row for decoder in decoders)  # both read the same rows
         self.probe = ProbeDocuments.of(vocabulary, depths=self.depths, multiple=context)
-
-    @property
-    def of_rows(self) -> Forward:
-        return by_rows(self) if self.packs_one_row else self
 
     def inputs(self, micro_batch: MicroBatch, processor: OutputProcessor) -> StageInputs:
         mtp = [MtpLayersRun(NextTokens(self.depths, self._runner.mesh.group("context")))] if self.depths else []
         return StageInputs(micro_batch, self.signals, processor, mtp, autocast=_precision(self._runner))
 
     def micro_batch(self) -> MicroBatch:
-        """Return this process's columns of the probe; if a model packs one row, only of the probe's first row."""
-        rows = 1 if self.packs_one_row else len(self.probe.ids_BS)
-        return _micro_batch(self._runner, self.probe.ids_BS[:rows], self.probe.position_ids_BS[:rows])
+        """Return this process's columns of the probe."""
+        return _micro_batch(self._runner, self.probe.ids_BS, self.probe.position_ids_BS)
 
     def __call__(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
         micro_batch = _micro_batch(self._runner, ids_BS, position_ids_BS)
@@ -280,5 +272,5 @@ def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
 @contextmanager
 def _raised(runner: Runner, name: str) -> Iterator[None]:
     """Raise a ProofError of the block on all processes, with the model's name."""
-    with runner.ranks.all_raise(PackingError, ProofError), prefixed(name, ProofError):
+    with runner.ranks.all_raise(KernelError, PackingError, ProofError), prefixed(name, ProofError):
         yield

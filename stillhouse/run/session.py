@@ -80,7 +80,6 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         student_config=config.student,
         teacher_configs=setup.teachers,
         rollout_config=config.rollout,
-        single_row=bool(config.flash_attentions),
         by_length=by_length,
         seed=config.seed,
         track=list(config.track),

@@ -56,12 +56,11 @@ class Scorer:
         batch_tokens: the maximum number of tokens in a forward pass of several documents; None: one pass for all
         """
         documents = _documents([request.document.tokens for request in requests])
-        longest, one_row = int(documents.lengths_D.max()), self._decoder.packs_one_row
-        row_tokens = len(documents.tokens_N) if one_row and batch_tokens is None else longest
+        row_tokens = longest = int(documents.lengths_D.max())
         if by_length := self._decoder.packing.name == ROWS:
             row_tokens = max(longest, batch_tokens or len(documents.tokens_N))
         sequences = PackedSequences(documents, max_tokens=row_tokens, seed=0, shuffle=False, by_length=by_length)
-        if one_row or by_length:
+        if by_length:
             at_a_time = 1
         else:
             at_a_time = len(sequences) if batch_tokens is None else max(1, batch_tokens // longest)

@@ -107,7 +107,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
         step: StepMicroBatches = data.train.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
     else:
         count, micro_batch_tokens = MICRO_BATCHES * processes, config.train.micro_batch_tokens
-        packer = StepPacker(data.train, micro_batch_tokens, bool(config.flash_attentions))
+        packer = StepPacker(data.train, micro_batch_tokens)
         step = _generated(config.rollout, packer, data, reference, count, config.seed)
     expected = _gradient(reference, source, step, config.seed)
     gradients = {name: gradient.cpu() for name, gradient in reference.gradients() if gradient is not None}

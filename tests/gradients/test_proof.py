@@ -1,6 +1,5 @@
 """What a model's proof at load refuses and accepts, in every dtype, on one process."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +8,13 @@ import pytest
 import torch
 from kit import causal_families
 from kit.families import build
+from kit.flash_reference import FLASH, register_flash
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from stillhouse.models import Decoder, ProofError, prove_decoder
+from stillhouse.models import Decoder, ProofError, document_packing, prove_decoder
 from stillhouse.models.document_packing import PackingError
 from stillhouse.models.load_proof import ProbeDocuments
 from stillhouse.parallel import single_process_runner
@@ -117,32 +117,38 @@ def test_masks_through_which_documents_see_each_other_are_refused(mask: Callable
     Decoder(model, verify=False)
 
 
-@pytest.mark.parametrize("attention", ["flash_attention_2", "kernels-community/flash-attn3"])
-def test_flash_attention_packs_one_row(attention: str) -> None:
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_packing, "uses_flash_attention", document_packing.uses_flash_attention)
+    register_flash()
+
+
+@pytest.mark.usefixtures("flash")
+def test_flash_attention_gets_one_row() -> None:
     """transformers finds the documents of flash attention only in a batch of one row."""
     decoder = Decoder(build("llama"), verify=False)
-    decoder.config._attn_implementation = attention
-    ids_BS, positions_BS = torch.arange(8).view(2, 4), torch.tensor([[0, 1, 0, 1]] * 2)
-    embeds_BSD = torch.zeros(2, 4, decoder.config.hidden_size)
+    ids_BS, positions_BS = torch.arange(12).view(2, 6), torch.tensor([[0, 1, 0, 1, 2, 3]] * 2)
+    embeds_BSD = torch.randn(2, 6, decoder.config.hidden_size)
     for positions in (positions_BS, positions_BS[:1]):
-        with pytest.raises(ValueError, match=f"'{re.escape(attention)}' separates packed documents only in"):
-            decoder(ids_BS, positions)
-        with pytest.raises(ValueError, match="position_ids for 2 rows"):
-            decoder(None, positions, inputs_embeds=embeds_BSD)
+        for inputs in ({"input_ids": ids_BS}, {"input_ids": None, "inputs_embeds": embeds_BSD}):
+            decoder.pretrained.set_attn_implementation("sdpa")
+            expected = decoder(position_ids=positions, **inputs)
+            decoder.pretrained.set_attn_implementation(FLASH)
+            torch.testing.assert_close(decoder(position_ids=positions, **inputs), expected)
+    with pytest.raises(ValueError, match="got token_type_ids with position_ids: expected tokens alone"):
+        decoder(ids_BS, positions_BS, token_type_ids=torch.zeros_like(ids_BS))
 
 
-def test_a_teacher_with_flash_attention_scores_one_row() -> None:
-    """The same results as with several rows, from an attention that is called as flash attention is."""
-    AttentionInterface.register("flash_by_name", sdpa_attention_forward)
-    AttentionMaskInterface.register("flash_by_name", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+@pytest.mark.usefixtures("flash")
+def test_a_teacher_with_flash_attention_scores_several_rows() -> None:
     ids = [np.arange(3 + 7 * number, 3 + 7 * number + length) for number, length in enumerate((5, 9, 2, 7))]
     parts = [
         ScoreRequest(DocumentRows(tokens, range(len(tokens))), SignalSpec("hidden", "float32")) for tokens in ids
     ]
     scores: list[Any] = []
-    for attention in ("flash_by_name", "sdpa"):
+    for attention in (FLASH, "sdpa"):
         decoder = Decoder(build("qwen3"), verify=False)
-        decoder.config._attn_implementation = attention
+        decoder.pretrained.set_attn_implementation(attention)
         scores.append(Scorer(single_process_runner(decoder, None), torch.device("cpu")).score(parts))
     for one, other in zip(*scores, strict=True):
         torch.testing.assert_close(one["hidden"], other["hidden"])

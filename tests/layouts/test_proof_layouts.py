@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from kit import slow
 from kit.causal_families import build as build_causal
+from kit.flash_reference import FLASH, register_flash
 from kit.ranks import Ranks, run_ranks
 from kit.runs import Command, save_model, write_run
 from kit.toy_tokenizer import toy_tokenizer
@@ -205,25 +206,20 @@ def with_gates() -> None:
     LlamaAttention.__init__ = init  # type: ignore[method-assign]
 
 
-def per_row() -> None:
-    """A hook: an attention that packs one row, as flash attention does, and computes what sdpa computes."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    from stillhouse.models import decoder
-
-    AttentionInterface.register("per_row", sdpa_attention_forward)
-    AttentionMaskInterface.register("per_row", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    decoder.packs_one_row = lambda model, packing: model.config._attn_implementation == "per_row"
-
-
-@pytest.mark.parametrize("side", ["teacher", slow("student")])
-def test_a_side_whose_attention_packs_one_row_is_proven_row_by_row(tmp_path: Path, side: str) -> None:
-    write_run(tmp_path)
-    rows = ("train.micro_batch_tokens=32", "eval.micro_batch_tokens=32", "train.steps=1")
-    arguments = ("parallel.fsdp=2", f"{side}.attention=per_row", *rows)
-    run_ranks(2, "distill", tmp_path / "run.yaml", *arguments, hook=per_row)
+@pytest.mark.parametrize(
+    ("side", "layout"),
+    [("teacher", "parallel.fsdp=2"), slow("student", "parallel.pipeline=2"), slow("student", "parallel.context=2")],
+)
+def test_attention_that_separates_documents_in_one_row(tmp_path: Path, side: str, layout: str) -> None:
+    """The same loss as with sdpa, for micro-batches of two rows."""
+    losses = []
+    for attention in ("sdpa", FLASH):
+        folder = tmp_path / attention
+        write_run(folder)
+        arguments = (layout, f"{side}.attention={attention}", "train.steps=1")
+        run_ranks(2, "distill", folder / "run.yaml", *arguments, hook=register_flash)
+        losses.append(json.loads((folder / "out" / "metrics.jsonl").read_text().splitlines()[1])["loss/total_nats_per_token"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def with_means() -> None:

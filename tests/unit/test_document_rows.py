@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stillhouse.data import PackedSequences
 from stillhouse.data.packing import similar_fit
-from stillhouse.models.document_rows import DocumentRows
+from stillhouse.models.document_rows import DocumentRows, JoinedRow
 
 POSITIONS_BS = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
 IS_PADDING_BS = torch.tensor([[0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 0, 0]]).bool()
@@ -53,6 +53,14 @@ def test_packing_is_the_inverse_of_unpacking_also_for_gradients() -> None:
     weights_BS = torch.randn(2, 6, dtype=torch.float64).masked_fill(IS_PADDING_BS, 0.0)
     (rows.pack(rows.unpack(values_BSD) ** 2) * weights_BS[..., None]).sum().backward()
     torch.testing.assert_close(values_BSD.grad, 2 * values_BSD.detach() * weights_BS[..., None])
+
+
+def test_the_rows_of_a_micro_batch_become_one_row_and_back() -> None:
+    row = JoinedRow((2, 6))
+    values_BSD = torch.randn(2, 6, 3)
+    assert row.unpack(values_BSD).shape == (1, 12, 3)
+    assert torch.equal(row.pack(row.unpack(values_BSD)), values_BSD)
+    assert row.position_ids(POSITIONS_BS[:1]).tolist() == [[0, 1, 2, 0, 1, 0] * 2]
 
 
 def chat_lengths(count: int) -> np.ndarray:

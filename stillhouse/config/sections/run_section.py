@@ -54,16 +54,6 @@ class RunConfig(Section):
         single = {} if self.teacher is None else {"teacher": self.teacher}
         return single | {f"teachers.{name}": teacher for name, teacher in self.several.items()}
 
-    @property
-    def flash_attentions(self) -> list[str]:
-        """The keys that select flash attention; it separates packed documents only in a batch of one row."""
-        sections = {"student": self.student, **self.teacher_sections}
-        return [
-            f"{name}.attention={section.attention}"
-            for name, section in sections.items()
-            if "flash" in (section.attention or "")
-        ]
-
     @model_validator(mode="before")
     @classmethod
     def _rollouts_minimise_reverse_kl(cls, content: Any) -> Any:

@@ -45,10 +45,11 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
             f"the attention of model type '{config.model_type}' selects tokens by scores over a whole sequence "
             "(index_topk), of which a context rank has a part: expected context=1"
         )
-    decoder.packing.exclude_rows()
+    joins_rows = decoder.packing.joins_rows
+    decoder.packing.shard_documents()
     require_heads(config, ranks, tensor)
     name = f"ulysses_{inner}_{group.group_name}"
-    AttentionInterface.register(name, partial(_ulysses, inner, group))
+    AttentionInterface.register(name, partial(_ulysses, inner, group, joins_rows))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner])
     decoder.pretrained.set_attn_implementation(name)
     dtype = next(decoder.parameters()).dtype
@@ -135,6 +136,7 @@ def _gathered(columns_BS: Tensor, group: ProcessGroup) -> list[Tensor]:
 def _ulysses(
     inner: str,
     group: ProcessGroup,
+    joins_rows: bool,
     module: nn.Module,
     query_BHSD: Tensor,
     key_BHSD: Tensor,
@@ -142,11 +144,22 @@ def _ulysses(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Run transformers' attention function `inner` on the global sequence and a part of the heads."""
-    inputs = (_all_to_all(heads, 1, 2, group) for heads in (query_BHSD, key_BHSD, value_BHSD))
+    """Run transformers' attention function `inner` on the global sequence and a part of the heads.
+
+    joins_rows: see `Packing.joins_rows`.
+    """
+    inputs = [_all_to_all(heads, 1, 2, group) for heads in (query_BHSD, key_BHSD, value_BHSD)]
     # functions that separate packed documents by their position ids need the ids of the global sequence
-    options["position_ids"] = options.pop("global_position_ids", None)
+    position_ids_BS = options.pop("global_position_ids", None)
+    shape_BS = inputs[0].shape[0], inputs[0].shape[2]
+    joins_rows = joins_rows and position_ids_BS is not None
+    if joins_rows:
+        inputs = [heads.transpose(0, 1).flatten(1, 2)[None] for heads in inputs]
+        position_ids_BS = position_ids_BS.expand(shape_BS).reshape(1, -1)
+    options["position_ids"] = position_ids_BS
     output_BSHD, _ = ALL_ATTENTION_FUNCTIONS[inner](module, *inputs, attention_mask, **options)
+    if joins_rows:
+        output_BSHD = output_BSHD[0].unflatten(0, shape_BS)
     return _all_to_all(output_BSHD, 1, 2, group), None
 
 

@@ -1,0 +1,1 @@
+"""The part of flash-linear-attention that transformers calls; see `segments`."""

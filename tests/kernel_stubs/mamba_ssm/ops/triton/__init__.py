@@ -1,0 +1,1 @@
+"""The part of mamba-ssm that transformers calls; see `segments`."""
