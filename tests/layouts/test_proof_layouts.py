@@ -218,7 +218,9 @@ def test_attention_that_separates_documents_in_one_row(tmp_path: Path, side: str
         write_run(folder)
         arguments = (layout, f"{side}.attention={attention}", "train.steps=1")
         run_ranks(2, "distill", folder / "run.yaml", *arguments, hook=register_flash)
-        losses.append(json.loads((folder / "out" / "metrics.jsonl").read_text().splitlines()[1])["loss/total_nats_per_token"])
+        losses.append(
+            json.loads((folder / "out" / "metrics.jsonl").read_text().splitlines()[1])["loss/total_nats_per_token"]
+        )
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
