@@ -143,8 +143,8 @@ def _run_passes(
 ) -> tuple[ProbeDocuments, Sequence[tuple[Tensor, Tensor]]] | None:
     """Return the probe and the hidden states of all sides; None if a model does not accept masks or lengths.
 
-    The last side's signals make the student run, too. A student with such arguments also runs alone before: so it is known
-    which model an error is about. All ranks run the same passes, even ranks that get no result.
+    The last side's signals make the student run, too. A student with such arguments also runs alone before: so it is
+    known which model an error is about. All ranks run the same passes, even ranks that get no result.
     """
     passes = None
     for side in sides:

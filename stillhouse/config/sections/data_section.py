@@ -60,9 +60,10 @@ class DataConfig(Section):
     """Tokens per packed sequence. A longer text is split into several documents; a longer conversation or completion
     is cut at its end, and the cuts are counted."""
     packing: Literal["auto", "packed", "rows"] = "auto"
-    """How documents share a forward pass. packed: several in a row, kept apart by position_ids, masks or lengths. rows:
-    one in a row, for models that cannot be packed, such as state-space models; micro-batches then have documents of
-    similar lengths. auto: packed if a test at load shows for this model that it is exact, otherwise rows."""
+    """How documents share a forward pass. packed: several in a row, kept apart by position_ids, masks or lengths.
+    rows: one in a row, for models that cannot be packed, such as state-space models; micro-batches then have
+    documents of similar lengths. auto: packed if a test at load shows for this model that it is exact, otherwise
+    rows."""
     chat_template: PathText | None = Field(default=None, examples=["template.jinja"])
     """Chat template for conversations: a Jinja file, or a folder or hub id whose tokenizer has it, such as the
     teacher's. The student is saved with it. null: that of the student's tokenizer."""
