@@ -16,7 +16,7 @@ from stillhouse.generation.generate import check_generation
 from stillhouse.models import Decoder
 from stillhouse.models.document_packing import MASKED, PACKED, ROWS
 from stillhouse.models.model_parts import parallel_plan
-from stillhouse.parallel.stages import is_cuttable
+from stillhouse.parallel.backbone_cut import is_cuttable
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
 _WAYS = {PACKED: "packed", MASKED: "packed with masks", ROWS: "rows"}

@@ -34,7 +34,14 @@ from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough
 from stillhouse.models.load_proof import prove_decoder, require_runnable
 from stillhouse.models.lora import Lora
 from stillhouse.models.model_checks import require_decoder
-from stillhouse.models.model_parts import LogitRule, backbone_name, layer_list, outermost_lists, text_config
+from stillhouse.models.model_parts import (
+    LogitRule,
+    backbone_name,
+    layer_list,
+    outermost_lists,
+    planned_part,
+    text_config,
+)
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import FullVocab, OutputHead
@@ -209,6 +216,11 @@ class Decoder(nn.Module):
     def mtp_layers(self) -> list[nn.Module]:
         """The MTP layers on this process."""
         return [] if self.mtp is None else list(self.mtp.layers)
+
+    @property
+    def language_model(self) -> nn.Module:
+        """The backbone, or the part of it beside a vision tower: transformers' plans name its submodules."""
+        return planned_part(self.pretrained, self.backbone)
 
     @property
     def config(self) -> PreTrainedConfig:

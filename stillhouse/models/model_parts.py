@@ -1,8 +1,7 @@
 """Properties of model families: where a model's parts are, how it computes logits, and its plans for parallelism.
 
 They are read from transformers' configurations and modules; no family is recognised by its name. A family with
-another name for a setting, a plan or a head needs a change in this file only. Pipelines and context parallelism also
-need a backbone with the attributes `STAGE_PARTS`.
+another name for a setting, a plan or a head needs a change in this file only.
 """
 
 import re
@@ -14,8 +13,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-#: the parts of a backbone that can be cut into pipeline stages
-STAGE_PARTS = ("embed_tokens", "layers", "norm")
 #: the names of heads in transformers' weight files, and of embeddings, which can be tied to the head
 HEAD_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")
 #: the sizes in a configuration that the context degree must divide
@@ -47,6 +44,12 @@ def backbone_name(model: PreTrainedModel) -> str | None:
         if embedding in set(child.modules()) - {child}
     ]
     return ".".join(filter(None, [parent, *beside])) if len(beside) == 1 else None
+
+
+def planned_part(model: PreTrainedModel, backbone: nn.Module) -> nn.Module:
+    """Return the module whose submodules transformers' plans name: the language model inside of the backbone."""
+    decoder = model.get_decoder()
+    return decoder if any(module is decoder for module in backbone.modules()) else backbone
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -173,13 +176,38 @@ def plan_name(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
+def sizes(config: PreTrainedConfig, name: str) -> Any:
+    """Return a size of a configuration, or a list of the layers' sizes if they can differ; None without this size."""
+    text = text_config(config)
+    if not getattr(text, "is_heterogeneous", False):
+        return getattr(text, name, None)
+    return [getattr(of_layer, name, None) for of_layer in text.per_layer_config]
+
+
 def indivisible_size(config: PreTrainedConfig, names: Sequence[str], ranks: int) -> tuple[str, Any] | None:
     """Return (name, value) of the first size that `ranks` does not divide, or None. A value may be a list."""
     for name in names:
-        size = getattr(text_config(config), name, None)
+        size = sizes(config, name)
         if any(count is not None and count % ranks for count in (size if isinstance(size, list) else [size])):
             return name, size
     return None
+
+
+def shared_states(config: PreTrainedConfig) -> dict[int, int] | None:
+    """Return, by layer, the earlier layer of its kind whose keys and values it reads; None if that is not known."""
+    text = text_config(config)
+    if (modes := getattr(text, "kv_sharing_modes", None)) is None:
+        return None
+    if any(mode not in (None, "store", "reuse") for mode in modes):
+        return None
+    stored: dict[str, int] = {}
+    states: dict[int, int] = {}
+    for number, (mode, kind) in enumerate(zip(modes, text.layer_types, strict=True)):
+        if mode == "store":
+            stored[kind] = number
+        elif mode == "reuse":
+            states[number] = stored[kind]
+    return states
 
 
 def mixes_tokens_by_score(config: PreTrainedConfig) -> bool:

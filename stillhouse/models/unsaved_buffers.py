@@ -4,7 +4,8 @@ transformers creates a model without memory before it loads the weights, so thes
 constructor gave them. If no `_init_weights` computes a buffer again, it stays uninitialised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stillhouse.libraries import reading
+from stillhouse.models.lm_head import PassThrough
 from stillhouse.models.model_checks import describe, unsaved_buffers
 
 
@@ -49,10 +51,29 @@ def _buffers_after(
         tensor._is_hf_initialized = True
     for part in model.modules():
         part._is_hf_initialized = False
-    with torch.random.fork_rng(devices=[]), reading(f"{describe(model)}: its buffers cannot be computed"):
+    with (
+        _only_present_layers(model),
+        torch.random.fork_rng(devices=[]),
+        reading(f"{describe(model)}: its buffers cannot be computed"),
+    ):
         model.initialize_weights()  # every module by the innermost transformers model that contains it
         for part in (part for layer in new_layers for part in layer.modules()):
             model._init_weights(part)
     for tensor in others:
         del tensor._is_hf_initialized
     return {name: module.get_buffer(name).clone() for name in names}
+
+
+@contextmanager
+def _only_present_layers(model: nn.Module) -> Iterator[None]:
+    """Within the block, lists of layers lack the layers of other pipeline stages. A family may initialise every layer
+    of its backbone (Falcon-H1).
+    """
+    lists = [(module, module._modules) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for module, layers in lists:
+        module._modules = {name: layer for name, layer in layers.items() if not isinstance(layer, PassThrough)}
+    try:
+        yield
+    finally:
+        for module, layers in lists:
+            module._modules = layers

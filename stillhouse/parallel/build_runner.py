@@ -8,6 +8,7 @@ from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder, ProofError
 from stillhouse.parallel.apply import apply_parallelism
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
+from stillhouse.parallel.backbone_cut import require_cuttable
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pair import TeacherStudentPair
 from stillhouse.parallel.pipeline import Pipeline
@@ -21,8 +22,8 @@ from stillhouse.parallel.stages import (
     cost_of,
     keep_layers,
     relative_cost,
-    require_cuttable,
     require_pairs,
+    require_shared_states,
     require_training,
     split,
 )
@@ -70,11 +71,13 @@ def build_runner(
             if pairs:  # each stage is cut from a separate copy of the model
                 student, teacher = _build(layout.degrees, *sources)
             stage = plan.stages[number]
-            keep_layers(student, stage.student, first=stage.is_first, last=stage.is_last)
+            of_student, of_teacher = plan.cuts
+            keep_layers(student, of_student, stage.student, first=stage.is_first, last=stage.is_last)
             if teacher_head_only and not stage.is_last:
                 teacher = None
             if teacher is not None:
-                keep_layers(teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
+                assert of_teacher is not None
+                keep_layers(teacher, of_teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
             pairs[number] = _distributed(layout, mesh, student, teacher, *sources)
         runner = Runner(layout, pairs, Pipeline(pairs, scheme, plan, mesh), mesh, tied=plan.tied)
     if prove and (mesh.ranks.size > 1 or not all(source.is_proven for source in sources if source is not None)):
@@ -86,16 +89,16 @@ def build_runner(
 def only_layers(build: Callable[[], Decoder]) -> Decoder:
     """Build a frozen teacher without its head. Raises ValueError as `require_cuttable` does."""
     decoder = build()
-    require_cuttable(decoder.config)
-    keep_layers(decoder, range(len(decoder.layers())), first=True, last=False, norm=True)
+    cut = require_cuttable(decoder.config)
+    keep_layers(decoder, cut, range(len(decoder.layers())), first=True, last=False, norm=True)
     return decoder.requires_grad_(False).eval()
 
 
 def only_head(build: Callable[[], Decoder]) -> Decoder:
     """Build a decoder with only the head. Raises ValueError as `require_cuttable` does."""
     decoder = build()
-    require_cuttable(decoder.config)
-    keep_layers(decoder, range(0), first=False, last=True, norm=False)
+    cut = require_cuttable(decoder.config)
+    keep_layers(decoder, cut, range(0), first=False, last=True, norm=False)
     return decoder
 
 
@@ -116,13 +119,14 @@ def _plan_stages(
     teacher_in_stages: the model whose layers run as the teacher's layers: the student, if the teacher is the student
         without its adapter.
     """
-    for decoder in (student, teacher):
-        if decoder is not None:
-            require_cuttable(decoder.config)
+    cut, teacher_cut = require_cuttable(student.config), None if teacher is None else require_cuttable(teacher.config)
     costs = cost_of(student, 3), None if teacher is None else cost_of(teacher, 1)
     stages = split(layout.stages, *costs)
     if student.lora is not None or student.mtp is not None:
         require_training(student, stages)
+    require_shared_states("student", cut, [stage.student for stage in stages])
+    if teacher_cut is not None and teacher_in_stages is teacher:
+        require_shared_states("teacher", teacher_cut, [stage.teacher for stage in stages])
     is_base = teacher_in_stages is student
     require_pairs(student, [replace(stage, teacher=stage.student) for stage in stages] if is_base else stages)
     # a frozen weight has no gradient to sum
@@ -131,6 +135,7 @@ def _plan_stages(
         stages,
         _hidden_size(student),
         None if teacher_in_stages is None else _hidden_size(teacher_in_stages),
+        (cut, teacher_cut),
         tied=tied,
         copies_embedding=tied or student.mtp is not None,
         teacher_cost=0.0 if costs[1] is None else relative_cost(costs[1], costs[0]),
@@ -164,8 +169,10 @@ def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
         return
     require_feature("expert parallelism")  # the plans of earlier versions do not dispatch tokens to experts
     if not any(dispatched_experts(decoder) for decoder in decoders if decoder is not None):
+        types = sorted({decoder.config.model_type for decoder in decoders if decoder is not None})
         raise ValueError(
-            f"expert={degrees.expert} for models without experts that transformers' plans distribute: expected 1"
+            f"expert={degrees.expert} for model type {' and '.join(map(repr, types))}, which has no experts that "
+            "transformers' plans distribute: expected 1"
         )
 
 

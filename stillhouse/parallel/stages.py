@@ -1,6 +1,6 @@
 """Pipeline stages: decides which layers each stage gets, and removes all other layers from a decoder.
 
-A stage keeps the model's modules and their names. Layers of other stages are replaced by `PassThrough`.
+A stage keeps the model's modules and their names. `backbone_cut.py` says which models can be cut, and how.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
-from stillhouse.libraries import reading
 from stillhouse.models import Decoder
-from stillhouse.models.lm_head import PassThrough
-from stillhouse.models.model_parts import STAGE_PARTS, experts_per_token, is_of_experts, parallel_plan
-from stillhouse.models.pretrained import auto_class
-from stillhouse.parallel.sharded_loading import make_buffers
-
-#: the advice in error messages for models that cannot be cut into stages
-UNCUT = "expected pipeline=1, and no separate layout for a teacher"
+from stillhouse.models.model_parts import experts_per_token, is_of_experts
+from stillhouse.parallel.backbone_cut import AbsentLayer, BackboneCut, continue_with_received, remove_part
 
 
 @dataclass(frozen=True)
@@ -55,6 +48,7 @@ class StagePlan:
     """Properties of the full models that a pipeline needs after the models have been cut.
 
     student, teacher: the sizes of the hidden states; teacher=None: no teacher's layers run in the stages.
+    cuts: the parts of the backbones of the student and of the teacher, if there is a teacher model.
     tied: whether the student's embedding (first stage) and its head (last stage) are trained as one weight.
     copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
     teacher_cost: see `relative_cost`.
@@ -63,6 +57,7 @@ class StagePlan:
     stages: list[Stage]
     student: HiddenSize
     teacher: HiddenSize | None
+    cuts: tuple[BackboneCut, BackboneCut | None]
     tied: bool
     copies_embedding: bool
     teacher_cost: float
@@ -132,49 +127,18 @@ def relative_cost(teacher: Cost, student: Cost) -> float:
     return teacher.layers * teacher.layer / (student.layers * student.layer)
 
 
-@torch.no_grad()
-def require_cuttable(config: PreTrainedConfig) -> None:
-    """Raise ValueError for a family that cannot be cut into stages.
+def require_shared_states(name: str, cut: BackboneCut, stages: Sequence[range]) -> None:
+    """Raise ValueError if a layer reads keys and values that a layer of another stage has computed.
 
-    Transformers' pipeline plan must name the parts of the backbone. The backbone must not compute anything outside
-    these parts, because every stage would repeat this computation. So a backbone without its parts must return its
-    input unchanged.
+    stages: the layers of each stage.
     """
-    if set(STAGE_PARTS) - parallel_plan(config, "pp").keys():
-        raise ValueError(
-            f"model type '{config.model_type}' has no pipeline plan in transformers that names "
-            f"{', '.join(STAGE_PARTS)}: {UNCUT}"
-        )
-    with torch.device("meta"):
-        decoder = Decoder(auto_class(config).from_config(config, trust_remote_code=False), verify=False)
-    if missing := [part for part in STAGE_PARTS if not hasattr(decoder.backbone, part)]:
-        raise ValueError(f"the backbone of model type '{config.model_type}' has no {', '.join(missing)}: {UNCUT}")
-    keep_layers(decoder, range(0), first=False, last=False)
-    decoder.to_empty(device="cpu")
-    make_buffers(decoder)
-    embeds = torch.linspace(-1, 1, 4 * decoder.width, dtype=torch.float32).view(1, 4, -1)
-    with reading(f"model type '{config.model_type}' cannot run without its embeddings: {UNCUT}"):
-        output = decoder.backbone(
-            input_ids=None,
-            inputs_embeds=embeds,
-            position_ids=torch.arange(4)[None],
-            use_cache=False,
-            return_dict=True,
-        )
-    if not torch.equal(output.last_hidden_state, embeds):
-        raise ValueError(
-            f"model type '{config.model_type}' changes its embeddings before its first layer, and every stage would "
-            f"repeat this change: {UNCUT}"
-        )
-
-
-def is_cuttable(config: PreTrainedConfig) -> bool:
-    """Whether `require_cuttable` accepts a model of this family."""
-    try:
-        require_cuttable(config)
-    except ValueError:
-        return False
-    return True
+    for reader, writer in cut.states.items():
+        for number, layers in enumerate(stages, start=1):
+            if reader in layers and writer not in layers:
+                raise ValueError(
+                    f"layer {reader} of the {name} reads keys and values of layer {writer}, and stage {number} of "
+                    f"{len(stages)} begins with layer {layers.start}: expected fewer stages, or pipeline=1"
+                )
 
 
 def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
@@ -204,21 +168,28 @@ def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
             )
 
 
-def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool, norm: bool | None = None) -> None:
-    """Remove the parts of other stages from a decoder. The decoder's family must pass `require_cuttable`.
+def keep_layers(
+    decoder: Decoder, cut: BackboneCut, layers: range, *, first: bool, last: bool, norm: bool | None = None
+) -> None:
+    """Remove the parts of other stages from a decoder.
 
+    cut: from `require_cuttable`, for this decoder's configuration.
     first: keep the embedding; if False, the decoder reads hidden states. A last stage with MTP layers keeps it, too.
     last: keep the head; if False, the decoder returns hidden states.
     norm: keep the final norm; None: as `last`.
     """
     backbone: Any = decoder.backbone
-    for number in range(len(backbone.layers)):
+    modules = getattr(backbone, cut.layers)
+    for number, layer in enumerate(modules):
         if number not in layers:
-            backbone.layers[number] = PassThrough()
+            modules[number] = AbsentLayer(layer, cut.returns_tuple)
     for loss in decoder.layer_losses.values():
         loss.keep(layers)
-    if not (last if norm is None else norm):
-        backbone.norm = PassThrough()
-    if not first and not (last and decoder.mtp is not None):  # MTP layers read the embedding
-        backbone.embed_tokens = None
+    absent = (() if first else cut.first) + (() if (last if norm is None else norm) else cut.last)
+    for path in absent:
+        remove_part(backbone, path)
+    if not first:
+        continue_with_received(backbone, modules[0])
+        if not (last and decoder.mtp is not None):  # MTP layers read the embedding
+            setattr(backbone, cut.embedding, None)
     decoder.keep_part(first=first, last=last)

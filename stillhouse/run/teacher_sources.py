@@ -24,7 +24,7 @@ from stillhouse.parallel import (
     prove_heads,
 )
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
-from stillhouse.parallel.stages import is_cuttable
+from stillhouse.parallel.backbone_cut import is_cuttable
 from stillhouse.run.models import ModelSources
 from stillhouse.signals import (
     ChosenTeacher,

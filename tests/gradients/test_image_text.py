@@ -25,8 +25,8 @@ from stillhouse.models import Decoder
 from stillhouse.models.pretrained import auto_class
 from stillhouse.models.processor_targets import Targets
 from stillhouse.models.processors import cross_entropy
+from stillhouse.parallel.backbone_cut import require_cuttable
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
-from stillhouse.parallel.stages import require_cuttable
 
 EACH_DECODER = pytest.mark.parametrize("family", ["gemma3", "llava", "qwen3_vl"])
 

@@ -29,19 +29,19 @@ def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceM
             )
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    apply_expert_parallelism(decoder.backbone, experts, tensor, _local_plan(decoder))
+    apply_expert_parallelism(decoder.language_model, experts, tensor, _local_plan(decoder))
 
 
 def dispatched_experts(decoder: Decoder) -> list[nn.Module]:
     """Return the modules of experts in this stage's layers."""
     # ep_dispatch_experts: transformers' style for a module of experts with token dispatch
     dispatched = [name for name, style in _local_plan(decoder).items() if style == "ep_dispatch_experts"]
-    return [decoder.backbone.get_submodule(name) for name in dispatched]
+    return [decoder.language_model.get_submodule(name) for name in dispatched]
 
 
 def _local_plan(decoder: Decoder) -> dict[str, str]:
     """Return the family's plan for this stage: styles by the names of parameters and modules."""
-    plan, backbone = parallel_plan(decoder.config, "ep"), decoder.backbone
+    plan, model = parallel_plan(decoder.config, "ep"), decoder.language_model
     # parameters first: they are sharded before the modules' forwards are wrapped
-    parts = [*backbone.named_parameters(), *backbone.named_modules()]
+    parts = [*model.named_parameters(), *model.named_modules()]
     return {name: plan[plan_name(name)] for name, _ in parts if plan_name(name) in plan}

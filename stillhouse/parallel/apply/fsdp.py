@@ -5,7 +5,7 @@ output processor runs in the head's forward, so it sees the full weight. Gradien
 averaged, because the losses are sums over tokens, already divided by the step's token count.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -46,8 +46,8 @@ def apply_fsdp(
     for module in experts:  # before the layers that contain them
         assert expert_mesh is not None
         inner(module, mesh=expert_mesh, shard_placement_fn=partial(_expert_placement, expert_mesh))
-    for layer in [*decoder.blocks(), *decoder.mtp_layers()]:
-        inner(layer, mesh=mesh)
+    for layers in _by_shared_weights([*decoder.blocks(), *decoder.mtp_layers()]):
+        inner(layers if len(layers) > 1 else layers[0], mesh=mesh)
     for module in (module for loss in decoder.layer_losses.values() for module in loss.with_weights()):
         # a separate FSDP group for each module: the weights may be float32, and a group must have one dtype
         shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
@@ -65,6 +65,18 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _by_shared_weights(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return the layers in groups. Layers that share a weight are in one group, because FSDP shards it only once."""
+    groups: list[tuple[set[int], list[nn.Module]]] = []
+    for layer in layers:
+        weights, members = {id(parameter) for parameter in layer.parameters()}, [layer]
+        for others, of_group in [group for group in groups if group[0] & weights]:
+            groups.remove((others, of_group))
+            weights, members = weights | others, of_group + members
+        groups.append((weights, members))
+    return [members for _, members in groups]
 
 
 def _expert_placement(mesh: DeviceMesh, weight: nn.Parameter) -> Shard:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -29,11 +30,11 @@ from stillhouse.objective import VocabShard
 #: torch's styles by their names in transformers
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
+    "rowwise": lambda: RowwiseParallel(use_local_output=False),
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
     # a norm of each attention head: every rank has the full weight, but only the gradient of its own heads
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
@@ -44,15 +45,17 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     # a decoder without layers needs no plan: a head is always sharded by rows
     plan = tensor_plan(decoder, mesh.size()) if decoder.layers() else {}
     frozen = {name for name, parameter in decoder.named_parameters() if not parameter.requires_grad}
-    if plan and not any(plan_name(name) in plan for name, _ in decoder.backbone.named_modules()):
+    if plan and not any(plan_name(name) in plan for name, _ in decoder.language_model.named_modules()):
         raise ValueError(
-            f"the tensor-parallel plan of model type '{decoder.config.model_type}' names none of its modules, whose "
-            "layers are inside of another part: expected tensor=1"
+            f"the tensor-parallel plan of model type '{decoder.config.model_type}' names none of its modules: "
+            "expected tensor=1"
         )
-    for name, module in [*decoder.backbone.named_modules(), *_mtp_modules(decoder)]:
+    for name, module in [*decoder.language_model.named_modules(), *_mtp_modules(decoder)]:
         if style := plan.get(plan_name(name)):
             for matrix in _matrices(module, style):
                 parallelize_module(matrix, mesh, STYLES[style]())
+                if style.startswith("rowwise"):
+                    matrix.register_forward_hook(_local_output)
         elif _shares_input(name, module, plan):
             module.register_forward_pre_hook(partial(_replicate_input, mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
@@ -108,8 +111,11 @@ def _require_planned_heads(decoder: Decoder, plan: dict[str, str]) -> None:
     Examples are a norm's weight [heads, width of a head] in Cohere and a parameter [heads] in Doge.
     """
     config = model_parts.text_config(decoder.config)
-    counts = {getattr(config, name, None) for name in model_parts.HEADS}
-    for name, module in decoder.backbone.named_modules():
+    counts: set[int | None] = set()
+    for heads_name in model_parts.HEADS:
+        size = model_parts.sizes(config, heads_name)
+        counts.update(size if isinstance(size, list) else [size])
+    for name, module in decoder.language_model.named_modules():
         if ".self_attn" not in name or isinstance(module, nn.Linear) or plan_name(name) in plan:
             continue
         is_attention = name.endswith(".self_attn")
@@ -149,6 +155,24 @@ def _replicate_input(
         return arguments, options | {"hidden_states": replicated(options["hidden_states"])}
     first, *rest = arguments
     return (replicated(first), *rest), options
+
+
+class _LocalTensor(torch.autograd.Function):
+    """Converts a replicated DTensor to a tensor that can be changed in place, which `to_local` does not allow."""
+
+    @staticmethod
+    def forward(ctx: Any, replicated: DTensor) -> Tensor:
+        ctx.mesh = replicated.device_mesh
+        return replicated.to_local().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        return DTensor.from_local(gradient, ctx.mesh, [Replicate()], run_check=False)
+
+
+def _local_output(_: nn.Module, __: Any, output: Any) -> Tensor:
+    """A forward hook of a matrix that is sharded by rows: a family may add to its output in place (Llama 4)."""
+    return _LocalTensor.apply(output)
 
 
 def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:

@@ -1,0 +1,369 @@
+"""Finds out whether the layers of a backbone can run in different pipeline stages.
+
+A stage runs the code of the whole backbone, but only its own layers. So every stage builds masks and position
+embeddings again. A later stage continues with the hidden states that it has received where the model's first layer
+would run. So the code before the first layer may change embeddings.
+
+This is right only if no layer reads anything else that another stage computes. Two runs of the backbone, whose layers
+are replaced by recorders, prove it: one with token ids, as on the first stage, and one with hidden states and without
+the parts of other stages, as on the later stages. The backbone must call all layers in order, and pass the output of
+each layer to the next one. All other arguments of the layers must be the same in both runs, and must not depend on
+embeddings or on other layers.
+
+B rows, S columns, D width.
+"""
+
+import inspect
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from stillhouse.display import name_list
+from stillhouse.libraries import reading
+from stillhouse.models import Decoder
+from stillhouse.models.lm_head import PassThrough
+from stillhouse.models.model_parts import layer_list, shared_states
+from stillhouse.models.pretrained import auto_class
+from stillhouse.parallel.sharded_loading import make_buffers
+
+#: the advice in error messages for models that cannot be cut into stages
+UNCUT = "expected pipeline=1, and no separate layout for a teacher"
+_IDS_BS = torch.arange(3, 15).view(3, 4)
+
+
+@dataclass(frozen=True)
+class BackboneCut:
+    """The parts of a backbone, by the names of its children.
+
+    first: parts with weights, beside the embedding, that run before the first layer.
+    last: parts that run after the last layer, such as the final norm.
+    returns_tuple: whether the backbone reads a layer's output as a tuple that begins with the hidden states.
+    states: by the number of a layer: the earlier layer whose keys and values it reads.
+    """
+
+    embedding: str
+    layers: str
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    returns_tuple: bool
+    states: Mapping[int, int]
+
+
+class AbsentLayer(PassThrough):
+    """Replaces a layer of another stage. It has the layer's plain attributes, which the backbone may read."""
+
+    def __init__(self, layer: nn.Module, returns_tuple: bool):
+        super().__init__()
+        _copy_attributes(layer, self)
+        self.returns_tuple = returns_tuple
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden_states, None) if self.returns_tuple else hidden_states
+
+
+def require_cuttable(config: PreTrainedConfig) -> BackboneCut:
+    """Return the parts of the backbone of a model with this configuration.
+
+    Raises ValueError, naming the cause, for a model that cannot be cut into stages.
+    """
+    name = f"model type '{config.model_type}'"
+    errors: list[ValueError] = []
+    for returns_tuple in (False, True):
+        try:
+            return _cut(config, name, returns_tuple)
+        except _DependenceError:
+            raise
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def is_cuttable(config: PreTrainedConfig) -> bool:
+    """Whether `require_cuttable` accepts a model with this configuration."""
+    try:
+        require_cuttable(config)
+    except ValueError:
+        return False
+    return True
+
+
+def continue_with_received(backbone: nn.Module, first_layer: nn.Module) -> None:
+    """Let the first layer of a backbone read the `inputs_embeds` of the backbone's forward unchanged.
+
+    first_layer: the model's first layer, or its `AbsentLayer`.
+    """
+    received: list[Tensor] = []
+
+    def keep(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        received[:] = [options["inputs_embeds"]]
+
+    def insert(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        hidden_BSD = received.pop()
+        if "hidden_states" in options:
+            return arguments, options | {"hidden_states": hidden_BSD}
+        return (hidden_BSD, *arguments[1:]), options
+
+    backbone.register_forward_pre_hook(keep, with_kwargs=True)
+    first_layer.register_forward_pre_hook(insert, with_kwargs=True)
+
+
+class _DependenceError(ValueError):
+    """A layer needs something that another stage has or computes."""
+
+
+def _cut(config: PreTrainedConfig, name: str, returns_tuple: bool) -> BackboneCut:
+    with torch.device("meta"):
+        decoder = Decoder(auto_class(config).from_config(config, trust_remote_code=False), verify=False)
+    backbone: Any = decoder.backbone
+    embedding, layers = _children(decoder, name)
+    _require_separate_weights(decoder, name)
+    dtype, run = backbone.get_submodule(embedding).weight.dtype, _Run(name, returns_tuple)
+    _replace_weights(decoder, layers, run)
+    options: dict[str, Any] = {"use_cache": False, "return_dict": True}
+    if "position_ids" in inspect.signature(backbone.forward).parameters:
+        options["position_ids"] = torch.arange(_IDS_BS.shape[1])[None]
+    with torch.enable_grad(), reading(f"{name} cannot run without its layers: {UNCUT}", passes=_DependenceError):
+        output = backbone(input_ids=_IDS_BS, **options).last_hidden_state
+    run.require_chain(output, decoder.width)
+    states = _kept_states(config, run)
+    first, last = run.parts(backbone, embedding)
+    setattr(backbone, embedding, None)
+    for path in (*first, *last):
+        remove_part(backbone, path)
+    later = _Run(name, returns_tuple)
+    for recorder in getattr(backbone, layers):
+        recorder.run = later
+    hidden_BSD = torch.rand(*_IDS_BS.shape, decoder.width, dtype=dtype)
+    with torch.enable_grad(), reading(f"{name} cannot run without its embeddings: {UNCUT}", passes=_DependenceError):
+        if decoder.pretrained.get_input_embeddings() is not None:
+            raise _DependenceError(f"{name} finds its embedding in another place than '{embedding}': {UNCUT}")
+        output = backbone(input_ids=None, inputs_embeds=hidden_BSD.requires_grad_(), **options).last_hidden_state
+    run.require_same(later)
+    if not torch.equal(output, later.outputs[-1]):
+        raise _DependenceError(
+            f"{name} changes its hidden states after its last layer, and every stage would repeat that: {UNCUT}"
+        )
+    return BackboneCut(embedding, layers, first, last, returns_tuple, states)
+
+
+def remove_part(backbone: nn.Module, path: str) -> None:
+    """Remove a part of another stage from a backbone."""
+    part = backbone.get_submodule(path)
+    is_embedding = isinstance(part, nn.Embedding | _RandomEmbedding)
+    setattr(backbone, path, _AbsentEmbedding(part) if is_embedding else PassThrough())
+
+
+class _AbsentEmbedding(nn.Module):
+    """Replaces an embedding of positions, whose output is added to that of the token embedding."""
+
+    def __init__(self, embedding: Any):
+        super().__init__()
+        self.width, self.dtype = embedding.weight.shape[1], embedding.weight.dtype
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        ids = _ids(arguments, options)
+        return torch.zeros(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
+
+
+class _Run:
+    """What a backbone passes to its layers in a run.
+
+    inputs: by layer, the hidden states. arguments: by layer, all other arguments. outputs: by layer, random values.
+    events: the numbers of layers and the names of parts with weights, in the order in which they ran.
+    embeddings: the outputs of embeddings.
+    """
+
+    def __init__(self, name: str, returns_tuple: bool):
+        self.name, self.returns_tuple = name, returns_tuple
+        self.inputs: list[Tensor] = []
+        self.arguments: list[dict[str, Any]] = []
+        self.outputs: list[Tensor] = []
+        self.events: list[int | str] = []
+        self.embeddings: list[Tensor] = []
+
+    def layer(self, number: int, hidden_BSD: Tensor, arguments: dict[str, Any]) -> Any:
+        self.events.append(number)
+        self.inputs.append(hidden_BSD)
+        self.arguments.append(arguments)
+        self.outputs.append(torch.rand_like(hidden_BSD).requires_grad_())
+        output = self.outputs[-1].clone()  # some backbones add to it in place
+        # the second element stands for anything that a layer could hand to the next one
+        return (output, torch.zeros((), requires_grad=True)) if self.returns_tuple else output
+
+    def require_chain(self, output: Tensor, width: int) -> None:
+        """Raise ValueError unless the layers ran in order, and each one read only the output of the one before."""
+        numbers = [event for event in self.events if isinstance(event, int)]
+        if numbers != list(range(len(numbers))) or not numbers:
+            raise ValueError(f"{self.name} runs its layers in the order {numbers}: {UNCUT}")
+        if (shape := tuple(self.inputs[0].shape)) != (*_IDS_BS.shape, width):
+            raise _DependenceError(
+                f"the layers of {self.name} pass several hidden states per token (shape {list(shape)} for a batch of "
+                f"{list(_IDS_BS.shape)} tokens and hidden states of width {width}): {UNCUT}"
+            )
+        for number, (before, after) in enumerate(zip(self.outputs, self.inputs[1:], strict=False), start=1):
+            if before.shape != after.shape or not torch.equal(before, after):
+                raise ValueError(f"layer {number} of {self.name} does not read the output of the one before: {UNCUT}")
+        for number, arguments in enumerate(self.arguments):
+            for key, value in arguments.items():
+                if any(tensor.requires_grad for tensor in _tensors(value)):
+                    raise _DependenceError(
+                        f"layer {number} of {self.name} reads '{key}', which is computed from embeddings or by "
+                        f"another layer: {UNCUT}"
+                    )
+        others = [*self.embeddings, *self.outputs[:-1]]
+        gradients = torch.autograd.grad(output.float().sum(), others, allow_unused=True)
+        if any(gradient is not None for gradient in gradients):
+            raise _DependenceError(f"{self.name} reads more than its last layer's output after the layers: {UNCUT}")
+
+    def parts(self, backbone: nn.Module, embedding: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the `first` and the `last` parts (`BackboneCut`).
+
+        embedding: the name of the token embedding, which is left out.
+        """
+        places = [place for place, event in enumerate(self.events) if isinstance(event, int)]
+        before, after = (
+            dict.fromkeys(str(event) for event in events if event != embedding)
+            for events in (self.events[: places[0]], self.events[places[-1] + 1 :])
+        )
+        weighted = {path for path, child in backbone.named_children() if _has_weights(child)}
+        clear = before.keys() ^ after.keys()
+        if unclear := {path for path in weighted if path not in clear and path != embedding}:
+            raise _DependenceError(
+                f"{self.name} runs {name_list(unclear)} between its layers, or before and after them: {UNCUT}"
+            )
+        return tuple(path for path in before if path in weighted), tuple(path for path in after if path in clear)
+
+    def require_same(self, later: "_Run") -> None:
+        """Raise ValueError unless the layers of a later stage get the same arguments."""
+        for number, (arguments, of_later) in enumerate(zip(self.arguments, later.arguments, strict=True)):
+            for key in arguments:
+                values, of_stage = _tensors(arguments[key]), _tensors(of_later.get(key))
+                pairs = zip(values, of_stage, strict=False)
+                if len(values) != len(of_stage) or not all(torch.equal(*pair) for pair in pairs):
+                    raise _DependenceError(
+                        f"layer {number} of {self.name} reads '{key}', which only the first stage can compute: "
+                        f"{UNCUT}"
+                    )
+
+
+class _Recorder(PassThrough):
+    """Replaces a layer in the runs of the proof."""
+
+    def __init__(self, layer: nn.Module, number: int, run: _Run):
+        super().__init__()
+        _copy_attributes(layer, self)
+        self.names = list(inspect.signature(layer.forward).parameters)
+        self.number, self.run = number, run
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        named = dict(zip(self.names, arguments, strict=False)) | options
+        return self.run.layer(self.number, named.pop(self.names[0]), named)
+
+
+class _RandomEmbedding(nn.Module):
+    """Replaces an embedding in the run of the first stage."""
+
+    def __init__(self, embedding: nn.Embedding, run: _Run):
+        super().__init__()
+        self.run, self.weight = run, torch.empty(0, embedding.embedding_dim, dtype=embedding.weight.dtype)
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        ids = _ids(arguments, options)
+        random = torch.rand(*ids.shape, self.weight.shape[1], dtype=self.weight.dtype)
+        self.run.embeddings.append(random.requires_grad_())
+        return self.run.embeddings[-1].clone()  # some backbones scale it in place
+
+
+def _children(decoder: Decoder, name: str) -> tuple[str, str]:
+    """Return the names of the embedding and of the layers. Raises ValueError unless they are the backbone's own."""
+    layers: list[nn.Module | None] = [layer_list(decoder.pretrained)]
+    if layers[0] is None:
+        layers = [child for child in decoder.backbone.children() if isinstance(child, nn.ModuleList)]
+    wanted = {
+        "embedding": decoder.pretrained.get_input_embeddings(),
+        "list of layers": layers[0] if len(layers) == 1 else None,
+    }
+    names = {
+        part: path
+        for part, module in wanted.items()
+        for path, child in decoder.backbone.named_children()
+        if child is module
+    }
+    if missing := wanted.keys() - names.keys():
+        raise _DependenceError(
+            f"the backbone of {name} has no {name_list(missing)} of its own, but perhaps in another part: {UNCUT}"
+        )
+    return names["embedding"], names["list of layers"]
+
+
+def _require_separate_weights(decoder: Decoder, name: str) -> None:
+    owners: dict[int, int] = {}
+    for number, layer in enumerate(decoder.layers()):
+        for parameter in layer.parameters():
+            if (owner := owners.setdefault(id(parameter), number)) != number:
+                raise _DependenceError(f"layers {owner} and {number} of {name} share weights: {UNCUT}")
+
+
+@torch.no_grad()
+def _replace_weights(decoder: Decoder, layers: str, run: _Run) -> None:
+    """Replace layers and embeddings by recorders, and give random values to all other weights of the backbone."""
+    backbone = decoder.backbone
+    modules: Any = backbone.get_submodule(layers)
+    for number, layer in enumerate(modules):
+        modules[number] = _Recorder(layer, number, run)
+    for path, module in list(backbone.named_modules()):
+        if isinstance(module, nn.Embedding):
+            backbone.set_submodule(path, _RandomEmbedding(module, run))
+    decoder.keep_part(first=False, last=False)
+    decoder.to_empty(device="cpu")
+    for parameter in backbone.parameters():
+        parameter.uniform_(0.5, 1.0)
+    make_buffers(decoder)
+    for path, child in backbone.named_children():
+        child.register_forward_pre_hook(lambda *_, path=path: run.events.append(path))
+
+
+def _has_weights(module: nn.Module) -> bool:
+    is_embedding = any(isinstance(part, _RandomEmbedding) for part in module.modules())
+    return is_embedding or next(module.parameters(), None) is not None
+
+
+def _kept_states(config: PreTrainedConfig, run: _Run) -> dict[int, int]:
+    """Return, by layer, the earlier layer whose keys and values it reads.
+
+    Raises ValueError if layers get a dict in which they can keep such states, but their numbers are not known.
+    """
+    keys = {
+        key
+        for arguments in run.arguments
+        for key, value in arguments.items()
+        if isinstance(value, MutableMapping) and not value
+    }
+    if not keys:
+        return {}
+    states = shared_states(config)
+    if states is None:
+        raise _DependenceError(f"the layers of {run.name} share states in {name_list(keys)}: {UNCUT}")
+    return states
+
+
+def _ids(arguments: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
+    """Return the integers among the arguments of an embedding, which may also get a mask."""
+    return next(tensor for tensor in _tensors([*arguments, options]) if tensor.dtype == torch.int64)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
+
+
+def _copy_attributes(layer: nn.Module, into: nn.Module) -> None:
+    """Copy the attributes of a layer that are neither private nor modules, such as its kind."""
+    vars(into).update({name: value for name, value in vars(layer).items() if not name.startswith("_")})
