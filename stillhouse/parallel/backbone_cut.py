@@ -94,15 +94,17 @@ def is_cuttable(config: PreTrainedConfig) -> bool:
 def continue_with_received(backbone: nn.Module, first_layer: nn.Module) -> None:
     """Let the first layer of a backbone read the `inputs_embeds` of the backbone's forward unchanged.
 
-    first_layer: the model's first layer, or its `AbsentLayer`.
+    first_layer: the model's first layer, or its `AbsentLayer`. A forward with token ids (on a last stage that has the
+    embedding) does not change.
     """
-    received: list[Tensor] = []
+    received: list[Tensor | None] = []
 
     def keep(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        received[:] = [options["inputs_embeds"]]
+        received[:] = [options.get("inputs_embeds")]
 
     def insert(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        hidden_BSD = received.pop()
+        if (hidden_BSD := received.pop()) is None:
+            return arguments, options
         if "hidden_states" in options:
             return arguments, options | {"hidden_states": hidden_BSD}
         return (hidden_BSD, *arguments[1:]), options
