@@ -286,8 +286,8 @@ def _children(decoder: Decoder, name: str) -> tuple[str, str]:
     if layers[0] is None:
         layers = [child for child in decoder.backbone.children() if isinstance(child, nn.ModuleList)]
     wanted = {
-        "embedding": decoder.pretrained.get_input_embeddings(),
-        "list of layers": layers[0] if len(layers) == 1 else None,
+        "an embedding": decoder.pretrained.get_input_embeddings(),
+        "one list of layers": layers[0] if len(layers) == 1 else None,
     }
     names = {
         part: path
@@ -297,9 +297,9 @@ def _children(decoder: Decoder, name: str) -> tuple[str, str]:
     }
     if missing := wanted.keys() - names.keys():
         raise _DependenceError(
-            f"the backbone of {name} has no {name_list(missing)} of its own, but perhaps in another part: {UNCUT}"
+            f"the backbone of {name} does not itself have {name_list(missing)}, but perhaps in another part: {UNCUT}"
         )
-    return names["embedding"], names["list of layers"]
+    return names["an embedding"], names["one list of layers"]
 
 
 def _require_separate_weights(decoder: Decoder, name: str) -> None:

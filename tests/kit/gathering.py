@@ -39,7 +39,7 @@ def compare_gathered(rank: Rank, case: Case) -> tuple[Errors, Errors] | None:
         return None
     sharded = gradients(case, case.layout, mesh, bf16=True)
     reference, single = (
-        {name: unsharded[alias(case, name)] for name in sharded}
+        {name: unsharded[alias(name, unsharded)] for name in sharded}
         for unsharded in (gradients(case, Layout(), ONE, bf16=bf16) for bf16 in (False, True))
     )
     return errors(single, reference), errors(sharded, reference)

@@ -6,24 +6,24 @@ and returns the distance between each of its parameters' gradients and the refer
 T tokens, B rows, S tokens per row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from kit.causal_families import CAUSAL, of_config, tiny_config
-from kit.families import FAMILIES, build
+from kit.parity_models import VOCABULARY, build_student, configurations, decoder, with_hidden, with_lora
 from kit.shard_ranks import Rank
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from torch import Tensor
 
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.parts import ROUTER_LOSS, HiddenStates, LossPart, MtpLoss, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, initialize_lora, match_hidden
+from stillhouse.models import HiddenPair, initialize_lora
+from stillhouse.models.decoder import HEAD_WEIGHT
 from stillhouse.models.dtensors import gathered_tensor, local
-from stillhouse.models.hidden_match import HIDDEN, HiddenMatch
+from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
@@ -47,28 +47,7 @@ from stillhouse.signals import (
 )
 from stillhouse.tools.parity import relative_difference
 
-VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "initializer_range": 0.2,
-}
-#: families with parameters between sharded matrices that their tensor-parallel plans do not name
-PARTIAL: dict[str, dict[str, Any]] = {
-    "apertus": {},  # the activation's alpha_p and alpha_n
-    "glm4_moe": {  # q_norm and k_norm
-        "use_qk_norm": True,
-        "head_dim": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-}
+ROWS, TOKENS, STEPS = 2, 36, 3
 SPEC = parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")
 LEARNING_RATE = 1e-3
 TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0)
@@ -124,7 +103,8 @@ class Difference:
     """The relative differences between this rank's part and the reference.
 
     gradients, weights: by parameter, relative to the norm of the parameter's reference. For gradients, the divisor is
-    at least a thousandth of the whole gradient's norm.
+    at least a thousandth of the whole gradient's norm. Elements of weights whose gradient is rounding alone are left
+    out, because AdamW divides a gradient by its own size.
     """
 
     loss: float
@@ -153,6 +133,7 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     evaluations = [side.evaluate(steps[0]) for side in sides]
     requests = [side.requests(steps) for side in sides]
     difference = first_step(case, *sides, *(next(of_side) for of_side in requests))
+    is_exact = _exact_elements(single.gradient_norm(), sides[0].runner)
     difference.evaluation = abs(evaluations[1]["loss"] / evaluations[0]["loss"] - 1)
     for step in range(STEPS):
         for side, of_side in zip(sides, requests, strict=True):
@@ -160,11 +141,21 @@ def compare(rank: Rank, case: Case) -> Difference | None:
                 side.step(*next(of_side))
             side.engine.update(LEARNING_RATE)
     expected = dict(sides[0].runner.named_parameters())
-    difference.weights = {
-        name: relative_difference(gathered_tensor(parameter), expected[alias(case, name)])
-        for name, parameter in sides[1].runner.named_parameters()
-    }
+    for name, parameter in sides[1].runner.named_parameters():
+        reference = expected[alias(name, expected)]
+        elements = is_exact[alias(name, expected)]
+        difference.weights[name] = relative_difference(gathered_tensor(parameter)[elements], reference[elements])
     return difference
+
+
+def _exact_elements(norm: float, runner: Runner) -> dict[str, Tensor]:
+    """Return, by parameter, which elements have a gradient that is more than rounding. norm: of all gradients"""
+    return {
+        name: torch.ones_like(parameter, dtype=torch.bool)
+        if parameter.grad is None
+        else (parameter.grad == 0) | (parameter.grad.abs() > 1e-6 * norm)
+        for name, parameter in runner.named_parameters()
+    }
 
 
 @dataclass
@@ -250,7 +241,7 @@ def first_step(
     references = dict(single.runner.named_parameters())
     gradients = {}
     for name, parameter in sharded.runner.named_parameters():
-        reference = references[alias(case, name)]
+        reference = references[alias(name, references)]
         if reference.grad is None:
             assert parameter.grad is None, name
             continue
@@ -264,13 +255,15 @@ def first_step(
     )
 
 
-def alias(case: Case, name: str) -> str:
-    """Return the parameter's name in the reference: a tied head on another stage is the reference's embedding."""
-    tied = case.family == "llama" and name == "head.linear.weight"
-    return "backbone.embed_tokens.weight" if tied else name
+def alias(name: str, references: Mapping[str, Any]) -> str:
+    """Return the name of a parameter among the reference's parameters, by name.
+
+    A tied head on another stage than the embedding is the reference's embedding, which is its first parameter.
+    """
+    return next(iter(references)) if name == HEAD_WEIGHT and name not in references else name
 
 
-# models and data, which are the same on every rank
+# models, which are the same on every rank
 
 
 def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
@@ -287,70 +280,7 @@ def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
     return source, ModelSource(partial(decoder, teacher, 1), offload=case.waiting_teacher) if needs else None
 
 
-def with_hidden(build: Callable[[], Decoder], teacher: PreTrainedConfig, pairs: tuple[HiddenPair, ...]) -> Decoder:
-    student = build()
-    match_hidden(student, pairs, teacher.num_hidden_layers, teacher.hidden_size)
-    student.layer_loss(HiddenMatch).initialize(seed=3)
-    return student
-
-
-def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTrainedConfig]:
-    """Return the student's and the teacher's configuration, which have different depths and widths."""
-    if family == "llama":
-        small = LlamaConfig(**SHAPE, hidden_size=48, num_hidden_layers=depth or 5, tie_word_embeddings=True)
-        return small, LlamaConfig(**SHAPE, hidden_size=64, num_hidden_layers=6)
-    if family == "qwen3_moe":
-        experts = SHAPE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
-        small = Qwen3MoeConfig(**experts, hidden_size=48, num_hidden_layers=4, mlp_only_layers=[1])
-        return small, Qwen3MoeConfig(**experts, hidden_size=64, num_hidden_layers=4, norm_topk_prob=True)
-    if family in PARTIAL:
-        small = AutoConfig.for_model(family, **SHAPE, **PARTIAL[family], hidden_size=48, num_hidden_layers=2)
-        return small, Qwen3Config(
-            **SHAPE, hidden_size=64, num_hidden_layers=4, head_dim=16, tie_word_embeddings=False
-        )
-    if family in CAUSAL and family not in (*FAMILIES, "qwen3"):
-        small = tiny_config(family)
-        return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=4, head_dim=16)
-    if family != "qwen3":
-        other = [build(family).config, build(family).config]
-        for config in other:
-            # dropout draws other numbers on every layout, and no tensor-parallel plan has a norm over all heads
-            config.resid_pdrop, config.use_qk_norm = 0.0, False
-        return other[0], other[1]
-    layers = depth or 4
-    small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False)
-    return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)
-
-
-def build_student(config: PreTrainedConfig, mtp: str = "") -> Decoder:
-    student = decoder(config, 0)
-    if mtp:
-        from stillhouse.models.mtp import add_mtp, freeze_main  # needs transformers 5.20
-
-        add_mtp(student, 2, is_new=True)
-        assert student.mtp is not None
-        student.mtp.initialize(student.pretrained, 3)
-        if mtp == "heads":
-            freeze_main(student)
-    elif config.model_type == "qwen3_moe":
-        balance_routers(student)
-    return student
-
-
-def decoder(config: PreTrainedConfig, seed: int) -> Decoder:
-    if config.model_type in {*FAMILIES, *PARTIAL, "gemma3_text"}:
-        torch.manual_seed(seed)
-        return Decoder(AutoModelForCausalLM.from_config(config), verify=False)
-    return Decoder(of_config(config, seed=seed), verify=False)
-
-
-def with_lora(config: PreTrainedConfig, dtype: torch.dtype) -> Decoder:
-    """Add a LoRA of rank 5, which no tensor-parallel degree of the layouts divides."""
-    student = build_student(config).to(dtype)
-    # where a family has dense layers and experts of the same names, peft confuses the two
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if config.model_type == "qwen3_moe" else "all-linear"
-    add_lora(student, r=5, alpha=10.0, targets=targets)
-    return student
+# data, which are the same on every rank
 
 
 def batches(case: Case, step: int) -> list[MicroBatch]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from kit.parity_cases import LEARNING_RATE, SPEC, Case, batches, configurations, decoder
+from kit.parity_cases import LEARNING_RATE, SPEC, Case, batches
+from kit.parity_models import configurations, decoder
 from kit.toy_tokenizer import toy_tokenizer
 from torch import Tensor
 

@@ -8,6 +8,7 @@ loss is not enough, because it can be right while the gradient is wrong. `make t
 import pytest
 import torch
 from kit import slow
+from kit.causal_families import CAUSAL
 from kit.parity_cases import Case, Difference, compare
 from kit.shard_ranks import Failure, pool_of_meshes
 
@@ -29,9 +30,27 @@ def layout(schedule: str = "1f1b", **degrees: int) -> Layout:
 
 #: a layer of the first half and the last one, which are on the stages of the teacher's layers with 2 stages
 HIDDEN = (HiddenPair(0, 1, "mse", 0.3), HiddenPair(-1, -1, "cosine", 0.5))
+#: family → the layouts that it supports; fsdp+expert: the experts on two processes, all other weights as under fsdp
+LAYOUTS = {
+    "qwen3_5_text": "fsdp tensor pipeline",
+    "qwen3_next": "tensor pipeline fsdp+expert",
+    "nemotron_h": "fsdp tensor pipeline fsdp+expert",
+    "bamba": "fsdp pipeline",
+    "falcon_h1": "fsdp pipeline",
+    "lfm2_moe": "tensor pipeline fsdp+expert",
+    "jamba": "tensor pipeline fsdp+expert",
+    "kimi_linear": "tensor pipeline fsdp+expert",
+    "zamba2": "fsdp",  # layers that share weights
+    "gpt_oss": "fsdp pipeline fsdp+expert",
+    "llama4_text": "fsdp tensor pipeline",
+    "deepseek_v4": "fsdp fsdp+expert",
+    "gemma4_text": "fsdp",
+    "llava": "tensor",  # a language model beside a vision tower
+    "gpt2": "pipeline",  # an embedding of positions, and other names of the parts
+}
 #: at least one case of each layout and schedule
 QUICK = [
-    Case(layout(fsdp=2)),
+    Case(layout(fsdp=2), "qwen3_5_text"),
     Case(layout(replicate=2)),
     Case(layout(tensor=2)),
     Case(layout(context=2)),
@@ -54,10 +73,14 @@ QUICK = [
 #: Each pair of a layout and an option, such as a tied head (llama) or recomputed layers, occurs in at least one case;
 #: a case has several options where they can be combined.
 SLOW = [
-    # models in rows, and packed with masks
-    *(Case(layout(**{axis: 2}), "qwen3_5_text") for axis in ("fsdp", "tensor", "pipeline")),
-    *(Case(layout(**{axis: 2}), "gpt_oss") for axis in ("fsdp", "pipeline")),
-    *(Case(layout(**{axis: 2}), "nemotron_h") for axis in ("fsdp", "tensor")),
+    Case(layout(fsdp=2)),
+    # models in rows, packed with masks, and with layers of unlike kinds; test_refused_layouts has the other layouts
+    *(
+        Case(layout(**dict.fromkeys(axes.split("+"), 2)), family)
+        for family, layouts in LAYOUTS.items()
+        for axes in layouts.split()
+        if family in CAUSAL and (family, axes) != ("qwen3_5_text", "fsdp")
+    ),
     # one axis, and mixes of axes
     Case(layout(fsdp=4), "llama"),
     Case(layout(replicate=2, fsdp=2)),

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 from kit import slow
-from kit.parity_cases import LEARNING_RATE, ONE, Case, Side, alias, batches, configurations, decoder, mesh_of
+from kit.parity_cases import LEARNING_RATE, ONE, Case, Side, alias, batches, mesh_of
+from kit.parity_models import configurations, decoder
 from kit.shard_ranks import Rank, pool_of_meshes
 
 from stillhouse.data import MicroBatch, StepMicroBatches
@@ -64,7 +65,7 @@ def train(rank: Rank, announced: str) -> Result | None:
             side.engine.update(LEARNING_RATE)
     expected = dict(single.runner.named_parameters())
     result.weights = {
-        name: relative_difference(gathered_tensor(parameter), expected[alias(CASE, name)])
+        name: relative_difference(gathered_tensor(parameter), expected[alias(name, expected)])
         for name, parameter in sharded.runner.named_parameters()
     }
     return result

@@ -187,6 +187,11 @@ def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Shard the embedding and the head by vocabulary rows, if they are on this stage."""
     embedding, head = decoder.pretrained.get_input_embeddings(), decoder.head
     if embedding is not None:
+        if inner := [name for name, _ in embedding.named_children()]:
+            raise ValueError(
+                f"the embedding of model type '{decoder.config.model_type}' contains {', '.join(inner)}, which "
+                "cannot run on a part of the vocabulary: expected tensor=1"
+            )
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
     if not isinstance(head, Head):
         return
