@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 from kit import slow
+from kit.causal_families import build as build_causal
+from kit.layout_runs import distill
 from kit.run_logs import assert_same_run, evaluations, losses
 from kit.runs import contents, run, write_run, write_texts
 from kit.signal_hooks import kill_at
+from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.checkpoint.resume import candidates
 from stillhouse.config import load_config
 from stillhouse.config.read_config import dotted_values
 from stillhouse.output.folder import RunFolder
 
+MODEL = "model/model.safetensors"
 CASES = {
     "llama tied": ("llama", True, {}),
     "gpt2 with dropout": ("gpt2", True, {}),
@@ -36,16 +40,46 @@ QUICK = ("gpt2 with dropout",)
 def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, case: str) -> None:
     family, tied, settings = CASES[case]
     write_run(tmp_path, family=family, tied=tied, **{"train.steps": 20, "checkpoint.every": 4}, **settings)
-    undisturbed, killed = tmp_path / "out", tmp_path / "killed"
-    run("distill", tmp_path / "run.yaml")
-    again = [tmp_path / "run.yaml", f"out={killed}"]
+    assert_resumes(tmp_path)
+    if "data.eval" not in settings:
+        assert (tmp_path / "killed/tokens.json").read_bytes() == (tmp_path / "out/tokens.json").read_bytes()
+
+
+def write_rows_run(folder: Path, **settings: Any) -> None:
+    """Write a run whose student has linear attention, so that its documents lie in rows of their own."""
+    tokenizer = toy_tokenizer()
+    build_causal("qwen3_5_text", seed=1, vocab_size=len(tokenizer)).save_pretrained(folder / "student")
+    tokenizer.save_pretrained(folder / "student")
+    write_run(folder, **settings)
+
+
+@pytest.mark.slow
+def test_a_student_with_documents_in_rows_resumes_to_the_bit(tmp_path: Path) -> None:
+    write_rows_run(tmp_path, **{"train.steps": 20, "checkpoint.every": 4})
+    assert "documents of student: one per row" in assert_resumes(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_student_with_documents_in_rows_resumes_to_the_bit_under_fsdp(tmp_path: Path) -> None:
+    write_rows_run(tmp_path, **{"train.steps": 6, "checkpoint.every": 3, "data.eval": 0, "parallel.fsdp": 2})
+    distill(tmp_path, "out", 2)
+    resumed = distill(tmp_path, "resumed", 2, f"checkpoint.resume={tmp_path / 'out/checkpoints/step-00000003'}")
+    assert resumed.out.count("resuming from") == 1
+    assert (tmp_path / "resumed" / MODEL).read_bytes() == (tmp_path / "out" / MODEL).read_bytes()
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "out")[-3:]
+
+
+def assert_resumes(folder: Path) -> str:
+    """Run a configuration, run it again with a kill at step 10, and compare; return what the resumed run prints."""
+    undisturbed, killed = folder / "out", folder / "killed"
+    run("distill", folder / "run.yaml")
+    again = [folder / "run.yaml", f"out={killed}"]
     kill_at(10, killed, *again)
     resumed = run("distill", *again)
     assert f"resuming from {killed}/checkpoints/step-00000008\n" in resumed.out
     assert_same_run(killed, undisturbed)
     assert [row[0] for row in losses(killed)] == list(range(1, 21))
-    if "data.eval" not in settings:
-        assert (killed / "tokens.json").read_bytes() == (undisturbed / "tokens.json").read_bytes()
+    return resumed.out
 
 
 def killed_run(folder: Path) -> Path:
