@@ -15,7 +15,9 @@ from transformers.utils import logging
 from stillhouse.generation.generate import check_generation
 from stillhouse.models import Decoder
 from stillhouse.models.document_packing import MASKED, PACKED, ROWS
-from stillhouse.models.model_parts import parallel_plan
+from stillhouse.models.model_parts import is_of_experts
+from stillhouse.parallel.apply.expert_parallel import dispatched_experts
+from stillhouse.parallel.apply.tensor_parallel import tensor_plan
 from stillhouse.parallel.backbone_cut import is_cuttable
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
@@ -28,13 +30,15 @@ of a family can give another result: a hybrid whose layers all have attention ca
 the result for your models.
 
 - **documents**: how `data.packing: auto` keeps documents apart ([how](data.md)).
-- **tensor, pipeline**: whether transformers has a plan for the family, and whether its backbone can be cut into
-  stages. `fsdp` and `replicate` need no plan. Context parallelism needs packed documents.
+- **tensor**: whether transformers has a plan for the family that two processes can follow. **pipeline**: whether no
+  layer reads more than the layer before it has computed, so that layers can be on different processes. **expert**:
+  whether transformers' plan can distribute the experts; – if the family has none. A "no" is an error at the start of
+  a run, which names the cause. `fsdp` and `replicate` need no plan. Context parallelism needs packed documents.
 - **generation**: whether the engine in the job gives the log-probabilities of the forward pass. If it does not, a
   server has to write the completions of an on-policy run.
 
-| family | documents | tensor | pipeline | generation |
-| --- | --- | --- | --- | --- |
+| family | documents | tensor | pipeline | expert | generation |
+| --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -44,14 +48,25 @@ def row(model_type: str) -> str:
         decoder = Decoder(build(model_type))
     except ValueError as error:
         reason = str(error).partition(": ")[2].partition(" by up to ")[0]
-        return f"| `{model_type}` | refused: {reason} | | | |"
-    plans = ["yes" if parallel_plan(decoder.config, "tp") else "no", "yes" if is_cuttable(decoder.config) else "no"]
+        return f"| `{model_type}` | refused: {reason} | | | | |"
     try:
         check_generation(decoder, torch.device("cpu"))
         generation = "yes"
     except ValueError:
         generation = "by a server"
-    return f"| `{model_type}` | {_WAYS[decoder.packing.name]} | {' | '.join(plans)} | {generation} |"
+    return f"| `{model_type}` | {_WAYS[decoder.packing.name]} | {' | '.join(layouts(decoder))} | {generation} |"
+
+
+def layouts(decoder: Decoder) -> list[str]:
+    """Return the columns of the layouts that need more than FSDP does."""
+    try:
+        tensor_plan(decoder, 2)
+        tensor = "yes"
+    except ValueError:
+        tensor = "no"
+    has_experts = any(is_of_experts(name) for name, _ in decoder.named_modules())
+    expert = "yes" if dispatched_experts(decoder) else "no"
+    return [tensor, "yes" if is_cuttable(decoder.config) else "no", expert if has_experts else "–"]
 
 
 def main() -> None:

@@ -101,6 +101,12 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
             f"model type '{config.model_type}' chooses activations by their mean over all columns of a matrix "
             "(activation_sparsity_pattern), of which a tensor rank has a part: expected tensor=1"
         )
+    embedding = decoder.pretrained.get_input_embeddings()
+    if embedding is not None and (inner := [name for name, _ in embedding.named_children()]):
+        raise ValueError(
+            f"the embedding of model type '{config.model_type}' contains {', '.join(inner)}, which cannot run on a "
+            "part of the vocabulary: expected tensor=1"
+        )
     _require_planned_heads(decoder, plan)
     return plan
 
@@ -187,11 +193,6 @@ def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Shard the embedding and the head by vocabulary rows, if they are on this stage."""
     embedding, head = decoder.pretrained.get_input_embeddings(), decoder.head
     if embedding is not None:
-        if inner := [name for name, _ in embedding.named_children()]:
-            raise ValueError(
-                f"the embedding of model type '{decoder.config.model_type}' contains {', '.join(inner)}, which "
-                "cannot run on a part of the vocabulary: expected tensor=1"
-            )
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
     if not isinstance(head, Head):
         return
