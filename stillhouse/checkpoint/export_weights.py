@@ -21,7 +21,7 @@ from stillhouse.data import save_tokenizer
 from stillhouse.engine.state_folder import WEIGHT, read_full, stored_tensors
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, merged, save_lora
-from stillhouse.models.checkpoint_names import checkpoint_names
+from stillhouse.models.checkpoint_names import save_as, saved_names
 from stillhouse.models.pretrained import auto_class, load_causal_lm
 from stillhouse.parallel import Ranks
 
@@ -59,11 +59,12 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
         )
     model = full.pretrained
     model.generation_config = part.pretrained.generation_config
+    save_as(model, part.pretrained)
     if any(name.startswith(f"{WEIGHT}mtp.") for name in stored):
         from stillhouse.models.mtp import add_mtp, declared_depths  # requires a newer transformers than this module
 
         add_mtp(full, declared_depths(part.config), is_new=False)
-    keys = {checkpoint_names(full, name)[0]: f"{WEIGHT}{name}" for name in full.state_dict()}
+    keys = {saved: f"{WEIGHT}{name}" for name, saved in saved_names(full).items()}
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
         tensors = read_full(resume, [keys[name] for name in names])

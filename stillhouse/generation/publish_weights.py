@@ -32,7 +32,7 @@ from stillhouse.generation.published_folder import MANIFEST, VERSION_PREFIX, Man
 from stillhouse.hashing import file_hash
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, save_lora
-from stillhouse.models.checkpoint_names import checkpoint_names
+from stillhouse.models.checkpoint_names import save_as, saved_names
 from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel import DistributedStudent, gathered_tensor
 
@@ -95,7 +95,7 @@ def version_folder(folder: Path, version: int) -> Path:
 
 def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) -> None:
     full_decoder = _full_student(student)
-    names = {name: checkpoint_names(full_decoder, name)[0] for name in full_decoder.state_dict()}
+    names = saved_names(full_decoder)
     held = _held(student, names)
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
     _require_separable(full_decoder.pretrained, shapes)
@@ -156,7 +156,8 @@ def _full_student(student: DistributedStudent) -> Decoder:
         return part
     with torch.device("meta"):
         model = auto_class(part.config).from_config(part.config, trust_remote_code=False)
-        return Decoder(model, verify=False)
+    save_as(model, part.pretrained)
+    return Decoder(model, verify=False)
 
 
 def _held(student: DistributedStudent, names: Mapping[str, str]) -> dict[str, Tensor]:

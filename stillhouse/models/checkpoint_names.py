@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -34,6 +35,15 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
     return candidates
 
 
+def saved_names(decoder: Decoder) -> dict[str, str]:
+    """Return the names of a full decoder's tensors in its model, by their names in the decoder.
+
+    transformers saves the tensors under these names, after its conversions.
+    """
+    names = (name for name in decoder.state_dict() if not decoder.is_of_layer_loss(name))
+    return {name: checkpoint_names(decoder, name)[0] for name in names}
+
+
 class StoredNames:
     """The tensors of a folder's files under the names that they have in a model.
 
@@ -43,10 +53,11 @@ class StoredNames:
 
     def __init__(self, decoder: Decoder, stored: Iterable[str]):
         self._model = decoder.pretrained
-        conversions = get_model_conversion_mapping(self._model)
-        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-        self._converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-        names: dict[str, Any] = dict.fromkeys(map(base_name, self._model.state_dict()))
+        self._conversions = get_model_conversion_mapping(self._model)
+        renamings = [conversion for conversion in self._conversions if isinstance(conversion, WeightRenaming)]
+        self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
+        # transformers adds or removes the prefix of the backbone only for names with a value
+        names: dict[str, Any] = dict.fromkeys(map(base_name, self._model.state_dict()), True)
         self._stored: dict[str, str] = {}
         self._groups: dict[str, list[tuple[str, str]]] = {}  # by the first target's name: (stored name, pattern)
         for key in sorted(stored, key=dot_natural_key):
@@ -57,6 +68,10 @@ class StoredNames:
             target, pattern = rename_source_key(key, renamings, self._converters, prefix, names)
             if pattern is not None:
                 self._groups.setdefault(target, []).append((key, pattern))
+
+    def remember(self) -> None:
+        """Let transformers save the model under these names, as it does with a model that it has loaded itself."""
+        self._model._weight_conversions = [part for part in self._conversions if part.was_used()]
 
     def get(self, name: str) -> str | None:
         """Return the stored name of a model's tensor; None if no file has the tensor in this form."""
@@ -81,6 +96,12 @@ class StoredNames:
                     tensor: Any = tensors[name]
                     return tensor[0] if isinstance(tensor, list) else tensor
         return None
+
+
+def save_as(model: PreTrainedModel, loaded: PreTrainedModel) -> None:
+    """Let transformers save `model`, an empty copy of `loaded`, under the names of the files of `loaded`."""
+    if hasattr(loaded, "_weight_conversions"):  # not if its weights have been initialised
+        model._weight_conversions = loaded._weight_conversions
 
 
 def parts_of_stack(decoder: Decoder, name: str) -> list[str]:

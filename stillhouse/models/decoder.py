@@ -11,7 +11,7 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -91,9 +91,9 @@ class Decoder(nn.Module):
         embedding = model.get_input_embeddings().weight
         self.tied = linear.weight is embedding
         self.embedding_name = next(name for name, weight in self.named_parameters() if weight is embedding)
-        self.register_state_dict_post_hook(_drop_tied_weight)
-        self.register_load_state_dict_pre_hook(_find_tied_weight)
-        self.register_load_state_dict_post_hook(_tie_again)
+        self.register_state_dict_post_hook(_drop_shared)
+        self.register_load_state_dict_pre_hook(_find_shared)
+        self.register_load_state_dict_post_hook(_share_again)
         if verify:
             prove_decoder(self)
 
@@ -245,10 +245,21 @@ class Decoder(nn.Module):
         """Return the head's tensors outside a forward pass; only for an unsharded model."""
         return self._local_head.tensors()
 
-    def tie(self) -> None:
-        """Let a tied head share the embedding's weight again, after loading has separated the two weights."""
-        if self.tied:
-            self._local_head.linear.weight = self.pretrained.get_input_embeddings().weight
+    def shared_names(self) -> dict[str, str]:
+        """The names of parameters that the state dict has under another name, each with that name.
+
+        A tied head shares the embedding's weight. Some families share weights between layers (Zamba 2).
+        """
+        first: dict[int, str] = {}
+        named = self.named_parameters(remove_duplicate=False)
+        names = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+        return {name: other for name, other in names.items() if name != other}
+
+    def share(self, names: Mapping[str, str]) -> None:
+        """Share the parameters of `shared_names` again, after loading has separated them."""
+        for name, other in names.items():
+            module, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(module), leaf, self.get_parameter(other))
 
     @property
     def _local_head(self) -> Head:
@@ -355,21 +366,23 @@ def _with_parameters(lists: Iterable[nn.ModuleList]) -> list[nn.Module]:
     return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
 
 
-def _drop_tied_weight(decoder: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:
-    """Keep a tied weight in the state dict only as the embedding, so that a checkpoint contains it once."""
+def _drop_shared(decoder: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:
+    """Keep a shared weight in the state dict only once, so that a checkpoint contains it once."""
     assert isinstance(decoder, Decoder)
-    if decoder.tied:
-        state.pop(prefix + HEAD_WEIGHT, None)
+    for name in decoder.shared_names():
+        state.pop(prefix + name, None)
 
 
-def _find_tied_weight(decoder: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """When loading, use the embedding's weight for a tied head whose weight is missing."""
+def _find_shared(decoder: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """When loading, use a shared weight for all parameters that share it."""
     assert isinstance(decoder, Decoder)
-    if decoder.tied and prefix + decoder.embedding_name in state:
-        state.setdefault(prefix + HEAD_WEIGHT, state[prefix + decoder.embedding_name])
+    decoder.__dict__["_shared"] = decoder.shared_names()
+    for name, other in decoder.shared_names().items():
+        if prefix + other in state:
+            state.setdefault(prefix + name, state[prefix + other])
 
 
-def _tie_again(decoder: nn.Module, _: Any) -> None:
-    """Tie the head again, because `load_state_dict(assign=True)` gives it a parameter of its own."""
+def _share_again(decoder: nn.Module, _: Any) -> None:
+    """Share the weights again, because `load_state_dict(assign=True)` gives each name a parameter of its own."""
     assert isinstance(decoder, Decoder)
-    decoder.tie()
+    decoder.share(decoder.__dict__.pop("_shared"))

@@ -111,7 +111,9 @@ def read_weights(
     """
     files = _files(folder)
     names = StoredNames(decoder, files)
-    aliases = _aliases(decoder)
+    if not prefix and renamed is None:
+        names.remember()
+    shared = decoder.shared_names()
 
     def read(stored: str) -> Tensor:
         with (
@@ -123,7 +125,8 @@ def read_weights(
     for name, value in decoder.state_dict().items():
         if not name.startswith(prefix) or _is_initialised(decoder, name):
             continue
-        candidates = checkpoint_names(decoder, name)
+        of_all = [name, *(alias for alias, other in shared.items() if other == name)]
+        candidates = [candidate for alias in of_all for candidate in checkpoint_names(decoder, alias)]
         if renamed is not None:
             candidates = [renamed(candidate) for candidate in candidates]
         stored = next(filter(None, map(names.get, candidates)), None)
@@ -144,22 +147,11 @@ def read_weights(
                     f"{list(converted.shape)}: expected {list(value.shape)}"
                 )
             local(value).copy_(converted[*shard_slices(value)])
-        elif name not in aliases:
+        else:
             raise ValueError(
                 f"{folder} has no tensor '{candidates[0]}', and none from which transformers makes it: expected the "
                 "names of the model itself or those of its released checkpoints"
             )
-
-
-def _aliases(decoder: Decoder) -> set[str]:
-    """Return the names of tensors that share their memory with a tensor before them in the state dict."""
-    seen, aliases = set[int](), set[str]()
-    for name, value in decoder.state_dict().items():
-        address = local(value).data_ptr()
-        if value.numel() and address in seen:
-            aliases.add(name)
-        seen.add(address)
-    return aliases
 
 
 def _is_initialised(decoder: Decoder, name: str) -> bool:
@@ -204,15 +196,9 @@ def _read_rows(
 
 def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -> None:
     """Allocate the memory of a decoder on the meta device, and compute the values of its non-persistent buffers."""
-    shared: dict[int, list[str]] = {}
-    for name, parameter in decoder.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(parameter), []).append(name)
+    shared = decoder.shared_names()
     decoder.to_empty(device="cpu" if offload else device)
-    decoder.tie()
-    for first, *others in shared.values():  # layers can share weights (Zamba 2)
-        for name in others:
-            owner, _, leaf = name.rpartition(".")
-            setattr(decoder.get_submodule(owner), leaf, decoder.get_parameter(first))
+    decoder.share(shared)
     for module in decoder.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))

@@ -21,7 +21,7 @@ from stillhouse.display import escaped
 from stillhouse.generation.published_folder import OTHER_BYTES, PublishedFolder, published_folder
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
-from stillhouse.models.checkpoint_names import checkpoint_names, parts_of_stack
+from stillhouse.models.checkpoint_names import StoredNames, parts_of_stack, saved_names
 from stillhouse.models.model_checks import describe
 from stillhouse.serving.server.request_errors import ENDING, RequestError
 
@@ -81,9 +81,10 @@ class WeightUpdates:
         """Copy all submitted weights into the model. Called between two batches."""
         while self._waiting:
             tensors, version, done = self._waiting.popleft()
+            state = self._decoder.state_dict()
             with torch.no_grad():
-                for name, value in self._decoder.state_dict().items():
-                    value.copy_(tensors[name])
+                for name, tensor in tensors.items():
+                    state[name].copy_(tensor)
             self.version = version
             done.set_result(None)
 
@@ -125,23 +126,26 @@ class WeightUpdates:
                 raise ValueError(f"{shown}: '{escaped(name)}' has values that are NaN or infinite: expected a model")
 
     def _by_model_names(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors by their names in the model, which stacks the experts of a layer in one tensor."""
-        renamed = {}
-        for name, value in self._decoder.state_dict().items():
-            renamed[name] = self._tensor(name, len(value) if value.dim() else 1, stored)
-            assert renamed[name].shape == value.shape, name
-        return renamed
+        """The tensors by their names in the decoder, which may stack or join several of the stored ones."""
+        state, names = self._decoder.state_dict(), StoredNames(self._decoder, stored)
+        tensors = {}
+        for name, in_model in saved_names(self._decoder).items():
+            tensors[name] = self._tensor(in_model, len(state[name]) if state[name].dim() else 1, names, stored)
+            assert tensors[name].shape == state[name].shape, name
+        return tensors
 
-    def _tensor(self, name: str, experts: int, stored: dict[str, Tensor]) -> Tensor:
-        candidates = checkpoint_names(self._decoder, name)
-        for candidate in candidates:
-            if candidate in stored:
-                return stored[candidate]
-        parts = parts_of_stack(self._decoder, candidates[0])
-        # `pop` frees the experts' tensors, so that the host memory never has all experts twice
-        return torch.stack(
-            [torch.cat([stored.pop(part.replace("*", str(number))) for part in parts]) for number in range(experts)]
-        )
+    def _tensor(self, name: str, experts: int, names: StoredNames, stored: dict[str, Tensor]) -> Tensor:
+        if (key := names.get(name)) is not None:
+            return stored[key]
+        if parts := parts_of_stack(self._decoder, name):
+            of_experts = ([part.replace("*", str(number)) for part in parts] for number in range(experts))
+            # `pop` frees the experts' tensors, so that the host memory never has all experts twice
+            return torch.stack(
+                [torch.cat([stored.pop(names.get(part) or part) for part in expert]) for expert in of_experts]
+            )
+        converted = names.converted(name, stored.__getitem__)
+        assert converted is not None, name
+        return converted
 
 
 def _ending() -> RequestError:
@@ -150,10 +154,8 @@ def _ending() -> RequestError:
 
 def _expected(decoder: Decoder) -> dict[str, Tensor]:
     """Each tensor that transformers would save for the model, on the meta device."""
-    empty = {
-        checkpoint_names(decoder, name)[0]: torch.empty_like(value, device="meta")
-        for name, value in decoder.state_dict().items()
-    }
+    state = decoder.state_dict()
+    empty = {saved: torch.empty_like(state[name], device="meta") for name, saved in saved_names(decoder).items()}
     return dict(revert_weight_conversion(decoder.pretrained, empty))
 
 
