@@ -33,12 +33,13 @@ from torch import Tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
 
+from stillhouse.display import name_list
 from stillhouse.libraries import reading
 from stillhouse.models.document_packing import PackingError, packing_errors
 from stillhouse.models.dtensors import local
 from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating, in_mode, uses_flash_attention
 from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
-from stillhouse.models.model_parts import LogitRule
+from stillhouse.models.model_parts import LogitRule, layers_with_state
 from stillhouse.objective import OutputHead
 
 #: largest relative change of hidden states that must be equal in both passes, in every dtype
@@ -219,9 +220,11 @@ def _prove_separation(
             f"{before:.2%} with them)"
         )
     if not behind <= _UNCHANGED:
+        states = layers_with_state(model.config)
+        layers = f" and layers that mix tokens without attention ({name_list(states)})" if states else ""
         raise PackingError(
-            f"{describe(model)} with attention '{model.config._attn_implementation}' lets documents that share "
-            f"a row see each other (hidden states change by {behind:.2%} with the document before)"
+            f"{describe(model)} with attention '{model.config._attn_implementation}'{layers} lets documents that "
+            f"share a row see each other (hidden states change by {behind:.2%} with the document before)"
         )
 
 

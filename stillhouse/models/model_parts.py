@@ -21,6 +21,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 MATRIX_SIZES = (*HEADS, "intermediate_size")
 #: layer types whose attention windows begin at fixed columns of a row, not where a document begins
 _WINDOWS = {"chunked_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
+_STATES = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
 
 
 def text_config(config: PreTrainedConfig) -> Any:
@@ -76,6 +77,11 @@ def row_windows(config: PreTrainedConfig) -> list[str]:
     text = text_config(config)
     scaled = ["attn_temperature_tuning"] if getattr(text, "attn_temperature_tuning", None) else []
     return sorted(_WINDOWS & set(getattr(text, "layer_types", None) or ())) + scaled
+
+
+def layers_with_state(config: PreTrainedConfig) -> list[str]:
+    """Return the layer types that mix tokens without attention, by a state or a convolution."""
+    return sorted(_STATES & set(getattr(text_config(config), "layer_types", None) or ()))
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

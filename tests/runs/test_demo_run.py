@@ -1,4 +1,4 @@
-"""The demo with a quarter of its steps. `benchmarks/demo.py` runs all of them, with three seeds."""
+"""The demo with a tenth of its steps. `benchmarks/demo.py` runs all of them, with three seeds."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from stillhouse.tools.demo.demo import LABELS, OBJECTIVES, demo, table
 from stillhouse.tools.demo.student import TEACHER
 
-STEPS = 150
+STEPS = 60
 
 
 @pytest.mark.slow
