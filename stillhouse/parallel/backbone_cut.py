@@ -74,7 +74,8 @@ def require_cuttable(config: PreTrainedConfig) -> BackboneCut:
     errors: list[ValueError] = []
     for returns_tuple in (False, True):
         try:
-            return _cut(config, name, returns_tuple)
+            with torch.random.fork_rng(devices=[]):
+                return _cut(config, name, returns_tuple)
         except _DependenceError:
             raise
         except ValueError as error:
