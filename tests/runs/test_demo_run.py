@@ -21,7 +21,7 @@ def test_the_distilled_student_wins(tmp_path: Path) -> None:
     assert teacher["forward_kl"] == pytest.approx(0, abs=1e-6)
     assert teacher["agreement"] == 1
     assert teacher["cross_entropy"] < min(text_only["cross_entropy"], distilled["cross_entropy"])
-    assert distilled["cross_entropy"] < text_only["cross_entropy"] - 0.2
+    assert distilled["cross_entropy"] < text_only["cross_entropy"] - 0.1
     assert distilled["forward_kl"] < text_only["forward_kl"]
     assert text_only["tokens"] == distilled["tokens"] > 0
     assert teacher["parameters"] == AutoModelForCausalLM.from_pretrained(TEACHER).num_parameters()
