@@ -7,7 +7,7 @@ from kit import slow
 from kit.ranks import Ranks
 from kit.runs import run, write_run
 
-LAYOUTS = ["fsdp", *(slow(layout) for layout in ("tensor", "context", "pipeline"))]
+LAYOUTS = ["fsdp", *(slow(layout) for layout in ("tensor", "pipeline"))]
 
 
 @pytest.fixture(scope="session")

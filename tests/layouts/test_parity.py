@@ -103,7 +103,6 @@ SLOW = [
     ),
     # schedules beside another axis, which sums gradients or gathers weights within the schedule's parts
     Case(layout("1f1b_ahead", fsdp=2, pipeline=2), "llama", micro_batches=4),
-    Case(layout("1f1b_ahead", tensor=2, pipeline=2), "llama", micro_batches=4),
     Case(layout("1f1b_ahead", context=2, pipeline=2), micro_batches=4),
     Case(layout("1f1b_ahead", pipeline=2), "qwen3_moe", micro_batches=4, checkpointing=True),
     Case(layout("1f1b_ahead", pipeline=2), top_k=8),
@@ -121,7 +120,6 @@ SLOW = [
             {"fsdp": 4, "expert": 2, "replicate": 2},
             {"tensor": 2},
             {"fsdp": 3, "tensor": 2, "expert": 6},
-            {"fsdp": 2, "tensor": 2, "expert": 2},
         )
     ),
     Case(layout("zero_bubble", fsdp=2, pipeline=2, expert=2), "qwen3_moe", micro_batches=4),
@@ -159,7 +157,7 @@ SLOW = [
             ("qwen3", "teacher", {"tensor": 2}),
             ("qwen3", "base", {"context": 2}),
             ("qwen3", "base", {"replicate": 2}),
-            ("qwen3_moe", "teacher", {"fsdp": 2, "tensor": 2, "expert": 2}),
+            ("qwen3_moe", "teacher", {"fsdp": 2, "expert": 2}),
             ("qwen3_moe", "base", {"pipeline": 2}),
         )
     ),
@@ -175,11 +173,9 @@ SLOW = [
             ("llama", "heads", {"fsdp": 2}),
             ("llama", "teacher", {"tensor": 2}),
             ("qwen3", "heads", {"tensor": 2}),
-            ("llama", "student", {"tensor": 4}),
             ("llama", "student", {"pipeline": 2}),
             ("qwen3", "student", {"context": 4}),
             ("llama", "student", {"context": 2, "fsdp": 2}),
-            ("qwen3", "teacher", {"context": 2, "tensor": 2}),
             ("llama", "teacher", {"context": 2, "pipeline": 2}),
             ("qwen3_moe", "teacher", {"fsdp": 2}),
         )
@@ -199,7 +195,6 @@ SLOW = [
         for family, mtp, degrees in (
             ("llama", "", {"fsdp": 3}),
             ("qwen3", "teacher", {"replicate": 2}),
-            ("qwen3", "student", {"fsdp": 2, "tensor": 2}),
             ("qwen3", "teacher", {"tensor": 2, "pipeline": 2}),
             ("qwen3_moe", "", {"fsdp": 4, "expert": 2}),
         )
