@@ -13,7 +13,7 @@ name and then renamed, so that a reader never finds an incomplete version.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from stillhouse.data import save_tokenizer
 from stillhouse.generation.published_folder import MANIFEST, VERSION_PREFIX, Manifest
 from stillhouse.hashing import file_hash
+from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, save_lora
 from stillhouse.models.checkpoint_names import save_as, saved_names
@@ -64,7 +65,7 @@ def publish(
     removed, too: they were published before the run resumed from an earlier checkpoint, and will be published again.
 
     Raises ValueError if transformers converts this model's weights when it saves them and the conversion needs
-    several tensors at once. Raises OSError on all ranks if one rank cannot write.
+    several layers at once. Raises OSError on all ranks if one rank cannot write.
     """
     final = version_folder(folder, version)
     partial = final.with_name(final.name + _PARTIAL)
@@ -98,10 +99,7 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
     names = saved_names(full_decoder)
     held = _held(student, names)
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
-    _require_separable(full_decoder.pretrained, shapes)
-    buckets = list(
-        split_torch_state_dict_into_shards(shapes, max_shard_size=bucket_bytes).filename_to_tensors.values()
-    )
+    buckets = _buckets(full_decoder.pretrained, shapes, bucket_bytes)
     counts = student.ranks.gather(len(buckets) if _collects(student) else 0)
     rank = student.ranks.rank
     before, total = sum(counts[:rank]), sum(counts)
@@ -111,10 +109,10 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
         for number, bucket in enumerate(buckets, start=before + 1):
             file = SAFE_WEIGHTS_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
             tensors: dict[str, Tensor] = {}
-            for name in bucket:
-                tensor = _gather(held[name], student)
+            for group in bucket:
+                gathered = {name: _gather(held[name], student) for name in group}
                 if _collects(student):
-                    tensors |= _as_saved(full_decoder.pretrained, {name: tensor})
+                    tensors |= _as_saved(full_decoder.pretrained, gathered)
             # after a failure, a rank still takes part in the collectives; otherwise the other ranks would wait for it
             if _collects(student) and failure is None:
                 try:
@@ -189,14 +187,44 @@ def _as_saved(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, T
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
-def _require_separable(model: PreTrainedModel, shapes: dict[str, Tensor]) -> None:
-    together = {name: tensor.shape for name, tensor in _as_saved(model, shapes).items()}
-    one_by_one = [(k, v.shape) for name, shape in shapes.items() for k, v in _as_saved(model, {name: shape}).items()]
-    if len(one_by_one) != len(together) or dict(one_by_one) != together:
+def _buckets(model: PreTrainedModel, shapes: dict[str, Tensor], bucket_bytes: int) -> list[list[list[str]]]:
+    """Divide tensors into files. A file is a list of groups; transformers converts the tensors of a group together.
+
+    shapes: on the meta device. Most groups have one tensor. If transformers joins tensors of a layer when it saves,
+    such as the query, key and value matrices, the layer is a group. Raises ValueError if it joins several layers.
+    """
+    saved = {name: tensor.shape for name, tensor in _as_saved(model, shapes).items()}
+
+    def is_converted(names: Iterable[str]) -> bool:
+        """Whether transformers converts these tensors as it does among all tensors."""
+        try:
+            with reading("they are converted together with others"):
+                converted = _as_saved(model, {name: shapes[name] for name in names})
+        except ValueError:
+            return False
+        return all(saved.get(name) == tensor.shape for name, tensor in converted.items())
+
+    joined = {_layer(name) for name in shapes if not is_converted([name])}
+    groups: dict[str, list[str]] = {}
+    for name in shapes:
+        groups.setdefault(_layer(name) if _layer(name) in joined else name, []).append(name)
+    if not all(is_converted(names) for names in groups.values() if len(names) > 1):
         raise ValueError(
-            f"the weights of model type '{model.config.model_type}' cannot be published tensor by tensor: "
-            "transformers joins several of them when it saves; expected the engine transformers for this student"
+            f"the weights of model type '{model.config.model_type}' cannot be published layer by layer: transformers "
+            "joins several layers when it saves; expected the engine transformers for this student"
         )
+    sizes = {
+        group: torch.empty(sum(shapes[name].nbytes for name in names), dtype=torch.uint8, device="meta")
+        for group, names in groups.items()
+    }
+    files = split_torch_state_dict_into_shards(sizes, max_shard_size=bucket_bytes).filename_to_tensors.values()
+    return [[groups[group] for group in file] for file in files]
+
+
+def _layer(name: str) -> str:
+    """Return a tensor's name up to the first number, which is that of its layer."""
+    parts = name.split(".")
+    return ".".join(parts[: next((place for place, part in enumerate(parts, start=1) if part.isdecimal()), 0)])
 
 
 def _write_configuration(partial: Path, student: DistributedStudent, full_decoder: Decoder) -> None:

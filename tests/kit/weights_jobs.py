@@ -8,6 +8,8 @@ import torch
 from kit.loading_memory import growth
 from kit.shard_ranks import Rank
 
+from stillhouse.checkpoint.export_weights import save_from_checkpoint
+from stillhouse.engine.state_folder import WEIGHT, write_state
 from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.published_folder import Manifest, published_folder
 from stillhouse.models import Decoder
@@ -34,6 +36,22 @@ def publish_under(rank: Rank, job: tuple[Path, Path, Degrees, int, bool]) -> str
     source = ModelSource(partial(_student, model, lora), partial(_fill, model))
     runner = build_runner(Layout(degrees), mesh, source, None)
     return str(publish(runner, folder, 7, bucket_bytes=bucket_bytes))
+
+
+def export_under(rank: Rank, job: tuple[Path, Path, Degrees]) -> None:
+    """Write the student's state below a folder, export it from there, and publish the weights as version 7."""
+    model, folder, degrees = job
+    source = ModelSource(partial(_student, model, False), partial(_fill, model))
+    runner = build_runner(Layout(degrees), Mesh(degrees, CPU), source, None, prove=False)
+    resume, (part, *_) = folder / "resume", runner.decoders
+    with runner.ranks.all_raise(OSError):
+        if rank.number == 0:
+            resume.mkdir(parents=True)
+            (folder / "export").mkdir()
+    write_state(resume, {f"{WEIGHT}{name}": value for name, value in part.state_dict().items()}, runner.ranks)
+    if rank.number == 0:
+        save_from_checkpoint(folder / "export", part, resume)
+    publish(runner, folder / "weights", 7)
 
 
 def growth_under(rank: Rank, job: tuple[Path, Path, Path, Degrees, int]) -> float:

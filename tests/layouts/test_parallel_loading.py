@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import loading_memory, slow
-from kit.causal_families import CAUSAL, poisoned_memory
+from kit import loading_memory
 from kit.causal_families import build as build_causal
 from kit.families import SHAPE, build
 from kit.shard_ranks import Rank, RankPool, shared_pool
@@ -31,8 +30,6 @@ IDS = torch.arange(3, 40)[None]
 
 
 FAMILIES = ("llama", "qwen3", "gemma3", "mistral", "phi3", "granite", "cohere", "gpt2", "qwen3_moe")
-#: without a class for their configuration, or changed by transformers when it loads them
-NOT_FILLED = ("emu3", "mllama", "youtu")
 #: families whose buffers are set by the model around a module, or by a model within another one
 WITH_BUFFERS = ("falcon_h1", "gemma3n_text", "gemma4_text", "glm4_moe_lite", "qwen3_5_text")
 
@@ -92,34 +89,6 @@ def test_stages_follow_one_another(tmp_path: Path, tied: bool) -> None:
         stage.eval()
     hidden = first(IDS)
     assert torch.equal(second(None, inputs_embeds=hidden), Decoder.from_pretrained(tmp_path)(IDS))
-
-
-#: families whose files have other names than the model: experts one by one, blocks that layers share, a head under
-#: an earlier name, fused projections, a wrapper for images
-CONVERTED = ("mixtral", "zamba2", "gpt_neox", "lfm3", "nemotron_h", "olmo_hybrid", "mistral3", "kimi_linear")
-
-
-#: families with boolean masks as buffers
-MASKS = ("gpt_neo", "gpt_bigcode")
-
-
-@pytest.mark.parametrize(
-    "family", [*CONVERTED, *MASKS, *(slow(family) for family in CAUSAL if family not in NOT_FILLED)]
-)
-def test_files_with_the_names_of_a_release_are_read(tmp_path: Path, family: str) -> None:
-    """transformers saves a model with the names of its first release, and converts them when it loads the files."""
-    build_causal(family).save_pretrained(tmp_path)
-    filled, loaded = empty_decoder(tmp_path), Decoder.from_pretrained(tmp_path, dtype="float32", verify=False)
-    with poisoned_memory():
-        load_weights(filled, tmp_path, torch.device("cpu"))
-    expected = loaded.state_dict()
-    assert filled.state_dict().keys() == expected.keys()
-    for name, tensor in filled.state_dict().items():
-        assert torch.equal(tensor, expected[name]), name
-    buffers = dict(loaded.named_buffers())
-    assert [name for name, _ in filled.named_buffers()] == list(buffers)
-    for name, buffer in filled.named_buffers():
-        assert torch.equal(buffer, buffers[name]), name
 
 
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:

@@ -65,7 +65,11 @@ class WeightUpdates:
                 )
             stored = self._tensors(published)
         self._compare(shown, stored)
-        return self._by_model_names(stored)
+        tensors, buffers = self._by_model_names(stored), {name for name, _ in self._decoder.named_buffers()}
+        for name, tensor in tensors.items():
+            if bool((tensor.isnan() if name in buffers else ~tensor.isfinite()).any()):  # buffers can be limits
+                raise ValueError(f"{shown}: '{name}' has values that are NaN or infinite: expected a model")
+        return tensors
 
     def submit(self, tensors: Mapping[str, Tensor], version: str) -> "Future[None]":
         """Request new weights. The future is done when they are in use. version: the label of the new weights."""
@@ -122,8 +126,6 @@ class WeightUpdates:
                     f"{shown} does not fit {self._model}: '{escaped(name)}' is {there} there and {here} in the "
                     "server; expected the same model with the same dtype (--dtype)"
                 )
-            if not bool(stored[name].isfinite().all()):
-                raise ValueError(f"{shown}: '{escaped(name)}' has values that are NaN or infinite: expected a model")
 
     def _by_model_names(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors by their names in the decoder, which may stack or join several of the stored ones."""
