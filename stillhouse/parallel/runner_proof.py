@@ -153,12 +153,28 @@ def _run_passes(
             continue
         forward = ProbeForward(runner, side.signals)
         try:
+            if packing in WITH_ARGUMENTS and runner.layout.stages > 1:
+                _run_first_stage(runner, side)
             with _raised(runner, side.name), packing_errors(side.decoders[0].pretrained, packing):
                 passes = forward.probe, run_probe(forward, forward.probe, forward.device)
         except PackingError as error:
             side.refuse(error)
             return None
     return passes
+
+
+@torch.no_grad()
+def _run_first_stage(runner: Runner, side: _Side) -> None:
+    """Run the first stage of a model alone, because the other stages would wait for a stage that refuses arguments.
+
+    Raises PackingError on all processes if it refuses them.
+    """
+    decoder = side.decoders[0]
+    micro_batch = ProbeForward(runner, side.signals).micro_batch()
+    with _raised(runner, side.name), packing_errors(decoder.pretrained, decoder.packing.name):
+        if 0 in runner.pairs:
+            with evaluating(decoder), autocast(runner.device, _precision(runner)):
+                decoder(micro_batch.input_ids_BS, micro_batch.position_ids_BS, head=False)
 
 
 def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:

@@ -58,13 +58,14 @@ def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTr
         )
     if family in CAUSAL and family not in (*FAMILIES, "qwen3"):
         small = tiny_config(family)
+        for dropout in {"resid_pdrop", "attn_pdrop", "embd_pdrop"} & vars(small).keys():
+            setattr(small, dropout, 0.0)
         return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=4, head_dim=16)
     if family != "qwen3":
         other = [build(family).config, build(family).config]
         for config in other:
             # dropout draws other numbers on every layout, and no tensor-parallel plan has a norm over all heads
-            config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.0
-            config.use_qk_norm = False
+            config.resid_pdrop, config.use_qk_norm = 0.0, False
         return other[0], other[1]
     layers = depth or 4
     small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False)

@@ -46,7 +46,7 @@ LAYOUTS = {
     "deepseek_v4": "fsdp fsdp+expert",
     "gemma4_text": "fsdp",
     "llava": "tensor",  # a language model beside a vision tower
-    "gpt2": "pipeline",  # an embedding of positions, and other names of the parts
+    "openai-gpt": "pipeline",  # an embedding of positions, other names of parts, no masks
 }
 #: at least one case of each layout and schedule
 QUICK = [
