@@ -244,7 +244,9 @@ class _Stage(nn.Module):
         result = self.pair(step.inputs[index], *hidden, run_teacher=step.prefetched is None)
         if not self.is_last:
             step.results[self.number, index] = replace(result, output=None, teacher_BSE=None)
-            return (result.output,) if result.teacher_BSE is None else (result.output, result.teacher_BSE)
+            passed = (result.output,) if result.teacher_BSE is None else (result.output, result.teacher_BSE)
+            # a stage whose next stage is on the same rank detaches them in place, which a view does not allow (ZBV)
+            return tuple(hidden if hidden._base is None else hidden.clone() for hidden in passed)
         step.results[self.number, index] = replace(result, teacher_BSE=None)
         if not torch.is_grad_enabled():
             return ()

@@ -144,6 +144,8 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     for name, parameter in sides[1].runner.named_parameters():
         reference = expected[alias(name, expected)]
         elements = is_exact[alias(name, expected)]
+        if not elements.any():
+            continue
         difference.weights[name] = relative_difference(gathered_tensor(parameter)[elements], reference[elements])
     return difference
 

@@ -108,6 +108,7 @@ SLOW = [
     Case(layout("1f1b_ahead", pipeline=2), top_k=8),
     Case(layout("1f1b_ahead", pipeline=2), micro_batches=4, lora="teacher"),
     Case(layout("zbv", fsdp=2, pipeline=2), micro_batches=4),
+    Case(layout("zbv", pipeline=2), "nemotron_h", micro_batches=4),  # in rows
     Case(layout("zero_bubble", tensor=2, pipeline=2), "llama", micro_batches=4),
     # parameters between sharded matrices, whose gradients are summed beside each other axis
     Case(layout(pipeline=2, tensor=2), "apertus"),
