@@ -13,9 +13,11 @@ from kit.causal_families import CAUSAL, LEFT_OUT, build
 from transformers.utils import logging
 
 from stillhouse.generation.generate import check_generation
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, add_lora, initialize_lora, prove_decoder
+from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import MASKED, PACKED, ROWS
 from stillhouse.models.model_parts import is_of_experts
+from stillhouse.models.mtp import add_mtp
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.parallel.apply.tensor_parallel import tensor_plan
 from stillhouse.parallel.backbone_cut import is_cuttable
@@ -34,11 +36,14 @@ the result for your models.
   layer reads more than the layer before it has computed, so that layers can be on different processes. **expert**:
   whether transformers' plan can distribute the experts; – if the family has none. A "no" is an error at the start of
   a run, which names the cause. `fsdp` and `replicate` need no plan. Context parallelism needs packed documents.
+- **LoRA**: whether an adapter of all linear layers (`student.adapter`) trains; named are layers whose weights the
+  family reads without calling them, or that only select tokens. For the others, name the layers in
+  `student.adapter.targets`. **MTP**: whether new layers for multi-token prediction (`student.mtp`) can be added.
 - **generation**: whether the engine in the job gives the log-probabilities of the forward pass. If it does not, a
   server has to write the completions of an on-policy run.
 
-| family | documents | tensor | pipeline | expert | generation |
-| --- | --- | --- | --- | --- | --- |
+| family | documents | tensor | pipeline | expert | LoRA | MTP | generation |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -48,13 +53,14 @@ def row(model_type: str) -> str:
         decoder = Decoder(build(model_type))
     except ValueError as error:
         reason = str(error).partition(": ")[2].partition(" by up to ")[0]
-        return f"| `{model_type}` | refused: {reason} | | | | |"
+        return f"| `{model_type}` | refused: {reason} | | | | | | |"
     try:
         check_generation(decoder, torch.device("cpu"))
         generation = "yes"
     except ValueError:
         generation = "by a server"
-    return f"| `{model_type}` | {_WAYS[decoder.packing.name]} | {' | '.join(layouts(decoder))} | {generation} |"
+    columns = [_WAYS[decoder.packing.name], *layouts(decoder), adapter(model_type), mtp(model_type), generation]
+    return f"| `{model_type}` | {' | '.join(columns)} |"
 
 
 def layouts(decoder: Decoder) -> list[str]:
@@ -67,6 +73,36 @@ def layouts(decoder: Decoder) -> list[str]:
     has_experts = any(is_of_experts(name) for name, _ in decoder.named_modules())
     expert = "yes" if dispatched_experts(decoder) else "no"
     return [tensor, "yes" if is_cuttable(decoder.config) else "no", expert if has_experts else "–"]
+
+
+def adapter(model_type: str) -> str:
+    """Return whether all matrices of an adapter in the language model's layers have a gradient."""
+    decoder = Decoder(build(model_type), verify=False)
+    try:
+        add_lora(decoder, r=2, alpha=4.0)
+    except ValueError:
+        return "no"
+    initialize_lora(decoder, seed=1, fresh=False)
+    decoder(torch.arange(3, 20)[None]).square().mean().backward()
+    matrices = [named for layer in decoder.layers() for named in layer.named_parameters() if is_lora(named[0])]
+    unused = {_last_word(name.partition(".lora_")[0]) for name, matrix in matrices if matrix.grad is None}
+    return f"all but {', '.join(sorted(unused))}" if unused else "yes"
+
+
+def _last_word(name: str) -> str:
+    return next(part for part in reversed(name.split(".")) if not part.isdigit())
+
+
+def mtp(model_type: str) -> str:
+    decoder = Decoder(build(model_type), verify=False)
+    try:
+        add_mtp(decoder, 1, is_new=True)
+        assert decoder.mtp is not None
+        decoder.mtp.initialize(decoder.pretrained, seed=1)
+        prove_decoder(decoder)
+    except ValueError:
+        return "no"
+    return "yes"
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from stillhouse.libraries import reading
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.dtensors import name_seed, set_from_global
 from stillhouse.models.lora import Lora
@@ -158,7 +159,7 @@ def _target_names(model: PreTrainedModel, targets: str | list[str]) -> list[str]
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     modules = dict(model.named_modules())
-    linear = [name for name, module in modules.items() if isinstance(module, _LINEAR) and module is not head]
+    linear = [name for name, module in modules.items() if _is_linear(module) and module is not head]
     if targets == ALL_LINEAR:
         return linear
     names: dict[str, None] = {}
@@ -181,6 +182,23 @@ def _target_names(model: PreTrainedModel, targets: str | list[str]) -> list[str]
                 raise ValueError(f"'{target}' is a {type(modules[name]).__name__} ('{name}'): expected linear layers")
         names |= dict.fromkeys(selected)
     return list(names)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies its input by its weight. Some subclasses of nn.Linear do something else: a router
+    (Llama 4), or a product by groups (DeepSeek-V4).
+    """
+    if not isinstance(module, _LINEAR):
+        return False
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    row_1D = torch.empty(1, module.in_features, dtype=module.weight.dtype, device="meta")
+    try:
+        with reading("a linear layer"):
+            output = copy.deepcopy(module).to("meta")(row_1D)
+    except ValueError:
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
 
 
 def _shortened(names: list[str], model: PreTrainedModel) -> list[str]:

@@ -125,9 +125,10 @@ def prove_decoder(decoder: Any) -> None:
     probe = ProbeDocuments.of(decoder.vocabulary_rows, depths=depths)
 
     def forward(ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
-        mtp = {} if decoder.mtp is None else {"mtp_input_ids": ids_BS}
-        hidden = decoder(ids_BS, position_ids_BS, processor=_returned, **mtp)
-        return hidden if decoder.mtp is not None else (hidden,)
+        if decoder.mtp is None:
+            return (decoder(ids_BS, position_ids_BS, processor=_returned),)
+        with reading(f"{describe(model)} cannot run layers for multi-token prediction", passes=ProofError):
+            return decoder(ids_BS, position_ids_BS, processor=_returned, mtp_input_ids=ids_BS)
 
     dtype = autocast_dtype(model)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.causal_families import build as build_causal
 from kit.families import FAMILIES, build
 from kit.shard_ranks import Rank, shared_pool
 from kit.teacher_gradients import named_gradients
@@ -157,6 +158,16 @@ def test_names_that_peft_takes_for_experts_are_refused() -> None:
     decoder = Decoder(AutoModelForCausalLM.from_config(config), verify=False)
     with pytest.raises(ValueError, match="peft does not put a LoRA on the layers that were asked for"):
         add_lora(decoder)
+
+
+@pytest.mark.parametrize(("family", "module"), [("llama4", "router"), ("deepseek_v4", "o_a_proj")])
+def test_modules_that_do_more_than_a_product_have_no_lora(family: str, module: str) -> None:
+    decoder = Decoder(build_causal(family), verify=False)
+    with pytest.raises(ValueError, match=f"'{module}' is a .*: expected linear layers"):
+        add_lora(decoder, targets=[module])
+    add_lora(decoder)
+    assert not any(f".{module}." in name for name, _ in decoder.named_parameters() if is_lora(name))
+    assert bool(decoder(IDS).isfinite().all())
 
 
 def test_a_name_is_the_files_without_the_adapter() -> None:

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.causal_families import build as build_causal
 from kit.families import build
 from kit.mtp_cases import MAKERS, documents, labels_of, make, packed, positions
 from transformers import AutoModelForCausalLM
 
-from stillhouse.models import Decoder
-from stillhouse.models.mtp import MultiTokenDecoder
+from stillhouse.models import Decoder, prove_decoder
+from stillhouse.models.mtp import MultiTokenDecoder, add_mtp
 from stillhouse.models.processor_targets import Targets
 from stillhouse.models.processors import cross_entropy
 
@@ -67,3 +68,16 @@ def test_refusals(tmp_path: Path) -> None:
     main.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"lacks weights of its 1 further depths: expected model\.layers\.2\.\*"):
         MultiTokenDecoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "what"), [("jamba", "cannot have"), ("zamba", "cannot have"), ("hy_v4", "cannot run")]
+)
+def test_an_error_of_transformers_names_the_model(family: str, what: str) -> None:
+    """Its layers for multi-token prediction cannot be built, or cannot run."""
+    decoder = Decoder(build_causal(family), verify=False)
+    with pytest.raises(ValueError, match=rf"model type '{family}'\) {what} layers for multi-token prediction: "):
+        add_mtp(decoder, 1, is_new=True)
+        assert decoder.mtp is not None
+        decoder.mtp.initialize(decoder.pretrained, 3)
+        prove_decoder(decoder)

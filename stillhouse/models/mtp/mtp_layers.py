@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from stillhouse.libraries import reading
 from stillhouse.models.dtensors import name_seed, set_from_global
-from stillhouse.models.model_checks import describe, prefixed
+from stillhouse.models.model_checks import describe
 from stillhouse.models.model_parts import declares_mtp, mtp_prefixes, text_config
 
 
@@ -112,8 +113,9 @@ def new_layers(model: PreTrainedModel, depths: int, *, is_new: bool) -> MtpLayer
     if depths < 1 or (kinds is not None and len(kinds) != depths):
         expected = "1 or more" if kinds is None else f"{len(kinds)}, as its configuration lists their types"
         raise ValueError(f"{depths} further depths of a {describe(model)}: expected {expected}")
-    _declare(config, depths)
-    with torch.device("meta"), torch.random.fork_rng(devices=[]), prefixed(describe(model)):
+    unable = f"{describe(model)} cannot have layers for multi-token prediction"
+    with torch.device("meta"), torch.random.fork_rng(devices=[]), reading(unable):
+        _declare(config, depths)
         mtp = MtpModel(model, depths)
     if mtp.embed_tokens is not model.get_input_embeddings():
         raise ValueError(f"{describe(model)} has a separate embedding for its further depths: expected a shared one")
