@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -128,6 +129,21 @@ def auto_class(config: PreTrainedConfig) -> Any:
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if images and not causal else AutoModelForCausalLM
+
+
+def keep_in_float32(model: PreTrainedModel) -> None:
+    """Convert the tensors that transformers keeps in float32 when it loads a model in a half-precision dtype.
+
+    model: constructed in the dtype, on the meta device. The tensors are corrections of a router's scores, attention
+    sinks and others that a half-precision dtype would round too much.
+    """
+    dtype = model.dtype
+    kept = {*(model._keep_in_fp32_modules_strict or ())} if dtype in (torch.float16, torch.bfloat16) else set()
+    kept |= {*(model._keep_in_fp32_modules or ())} if dtype == torch.float16 else set()
+    pattern = build_glob_alternation(sorted(kept))[0] if kept else None
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if pattern is not None and tensor.dtype == dtype and pattern.search(name):
+            tensor.data = tensor.data.float()
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:

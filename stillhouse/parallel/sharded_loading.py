@@ -24,7 +24,7 @@ from stillhouse.models.adapter import is_lora
 from stillhouse.models.checkpoint_names import StoredNames, checkpoint_names, is_mtp, parts_of_stack
 from stillhouse.models.document_packing import AUTO
 from stillhouse.models.dtensors import local, shard_slices
-from stillhouse.models.pretrained import auto_class, parse_dtype, require_safe_files
+from stillhouse.models.pretrained import auto_class, keep_in_float32, parse_dtype, require_safe_files
 from stillhouse.models.unsaved_buffers import initialize_buffers
 
 
@@ -77,6 +77,7 @@ def empty_decoder(
             attn_implementation=attention,
             trust_remote_code=False,
         )
+        keep_in_float32(model)
     if os.path.isfile(os.path.join(folder, GENERATION_CONFIG_NAME)):  # the file is optional
         with reading(f"{folder}: its {GENERATION_CONFIG_NAME} cannot be read"):
             model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -81,11 +81,12 @@ def require_readable(folder: Path, student: Decoder) -> None:
 def test_weights_are_read_and_written_as_by_transformers(tmp_path: Path, family: str, whole: bool) -> None:
     model, export = tmp_path / "model", tmp_path / "export"
     build(family, whole=whole).save_pretrained(model)
-    loaded, sharded = Decoder.from_pretrained(model, dtype="float32", verify=False), empty_decoder(model)
-    with poisoned_memory():
-        load_weights(sharded, model, CPU)
-    require_same(sharded.state_dict(), loaded.state_dict())
-    require_same(dict(sharded.named_buffers()), dict(loaded.named_buffers()))
+    for dtype in ("bfloat16", "float32"):
+        loaded, sharded = Decoder.from_pretrained(model, dtype=dtype, verify=False), empty_decoder(model, dtype=dtype)
+        with poisoned_memory():
+            load_weights(sharded, model, CPU)
+        require_same(sharded.state_dict(), loaded.state_dict())
+        require_same(dict(sharded.named_buffers()), dict(loaded.named_buffers()))
 
     loaded.save_pretrained(export)
     if not whole:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from stillhouse.models import Decoder
 from stillhouse.models.model_parts import LogitRule
 from stillhouse.objective import TEACHER
-from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, empty_decoder
 from stillhouse.parallel.pair import IN_STAGE
 from stillhouse.parallel.runner_proof import ProbeForward
 
@@ -85,3 +86,20 @@ def test_the_proof_finds_how_models_compute(case: Pair) -> None:
             assert packing == expected
             assert has_rule == (family == "cohere")
             assert error < 1e-6
+
+
+def refused(_: Rank, folder: str) -> str:
+    """A job: the error of a student in bfloat16 under fsdp."""
+    source = ModelSource(partial(empty_decoder, folder, dtype="bfloat16"))
+    try:
+        build_runner(Layout(FSDP), mesh_of(FSDP), source, None, prove=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_layer_that_trains_several_dtypes_is_refused(tmp_path: Path) -> None:
+    build("deepseek_v4").save_pretrained(tmp_path)
+    for error in shared_pool(2).call(refused, str(tmp_path)):
+        assert "'ffn_hc.scale' in float32" in error
+        assert "FSDP trains one dtype per layer; expected dtype float32" in error

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
+from stillhouse.models.model_checks import describe
 
 
 def apply_fsdp(
@@ -47,6 +48,7 @@ def apply_fsdp(
         assert expert_mesh is not None
         inner(module, mesh=expert_mesh, shard_placement_fn=partial(_expert_placement, expert_mesh))
     for layers in _by_shared_weights([*decoder.blocks(), *decoder.mtp_layers()]):
+        _require_one_dtype(decoder, layers)
         inner(layers if len(layers) > 1 else layers[0], mesh=mesh)
     for module in (module for loss in decoder.layer_losses.values() for module in loss.with_weights()):
         # a separate FSDP group for each module: the weights may be float32, and a group must have one dtype
@@ -65,6 +67,22 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _require_one_dtype(decoder: Decoder, layers: Sequence[nn.Module]) -> None:
+    """Raise ValueError if layers of one FSDP group train weights of several dtypes, which FSDP cannot do."""
+    trained = {
+        parameter.dtype: name
+        for layer in layers
+        for name, parameter in layer.named_parameters()
+        if parameter.requires_grad
+    }
+    if len(trained) > 1:
+        names = ", ".join(f"'{name}' in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
+        raise ValueError(
+            f"{describe(decoder.pretrained)} has weights of several dtypes in a layer ({names}): transformers keeps "
+            "some of them in float32, and FSDP trains one dtype per layer; expected dtype float32"
+        )
 
 
 def _by_shared_weights(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
