@@ -1,10 +1,15 @@
 """A run with two teachers of different widths, and texts of which each is the subject of one of them."""
 
 from pathlib import Path
+from typing import Any
 
-from kit.runs import save_model, write_records, write_run
+from kit.runs import save_model, session_of, write_records, write_run
 
+from stillhouse.run.session import Session
+
+LOSS = {"objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)", "data.eval": 0.0}
 SUBJECTS = ("math", "code")
+PREFIXES = {"math": "You know the answer: {answer}. ", "code": "{answer}! "}
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
@@ -23,3 +28,17 @@ def write_subject_teachers(folder: Path, *, tied: bool | None = None) -> Path:
     save_model(folder / "math", "qwen3", seed=5)
     save_model(folder / "code", "llama", seed=6, tied=False)
     return folder
+
+
+def named(folder: Path, math: dict[str, Any] | None = None, code: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The settings of both teachers; None leaves one out."""
+    by_teacher = {"math": math, "code": code}
+    return {
+        f"teachers.{name}": {"model": str(folder / name), **keys} if not {"url", "student"} & keys.keys() else keys
+        for name, keys in by_teacher.items()
+        if keys is not None
+    }
+
+
+def session_with(folder: Path, **settings: Any) -> Session:
+    return session_of(folder, cached=True, **LOSS, **settings)
