@@ -116,7 +116,7 @@ REFUSED = {
     "parallel.offload=true": "parallel.offload: got true on a CPU",
     "teacher.parallel.tensor=4": "teacher.parallel: tensor 4 needs 4 processes, but torchrun started 2",
     "parallel.expert=3": "parallel.expert: got 3, with fsdp × context × tensor = 2 and tensor = 1",
-    "parallel.expert=2": "parallel: expert=2 for models without experts"
+    "parallel.expert=2": "expert=2 for model type 'llama' and 'qwen3', which has no experts"
     if is_supported("expert parallelism")
     else f"expert parallelism needs {' '.join(FEATURES['expert parallelism'][:2])} or later",
     "objective.router_aux_loss=1.0": "objective.router_aux_loss: model type 'llama' has no routers",
