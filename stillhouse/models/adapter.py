@@ -44,14 +44,15 @@ def add_lora(
     The matrices A and B are uninitialised until `initialize_lora`. Their dtype is float32, or the dtype of the
     layer's weight if that dtype is wider.
 
-    targets: `ALL_LINEAR` (all linear layers except the head), or the last parts of module names. base, revision: the
-    name and revision of the base model for the adapter's files; base=None: the name from which the model was loaded.
+    targets: `ALL_LINEAR` (all linear layers of the language model except the head), or the last parts of module
+    names. base, revision: the name and revision of the base model for the adapter's files; base=None: the name from
+    which the model was loaded.
     Raises ValueError for targets that cannot have an adapter.
     """
     from peft import LoraConfig
 
     model = decoder.pretrained
-    names = _target_names(model, targets)
+    names = _target_names(decoder, targets)
     config = LoraConfig(
         r=r,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
@@ -151,17 +152,19 @@ def merged(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTrained
         return PeftModel.from_pretrained(model, os.fspath(folder), torch_device="cpu").merge_and_unload()
 
 
-def _target_names(model: PreTrainedModel, targets: str | list[str]) -> list[str]:
+def _target_names(decoder: Decoder, targets: str | list[str]) -> list[str]:
     """Return the full names of the linear layers that `targets` select.
 
     Raises ValueError for a target that selects no module, or a module that is the head, the input embedding or not
     linear.
     """
+    model = decoder.pretrained
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if _is_linear(module) and module is not head]
     if targets == ALL_LINEAR:
-        return linear
+        of_language_model = set(decoder.language_model.modules())  # a vision tower has no gradient without images
+        return [name for name in linear if modules[name] in of_language_model]
     names: dict[str, None] = {}
     for target in [targets] if isinstance(targets, str) else targets:
         selected = [name for name in modules if f".{name}".endswith(f".{target}")]

@@ -171,6 +171,15 @@ def test_modules_that_do_more_than_a_product_have_no_lora(family: str, module: s
     assert bool(decoder(IDS).isfinite().all())
 
 
+def test_a_vision_tower_has_no_lora() -> None:
+    """Without images, its matrices would have no gradient."""
+    decoder = Decoder(build_causal("llava"), verify=False)
+    add_lora(decoder)
+    names = [name for name, _ in decoder.named_parameters() if is_lora(name)]
+    assert names
+    assert all(name.startswith("backbone.language_model.") for name in names)
+
+
 def test_a_name_is_the_files_without_the_adapter() -> None:
     decoder = adapted()
     names = {base_name(name) for name, _ in decoder.named_parameters() if not is_lora(name)}

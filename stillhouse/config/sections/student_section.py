@@ -19,8 +19,8 @@ class AdapterConfig(Section):
     alpha: float = Field(default=32.0, gt=0)
     """LoRA scale: the adapter's output is multiplied by alpha / r."""
     targets: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
-    """The layers that get an adapter. all-linear: every linear layer except the head; or a list of name endings, such
-    as [q_proj, v_proj]. Head and embedding cannot have an adapter."""
+    """The layers that get an adapter. all-linear: every linear layer of the language model except the head; or a list
+    of name endings, such as [q_proj, v_proj]. Head and embedding cannot have an adapter."""
     dropout: Share = 0.0
     """Dropout probability of the adapter's input during training."""
 
