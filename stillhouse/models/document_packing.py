@@ -41,7 +41,7 @@ _LENGTH_NAMES = {
     CU_SEQLENS: (*_LENGTHS, "cu_seqlens"),
 }
 #: module → the package with kernels of layers that mix tokens without attention
-_KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 #: the ways with arguments that a model may not accept
 WITH_ARGUMENTS = (MASKED, *_LENGTH_NAMES)
 _IN_ONE_ROW = (PACKED, *WITH_ARGUMENTS)
@@ -143,9 +143,9 @@ def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> 
             return PackingError(str(error))
         if masks is None:
             return PackingError(f"transformers builds no attention masks for {describe(model)}")
-    if packing in _LENGTH_NAMES and not any(find_spec(module) for module in _KERNELS):
+    if packing in _LENGTH_NAMES and not any(find_spec(module) for module in KERNELS):
         return KernelError(
-            f"none of {name_list(_KERNELS.values())} is installed, whose kernels separate documents by their lengths"
+            f"none of {name_list(KERNELS.values())} is installed, whose kernels separate documents by their lengths"
         )
     return None
 

@@ -21,6 +21,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 MATRIX_SIZES = (*HEADS, "intermediate_size")
 #: layer types whose attention windows begin at fixed columns of a row, not where a document begins
 _WINDOWS = {"chunked_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
+#: layer types that mix tokens by a state or a convolution
 _STATES = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
 
 

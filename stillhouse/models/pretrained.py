@@ -104,9 +104,8 @@ def load_causal_lm(
             f"{what} lacks {len(names)} of the weights of a {type(model).__name__}, first '{names[0]}': "
             "expected the checkpoint of a whole causal language model, head included"
         )
-    if (
-        type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
-    ):  # of transformers' own families, tests check the buffers
+    # tests check the buffers of transformers' own families
+    if type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
         initialize_buffers(model, model)
     return model if quantize is not None or device is None else model.to(device)
 

@@ -4,10 +4,9 @@ The grammar is that of `parse_divergence` with more names: `cross_entropy(label_
 entropy bonus has a negative coefficient) and `uld` (`sorted_l1.py`). All divergences of the sum become one term, so
 that they share one pass over the tile; the term's name in metrics is the divergences' expression.
 
-Two more terms train on tokens that the student has sampled, and need a batch of rollouts: `sampled_kl(k2)` or
-`sampled_kl(k3)`, and `policy_gradient(clip_low=…, clip_high=…, teacher_kl=…)`. In such a batch, these two count at
-sampled tokens, cross-entropy and z-loss at other tokens, and divergences and the entropy at all tokens. Divergences
-and the entropy need no importance correction: at each row they are exact for any sampled token.
+Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` or `sampled_kl(k3)`, and
+`policy_gradient(clip_low=…, clip_high=…, teacher_kl=…)`. There, cross-entropy and z-loss count at the other tokens.
+Divergences and the entropy count at all tokens and need no importance correction: they are exact for any token.
 """
 
 import math

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
+from stillhouse.display import name_list
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
-from stillhouse.models.document_packing import WITH_ARGUMENTS, KernelError, PackingError, packing_errors
+from stillhouse.models.document_packing import KERNELS, WITH_ARGUMENTS, KernelError, PackingError, packing_errors
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.load_proof import (
     ProbeDocuments,
@@ -118,6 +119,7 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
     sides = [_Side(students, names[0], {})]
     if teacher_in_stages:
         sides.append(_Side(students if pair.teacher_is_base else teachers, names[1], {TEACHER: IN_STAGE}))
+    _require_same_packing(runner, sides)
     with in_mode(*students, training=training):
         passes = _run_passes(runner, sides)
     if passes is None:
@@ -136,6 +138,19 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
             side.refuse(error)
             is_exact = False
     return is_exact
+
+
+def _require_same_packing(runner: Runner, sides: Sequence[_Side]) -> None:
+    """Raise ValueError on all ranks if they pack documents in different ways and so would run other collectives."""
+    first, *others = runner.ranks.gather([side.decoders[0].packing.name for side in sides])
+    for rank, other in enumerate(others, start=1):
+        for side, packing, packing_of_rank in zip(sides, first, other, strict=True):
+            if packing != packing_of_rank:
+                raise ValueError(
+                    f"{side.name}: rank 0 would pack documents as '{packing}', and rank {rank} as "
+                    f"'{packing_of_rank}': expected {name_list(KERNELS.values())} to be installed on all machines or "
+                    "on none, or data.packing: rows"
+                )
 
 
 def _run_passes(

@@ -12,7 +12,7 @@ from kit.causal_families import build
 from kit.shard_ranks import Rank, shared_pool
 from transformers import PreTrainedModel
 
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, document_packing
 from stillhouse.models.model_parts import LogitRule
 from stillhouse.objective import TEACHER
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, empty_decoder
@@ -103,3 +103,25 @@ def test_a_layer_that_trains_several_dtypes_is_refused(tmp_path: Path) -> None:
     for error in shared_pool(2).call(refused, str(tmp_path)):
         assert "'ffn_hc.scale' in float32" in error
         assert "FSDP trains one dtype per layer; expected dtype float32" in error
+
+
+def with_other_kernels(rank: Rank, family: str) -> str:
+    """A job: the error of a runner if one of the two machines has the kernels of layers with a state."""
+    original = document_packing.find_spec
+    if rank.number == 1:
+        document_packing.find_spec = lambda name: original("torch")  # type: ignore[assignment]
+    try:
+        source = ModelSource(partial(unproven, partial(build, family)))
+        build_runner(Layout(FSDP), mesh_of(FSDP), source, None)
+    except ValueError as error:
+        return str(error)
+    finally:
+        document_packing.find_spec = original
+    return ""
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+def test_kernels_on_one_machine_only_are_refused_by_all_ranks(family: str) -> None:
+    expected = "rank 0 would pack documents as 'rows', and rank 1 as 'lengths': expected causal-conv1d"
+    for error in shared_pool(2).call(with_other_kernels, family):
+        assert expected in error

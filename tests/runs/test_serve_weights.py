@@ -390,13 +390,12 @@ def test_two_runs_with_one_weights_folder_do_not_disturb_each_other(tmp_path: Pa
     write_on_policy_run(
         tmp_path, **SETTINGS, **{"rollout.url": "http://x", "rollout.weights": str(shared), "checkpoint.every": 2}
     )
-    out = tmp_path / "out"
     with Server(tmp_path / "student", "--generate") as server:
         arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")
         run(*arguments, "train.steps=3")
         [folder] = shared.iterdir()
         assert read_manifest(version_folder(folder, 2)).run == folder.name
-        out.rename(tmp_path / "first")
+        (tmp_path / "out").rename(tmp_path / "first")
         run(*arguments)
     assert len(list(shared.iterdir())) == 2
     assert sorted(path.name for path in folder.iterdir()) == ["version-00000001", "version-00000002"]
