@@ -6,6 +6,7 @@ models are loaded. So each error is reported as early as possible.
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -25,6 +26,12 @@ FEW_STEPS = 10
 #: train.min_learning_rate is a share of the peak. A value up to this one causes a warning, because the user may have
 #: meant a learning rate, as in other tools
 SMALL_FLOOR = 1e-4
+#: attention implementation → the package with its kernels, which transformers cannot run on a CPU
+FLASH_PACKAGES = {
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn-3",
+    "flash_attention_4": "flash-attn-4",
+}
 
 
 def check_before_loading(setup: RunSetup) -> None:
@@ -35,6 +42,7 @@ def check_before_loading(setup: RunSetup) -> None:
     require_functions(config.eval, config.rollout)  # on all ranks, although only rank 0 calls them
     require_optimizer(config.train, setup.layout)
     device = setup.ranks.device
+    require_attention(config.student, setup.teachers, device)
     require_teachers_fit(setup.teachers, setup.own_layouts, setup.layout, device)
 
 
@@ -71,6 +79,36 @@ def require_adapters(student: StudentConfig) -> None:
     """Raise ConfigError if the student has an adapter and peft is not installed."""
     if student.adapter is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
+
+
+def require_attention(student: StudentConfig, teachers: Mapping[str, TeacherConfig], device: torch.device) -> None:
+    """Raise ConfigError if a model has flash attention, and the device or the installed packages do not support it.
+
+    teachers: the teachers' sections, by their keys
+    """
+    models: list[tuple[str, StudentConfig | TeacherConfig]] = [("student", student), *teachers.items()]
+    for section, model in models:
+        package = FLASH_PACKAGES.get(model.attention or "")
+        if package is None:
+            continue
+        if device.type == "cpu":
+            raise ConfigError(
+                f"{section}.attention", f"got {model.attention} on a CPU: expected sdpa, eager or null, or a GPU"
+            )
+        if not _is_installed(package) and not _is_installed("kernels"):
+            raise ConfigError(
+                f"{section}.attention",
+                f"got {model.attention}, and {package} is not installed: expected sdpa, eager or null, or "
+                "`pip install kernels`, with which transformers downloads the compiled kernels",
+            )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def require_teachers_fit(

@@ -27,7 +27,7 @@ from stillhouse.models import eos_ids, initialize_lora
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.run.inputs import RunData
-from stillhouse.run.preflight import require_adapters
+from stillhouse.run.preflight import require_adapters, require_attention
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import NoTeacher, SignalSource
 
@@ -98,6 +98,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     _ = setup.objective.spec, setup.stores  # raise their errors first
     require_adapters(config.student)
     device, processes = setup.device, process_count()
+    require_attention(config.student, setup.teachers, device)
     data = setup.load_data()
     start(device, config.train.timeout)
     one_process = Mesh(Degrees(), device, of_one_process=True)

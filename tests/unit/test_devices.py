@@ -8,6 +8,7 @@ from kit.runs import write_run
 
 from stillhouse.config import ConfigError
 from stillhouse.parallel import best_precision, choose_device
+from stillhouse.run.preflight import require_attention
 from stillhouse.run.session import prepare
 from stillhouse.run.setup import with_precision
 
@@ -59,6 +60,21 @@ def test_the_settled_precision_is_the_runs(tmp_path: Path) -> None:
     assert session.engine.autocast is None
     with pytest.raises(ConfigError, match=r"parallel\.gather_dtype: got bfloat16 with train\.precision=fp32"):
         with_precision(write_run(tmp_path, **{"train.precision": "auto", "parallel.gather_dtype": "bfloat16"}))
+
+
+def test_flash_attention_needs_a_gpu_and_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_run(tmp_path, **{"teacher.attention": "flash_attention_2"})
+    installed: set[str] = set()
+    monkeypatch.setattr("stillhouse.run.preflight._is_installed", installed.__contains__)
+    with pytest.raises(ConfigError, match=r"flash-attn is not installed: .* `pip install kernels`") as error:
+        require_attention(config.student, config.teacher_sections, torch.device("cuda"))
+    assert error.value.key == "teacher.attention"
+    with pytest.raises(ConfigError, match="got flash_attention_2 on a CPU"):
+        require_attention(config.student, config.teacher_sections, torch.device("cpu"))
+    for package in ("kernels", "flash-attn"):
+        installed.clear()
+        installed.add(package)
+        require_attention(config.student, config.teacher_sections, torch.device("cuda"))
 
 
 def replace_devices(monkeypatch: pytest.MonkeyPatch, *, cuda: int, mps: bool, processes: int) -> None:
