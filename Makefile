@@ -50,17 +50,19 @@ proofs:
 models: $(VENV)/.development
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/model_table.py
 
-# on a machine with one NVIDIA GPU: its tests and all benchmarks within 9 minutes, with the machine's Python, torch and
-# transformers; other packages come from wheels/ (`make wheels`), without a network
+# on a machine with one NVIDIA GPU: its tests and all benchmarks within MINUTES minutes, the most important ones first,
+# with the machine's Python, torch and transformers; other packages come from wheels/ (`make wheels`), without a network
 GPU_PYTHON ?= python3
+MINUTES ?= 9
 gpu:
 	[ ! -d wheels ] || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu wheels/*.whl
-	PYTHONPATH=.:.gpu $(GPU_PYTHON) -m benchmarks.gpu --minutes 9 $(if $(OUT),--out $(OUT))
+	PYTHONPATH=.:.gpu $(GPU_PYTHON) -m benchmarks.gpu --minutes $(MINUTES) $(if $(OUT),--out $(OUT))
 
 wheels: $(VENV)/.development
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 \
-		--dest wheels --constraint constraints.txt pytest pluggy iniconfig hypothesis sortedcontainers pydantic \
-		pydantic-core annotated-types typing-inspection ruamel.yaml click
+		--dest wheels --constraint constraints.txt pytest pluggy iniconfig pytest-xdist execnet hypothesis \
+		sortedcontainers pydantic pydantic-core annotated-types typing-inspection ruamel.yaml click httpx2 httpcore2 \
+		truststore idna trl datasets dill multiprocess liger-kernel
 
 # a real, unpatched vLLM as a teacher and as the engine of rollouts, on a CPU (3.4 GB, four minutes to install)
 VLLM ?= .vllm

@@ -1,18 +1,21 @@
-"""Runs everything that needs a GPU within a time limit in minutes: first the tests, then the benchmarks.
+"""Runs everything that needs a GPU within a time limit in minutes: first what decides most.
 
     make gpu                                    on a machine with one NVIDIA GPU
     make wheels                                 before, on another machine: the packages, if the first has no network
     python -m benchmarks.gpu --rehearse         on a CPU with tiny sizes, to test that every stage starts and ends
 
-It needs Python 3.11 or later, torch and transformers. Every stage is a separate process, the most important ones
-first. When the time is over, the running stage is stopped; the results of earlier stages stay. Result files are
-written to benchmarks/results, and copied to --out after each stage. The summary, gpu-<date>.json, contains the
+It needs Python 3.11 or later, torch and transformers. Every stage is a separate process with a time limit of its own,
+the most important ones first. When the time is over, the running stage is stopped; the results of earlier stages
+stay. The whole output of all stages is in gpu-<date>.log; the last lines of each stage are also printed. Result files
+are written to benchmarks/results, and copied to --out after each stage. The summary, gpu-<date>.json, contains the
 outcome of each stage.
 """
 
 import argparse
+import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,14 +25,32 @@ from pathlib import Path
 from benchmarks.record import RESULTS, result_file, write_result
 
 ROOT = Path(__file__).parents[1]
-LARGE = ["--width", "2048", "--teacher-width", "4096"]
+LARGE = ["--width", "2048", "--teacher-width", "4096", "--tokens", "8192", "--floor-rows", "1024", "2048", "4096"]
+#: the lines of a stage's output that are printed, of a stage that has passed and of one that has not
+SHOWN, SHOWN_OF_FAILED = 20, 45
+#: Qwen3's 0.6B as the student and 8B as the teacher
+MODELS = ["--student", "1024", "28", "--teacher", "4096", "36", "--vocabulary", "151936"]
+TRAINING = [
+    *MODELS,
+    "--max-tokens",
+    "2048",
+    "--micro-batch-tokens",
+    "8192",
+    "--documents",
+    "3",
+    "--precision",
+    "bf16",
+]
+TINY_MODELS = ["--student", "128", "2", "--teacher", "128", "2", "--vocabulary", "2100", "--max-tokens", "64"]
+TINY_TRAINING = [*TINY_MODELS, "--micro-batch-tokens", "128", "--precision", "fp32"]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A Python command. small: arguments that are added for a rehearsal on a CPU."""
+    """A Python command with a time limit. small: arguments that are added for a rehearsal on a CPU."""
 
     name: str
+    minutes: float
     arguments: list[str]
     small: list[str]
 
@@ -37,38 +58,45 @@ class Stage:
 def stages(device: str) -> list[Stage]:
     on = ["--device", device]
     bf16 = [*on, "--dtype", "bf16"]
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu or not slow"]
     # the last --dtype is used, because bf16 needs a GPU
-    tiny = ["--dtype", "fp32", "--tokens", "64", "--width", "64", "--vocabulary", "2048", "--rounds", "1"]
+    tiny = ["--dtype", "fp32", "--tokens", "64", "--width", "64", "--vocabulary", "2100", "--rounds", "1"]
     tiny_objective = [*tiny, "--teacher-width", "64", "--peer-rounds", "1", "--floor-rounds", "1", "--skip", "memory"]
-    tiny_objective += ["first_call", "--floor-rows", "64"]
+    tiny_objective += ["first_call", "--floor-rows", "64", "--cases", "forward_kl"]
+    objective = ["-m", "benchmarks.objective", *bf16, *LARGE]
+    training = ["-m", "benchmarks.training", *on, *TRAINING, "--steps", "4", "--turns", "1"]
     return [
-        Stage("tests of the objective", [*tests, "tests/gradients/test_objective_gpu.py"], []),
-        Stage("tests of offload", [*tests, "tests/layouts/test_offload.py"], []),
+        tests("objective", 2.0, "tests/gradients/test_objective_gpu.py"),
         Stage(
             "objective, V=151,936",
-            ["-m", "benchmarks.objective", *bf16, *LARGE, "--tokens", "8192", "--vocabulary", "151936"],
+            1.5,
+            [*objective, "--vocabulary", "151936", "--cases", "forward_kl", "jsd", "--skip", "peers"]
+            + ["--memory-tokens", "8192", "32768"],
             tiny_objective,
         ),
-        Stage(
-            "objective, V=32,768",
-            ["-m", "benchmarks.objective", *bf16, *LARGE, "--tokens", "8192", "--vocabulary", "32768"],
-            tiny_objective,
-        ),
+        Stage("profile of a step", 1.5, ["-m", "benchmarks.profile_step", *on, *TRAINING], TINY_TRAINING),
+        Stage("training loop", 1.5, training, [*TINY_TRAINING, "--steps", "1"]),
         Stage(
             "log-probabilities",
+            1.0,
             ["-m", "benchmarks.hook", *bf16, "--width", "2048", "--tokens", "8192", "--kinds", "hugging face"],
-            tiny,
+            [*tiny, "--skip", "memory"],
         ),
+        tests("models and offload", 1.5, "tests/layouts/test_offload.py"),
         Stage(
-            "training loop",
-            ["-m", "benchmarks.training", *on, "--precision", "bf16", "--student", "1024", "16"]
-            + ["--teacher", "2048", "24", "--vocabulary", "151936", "--max-tokens", "4096"]
-            + ["--micro-batch-tokens", "8192", "--turns", "3"],
-            ["--student", "64", "2", "--teacher", "64", "2", "--vocabulary", "2048", "--max-tokens", "64"]
-            + ["--micro-batch-tokens", "128", "--turns", "1"],
+            "objective, V=32,768, all losses",
+            1.5,
+            [*objective, "--vocabulary", "32768", "--rounds", "10"],
+            tiny_objective,
         ),
     ]
+
+
+def tests(subject: str, minutes: float, *files: str) -> Stage:
+    """Tests by several processes, if pytest-xdist is installed, because compiling takes most of the time."""
+    options = ["-q", "-p", "no:cacheprovider", "-m", "gpu or not slow", "--noconftest", "--tb", "short", "-rfE"]
+    if importlib.util.find_spec("xdist") is not None:
+        options += ["-p", "xdist", "-n", str(min(6, os.cpu_count() or 1))]
+    return Stage(f"tests of the {subject}", minutes, ["-m", "pytest", *options, *files], [])
 
 
 def main() -> None:
@@ -76,41 +104,75 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--out", type=Path, help="a folder to which result files are copied")
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument(
+        "--stages", type=int, nargs="+", help="the numbers of the stages to run, from 1; default: all"
+    )
     arguments = parser.parse_args()
-    device, ends = "cpu" if arguments.rehearse else "cuda", time.monotonic() + 60 * arguments.minutes
+    device, began, ends = (
+        "cpu" if arguments.rehearse else "cuda",
+        time.time(),
+        time.monotonic() + 60 * arguments.minutes,
+    )
+    log = ROOT / ".results" / "gpu-rehearsal.log" if arguments.rehearse else result_file("gpu").with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("", encoding="utf-8")
     summary = []
-    for stage in stages(device):
+    for number, stage in enumerate(stages(device), start=1):
+        if arguments.stages and number not in arguments.stages:
+            continue
         started = time.monotonic()
-        outcome = run_stage(stage, ends - started, rehearse=arguments.rehearse)
+        limit = ends - started if arguments.rehearse else min(ends - started, 60 * stage.minutes)
+        outcome = run_stage(stage, limit, log, rehearse=arguments.rehearse)
         summary.append({"stage": stage.name, "outcome": outcome, "seconds": round(time.monotonic() - started, 1)})
-        print(f"{stage.name}: {outcome} after {summary[-1]['seconds']} s", flush=True)
         if not arguments.rehearse:
             write_result(result_file("gpu"), {"theme": "make gpu", "stages": summary}, device)
-            copy_results(arguments.out)
+            copy_results(arguments.out, began)
+    print("", *(f"{entry['stage']}: {entry['outcome']} after {entry['seconds']} s" for entry in summary), sep="\n")
     if any(entry["outcome"] not in ("passed", "no time left") for entry in summary):
         sys.exit(1)
 
 
-def run_stage(stage: Stage, seconds: float, *, rehearse: bool) -> str:
-    """Run a stage and return its outcome in words."""
+def run_stage(stage: Stage, seconds: float, log: Path, *, rehearse: bool) -> str:
+    """Run a stage, print the last lines of its output, and return its outcome in words."""
     if seconds < 5:
         return "no time left"
-    command = [sys.executable, *stage.arguments, *(stage.small if rehearse else [])]
+    print(f"\n== {stage.name}", flush=True)
+    begins = log.stat().st_size
+    outcome = run_process(
+        [sys.executable, *stage.arguments, *(stage.small if rehearse else [])], seconds, log, rehearse
+    )
+    lines = log.read_bytes()[begins:].decode(errors="replace").replace("\r", "\n").splitlines()
+    shown = [line[:150] for line in lines if line.strip()][-(SHOWN if outcome == "passed" else SHOWN_OF_FAILED) :]
+    print(*shown, f"{stage.name}: {outcome}", sep="\n", flush=True)
+    return outcome
+
+
+def run_process(command: list[str], seconds: float, log: Path, rehearse: bool) -> str:
+    """Run a command that appends its output to `log`. At the limit of time, end it and all of its processes."""
     path = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests", ROOT / ".gpu") if folder.exists())
-    environment = os.environ | {"PYTHONPATH": path} | ({"BENCHMARK_RESULTS": ".results"} if rehearse else {})
-    try:
-        ended = subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return "stopped at the limit of time"
-    return "passed" if ended.returncode == 0 else f"failed with exit code {ended.returncode}"
+    # plugins of pytest that happen to be installed may not work with its version
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment |= {"BENCHMARK_RESULTS": ".results"} if rehearse else {}
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"stopped at the limit of {seconds:.0f} s"
+    return "passed" if status == 0 else f"failed with exit code {status}"
 
 
-def copy_results(folder: Path | None) -> None:
-    """Copy today's result files."""
+def copy_results(folder: Path | None, began: float) -> None:
+    """Copy the result files that this run has written."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in RESULTS.glob(f"*{result_file('').stem}.json"):
-            shutil.copy(path, folder)
+        for path in RESULTS.iterdir():
+            if path.stat().st_mtime >= began:
+                shutil.copy(path, folder)
 
 
 if __name__ == "__main__":

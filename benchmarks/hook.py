@@ -71,7 +71,9 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     result = measure(arguments)
-    print(json.dumps(result, indent=1))
+    for kind, figures in result["of"].items():
+        for case, figure in figures.items():
+            print(kind, case, json.dumps(figure), sep=": ")
     is_gpu = arguments.device != "cpu"
     write_result(result_file("hook-cuda" if is_gpu else "hook"), {"theme": "hook"} | result, arguments.device)
 
@@ -84,6 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--vocabulary", type=int, default=151_936)
     add("--kinds", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     add("--rounds", type=int, default=5)
+    add("--skip", nargs="*", choices=["memory"], default=[])
     add("--dtype", choices=list(DTYPES), default="fp32")
     add("--device", default="cpu")
     add("--threads", type=int, default=torch.get_num_threads())
@@ -110,11 +113,13 @@ def compare(kind: str, case: str, subject: Subject, sizes: Sizes, arguments: arg
     del their_gradients, our_gradients
     seconds = take_turns(tasks, arguments.rounds, device)
     ratios = [a / b for a, b in zip(seconds["processor"], seconds["logits"], strict=True)]
-    memory = {path: extra_bytes(kind, case, path, sizes, arguments) for path in PATHS}
+    memory = {}
+    if "memory" not in arguments.skip:
+        memory = {path: extra_bytes(kind, case, path, sizes, arguments) for path in PATHS}
     return {
         "time": statistics.median(ratios),
         "time_range": [min(ratios), max(ratios)],
-        "memory": memory["processor"] / memory["logits"],
+        "memory": memory["processor"] / memory["logits"] if memory else None,
         "seconds": {path: statistics.median(second) for path, second in seconds.items()},
         "extra_bytes": memory,
         "loss_distance": float((ours - theirs).abs() / theirs.abs()),

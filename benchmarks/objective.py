@@ -25,7 +25,7 @@ import json
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
@@ -34,16 +34,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.aims import aims
 from benchmarks.measure import extra_bytes, in_fresh_process, relative_distance, run_pass, take_turns, timed
-from benchmarks.peers import CASES, TOP_K, Inputs, Loss, Products, Sizes, contestants, make_inputs, stillhouse_output
+from benchmarks.peers import (
+    CASES,
+    Inputs,
+    Loss,
+    Products,
+    Sizes,
+    adds_half_products,
+    contestants,
+    make_inputs,
+    stillhouse_output,
+)
 from stillhouse.tools.parity import worst
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: a contestant whose gradient has a larger relative distance from ours computes another loss
 SAME = {"fp32": 1e-3, "bf16": 3e-2}
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "jsd+0.3*cross_entropy")
-#: memory is constant over T if the largest value divided by the smallest is at most this
-FLAT = 1.25
 #: the products of a case with a dense teacher, and those of the student only
 FLOORS = ("floor", "student_floor")
 MIB = 1 << 20
@@ -84,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--floor-panels", type=int, nargs="+", default=None, help="vocabulary rows of a product; 0 for all")
     add("--square", type=int, default=None, help="of the product that gives the matrix rate (4096; on a GPU 8192)")
     add("--memory-tokens", type=int, nargs="*", default=[1024, 8192, 32768], help="where memory should be flat")
-    add("--skip", nargs="*", choices=["memory", "first_call"], default=[])
+    add("--skip", nargs="*", choices=["memory", "first_call", "peers"], default=[])
     add("--dtype", choices=list(DTYPES), default="fp32")
     add("--device", default="cpu")
     add("--threads", type=int, default=2)
@@ -102,7 +110,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     entrants, absent = {}, {}
     for name in arguments.cases:
         entrants[name], absent[name] = contestants(CASES[name], device)
-    cases = {name: first_calls(losses, inputs) for name, losses in entrants.items()}
+        if "peers" in arguments.skip:
+            entrants[name] = {"stillhouse": entrants[name]["stillhouse"]}
+    cases = {name: first_calls(losses, inputs, absent[name]) for name, losses in entrants.items()}
     floor = floors(inputs, sizes, arguments)
     seconds = time_all(entrants, inputs, floor, arguments)
     inputs.clear_gradients()
@@ -122,12 +132,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return result | {"aims": aims(result, on_cpu=device.type == "cpu")}
 
 
-def first_calls(losses: dict[str, Loss], inputs: Inputs) -> dict[str, dict[str, Any]]:
-    """Return the seconds of each contestant's first call in a case, and its distance from ours, which runs first."""
+def first_calls(losses: dict[str, Loss], inputs: Inputs, absent: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the seconds of each contestant's first call in a case, and its distance from ours, which runs first.
+
+    A contestant that needs more memory than the device has moves from `losses` to `absent`.
+    """
     entries: dict[str, dict[str, Any]] = {}
     ours: list[Tensor] = []
-    for name, loss in losses.items():
-        seconds, value = timed(partial(run_pass, loss, inputs), inputs.weight_VD.device)
+    for name, loss in list(losses.items()):
+        try:
+            seconds, value = timed(partial(run_pass, loss, inputs), inputs.weight_VD.device)
+        except torch.OutOfMemoryError as error:
+            absent[name] = str(error)
+            del losses[name]
+            inputs.clear_gradients()
+            continue
         values = [value, *inputs.gradients()]
         ours = ours or values
         distances = [relative_distance(value, expected) for value, expected in zip(values, ours, strict=True)]
@@ -189,6 +208,8 @@ def floors(inputs: Inputs, sizes: Sizes, arguments: argparse.Namespace) -> dict[
     seconds = take_turns(tasks, arguments.floor_rounds, device)
     rate = 2 * square_side(arguments) ** 3 / statistics.median(seconds["square"])
     result: dict[str, Any] = {"matrix_rate_gflops": round(rate / 1e9, 1)}
+    if arguments.dtype != "fp32":
+        result["addmm_adds_to_float32"] = adds_half_products(device)
     for kind in FLOORS:
         fastest = min(ways, key=lambda way: statistics.median(seconds[f"{kind}/{way}"]))
         result[kind] = {
@@ -267,59 +288,6 @@ def call_twice(cases: list[str], sizes: Sizes, threads: int) -> dict[str, Any]:
     return {"cases": entries, "warnings": [str(warning.message) for warning in caught]}
 
 
-def aims(result: dict[str, Any], on_cpu: bool) -> list[dict[str, Any]]:
-    """Return the targets of this benchmark with their measured values."""
-    cases = result["cases"]
-    aims = [aim for case in DIVERGENCES if case in cases for aim in speed_aims(case, cases[case], on_cpu)]
-    if on_cpu and f"top{TOP_K}" in cases:
-        ratio = cases[f"top{TOP_K}"]["stillhouse"]["over_floor"]
-        aims.append(aim(f"top{TOP_K}: time / floor of the student", ratio, at_most=1.15))
-    if on_cpu and all("extra_bytes" in entries["stillhouse"] for entries in cases.values()):
-        aims += memory_aims(cases, result["memory_over_tokens"])
-    if result["first_call"]:
-        aims += first_call_aims(result["first_call"])
-    return aims
-
-
-def speed_aims(case: str, entries: dict[str, dict[str, Any]], on_cpu: bool) -> Iterator[dict[str, Any]]:
-    over, most = ("over_floor", 1.15) if on_cpu else ("over_floor_by_flops", 1.25)
-    yield aim(f"{case}: time / floor", entries["stillhouse"][over], at_most=most)
-    for peer, least in least_advantage(case, on_cpu).items():
-        if peer in entries:
-            yield aim(f"{case}: time of {peer} / ours", entries[peer]["over_ours"], at_least=least)
-
-
-def memory_aims(cases: dict[str, dict[str, Any]], over_tokens: dict[int, int]) -> Iterator[dict[str, Any]]:
-    for case in (case for case in DIVERGENCES if case in cases):
-        ratio = cases[case]["stillhouse"]["extra_bytes"] / cases[case]["pytorch"]["extra_bytes"]
-        yield aim(f"{case}: extra memory / plain PyTorch's", ratio, at_most=1 / 6)
-    if not over_tokens:
-        return
-    growth = max(over_tokens.values()) / min(over_tokens.values())
-    yield aim(f"extra memory over T = {', '.join(map(str, over_tokens))}, largest / smallest", growth, at_most=FLAT)
-
-
-def first_call_aims(first_call: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    difference = first_call["largest_difference_of_loss"]
-    yield aim("without a compiler: relative difference of losses", difference, at_most=1e-5)
-    ours = [
-        warning for warning in first_call["no_compiler"]["warnings"] if warning not in first_call["cold"]["warnings"]
-    ]
-    yield aim("without a compiler: warnings that it brings", len(ours), at_least=1, at_most=1)
-
-
-def least_advantage(case: str, on_cpu: bool) -> dict[str, float]:
-    """Return the factor by which a peer's time should be longer than ours."""
-    if not on_cpu:
-        return {"trl": 1.6, "liger_chunked": 1.6, "liger_fused": 1.6}
-    return {"trl": 3.5, "pytorch": 1.5} if case.startswith("jsd") else {"trl": 2.5, "pytorch": 1.0}
-
-
-def aim(what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
-    met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
-    return {"aim": what, "value": value, "at_least": at_least, "at_most": at_most, "met": met}
-
-
 def peer_versions() -> dict[str, str | None]:
     return {name: installed_version(name) for name in ("trl", "liger-kernel", "triton", "accelerate")}
 
@@ -332,10 +300,13 @@ def installed_version(package: str) -> str | None:
 
 
 def print_result(result: dict[str, Any]) -> None:
+    print(f"rate of a square product: {result['floor']['matrix_rate_gflops'] / 1e3:.0f} TFLOP/s")
     for kind in FLOORS:
         floor = result["floor"][kind]
         rows, panel = floor["fastest"]
-        print(f"{kind}: fastest with chunks of {rows} and panels of {panel or 'all'} rows")
+        seconds = min(entry["median"] for *_, entry in floor["rows_panel"])
+        shape = f"chunks of {rows} and panels of {panel or 'all'} rows"
+        print(f"{kind}: {seconds:.4f} s, fastest with {shape}; by flops {floor['by_flops']:.4f} s")
     same = SAME[result["sizes"]["dtype"]]
     rows = [
         row(case, name, entry, same) for case, entries in result["cases"].items() for name, entry in entries.items()

@@ -11,6 +11,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -289,8 +290,8 @@ class Products:
 
     panel: vocabulary rows of one product for logits; 0: all rows at once. The products are those of the student's
     logits, the teacher's logits (if there is a teacher), the hidden states' gradient and the weight's gradient, which
-    addmm sums over chunks in float32. Logits are float32. Half-precision operands keep their dtype, and random
-    numbers of this dtype replace the logits' gradient.
+    addmm sums over chunks in float32, or a separate addition where this torch's addmm cannot. Logits are float32.
+    Half-precision operands keep their dtype, and random numbers of this dtype replace the logits' gradient.
     """
 
     def __init__(self, inputs: Inputs, rows: int, teacher: bool, panel: int = 0):
@@ -305,6 +306,7 @@ class Products:
             self.grad_CV = torch.randn(self.rows, vocabulary, device=device, dtype=self.weight_VD.dtype)
         self.hidden_grad_TD = torch.empty_like(self.hidden_TD, dtype=torch.float32)
         self.weight_grad_VD = torch.empty_like(self.weight_VD, dtype=torch.float32)
+        self.adds_in_place = self.weight_VD.dtype == torch.float32 or adds_half_products(device)
 
     def __call__(self) -> None:
         for start in range(0, len(self.hidden_TD), self.rows):
@@ -317,8 +319,10 @@ class Products:
             product(grad_CV, self.weight_VD, self.hidden_grad_TD[start : start + self.rows])
             if start == 0:
                 product(grad_CV.t(), hidden_CD, self.weight_grad_VD)
-            else:
+            elif self.adds_in_place:
                 add_product(grad_CV.t(), hidden_CD, self.weight_grad_VD)
+            else:
+                self.weight_grad_VD += torch.mm(grad_CV.t(), hidden_CD, out_dtype=torch.float32)
 
     def _project(self, hidden: Tensor, weight: Tensor, logits_CV: Tensor) -> None:
         for start in range(0, len(weight), self.panel):
@@ -331,6 +335,17 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.mm(left, right, out=out)
     else:
         torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+@cache
+def adds_half_products(device: torch.device) -> bool:
+    """Whether addmm of this torch adds a product of bfloat16 matrices to a float32 matrix."""
+    half = torch.zeros(16, 16, device=device, dtype=torch.bfloat16)
+    try:
+        add_product(half, half, torch.zeros(16, 16, device=device))
+    except RuntimeError:
+        return False
+    return True
 
 
 def add_product(left: Tensor, right: Tensor, total: Tensor) -> None:

@@ -1,9 +1,11 @@
-"""The objective on a GPU: half-precision operands, float32 logits, no synchronisation.
+"""The objective on a GPU: half-precision operands, float32 logits, compiled functions, no synchronisation.
 
 This file imports nothing but torch, pytest and the package.
 """
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,9 +28,11 @@ from stillhouse.objective import (
     jsd,
     linear_objective,
     logits_objective,
+    parse_divergence,
     reverse_kl,
 )
 from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.tile import compiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -39,29 +43,34 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def make_leaves(dtype: torch.dtype, device: str = "cuda") -> tuple[Tensor, Tensor]:
+def make_leaves(dtype: torch.dtype, device: str = "cuda", vocabulary: int = V) -> tuple[Tensor, Tensor]:
     """Make values that every dtype represents exactly, so that all dtypes start from the same numbers."""
-    hidden, weight = normal(0, T, D).bfloat16(), (normal(1, V, D) / 8).bfloat16()
+    hidden, weight = normal(0, T, D).bfloat16(), (normal(1, vocabulary, D) / 8).bfloat16()
     return (
         hidden.to(device, dtype).detach().requires_grad_(),
         weight.to(device, dtype).detach().requires_grad_(),
     )
 
 
-def make_terms(dtype: torch.dtype, device: str = "cuda") -> list[Term]:
-    labels_T = torch.arange(T) % V
+def make_terms(dtype: torch.dtype, device: str = "cuda", vocabulary: int = V) -> list[Term]:
+    labels_T = torch.arange(T) % vocabulary
     labels_T[::5] = -100
-    teacher, head = normal(2, T, E).bfloat16(), (normal(3, V + 5, E) / 10).bfloat16()
-    log_p_TK, ids_TK = torch.log_softmax(normal(4, T, V), 1).topk(8, 1)
+    log_p_TK, ids_TK = torch.log_softmax(normal(4, T, vocabulary), 1).topk(8, 1)
     ids_TK[::3, 2] = -1
     exact = dtype if dtype == torch.float64 else torch.float32
     return [
         CrossEntropy(labels_T.to(device), 0.3, 0.1, 1e-2),
-        Distill(FullVocab(teacher.to(device, dtype), OutputHead(head.to(device, dtype))), jsd(0.3), 0.7, 1.5),
+        Distill(full_vocab(dtype, device, vocabulary), jsd(0.3), 0.7, 1.5),
         Distill(TopK(ids_TK.to(device), log_p_TK.to(device, exact)), reverse_kl(), 0.4),
         Distill(Sampled(ids_TK.to(device), log_p_TK.exp().to(device, exact)), forward_kl(), 0.1),
         Entropy(-0.05),
     ]
+
+
+def full_vocab(dtype: torch.dtype, device: str, vocabulary: int) -> FullVocab:
+    """A teacher whose head has five rows more than the student's."""
+    teacher, head = normal(2, T, E).bfloat16(), (normal(3, vocabulary + 5, E) / 10).bfloat16()
+    return FullVocab(teacher.to(device, dtype), OutputHead(head.to(device, dtype)))
 
 
 def mixture_term(dtype: torch.dtype, device: str = "cuda") -> Distill:
@@ -143,6 +152,74 @@ def test_a_mixture_of_teachers(dtype: torch.dtype, rounding: float) -> None:
         results.append((output.loss.detach(), hidden.grad, weight.grad))
     for one, oracle in zip(*results, strict=True):
         assert distance(one, oracle) < rounding
+
+
+def divergence_terms(text: str) -> Callable[[torch.dtype, str, int], list[Term]]:
+    def make(dtype: torch.dtype, device: str, vocabulary: int) -> list[Term]:
+        return [Distill(full_vocab(dtype, device, vocabulary), parse_divergence(text))]
+
+    return make
+
+
+#: the terms of the compiled functions; the last one needs all of their parts
+COMPILED: dict[str, Callable[[torch.dtype, str, int], list[Term]]] = {
+    "forward_kl": divergence_terms("forward_kl"),
+    "jsd": divergence_terms("jsd(0.5)"),
+    "others": divergence_terms("reverse_kl + skew_forward_kl(0.1) + total_variation + alpha_beta(0.2, 0.7)"),
+    "all": make_terms,
+}
+
+
+@cache
+def exact_result(name: str, vocabulary: int) -> tuple[Tensor, ...]:
+    return compiled_result(dense_objective, name, torch.float64, "cpu", vocabulary)
+
+
+def compiled_result(
+    objective: Any, name: str, dtype: torch.dtype, device: str, vocabulary: int, **options: Any
+) -> tuple[Tensor, ...]:
+    hidden, weight = make_leaves(dtype, device, vocabulary)
+    terms, head = COMPILED[name](dtype, device, vocabulary), OutputHead(weight, vocab_size=vocabulary)
+    waits = "error" if options.pop("may_not_wait", False) else "default"
+    torch.cuda.set_sync_debug_mode(waits)
+    try:
+        loss = objective(hidden, head, terms, normalizer=float(T), **options).loss
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary"),
+    [*((name, 2053) for name in COMPILED), ("forward_kl", 50_021), ("jsd", 50_021), ("all", 50_021)],
+)
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2e-3), (torch.bfloat16, 8e-3)])
+def test_compiled_functions_meet_the_float64_oracle(
+    dtype: torch.dtype, rounding: float, name: str, vocabulary: int
+) -> None:
+    """Only the first pass, which compiles, may wait for the device."""
+    functions = compiled._compiled.cache_info().misses + compiled._compiled.cache_info().hits
+    exact, plain = exact_result(name, vocabulary), compiled_result(dense_objective, name, dtype, "cuda", vocabulary)
+    options: dict[str, Any] = {"chunk_tokens": 50}
+    compiled_result(linear_objective, name, dtype, "cuda", vocabulary, **options)
+    actual = compiled_result(linear_objective, name, dtype, "cuda", vocabulary, may_not_wait=True, **options)
+    # each pass has three chunks, and at least two functions for each chunk
+    assert compiled._compiled.cache_info().misses + compiled._compiled.cache_info().hits >= functions + 12
+    assert "cuda" not in compiled._without_compiler
+    for one, other, oracle in zip(actual, plain, exact, strict=True):
+        assert one.dtype == other.dtype
+        assert distance(one, oracle) <= max(2 * distance(other, oracle), rounding)
+
+
+def test_float64_is_compiled_too() -> None:
+    exact = exact_result("all", 2053)
+    actual = compiled_result(linear_objective, "all", torch.float64, "cuda", 2053, chunk_tokens=50)
+    assert "cuda" not in compiled._without_compiler
+    for one, oracle in zip(actual, exact, strict=True):
+        assert distance(one, oracle) <= 1e-10
 
 
 def test_float16_gradients_survive_until_the_loss_scale() -> None:
