@@ -55,7 +55,7 @@ models: $(VENV)/.development
 GPU_PYTHON ?= python3
 MINUTES ?= 9
 gpu:
-	[ ! -d wheels ] || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu wheels/*.whl
+	[ ! -d wheels ] || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target .gpu wheels/*.whl
 	PYTHONPATH=.:.gpu $(GPU_PYTHON) -m benchmarks.gpu --minutes $(MINUTES) $(if $(OUT),--out $(OUT))
 
 wheels: $(VENV)/.development

@@ -65,7 +65,12 @@ def stages(device: str) -> list[Stage]:
     objective = ["-m", "benchmarks.objective", *bf16, *LARGE]
     training = ["-m", "benchmarks.training", *on, *TRAINING, "--steps", "4", "--turns", "1"]
     return [
-        tests("objective", 2.0, "tests/gradients/test_objective_gpu.py"),
+        tests(
+            "objective and models",
+            2.0,
+            "tests/gradients/test_objective_gpu.py",
+            "tests/gradients/test_train_step_gpu.py",
+        ),
         Stage(
             "objective, V=151,936",
             1.5,
@@ -81,7 +86,7 @@ def stages(device: str) -> list[Stage]:
             ["-m", "benchmarks.hook", *bf16, "--width", "2048", "--tokens", "8192", "--kinds", "hugging face"],
             [*tiny, "--skip", "memory"],
         ),
-        tests("models and offload", 1.5, "tests/layouts/test_offload.py"),
+        tests("offload", 1.0, "tests/layouts/test_offload.py"),
         Stage(
             "objective, V=32,768, all losses",
             1.5,
@@ -93,7 +98,8 @@ def stages(device: str) -> list[Stage]:
 
 def tests(subject: str, minutes: float, *files: str) -> Stage:
     """Tests by several processes, if pytest-xdist is installed, because compiling takes most of the time."""
-    options = ["-q", "-p", "no:cacheprovider", "-m", "gpu or not slow", "--noconftest", "--tb", "short", "-rfE"]
+    options = ["-q", "-p", "no:cacheprovider", "-m", "gpu or not slow", "--noconftest"]
+    options += ["--tb", "short", "-rfE", "--disable-warnings", "--durations", "5"]
     if importlib.util.find_spec("xdist") is not None:
         options += ["-p", "xdist", "-n", str(min(6, os.cpu_count() or 1))]
     return Stage(f"tests of the {subject}", minutes, ["-m", "pytest", *options, *files], [])
@@ -160,10 +166,21 @@ def run_process(command: list[str], seconds: float, log: Path, rehearse: bool) -
         try:
             status = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
             return f"stopped at the limit of {seconds:.0f} s"
     return "passed" if status == 0 else f"failed with exit code {status}"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its children. An interrupt lets pytest report what has failed, and shows where others are."""
+    for kind, seconds in ((signal.SIGINT, 8.0), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, kind)
+            process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            continue
+        except ProcessLookupError:
+            return
 
 
 def copy_results(folder: Path | None, began: float) -> None:

@@ -199,17 +199,19 @@ PATHS: dict[str, dict[str, Callable[[Subject], Tensor]]] = {
 
 def hugging_face(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Subject:
     torch.manual_seed(0)
+    heads = max(8, sizes.width // 128)
     config = Qwen3Config(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.width,
         intermediate_size=sizes.width,
         num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=sizes.width // 8,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=sizes.width // heads,
         tie_word_embeddings=False,
     )
-    model = AutoModelForCausalLM.from_config(config).to(device, dtype)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     decoder = Decoder(model, verify=False)
     ids_BS = _ids(sizes, device)
 

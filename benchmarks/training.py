@@ -15,6 +15,7 @@ import contextlib
 import io
 import itertools
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -41,22 +42,29 @@ from stillhouse.objective import TEACHER, linear_objective
 from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.run.session import Session
 
+#: more bytes than the checkpoints of all turns of a run
+MOST_SAVED = 30 << 30
 PARTS = ("teacher_forward", "student_forward", "objective", "student_backward", "optimizer")
 
 
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    # the run saves a checkpoint at its end, several gigabytes with large models
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if arguments.device != "cpu" and memory.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         session = make_session(arguments, Path(folder), arguments.steps + 1)
         result = measure(session, arguments)
-    print(json.dumps({key: value for key, value in result.items() if key != "sizes"}, indent=1))
+    for key, value in result.items():
+        print(f"{key}: {json.dumps(value)}")
     is_gpu = arguments.device != "cpu"
     write_result(
         result_file("training-cuda" if is_gpu else "training"), {"theme": "training"} | result, arguments.device
     )
+
+
+def in_memory() -> str | None:
+    """Return a folder in memory, if it has enough space: a run saves a checkpoint at its end, which takes time."""
+    memory = Path("/dev/shm")
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > MOST_SAVED else None
 
 
 def parse_arguments() -> argparse.Namespace:
