@@ -26,6 +26,8 @@ from benchmarks.record import RESULTS, result_file, write_result
 
 ROOT = Path(__file__).parents[1]
 LARGE = ["--width", "2048", "--teacher-width", "4096", "--tokens", "8192", "--floor-rows", "1024", "2048", "4096"]
+#: processes of tests; each of them may also compile in processes of its own
+WORKERS, COMPILERS = 6, 3
 #: the lines of a stage's output that are printed, of a stage that has passed and of one that has not
 SHOWN, SHOWN_OF_FAILED = 20, 45
 #: Qwen3's 0.6B as the student and 8B as the teacher
@@ -101,7 +103,7 @@ def tests(subject: str, minutes: float, *files: str) -> Stage:
     options = ["-q", "-p", "no:cacheprovider", "-m", "gpu or not slow", "--noconftest"]
     options += ["--tb", "short", "-rfE", "--disable-warnings", "--durations", "5"]
     if importlib.util.find_spec("xdist") is not None:
-        options += ["-p", "xdist", "-n", str(min(6, os.cpu_count() or 1))]
+        options += ["-p", "xdist", "-n", str(min(WORKERS, os.cpu_count() or 1))]
     return Stage(f"tests of the {subject}", minutes, ["-m", "pytest", *options, *files], [])
 
 
@@ -159,6 +161,7 @@ def run_process(command: list[str], seconds: float, log: Path, rehearse: bool) -
     # plugins of pytest that happen to be installed may not work with its version
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment |= {"BENCHMARK_RESULTS": ".results"} if rehearse else {}
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": str(COMPILERS)} if "pytest" in command else {}
     with log.open("ab") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
