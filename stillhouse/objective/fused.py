@@ -210,16 +210,29 @@ class _Attach(torch.autograd.Function):
             raise RuntimeError("an objective has no second derivative: call backward without create_graph")
         (factor,) = ctx.saved_tensors  # a second backward without retain_graph ends here
         factor = factor * grad_loss
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            scaled = [None if gradient is None else gradient * factor for gradient in ctx.gradients]
-        else:  # no second backward follows: multiply in place, because a copy would be as large as the weight
-            scaled = [None if gradient is None else gradient.mul_(factor) for gradient in ctx.gradients]
+        gradients, dtypes = ctx.gradients, list(ctx.dtypes)
+        # if no second backward follows, multiply in place, because a copy would be as large as the weight
+        in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
+        if in_place:
             ctx.gradients = []
         # the hidden states' gradient is summed over ranks; a gradient of logits is not, because columns are sharded
-        if scaled[0] is not None and len(scaled) > 1:
-            scaled[0] = reduce_hidden_grad(scaled[0], ctx.shard)
-        rounded = (grad if grad is None else grad.to(dtype) for grad, dtype in zip(scaled, ctx.dtypes, strict=True))
-        return (None, None, None, None, *rounded)
+        is_summed = ctx.shard is not None and len(gradients) > 1
+        if is_summed and gradients[0] is not None:
+            dtypes[0] = gradients[0].dtype
+        scaled = [
+            None if gradient is None else _scaled(gradient, factor, dtype, in_place)
+            for gradient, dtype in zip(gradients, dtypes, strict=True)
+        ]
+        if is_summed and scaled[0] is not None:
+            scaled[0] = reduce_hidden_grad(scaled[0], ctx.shard).to(ctx.dtypes[0])
+        return (None, None, None, None, *scaled)
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
+    """Return the product, computed in the gradient's dtype and rounded to `dtype`."""
+    if gradient.dtype == dtype:
+        return gradient.mul_(factor) if in_place else gradient * factor
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _valid_rows(weights_T: Tensor | None, valid_index: Tensor | None, device: torch.device) -> Tensor | None:

@@ -129,10 +129,11 @@ class Projection:
             logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_CV
 
-    def operand(self, grad_CV: Tensor) -> Tensor:
-        """Return the gradient of logits in the dtype of the matrix products, but in float32 in place of float16."""
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype of the gradient of logits in matrix products."""
         # the gradient of a logit can be 1e-8, which underflows in float16 but not in bfloat16
-        return grad_CV.to(torch.float32 if self.operand_dtype == torch.float16 else self.operand_dtype)
+        return torch.float32 if self.operand_dtype == torch.float16 else self.operand_dtype
 
     def hidden_grad(self, operand_CV: Tensor) -> Tensor:
         return self._matmul(operand_CV, self.weight_VD)
@@ -141,8 +142,9 @@ class Projection:
         """Add operand_CVᵀ hidden_CD to a total in the compute dtype."""
         if operand_CV.dtype == self.compute_dtype:
             total_VD.addmm_(operand_CV.t(), hidden_CD.to(self.compute_dtype))
-        else:
-            total_VD += self._matmul(operand_CV.t(), hidden_CD)
+        else:  # the product adds to the total in float32, so that no second tensor of the weight's size is needed
+            hidden_CD = hidden_CD.to(operand_CV.dtype)
+            torch.addmm(total_VD, operand_CV.t(), hidden_CD, out_dtype=self.compute_dtype, out=total_VD)
 
     def _panels(self) -> Iterator[slice]:
         """Yield the vocabulary ranges of the separate matrix products; on a GPU, a single range."""

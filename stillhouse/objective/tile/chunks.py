@@ -103,7 +103,7 @@ def _finish(provider: LogitsProvider, terms: Sequence[Term], tile: Tile, totals:
             weights_C = weights_C * tile.take(term.weights_T).to(provider.dtype)
         totals.add(position, tile.rows, weights_C, term.add_to(tile, weights_C * term.scale))
     if provider.needs_gradient:
-        provider.pull_back(tile.rows, tile.counted_C, tile.gradient())
+        provider.pull_back(tile.rows, tile.counted_C, tile.gradient(provider.rounded_buffer(len(tile.counted_C))))
 
 
 class Totals:

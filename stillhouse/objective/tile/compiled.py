@@ -1,4 +1,4 @@
-"""Runs each pointwise function as one kernel with `torch.compile`, or in plain PyTorch.
+"""Runs each function of the tile's pass as few kernels with `torch.compile`, or in plain PyTorch.
 
 Both give the same numbers except for rounding. Plain PyTorch is used if compiling fails, with
 TORCH_COMPILE_DISABLE=1, and for small vocabularies, for which compiling costs more time than it saves: seconds for
@@ -33,16 +33,30 @@ _without_compiler: set[str] = set()
 
 def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[Tensor], *rest: Any) -> Any:
     """Call function(plan, tiles_BV, *rest), compiled or in plain PyTorch."""
-    rows, columns = tiles_BV[0].shape
-    device = tiles_BV[0].device.type
-    # torch treats a size of 1 as a constant, so it would compile again for a block of one row
-    if columns < COMPILED_FROM or rows < 2 or device in _without_compiler or _is_off():
+    columns = tiles_BV[0].shape[1]
+    if columns < COMPILED_FROM:
         return function(plan, tiles_BV, *rest)
-    for argument in (*tiles_BV, *rest):
-        for tensor in argument if isinstance(argument, list) else [argument]:
-            torch._dynamo.mark_dynamic(tensor, 0)
+    return _fused(function, plan, columns, 0, tiles_BV, *rest)
+
+
+def of_rows(function: Callable[..., Any], plan: PointwisePlan, pieces_RCX: Tensor, *rest: Any) -> Any:
+    """Call function(plan, pieces_RCX, *rest): on a GPU compiled, because it consists of hundreds of small kernels."""
+    if not pieces_RCX.is_cuda:
+        return function(plan, pieces_RCX, *rest)
+    return _fused(function, plan, len(pieces_RCX), 1, pieces_RCX, *rest)
+
+
+def _fused(function: Callable[..., Any], plan: PointwisePlan, size: int, dim: int, *arguments: Any) -> Any:
+    """size: a size that is a constant of the compiled code. dim: the dimension of the rows, whose number varies."""
+    tensors = [tensor for entry in arguments for tensor in (entry if isinstance(entry, list) else [entry])]
+    device = tensors[0].device.type
+    # torch treats a size of 1 as a constant, so it would compile again for a block of one row
+    if tensors[0].shape[dim] < 2 or device in _without_compiler or _is_off():
+        return function(plan, *arguments)
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, dim)
     try:
-        return _compiled(function, plan, columns)(tiles_BV, *rest)
+        return _compiled(function, plan, size)(*arguments)
     except (torch._dynamo.exc.TorchDynamoException, OSError) as error:  # OSError: the cache is not writable
         _without_compiler.add(device)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -51,7 +65,7 @@ def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[
             f"several times as long, with the same results ({reason})",
             stacklevel=2,
         )
-        return function(plan, tiles_BV, *rest)
+        return function(plan, *arguments)
 
 
 def _is_off() -> bool:
@@ -60,9 +74,9 @@ def _is_off() -> bool:
 
 
 @cache
-def _compiled(function: Callable[..., Any], plan: PointwisePlan, columns: int) -> Callable[..., Any]:
-    def of_plan(tiles_BV: list[Tensor], *rest: Any) -> Any:
-        return function(plan, tiles_BV, *rest)
+def _compiled(function: Callable[..., Any], plan: PointwisePlan, size: int) -> Callable[..., Any]:
+    def of_plan(*arguments: Any) -> Any:
+        return function(plan, *arguments)
 
     # Each plan gets its own code object, because torch counts compilations per code object and gives up after a few.
     # It also gets its own name, because torch records by name which numbers differ between calls, and turns those

@@ -69,6 +69,10 @@ class LogitsProvider:
         """Back-propagate the gradient of a chunk's logits to `gradients`. grad_CV: 0 in rows that are not counted."""
         raise NotImplementedError
 
+    def rounded_buffer(self, rows: int) -> Tensor | None:
+        """Return a buffer [C, V] for the gradient, if `pull_back` reads it in a shorter dtype than the logits'."""
+        return None
+
     def _teacher_logits(self, signal: Signal, out_CV: Tensor) -> Tensor:
         if isinstance(signal, Mixture):
             return self._mixture_logits(signal, out_CV)
@@ -122,7 +126,7 @@ class LogitsProvider:
         """
         buffer_CV = self._buffers.get((place, number))
         if buffer_CV is None or len(buffer_CV) < rows:
-            buffer_CV = torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)
+            buffer_CV = work_tile(rows, self.columns, self.dtype, self.device)
             self._buffers[place, number] = buffer_CV
         return buffer_CV[:rows]
 
@@ -146,6 +150,7 @@ class HeadLogits(LogitsProvider):
             gradients = [zero_gradient(leaf, wide) for leaf in (hidden_TD, head.weight_VD, head.bias)]
         super().__init__([head], terms, head.shard, wide, gradients)
         self.projection = Projection(head, self.vocabulary, dtype, head.shard)
+        self._rounded_CV: Tensor | None = None
 
     def student_logits(self, rows: RowIndex, seen_C: Tensor, out_CV: Tensor) -> Tensor:
         return self.projection.logits(self._hidden(rows, seen_C), out_CV)
@@ -154,12 +159,20 @@ class HeadLogits(LogitsProvider):
         hidden_grad_TD, weight_grad_VD, bias_grad_V = self.gradients
         if bias_grad_V is not None:
             bias_grad_V[: self.columns] += grad_CV.sum(0)
-        operand_CV = self.projection.operand(grad_CV)
+        operand_CV = grad_CV.to(self.projection.gradient_dtype)
         if hidden_grad_TD is not None:
             hidden_grad_TD[rows] = self.projection.hidden_grad(operand_CV)
         if weight_grad_VD is not None:
             here_VD = weight_grad_VD[: self.columns]
             self.projection.add_weight_grad(here_VD, operand_CV, self._hidden(rows, counted_C))
+
+    def rounded_buffer(self, rows: int) -> Tensor | None:
+        # a bias gets the sum of the gradient before it is rounded
+        if self.projection.gradient_dtype == self.dtype or self.gradients[2] is not None:
+            return None
+        if self._rounded_CV is None or len(self._rounded_CV) < rows:
+            self._rounded_CV = work_tile(rows, self.columns, self.projection.gradient_dtype, self.device)
+        return self._rounded_CV[:rows]
 
     def _hidden(self, rows: RowIndex, kept_C: Tensor) -> Tensor:
         # the other rows may contain NaN, and 0·NaN would make the weight's gradient NaN
@@ -187,6 +200,12 @@ class TensorLogits(LogitsProvider):
         (grad_TV,) = self.gradients
         assert grad_TV is not None
         grad_TV[rows, : self.columns] = grad_CV.to(grad_TV.dtype)
+
+
+def work_tile(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an empty tile. On a GPU its rows begin at multiples of 16 bytes, as fast matrix products require."""
+    stride = -(-columns // 8) * 8 if device.type == "cuda" else columns
+    return torch.empty(rows, stride, dtype=dtype, device=device)[:, :columns]
 
 
 def zero_gradient(leaf: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -40,18 +40,18 @@ from stillhouse.objective.tile.tile_plan import (
 
 
 def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
-    """Return the columns of `plan.raw_sums` [B, X] from tiles [B, V]."""
+    """Return the columns of `plan.raw_sums` [B, X] from tiles [B, V]. Tiles [B, P, V] of P pieces give [B, P, X]."""
     references = [_reference(tile_BV) for tile_BV in tiles_BV]
-    sums: Columns = {("reference", at): reference_B1[:, 0] for at, reference_B1 in enumerate(references)}
-    if tiles_BV[0].shape[1] == 0:
+    sums: Columns = {("reference", at): reference_B1[..., 0] for at, reference_B1 in enumerate(references)}
+    if tiles_BV[0].shape[-1] == 0:
         zero_B = torch.zeros_like(sums["reference", STUDENT])
-        return torch.stack([sums.get(column, zero_B) for column in plan.raw_sums], 1)
+        return torch.stack([sums.get(column, zero_B) for column in plan.raw_sums], -1)
     lowest = torch.finfo(tiles_BV[0].dtype).min
     gaps = [
         tile_BV - reference_B1.clamp(min=lowest) for tile_BV, reference_B1 in zip(tiles_BV, references, strict=True)
     ]
     largest = [gap_BV == 0 for gap_BV in gaps]
-    sums |= {("largest", at): is_largest_BV.to(gaps[0].dtype).sum(1) for at, is_largest_BV in enumerate(largest)}
+    sums |= {("largest", at): is_largest_BV.to(gaps[0].dtype).sum(-1) for at, is_largest_BV in enumerate(largest)}
     students = [_cooled(gaps[0], temperature) for temperature in plan.temperatures]
     teachers = [_cooled(gaps[tile], temperature) for tile, temperature in plan.teachers]
     for at, log_BV in enumerate(students):
@@ -60,40 +60,47 @@ def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
         sums["teacher_others", at], sums["teacher_mean", at] = _softmax_sums(log_BV, largest[tile])
     both = {(at, to): sides(teachers[at], students[to], students[to] - teachers[at]) for at, to in plan.couples}
     for at, pair in enumerate(both.values()):
-        sums["mass_gap", at] = difference(pair.p, pair.q, pair.ratio).sum(1)
+        sums["mass_gap", at] = difference(pair.p, pair.q, pair.ratio).sum(-1)
     for at, divergence in plan.renormalizable.items():
         pair = both[plan.pairs[at][1:]]
         first_BV, _, ratio_BV = divergence.directed(pair)
-        sums["excess", at] = divergence.balanced(pair).sum(1)
-        sums["log_ratio", at] = expect(first_BV, ratio_BV).sum(1)
+        sums["excess", at] = divergence.balanced(pair).sum(-1)
+        sums["log_ratio", at] = expect(first_BV, ratio_BV).sum(-1)
     for at in range(1, plan.tiles):
         # gaps are ≤ 0, so the sum of two gaps is 0 only where both are 0
-        sums["both_top", at] = ((gaps[0] + gaps[at]).amax(1) == 0).to(gaps[0].dtype)
+        sums["both_top", at] = ((gaps[0] + gaps[at]).amax(-1) == 0).to(gaps[0].dtype)
     if plan.uniform:
-        sums |= {("logits_sum", 0): gaps[0].sum(1), ("count", 0): torch.ones_like(gaps[0]).sum(1)}
-    return torch.stack([sums[column] for column in plan.raw_sums], 1)
+        sums |= {("logits_sum", 0): gaps[0].sum(-1), ("count", 0): torch.ones_like(gaps[0]).sum(-1)}
+    return torch.stack([sums[column] for column in plan.raw_sums], -1)
 
 
 def normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
-    """Return Σf and Σq·h of each pair in `plan.two_sweep`, [B, 2·pairs]."""
+    """Return Σf and Σq·h of each pair in `plan.two_sweep`, [B, 2·pairs].
+
+    Tiles [B, P, V] of P pieces and normalizers [B, 1, X] give [B, P, 2·pairs].
+    """
     rows = _named(plan.normalizers, normalizers_BX)
     both = _sides(plan, tiles_BV, rows)
     columns = []
     for at in plan.two_sweep:
         divergence, teacher, student = plan.pairs[at]
         pair = both[teacher, student]
-        columns += [divergence.balanced(pair).sum(1), divergence.balanced_slope(pair).sum(1)]
-    return torch.stack(columns, 1)
+        columns += [divergence.balanced(pair).sum(-1), divergence.balanced_slope(pair).sum(-1)]
+    return torch.stack(columns, -1)
 
 
 def gradient(
-    plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows_BX: Tensor, outside_BV: Sequence[Tensor] | None = None
+    plan: PointwisePlan,
+    tiles_BV: Sequence[Tensor],
+    rows_BX: Tensor,
+    out_BV: Tensor | None = None,
+    outside_BV: Sequence[Tensor] | None = None,
 ) -> None:
-    """Overwrite the first tile, the student's logits, with the gradient with respect to hidden Wᵀ + bias.
+    """Write the gradient with respect to hidden Wᵀ + bias to `out_BV`, rounded to its dtype.
 
-    rows_BX: the columns of `plan.normalizers` and `plan.coefficients`. A row with `counted` = 0 may contain any
-    values, and its gradient is 0. outside_BV: a mask for each bucket, true at tokens outside the bucket's signal ids;
-    None: true everywhere.
+    out_BV: None: overwrite the first tile, the student's logits. rows_BX: the columns of `plan.normalizers` and
+    `plan.coefficients`. A row with `counted` = 0 may contain any values, and its gradient is 0. outside_BV: a mask
+    for each bucket, true at tokens outside the bucket's signal ids; None: true everywhere.
     """
     rows = _named([*plan.normalizers, *plan.coefficients], rows_BX)
     logits_BV = tiles_BV[0]
@@ -118,7 +125,7 @@ def gradient(
     if plan.uniform:
         grad_BV = grad_BV + rows["uniform", 0]
     grad_BV = before_head(grad_BV, logits_BV, plan.scale, plan.softcap)
-    logits_BV.copy_(torch.where(rows["counted", 0] == 0, 0.0, grad_BV))
+    (logits_BV if out_BV is None else out_BV).copy_(torch.where(rows["counted", 0] == 0, 0.0, grad_BV))
 
 
 def log_mean(plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows_BX: Tensor) -> None:
@@ -145,7 +152,7 @@ def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | Non
 def _softmax_sums(log_BV: Tensor, is_largest_BV: Tensor) -> tuple[Tensor, Tensor]:
     """Return Σe^l without the row's largest logits, whose e^l = 1 `log_sum_exp` adds later, and Σe^l·l."""
     mass_BV = log_BV.exp()
-    return torch.where(is_largest_BV, 0.0, mass_BV).sum(1), expect(mass_BV, log_BV).sum(1)
+    return torch.where(is_largest_BV, 0.0, mass_BV).sum(-1), expect(mass_BV, log_BV).sum(-1)
 
 
 def _sides(
@@ -173,14 +180,14 @@ def _student_gaps(plan: PointwisePlan, softmax: StudentSoftmax, tiles_BV: Sequen
 
 def _named(columns: list[Column], columns_BX: Tensor) -> Columns:
     """The columns [B, 1] by their keys."""
-    return dict(zip(columns, columns_BX.split(1, 1), strict=True))
+    return dict(zip(columns, columns_BX.split(1, -1), strict=True))
 
 
 def _reference(logits_BV: Tensor) -> Tensor:
     """The largest logit of each row, [B, 1]; −inf if the row has no columns."""
-    if logits_BV.shape[1] == 0:
-        return logits_BV.new_full((logits_BV.shape[0], 1), -math.inf)
-    return logits_BV.amax(1, keepdim=True)
+    if logits_BV.shape[-1] == 0:
+        return logits_BV.new_full((*logits_BV.shape[:-1], 1), -math.inf)
+    return logits_BV.amax(-1, keepdim=True)
 
 
 def finite(reference: Tensor) -> Tensor:

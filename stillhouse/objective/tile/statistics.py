@@ -18,7 +18,14 @@ from torch import Tensor
 from stillhouse.objective.divergence import KullbackLeibler
 from stillhouse.objective.numerics import excess, expect, log_sum_exp
 from stillhouse.objective.tile.pointwise import finite
-from stillhouse.objective.tile.tile_plan import STUDENT, PairIndex, PointwisePlan, StudentSoftmax
+from stillhouse.objective.tile.tile_plan import (
+    STUDENT,
+    Columns,
+    PairIndex,
+    PointwisePlan,
+    StudentSoftmax,
+    TeacherSoftmax,
+)
 
 
 @dataclass
@@ -68,35 +75,20 @@ def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tenso
     """raw_RCX: `pointwise.raw_sums` of every piece.
     outside_RC2: for each bucket, the largest logit and Σe^l over the tokens outside the bucket's ids.
     """
-    raw = dict(zip(plan.raw_sums, raw_RCX.unbind(2), strict=True))
-    largest = [raw["reference", tile] for tile in range(plan.tiles)]
-    references = [finite(largest_RC.amax(0)) for largest_RC in largest]
-    shifts = [_shift(largest_RC, reference_C) for largest_RC, reference_C in zip(largest, references, strict=True)]
-    students = [
-        _Softmax(raw["largest", STUDENT], raw["student_others", at], raw["student_mean", at], shifts[0] / temperature)
-        for at, temperature in enumerate(plan.temperatures)
-    ]
-    teachers = [
-        _Softmax(raw["largest", tile], raw["teacher_others", at], raw["teacher_mean", at], shifts[tile] / temperature)
-        for at, (tile, temperature) in enumerate(plan.teachers)
-    ]
+    pieces = _Pieces.of(plan, raw_RCX)
+    raw, students, teachers = pieces.raw, pieces.students, pieces.teachers
     result = RowStatistics(
-        references,
+        pieces.references,
         [softmax.log_mass() for softmax in students],
         [softmax.entropy() for softmax in students],
         [softmax.log_mass() for softmax in teachers],
         [softmax.entropy() for softmax in teachers],
-        both_top=[
-            (raw["both_top", tile] * (largest[0] == references[0]) * (largest[tile] == references[tile])).amax(0)
-            for tile in range(1, plan.tiles)
-        ],
+        both_top=[pieces.both_top(tile) for tile in range(1, plan.tiles)],
     )
     for softmax, sums_RC2 in zip(plan.buckets, outside_RC2, strict=True):
         _add_outside(plan, softmax, sums_RC2, result)
-    couples = {}
-    for at, (teacher, student) in enumerate(plan.couples):
-        couples[teacher, student] = _Couple(teachers[teacher], students[student], raw["mass_gap", at])
-        result.mass_ratio.append(couples[teacher, student].mass_ratio())
+    couples = pieces.couples(plan)
+    result.mass_ratio += [couple.mass_ratio() for couple in couples.values()]
     for at, divergence in plan.renormalizable.items():
         couple = couples[plan.pairs[at][1:]].directed(divergence)
         result.values[at] = value_C = couple.divergence(raw["excess", at], raw["log_ratio", at])
@@ -104,9 +96,81 @@ def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tenso
         result.slopes[at] = value_C if divergence.student_first else torch.zeros_like(value_C)
     if plan.uniform:
         result.vocabulary = raw["count", 0].sum(0)
-        total_C = (raw["logits_sum", 0] + shifts[0] * raw["count", 0]).sum(0)
+        total_C = (raw["logits_sum", 0] + pieces.shifts[STUDENT] * raw["count", 0]).sum(0)
         result.mean_log_prob = total_C / result.vocabulary - result.student_log_mass[plan.temperatures.index(1.0)]
     return result
+
+
+def merged(plan: PointwisePlan, raw_RCX: Tensor) -> Tensor:
+    """Return the raw sums of several pieces as those of one piece, [C, X]."""
+    pieces = _Pieces.of(plan, raw_RCX)
+    sums: Columns = {("reference", tile): pieces.raw["reference", tile].amax(0) for tile in range(plan.tiles)}
+    sums |= {("both_top", tile): pieces.both_top(tile) for tile in range(1, plan.tiles)}
+    for at, softmax in enumerate(pieces.students):
+        sums["student_others", at], sums["student_mean", at] = softmax.global_others(), softmax.global_mean()
+    for at, softmax in enumerate(pieces.teachers):
+        sums["teacher_others", at], sums["teacher_mean", at] = softmax.global_others(), softmax.global_mean()
+    for tile in range(plan.tiles):
+        holds_largest_RC = pieces.shifts[tile] == 0
+        sums["largest", tile] = torch.where(holds_largest_RC, pieces.raw["largest", tile], 0.0).sum(0)
+    couples = pieces.couples(plan)
+    sums |= {("mass_gap", at): couple.global_gap() for at, couple in enumerate(couples.values())}
+    for at, divergence in plan.renormalizable.items():
+        couple = couples[plan.pairs[at][1:]].directed(divergence)
+        log_ratio_RC = pieces.raw["log_ratio", at]
+        sums["excess", at] = couple.global_excess(pieces.raw["excess", at], log_ratio_RC)
+        sums["log_ratio", at] = couple.global_log_ratio(log_ratio_RC)
+    if plan.uniform:
+        count_RC = pieces.raw["count", 0]
+        sums["logits_sum", 0] = (pieces.raw["logits_sum", 0] + pieces.shifts[STUDENT] * count_RC).sum(0)
+        sums["count", 0] = count_RC.sum(0)
+    return torch.stack([sums[column] for column in plan.raw_sums], 1)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The raw sums of all pieces by their names, [R, C] each, and what shifts them to common references.
+
+    references: the largest logit of each tile over all pieces, [C]; 0 in a row without mass.
+    shifts: of each tile, from each piece's reference to the common one.
+    """
+
+    raw: Columns
+    references: list[Tensor]
+    shifts: list[Tensor]
+    students: "list[_Softmax]"
+    teachers: "list[_Softmax]"
+
+    @classmethod
+    def of(cls, plan: PointwisePlan, raw_RCX: Tensor) -> "_Pieces":
+        raw = dict(zip(plan.raw_sums, raw_RCX.unbind(2), strict=True))
+        largest = [raw["reference", tile] for tile in range(plan.tiles)]
+        references = [finite(largest_RC.amax(0)) for largest_RC in largest]
+        shifts = [_shift(largest_RC, top_C) for largest_RC, top_C in zip(largest, references, strict=True)]
+        students = [
+            _Softmax(
+                raw["largest", STUDENT], raw["student_others", at], raw["student_mean", at], shifts[0] / temperature
+            )
+            for at, temperature in enumerate(plan.temperatures)
+        ]
+        teachers = [
+            _Softmax(
+                raw["largest", tile], raw["teacher_others", at], raw["teacher_mean", at], shifts[tile] / temperature
+            )
+            for at, (tile, temperature) in enumerate(plan.teachers)
+        ]
+        return cls(raw, references, shifts, students, teachers)
+
+    def both_top(self, tile: int) -> Tensor:
+        """1 where the largest logits of the tile and of the student are in the same column, [C]."""
+        is_top_RC = [self.raw["reference", at] == self.references[at] for at in (STUDENT, tile)]
+        return (self.raw["both_top", tile] * is_top_RC[0] * is_top_RC[1]).amax(0)
+
+    def couples(self, plan: PointwisePlan) -> "dict[tuple[TeacherSoftmax, StudentSoftmax], _Couple]":
+        return {
+            (teacher, student): _Couple(self.teachers[teacher], self.students[student], self.raw["mass_gap", at])
+            for at, (teacher, student) in enumerate(plan.couples)
+        }
 
 
 @dataclass(frozen=True)
@@ -133,14 +197,19 @@ class _Softmax:
 
     def log_mass(self) -> Tensor:
         """log Σe^l, [C]."""
-        holds_largest_RC = self.shift == 0
-        largest_C = torch.where(holds_largest_RC, self.largest, 0.0).sum(0)
-        others_C = torch.where(holds_largest_RC, self.others, self.shift.exp() * self.mass).sum(0)
-        return log_sum_exp(largest_C, others_C)
+        largest_C = torch.where(self.shift == 0, self.largest, 0.0).sum(0)
+        return log_sum_exp(largest_C, self.global_others())
+
+    def global_others(self) -> Tensor:
+        """Σe^l over all pieces without those that are 1 after the shift, [C]."""
+        return torch.where(self.shift == 0, self.others, self.shift.exp() * self.mass).sum(0)
+
+    def global_mean(self) -> Tensor:
+        """Σe^l·l over all pieces, shifted, [C]."""
+        return (self.shift.exp() * (self.mean + self.shift * self.mass)).sum(0)
 
     def entropy(self) -> Tensor:
-        mean_C = (self.shift.exp() * (self.mean + self.shift * self.mass)).sum(0) / self.global_mass
-        return self.log_mass() - mean_C
+        return self.log_mass() - self.global_mean() / self.global_mass
 
 
 @dataclass(frozen=True)
@@ -165,7 +234,7 @@ class _Couple:
 
     def mass_ratio(self) -> Tensor:
         """log(Σb / Σa) over all pieces, [C]."""
-        change_C = self._global_gap() / self.first.global_mass
+        change_C = self.global_gap() / self.first.global_mass
         return torch.where(
             change_C.abs() < 0.5, torch.log1p(change_C), self.second.log_mass() - self.first.log_mass()
         )
@@ -173,8 +242,8 @@ class _Couple:
     def divergence(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
         """KL(a‖b) of the normalized a and b, [C], from Σ a(e^t − 1 − t) and Σ a·t of each piece."""
         mass_C, ratio_C = self.first.global_mass, self.mass_ratio()
-        excess_C = self._global_excess(excess_RC, log_ratio_RC) / mass_C
-        mean_C = self._global_log_ratio(log_ratio_RC) / mass_C
+        excess_C = self.global_excess(excess_RC, log_ratio_RC) / mass_C
+        mean_C = self.global_log_ratio(log_ratio_RC) / mass_C
         close_C = excess_C - excess(torch.ones_like(ratio_C), ratio_C.exp(), ratio_C)
         return torch.where(ratio_C.abs() <= 1, close_C, ratio_C - mean_C)
 
@@ -182,16 +251,16 @@ class _Couple:
     def _shift(self) -> Tensor:
         return self.second.shift - self.first.shift
 
-    def _global_gap(self) -> Tensor:
+    def global_gap(self) -> Tensor:
         of_a_RC, of_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
         close_RC = of_a_RC * (self.mass_gap + torch.expm1(c_RC.clamp(-1, 1)) * self.second.mass)
         far_RC = of_b_RC * self.second.mass - of_a_RC * self.first.mass
         return torch.where(c_RC.abs() <= 1, close_RC, far_RC).sum(0)
 
-    def _global_log_ratio(self, log_ratio_RC: Tensor) -> Tensor:
+    def global_log_ratio(self, log_ratio_RC: Tensor) -> Tensor:
         return expect(self.first.shift.exp(), log_ratio_RC + self._shift * self.first.mass).sum(0)
 
-    def _global_excess(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
+    def global_excess(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
         of_a_RC, of_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
         small_RC = c_RC.clamp(-1, 1)
         grown_RC, second_order_RC = torch.expm1(small_RC), excess(torch.ones_like(c_RC), small_RC.exp(), small_RC)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.signals import RowIndex, Signal, SparseSignal
-from stillhouse.objective.tile.compiled import pointwise
+from stillhouse.objective.tile.compiled import of_rows, pointwise
+from stillhouse.objective.tile.pieces import PIECED, pieced_normalized_sums, pieced_raw_sums
 from stillhouse.objective.tile.pointwise import before_head, gradient, normalized_sums, raw_sums
 from stillhouse.objective.tile.statistics import statistics
 from stillhouse.objective.tile.tile_plan import STUDENT, Column, Plan, PointwisePlan, StudentSoftmax
@@ -96,25 +97,32 @@ class Tile:
             self._top_k = merged(logits_RCK, ids_RCK, self._plan.ranks)[:2]
         # an id's logit is on one rank; the other ranks send −inf
         self._entries = [logits_RCN.amax(0) for logits_RCN in entries]
-        self._known = statistics(self._pointwise, raw_RCX, outside)
+        self._known = of_rows(statistics, self._pointwise, raw_RCX, outside)
         if self._pointwise.two_sweep:
             self._known.add_normalized(self._pointwise, AsyncAllGather(self._normalized_sums(), self._shard).wait())
 
-    def gradient(self) -> Tensor:
-        """Overwrite the student's logits with the gradient [C, V] and return it."""
+    def gradient(self, rounded_CV: Tensor | None = None) -> Tensor:
+        """Return the gradient [C, V]. It overwrites `rounded_CV`, whose dtype may be shorter, or else the logits."""
         logits_CV = self.logits_CV
         if logits_CV.shape[1] == 0:
-            return logits_CV
+            return logits_CV if rounded_CV is None else rounded_CV
         rows_CX = self._gradient_rows()
+        # the values at ids are summed in the logits' dtype, in the tile of the logits, and rounded once
+        at_ids = [] if rounded_CV is None else [(ids, self._gradient_in(ids, rows_CX)) for ids, _ in self._added]
         # write the gradient of tokens outside all buckets' ids to all columns, then overwrite the columns of the ids
         corrected = [self._gradient_at(signal, rows_CX) for signal, _ in self._plan.buckets]
         for block in row_blocks(self.logits_CV):
-            pointwise(gradient, self._pointwise, self._block(block), rows_CX[block])
-        for places_CK, values_CK in corrected:
+            out = [] if rounded_CV is None else [rounded_CV[block]]
+            pointwise(gradient, self._pointwise, self._block(block), rows_CX[block], *out)
+        for places_CK, values_CK in (*at_ids, *corrected):
             logits_CV.scatter_(1, places_CK, values_CK)
         for local_CN, values_CN in self._added:
             logits_CV.scatter_add_(1, local_CN, values_CN)
-        return logits_CV
+        if rounded_CV is None:
+            return logits_CV
+        for places_CK, _ in (*at_ids, *corrected):
+            rounded_CV.scatter_(1, places_CK, logits_CV.gather(1, places_CK).to(rounded_CV.dtype))
+        return rounded_CV
 
     # what terms read
 
@@ -225,8 +233,9 @@ class Tile:
 
     def _normalized_sums(self) -> Tensor:
         normalizers_CX = self._known.normalizers()
+        sums = pieced_normalized_sums if self.logits_CV.device.type in PIECED else normalized_sums
         blocks = (
-            pointwise(normalized_sums, self._pointwise, self._block(block), normalizers_CX[block])
+            pointwise(sums, self._pointwise, self._block(block), normalizers_CX[block])
             for block in row_blocks(self.logits_CV)
         )
         return torch.cat(list(blocks))
@@ -261,9 +270,13 @@ class Tile:
             ~held_C1.expand_as(places_CK) if other is signal else ~self._is_of(other, places_CK)
             for other, _ in self._plan.buckets
         ]
-        tiles_CK = [tile_CV.gather(1, places_CK) for tile_CV in self._tiles_CV]
-        gradient(self._pointwise, tiles_CK, rows_CX, outside)
-        return places_CK, tiles_CK[0]
+        return places_CK, self._gradient_in(places_CK, rows_CX, outside)
+
+    def _gradient_in(self, columns_CK: Tensor, rows_CX: Tensor, outside_CK: Sequence[Tensor] | None = None) -> Tensor:
+        """Return `pointwise.gradient` in these columns, [C, K]."""
+        tiles_CK = [tile_CV.gather(1, columns_CK) for tile_CV in self._tiles_CV]
+        gradient(self._pointwise, tiles_CK, rows_CX, outside_BV=outside_CK)
+        return tiles_CK[0]
 
     def _is_of(self, signal: SparseSignal, columns_CK: Tensor) -> Tensor:
         """True where a column belongs to one of the signal's ids."""
@@ -294,8 +307,9 @@ class Tile:
 
 def local_sums(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> Tensor:
     """Return `raw_sums` over this rank's part of the vocabulary, [C, X]."""
+    sums = pieced_raw_sums if tiles_CV[0].device.type in PIECED else raw_sums
     blocks = row_blocks(tiles_CV[0])
-    return torch.cat([pointwise(raw_sums, plan, [tile_CV[block] for tile_CV in tiles_CV]) for block in blocks])
+    return torch.cat([pointwise(sums, plan, [tile_CV[block] for tile_CV in tiles_CV]) for block in blocks])
 
 
 def row_blocks(tile_CV: Tensor) -> Iterator[slice]:
