@@ -141,6 +141,7 @@ def test_a_mixture_of_teachers(dtype: torch.dtype, rounding: float) -> None:
     for objective, its_dtype, device in ((linear_objective, dtype, "cuda"), (dense_objective, torch.float64, "cpu")):
         hidden, weight = make_leaves(its_dtype, device)
         term = mixture_term(its_dtype, device)
+        objective(hidden, OutputHead(weight), [term], chunk_tokens=50)  # the first pass compiles
         torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
         try:
             output = objective(hidden, OutputHead(weight), [term], chunk_tokens=50)
@@ -253,10 +254,11 @@ def test_a_pass_does_not_wait_for_the_device(half: bool) -> None:
     hidden, weight = make_leaves(dtype)
     terms, weights_T = make_terms(dtype), torch.ones(T, device="cuda")
     valid_index, normalizer = torch.arange(T, device="cuda"), torch.tensor(float(T), device="cuda")
+    head = OutputHead(weight, vocab_size=V)
+    linear_objective(hidden, head, terms, weights_T=weights_T, chunk_tokens=50)  # the first pass compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        head = OutputHead(weight, vocab_size=V)
         for options in ({"valid_index": valid_index, "normalizer": normalizer}, {"normalizer": 7.0}):
             output = linear_objective(hidden, head, terms, weights_T=weights_T, chunk_tokens=50, **options)
             output.loss.backward()
