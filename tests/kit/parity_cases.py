@@ -1,7 +1,8 @@
 """Compare one training step, and two, under a layout with the same steps in one process.
 
-Every rank builds the same models and batches, runs the reference in its process, then runs its part of the layout,
-and returns the distance between each of its parameters' gradients and the reference's gradient.
+Every rank makes the same models and batches. Rank 0 runs the reference, and sends its results to the other ranks.
+Then every rank runs its part of the layout, and returns the distance between the gradient of each of its parameters
+and the reference's gradient.
 
 T tokens, B rows, S tokens per row.
 """
@@ -12,6 +13,7 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from kit.parity_models import VOCABULARY, build_student, configurations, decoder, with_hidden, with_lora
 from kit.shard_ranks import Rank
 from torch import Tensor
@@ -59,7 +61,7 @@ class Case:
 
     micro_batches: the number per data rank and step. family: qwen3 (untied), llama (tied), qwen3_moe (student and
     teacher have experts, and the loss has the router term), or one of `families`. depth: number of student layers;
-    0 stands for the family's default.
+    0 stands for the family's default, which is small if no pipeline shards the layers.
     lora: "" trains all weights; otherwise the student trains a LoRA, and the teacher is another model ("teacher") or
     the student without its adapter ("base"). dtype: of the base weights; the LoRA's weights are always float32.
     mtp: "": the student has no MTP layers; otherwise it has two, which learn from the teacher or from the student;
@@ -122,42 +124,72 @@ def compare(rank: Rank, case: Case) -> Difference | None:
         mesh_of(case.teacher.degrees)  # all ranks must call this, because it creates groups
     if rank.number >= case.layout.degrees.processes:
         return None
-    sides = [Side.of(case, Layout(), ONE), Side.of(case, case.layout, mesh)]
-    single, sharded = (side.engine for side in sides)
-    for student in (*single.student.decoders, *sharded.student.decoders):
-        student.train()
-        if case.checkpointing:
-            student.gradient_checkpointing_enable()
     # the reference takes the micro-batches of all data ranks
     steps = [StepMicroBatches(batches(case, step)) for step in range(STEPS)]
-    evaluations = [side.evaluate(steps[0]) for side in sides]
-    requests = [side.requests(steps) for side in sides]
-    difference = first_step(case, *sides, *(next(of_side) for of_side in requests))
-    is_exact = _exact_elements(single.gradient_norm(), sides[0].runner)
-    difference.evaluation = abs(evaluations[1]["loss"] / evaluations[0]["loss"] - 1)
-    for step in range(STEPS):
-        for side, of_side in zip(sides, requests, strict=True):
-            if step:
-                side.step(*next(of_side))
-            side.engine.update(LEARNING_RATE)
-    expected = dict(sides[0].runner.named_parameters())
-    for name, parameter in sides[1].runner.named_parameters():
-        reference = expected[alias(name, expected)]
-        elements = is_exact[alias(name, expected)]
+    reference = Reference.on_rank_0(rank, case, steps)
+    sharded = Side.of(case, case.layout, mesh).train(case)
+    evaluation = sharded.evaluate(steps[0])
+    requests = sharded.requests(steps)
+    difference = first_step(case, reference, sharded, *next(requests))
+    difference.evaluation = abs(evaluation["loss"] / reference.evaluation - 1)
+    sharded.engine.update(LEARNING_RATE)
+    for micro_batches, signals in requests:
+        sharded.step(micro_batches, signals)
+        sharded.engine.update(LEARNING_RATE)
+    for name, parameter in sharded.runner.named_parameters():
+        expected = reference.weights[alias(name, reference.weights)]
+        elements = reference.exact_elements(alias(name, reference.weights))
         if not elements.any():
             continue
-        difference.weights[name] = relative_difference(gathered_tensor(parameter)[elements], reference[elements])
+        difference.weights[name] = relative_difference(gathered_tensor(parameter)[elements], expected[elements])
     return difference
 
 
-def _exact_elements(norm: float, runner: Runner) -> dict[str, Tensor]:
-    """Return, by parameter, which elements have a gradient that is more than rounding. norm: of all gradients"""
-    return {
-        name: torch.ones_like(parameter, dtype=torch.bool)
-        if parameter.grad is None
-        else (parameter.grad == 0) | (parameter.grad.abs() > 1e-6 * norm)
-        for name, parameter in runner.named_parameters()
-    }
+@dataclass
+class Reference:
+    """The results of one process: of the first step (sums, gradient norm, gradients; None without a gradient), the
+    weights after the last step, and the loss of an evaluation before the first step.
+    """
+
+    sums: dict[str, float]
+    norm: float
+    gradients: dict[str, Tensor | None]
+    weights: dict[str, Tensor]
+    evaluation: float
+
+    @classmethod
+    def on_rank_0(cls, rank: Rank, case: Case, steps: list[StepMicroBatches]) -> "Reference":
+        """Compute the reference on rank 0, and return it on all ranks of the layout. A collective of these ranks."""
+        result = [cls.of(case, steps) if rank.number == 0 else None]
+        dist.broadcast_object_list(result, src=0, group=rank.groups[case.layout.degrees.processes])
+        assert result[0] is not None
+        return result[0]
+
+    @classmethod
+    def of(cls, case: Case, steps: list[StepMicroBatches]) -> "Reference":
+        side = Side.of(case, Layout(), ONE).train(case)
+        evaluation = side.evaluate(steps[0])["loss"]
+        requests = side.requests(steps)
+        sums, norm = side.step(*next(requests)), side.engine.gradient_norm()
+        parameters = dict(side.runner.named_parameters())
+        gradients = {name: copied(parameter.grad) for name, parameter in parameters.items()}
+        side.engine.update(LEARNING_RATE)
+        for micro_batches, signals in requests:
+            side.step(micro_batches, signals)
+            side.engine.update(LEARNING_RATE)
+        weights = {name: parameter.detach() for name, parameter in parameters.items()}
+        return cls(sums, norm, gradients, weights, evaluation)
+
+    def exact_elements(self, name: str) -> Tensor:
+        """Return which elements of a parameter have a gradient that is more than rounding."""
+        gradient = self.gradients[name]
+        if gradient is None:
+            return torch.ones_like(self.weights[name], dtype=torch.bool)
+        return (gradient == 0) | (gradient.abs() > 1e-6 * self.norm)
+
+
+def copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 @dataclass
@@ -194,6 +226,14 @@ class Side:
         autocast = torch.bfloat16 if bf16 else None
         return cls(TorchEngine(runner, case.spec, train=train, autocast=autocast, parts=parts), source, runner)
 
+    def train(self, case: Case) -> "Side":
+        """Set the student's train mode, and enable activation checkpointing if the case has it."""
+        for student in self.engine.student.decoders:
+            student.train()
+            if case.checkpointing:
+                student.gradient_checkpointing_enable()
+        return self
+
     def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         return self.engine.student.shard(step, training=training)
 
@@ -223,14 +263,10 @@ class TopKSource(SignalSource):
 
 
 def first_step(
-    case: Case,
-    single: Side,
-    sharded: Side,
-    reference_step: tuple[ShardedMicroBatches, PendingSignals],
-    sharded_step: tuple[ShardedMicroBatches, PendingSignals],
+    case: Case, reference: Reference, sharded: Side, micro_batches: ShardedMicroBatches, signals: PendingSignals
 ) -> Difference:
-    """Compare the first step's loss, metrics and gradients. The gradients are not cleared."""
-    expected, sums = single.step(*reference_step), sharded.step(*sharded_step)
+    """Run the first step, and compare its loss, metrics and gradients. The gradients are not cleared."""
+    sums = sharded.step(micro_batches, signals)
     assert (ROUTER_LOSS in sums) == (case.family == "qwen3_moe" and not case.mtp)
     assert ("mtp_2/tokens" in sums) == bool(case.mtp)
     assert sum(name.startswith(HIDDEN) for name in sums) == len(case.hidden)
@@ -239,20 +275,19 @@ def first_step(
         weights = [named[name] for name in named if name.startswith("mtp.") and name.endswith("up_proj.weight")]
         assert weights or not sharded.runner.has_last_stage
         assert all(len(local(weight)) < len(weight) for weight in weights), "MTP layers are not sharded"
-    norms = [side.engine.gradient_norm() for side in (single, sharded)]
-    references = dict(single.runner.named_parameters())
+    norm = sharded.engine.gradient_norm()
     gradients = {}
     for name, parameter in sharded.runner.named_parameters():
-        reference = references[alias(name, references)]
-        if reference.grad is None:
+        expected = reference.gradients[alias(name, reference.gradients)]
+        if expected is None:
             assert parameter.grad is None, name
             continue
         assert parameter.grad is not None, name
-        gradients[name] = relative_difference(gathered_tensor(parameter.grad), reference.grad, 1e-3 * norms[0])
+        gradients[name] = relative_difference(gathered_tensor(parameter.grad), expected, 1e-3 * reference.norm)
     return Difference(
-        loss=abs(sums["loss"] / expected["loss"] - 1),
-        metrics={name: abs(sums[name] - value) / max(abs(value), 1.0) for name, value in expected.items()},
-        norm=abs(norms[1] / norms[0] - 1),
+        loss=abs(sums["loss"] / reference.sums["loss"] - 1),
+        metrics={name: abs(sums[name] - value) / max(abs(value), 1.0) for name, value in reference.sums.items()},
+        norm=abs(norm / reference.norm - 1),
         gradients=gradients,
     )
 
@@ -269,7 +304,9 @@ def alias(name: str, references: Mapping[str, Any]) -> str:
 
 
 def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
-    student, teacher = configurations(case.family, case.depth)
+    layouts = [case.layout, *([] if case.teacher is None else [case.teacher])]
+    has_stages = any(layout.degrees.pipeline > 1 for layout in layouts)
+    student, teacher = configurations(case.family, case.depth, few_layers=not has_stages)
     needs = case.spec.needs_teacher and not case.top_k and case.lora != "base"
     source = ModelSource(partial(build_student, student, case.mtp))
     if case.lora:

@@ -42,34 +42,46 @@ def with_hidden(build: Callable[[], Decoder], teacher: PreTrainedConfig, pairs: 
     return student
 
 
-def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTrainedConfig]:
-    """Return the student's and the teacher's configuration, which have different depths and widths."""
+def configurations(
+    family: str, depth: int = 0, *, few_layers: bool = False
+) -> tuple[PreTrainedConfig, PreTrainedConfig]:
+    """Return the student's and the teacher's configuration, which have different depths and widths.
+
+    depth: number of the student's layers; 0: the family's default. few_layers: whether the defaults are 2 layers of a
+    student (if the family is not one of `CAUSAL` only) and 3 of a teacher, too few for a pipeline
+    """
+    teacher_layers = 3 if few_layers else 6
     if family == "llama":
-        small = LlamaConfig(**SHAPE, hidden_size=48, num_hidden_layers=depth or 5, tie_word_embeddings=True)
-        return small, LlamaConfig(**SHAPE, hidden_size=64, num_hidden_layers=6)
+        layers = depth or (2 if few_layers else 5)
+        small = LlamaConfig(**SHAPE, hidden_size=48, num_hidden_layers=layers, tie_word_embeddings=True)
+        return small, LlamaConfig(**SHAPE, hidden_size=64, num_hidden_layers=teacher_layers)
     if family == "qwen3_moe":
         experts = SHAPE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
-        small = Qwen3MoeConfig(**experts, hidden_size=48, num_hidden_layers=4, mlp_only_layers=[1])
-        return small, Qwen3MoeConfig(**experts, hidden_size=64, num_hidden_layers=4, norm_topk_prob=True)
+        layers = 2 if few_layers else 4
+        small = Qwen3MoeConfig(**experts, hidden_size=48, num_hidden_layers=layers, mlp_only_layers=[1])
+        return small, Qwen3MoeConfig(**experts, hidden_size=64, num_hidden_layers=layers, norm_topk_prob=True)
     if family in PARTIAL:
         small = AutoConfig.for_model(family, **SHAPE, **PARTIAL[family], hidden_size=48, num_hidden_layers=2)
+        layers = min(teacher_layers, 4)
         return small, Qwen3Config(
-            **SHAPE, hidden_size=64, num_hidden_layers=4, head_dim=16, tie_word_embeddings=False
+            **SHAPE, hidden_size=64, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False
         )
     if family in CAUSAL and family not in (*FAMILIES, "qwen3"):
         small = tiny_config(family)
         for dropout in {"resid_pdrop", "attn_pdrop", "embd_pdrop"} & vars(small).keys():
             setattr(small, dropout, 0.0)
-        return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=4, head_dim=16)
+        return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=min(teacher_layers, 4), head_dim=16)
     if family != "qwen3":
         other = [build(family).config, build(family).config]
         for config in other:
             # dropout draws other numbers on every layout, and no tensor-parallel plan has a norm over all heads
             config.resid_pdrop, config.use_qk_norm = 0.0, False
         return other[0], other[1]
-    layers = depth or 4
+    layers = depth or (2 if few_layers else 4)
     small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False)
-    return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)
+    return small, Qwen3Config(
+        **SHAPE, hidden_size=64, num_hidden_layers=teacher_layers, head_dim=16, tie_word_embeddings=False
+    )
 
 
 def build_student(config: PreTrainedConfig, mtp: str = "") -> Decoder:
