@@ -3,14 +3,19 @@
 B rows, S columns per row (the length of the longest row), T = B·S.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stillhouse.document_lengths import DocumentLengths
+
 NO_LABEL = -1
+#: the address of each tensor in a buffer is a multiple of this number of bytes
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +32,8 @@ class MicroBatch:
     valid_index: int64, the rows with a non-zero weight, ascending.
     per_token: additional tensors [T, …], such as advantages and old log-probabilities.
     teacher_inputs: like `inputs`, if the teacher reads other tokens than the student in the same rows.
+    lengths, teacher_lengths: of the documents in `inputs` and `teacher_inputs`, before context ranks got their
+        columns; None until the micro-batch is moved to its device, so that nothing waits for the device to read them.
 
     Raises ValueError if the tensors do not have the same rows.
     """
@@ -38,6 +45,8 @@ class MicroBatch:
     valid_index: Tensor
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
     teacher_inputs: Mapping[str, Tensor] | None = None
+    lengths: DocumentLengths | None = None
+    teacher_lengths: DocumentLengths | None = None
 
     def __post_init__(self) -> None:
         for inputs in (self.inputs, self.teacher_inputs or self.inputs):
@@ -72,7 +81,9 @@ class MicroBatch:
     @property
     def as_read_by_teacher(self) -> "MicroBatch":
         """The same rows with the inputs that a teacher reads."""
-        return replace(self, inputs=self.teacher_inputs or self.inputs)
+        if self.teacher_inputs is None:
+            return self
+        return replace(self, inputs=self.teacher_inputs, lengths=self.teacher_lengths)
 
     def without_targets(self) -> "MicroBatch":
         """The same tokens without labels and documents, and with weights 0."""
@@ -94,7 +105,21 @@ class MicroBatch:
 
     def part(self, number: int, count: int) -> "MicroBatch":
         """The shard of a context rank: a block of columns. `count` must divide the number of columns."""
-        return self if count == 1 else self.select(self._numbers_BS().chunk(count, 1)[number])
+        if count == 1:
+            return self
+        columns, whole = self.select(self._numbers_BS().chunk(count, 1)[number]), self.with_lengths()
+        return replace(columns, lengths=whole.lengths, teacher_lengths=whole.teacher_lengths)
+
+    def with_lengths(self) -> "MicroBatch":
+        """The same micro-batch with the lengths of its documents."""
+        if self.lengths is not None:
+            return self
+        of_teacher = self.teacher_inputs
+        return replace(
+            self,
+            lengths=DocumentLengths.of(self.position_ids_BS),
+            teacher_lengths=None if of_teacher is None else DocumentLengths.of(of_teacher["position_ids"]),
+        )
 
     def select(self, index_BS: Tensor) -> "MicroBatch":
         """Select rows of the flattened micro-batch. index_BS: their numbers, on the CPU; -1 is padding."""
@@ -111,11 +136,15 @@ class MicroBatch:
             teacher_inputs=None
             if self.teacher_inputs is None
             else self._select_inputs(self.teacher_inputs, index_BS),
+            lengths=None,
+            teacher_lengths=None,
         )
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same micro-batch on another device."""
-        return replace(self, **{name: _moved(value, device) for name, value in vars(self).items()})
+        """The same micro-batch on another device, with the lengths of its documents."""
+        values = vars(self.with_lengths())
+        moved = _copies(_tensors(values.values()), torch.device(device))
+        return replace(self, **{name: _replaced(value, moved) for name, value in values.items()})
 
     def _numbers_BS(self) -> Tensor:
         return torch.arange(len(self.labels_T)).view(self.shape_BS)
@@ -137,10 +166,46 @@ def take(values_T: Tensor, index_T: Tensor, padding: float = 0) -> Tensor:
     return taken_T.masked_fill(is_padding_T, padding)
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested mappings and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(value.values())
+    elif isinstance(value, Iterable):
+        for member in value:
+            yield from _tensors(member)
+
+
+def _replaced(value: Any, moved: Mapping[int, Tensor]) -> Any:
+    """Return a value of the micro-batch with other tensors. moved: by the `id` of the tensor that it replaces."""
     if isinstance(value, Mapping):
-        return {name: tensor.to(device) for name, tensor in value.items()}
-    return None if value is None else value.to(device)
+        return {name: moved[id(tensor)] for name, tensor in value.items()}
+    if isinstance(value, DocumentLengths):
+        return value._replace(borders_M=moved[id(value.borders_M)])
+    return moved[id(value)] if isinstance(value, Tensor) else value
+
+
+def _copies(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tensor]:
+    """Return the tensors on a device, by `id`. A CUDA device gets all of them in one copy from pinned memory, for
+    which this process does not wait.
+    """
+    by_id = {id(tensor): tensor for tensor in tensors}
+    if device.type != "cuda" or not all(tensor.device.type == "cpu" for tensor in by_id.values()):
+        return {key: tensor.to(device) for key, tensor in by_id.items()}
+    ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in by_id.values()))
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    for value, tensor in zip(_views(buffer, by_id.values(), ends), by_id.values(), strict=True):
+        value.copy_(tensor)
+    return dict(zip(by_id, _views(buffer.to(device, non_blocking=True), by_id.values(), ends), strict=True))
+
+
+def _views(buffer: Tensor, tensors: Iterable[Tensor], ends: Sequence[int]) -> list[Tensor]:
+    """Return parts of a buffer with the dtypes and shapes of the tensors. ends: where the parts end, in bytes."""
+    return [
+        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip([0, *ends], tensors, strict=False)
+    ]
 
 
 def _with_padding_positions(position_ids_BS: Tensor, index_BS: Tensor) -> Tensor:

@@ -139,7 +139,8 @@ class Generator:
         precision = torch.autocast(
             self.device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False
         )
-        with evaluating(model), _without_own_settings(model), precision:
+        usual_attention = self.decoder.packing.attention.without_lengths()
+        with evaluating(model), _without_own_settings(model), usual_attention, precision:
             model.generate(
                 torch.from_numpy(ids_BS).to(self.device),
                 generation_config=settings,

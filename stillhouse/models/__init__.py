@@ -1,7 +1,7 @@
 """Causal language models as backbone and head (see `decoder.py`)."""
 
 from stillhouse.models.adapter import add_lora, initialize_lora, without_lora
-from stillhouse.models.decoder import Decoder, eos_ids
+from stillhouse.models.decoder import Decoder
 from stillhouse.models.fingerprint import model_fingerprint
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.hidden_match import HiddenMatchLoss, HiddenPair
@@ -16,11 +16,14 @@ from stillhouse.models.model_checks import (
     check_saving,
     warn_of_positions,
 )
+from stillhouse.models.model_parts import eos_ids
 from stillhouse.models.moe import balance_routers
 from stillhouse.models.quantized import quantized_identity
 from stillhouse.models.router_aux_loss import RouterAuxLoss
+from stillhouse.models.varlen import Activations
 
 __all__ = [
+    "Activations",
     "Decoder",
     "HiddenMatchLoss",
     "HiddenPair",

@@ -12,15 +12,16 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from stillhouse.display import escaped
+from stillhouse.document_lengths import DocumentLengths
 from stillhouse.models.document_packing import (
     AUTO,
     Packing,
@@ -44,6 +45,7 @@ from stillhouse.models.model_parts import (
 )
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
+from stillhouse.models.varlen import VARLEN_LENGTHS, Activations
 from stillhouse.objective import FullVocab, OutputHead
 
 if TYPE_CHECKING:  # `mtp_layers` needs a later version of transformers than this file
@@ -62,7 +64,8 @@ class Decoder(nn.Module):
     `verify=True` runs a few artificial tokens, on the device of the weights. It also raises ValueError if the head
     does not give the model's own logits, if tokens attend to later tokens, or if documents that are packed together
     influence each other. `packing`: "packed", "rows", or "auto" for the first one
-    that is exact.
+    that is exact. `activations`: their device and dtype, to use variable-length attention for packed documents where
+    it is possible; None: the model's attention.
     """
 
     pretrained: PreTrainedModel
@@ -77,14 +80,21 @@ class Decoder(nn.Module):
     mtp: "MtpLayers | None"  # the MTP layers that `add_mtp` has added
     layer_losses: dict[str, LayerLossModule]  # the losses that `add_layer_loss` has added, by their names
 
-    def __init__(self, model: PreTrainedModel, *, packing: str = AUTO, verify: bool = True):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        packing: str = AUTO,
+        activations: Activations | None = None,
+        verify: bool = True,
+    ):
         super().__init__()
         linear = require_decoder(model)
         # a plain attribute assignment would register the model's parameters a second time
         self.__dict__["pretrained"] = model
         self.backbone_name = str(backbone_name(model))
         self.backbone = model.get_submodule(self.backbone_name)
-        self.packing, self.rows = Packing(model, self.backbone, packing), None
+        self.packing, self.rows = Packing(model, self.backbone, packing, activations), None
         self.head = Head(linear, LogitRule.from_config(model.config))
         self.mtp, self.layer_losses = None, {}
         self.training = self.head.training = model.training
@@ -109,6 +119,7 @@ class Decoder(nn.Module):
         device: str | torch.device | None = None,
         quantize: str | None = None,
         packing: str = AUTO,
+        activations: Activations | None = None,
         verify: bool = True,
     ) -> "Decoder":
         """Load a folder or a hub id; transformers gets the name unchanged.
@@ -139,7 +150,7 @@ class Decoder(nn.Module):
             )
         if verify:
             require_runnable(model, f"model '{escaped(os.fspath(name_or_path))}'")
-        return cls(model, packing=packing, verify=verify)
+        return cls(model, packing=packing, activations=activations, verify=verify)
 
     def forward(
         self,
@@ -152,6 +163,7 @@ class Decoder(nn.Module):
         head: bool = True,
         mtp_input_ids: Tensor | None = None,
         is_padding: Tensor | None = None,
+        lengths: DocumentLengths | None = None,
         **backbone_kwargs: Any,
     ) -> Any:
         """Return logits [B, S, V], or what `processor` returns for the hidden states (see `OutputProcessor`).
@@ -160,25 +172,31 @@ class Decoder(nn.Module):
         `input_ids`: [B, S]. `position_ids`: [B, S], or [1, S] for all rows. If a row has several documents, the
         positions restart at each document, and attention_mask must be None. `attention_mask`: [B, S], 1 for tokens, 0
         for padding. `is_padding`: [B, S] bool; a backbone that gets one document per row does not run documents of
-        padding alone, and their hidden states are arbitrary. `backbone_kwargs` are passed to the backbone; with
+        padding alone, and their hidden states are arbitrary. `lengths`: those of all documents that `position_ids`
+        separates, in place of reading them from the device. `backbone_kwargs` are passed to the backbone; with
         `inputs_embeds` [B, S, D] among them, `input_ids` must be None. `mtp_input_ids`: the token ids [B, S]; if
         given, the MTP layers run, and the head calls the processor once with a tuple of the hidden states of depths
         0, 1, ….
         """
-        rows = None
+        rows, attention = None, self.packing.attention
         arguments = {"input_ids": input_ids, **backbone_kwargs}
+        is_packed = position_ids is not None and attention_mask is None
         if position_ids is not None and attention_mask is None:
-            arguments, rows = backbone_inputs(self.pretrained, self.packing, position_ids, is_padding, arguments)
+            arguments, rows = backbone_inputs(
+                self.pretrained, self.packing, position_ids, is_padding, arguments, lengths
+            )
         else:
             arguments["attention_mask"] = attention_mask
             if position_ids is not None and attention_mask is not None:
                 require_separable(position_ids, attention_mask)
                 arguments["position_ids"] = position_ids
-        with self._in_rows(rows):
-            hidden = self.backbone(**arguments, use_cache=False, return_dict=True).last_hidden_state
-        depths: tuple[Tensor, ...] = (hidden,)
-        if mtp_input_ids is not None:
-            depths += tuple(self._mtp_hidden(hidden, mtp_input_ids, position_ids, rows))
+        with nullcontext() if is_packed else attention.without_lengths():
+            with self._in_rows(rows):
+                hidden = self.backbone(**arguments, use_cache=False, return_dict=True).last_hidden_state
+            depths: tuple[Tensor, ...] = (hidden,)
+            if mtp_input_ids is not None:
+                of_lengths = {name: arguments[name] for name in VARLEN_LENGTHS if attention.reads_lengths}
+                depths += tuple(self._mtp_hidden(hidden, mtp_input_ids, position_ids, rows, of_lengths))
         if rows is not None:
             depths = tuple(rows.pack(hidden_NLD) for hidden_NLD in depths)
         hidden_states = depths[0] if mtp_input_ids is None else depths
@@ -272,14 +290,16 @@ class Decoder(nn.Module):
         input_ids_BS: Tensor,
         position_ids: Tensor | None,
         rows: DocumentRows | JoinedRow | None,
+        lengths: Mapping[str, Any],
     ) -> Iterator[Tensor]:
-        """Yield the hidden states of the MTP depths, laid out as `hidden`."""
+        """Yield the hidden states of the MTP depths, laid out as `hidden`. lengths: arguments of the layers."""
         assert self.mtp is not None, "multi-token prediction without its layers"
+        self.mtp.model.config._attn_implementation = self.config._attn_implementation
         if rows is not None and position_ids is not None:
             input_ids_BS, position_ids = rows.unpack(input_ids_BS), rows.position_ids(position_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
-        return self.mtp.hidden_states(hidden, input_ids_BS, position_ids)
+        return self.mtp.hidden_states(hidden, input_ids_BS, position_ids, lengths)
 
     @contextmanager
     def _in_rows(self, rows: DocumentRows | JoinedRow | None) -> Iterator[None]:
@@ -347,18 +367,6 @@ class Decoder(nn.Module):
         if self.mtp is not None:
             tensors = model.state_dict() | self.mtp.checkpoint_tensors(model)
         model.save_pretrained(folder, state_dict=tensors)
-
-
-def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Decoder) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of the tokenizer and of the model's generation_config, in ascending order.
-
-    Training ends a text with the tokenizer's id. But a model that was trained on conversations may end a turn with an
-    id that only its generation_config has.
-    """
-    config = decoder.pretrained.generation_config
-    named = None if config is None else config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])}
-    return tuple(sorted(int(number) for number in ids if number is not None))
 
 
 def _with_parameters(lists: Iterable[nn.ModuleList]) -> list[nn.Module]:

@@ -14,7 +14,7 @@ B rows, S columns of a micro-batch, T = B·S, D width; N documents, M = N + 1 bo
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -25,11 +25,14 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from stillhouse.display import name_list
+from stillhouse.document_lengths import DocumentLengths, document_starts
 from stillhouse.libraries import reading
-from stillhouse.models.document_rows import DocumentRows, JoinedRow, document_starts
-from stillhouse.models.forward_modes import uses_flash_attention
+from stillhouse.models.document_rows import DocumentRows, JoinedRow
+from stillhouse.models.forward_modes import VARLEN, uses_flash_attention
 from stillhouse.models.model_checks import ProofError, describe
 from stillhouse.models.model_parts import row_windows
+from stillhouse.models.packed_attention import PackedAttention
+from stillhouse.models.varlen import VARLEN_LENGTHS, Activations
 
 PACKED, MASKED, ROWS = "packed", "masked", "rows"
 LENGTHS, CU_SEQLENS = "lengths", "cu_seqlens"
@@ -37,14 +40,12 @@ AUTO = "auto"
 #: way → the names of the lengths that a backbone gets. DeltaNet layers rename cu_seq_lens_q to fla's cu_seqlens and
 #: refuse a second one, and Kimi's layers pass on what they get
 _LENGTH_NAMES = {
-    LENGTHS: (_LENGTHS := ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")),
+    LENGTHS: (_LENGTHS := (*VARLEN_LENGTHS, "seq_idx")),
     CU_SEQLENS: (*_LENGTHS, "cu_seqlens"),
 }
 #: module → the package with kernels of layers that mix tokens without attention
 KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
-#: the ways with arguments that a model may not accept
-WITH_ARGUMENTS = (MASKED, *_LENGTH_NAMES)
-_IN_ONE_ROW = (PACKED, *WITH_ARGUMENTS)
+_IN_ONE_ROW = (PACKED, MASKED, *_LENGTH_NAMES)
 #: the values of `data.packing`, with the ways in the order in which they are tried: the cheapest one first
 PACKINGS_OF = {AUTO: (*_IN_ONE_ROW, ROWS), PACKED: _IN_ONE_ROW, ROWS: (ROWS,)}
 _ADVICE = "expected another attention, such as sdpa or eager, or documents in rows of their own (data.packing: rows)"
@@ -65,55 +66,100 @@ class Packing:
     """The way in which a model's documents are packed: the first one that has not been refused.
 
     setting: "packed", "rows", or "auto" for the cheapest way that is exact.
+    activations: of the forward passes, for the choice of the attention (`PackedAttention`).
     name: the way that is used. reason: why an earlier way was refused; None if none was.
+    attention: the function for packed documents; with variable-length attention, each way is tried first.
+    is_sharded: whether context parallelism shards the documents.
 
-    Raises PackingError if the model's code shows that no way of this setting is exact.
+    Raises PackingError if the model's code shows that no way of this setting is exact, ValueError if the model's
+    configuration names variable-length attention and it cannot be used.
     """
 
-    def __init__(self, model: PreTrainedModel, backbone: nn.Module, setting: str = AUTO):
-        self._model, self._ways, self._advice = model, list(PACKINGS_OF[setting]), _ADVICE
-        self._is_sharded = False
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backbone: nn.Module,
+        setting: str = AUTO,
+        activations: Activations | None = None,
+    ):
+        self._model, self._advice = model, _ADVICE
+        self.is_sharded = False
         self.takes_positions = "position_ids" in inspect.signature(backbone.forward).parameters
         self.reason: str | None = None
+        self.attention = PackedAttention(model, activations)
+        # each way, and whether with variable-length attention
+        self._ways = [
+            (way, reads_lengths)
+            for way in PACKINGS_OF[setting]
+            for reads_lengths in (True, False)
+            if (self._may_read_lengths(way) if reads_lengths else not self.attention.is_required)
+        ]
+        if not self._ways:
+            raise ValueError(
+                f"attention '{VARLEN}' is for packed documents: expected another attention, such as sdpa"
+            )
         self._skip_refused()
 
     @property
     def name(self) -> str:
-        return self._ways[0]
+        return self._ways[0][0]
 
     @property
     def joins_rows(self) -> bool:
         """Whether the model gets the rows of a micro-batch as one row: flash attention (transformers'
-        `_is_packed_sequence`) and the kernels that get lengths separate documents only in a batch of one row.
+        `_is_packed_sequence`) and functions that get lengths separate documents only in a batch of one row.
         """
-        return not self._is_sharded and (
-            self.name in _LENGTH_NAMES or (self.name != ROWS and uses_flash_attention(self._model))
+        return not self.is_sharded and (
+            self.name in _LENGTH_NAMES
+            or self.attention.reads_lengths
+            or (self.name != ROWS and uses_flash_attention(self._model))
         )
+
+    @property
+    def length_names(self) -> tuple[str, ...]:
+        """The names of the lengths that the backbone gets."""
+        return _LENGTH_NAMES.get(self.name, VARLEN_LENGTHS if self.attention.reads_lengths else ())
+
+    @property
+    def has_arguments(self) -> bool:
+        """Whether the backbone gets arguments that it may not accept: masks or lengths."""
+        return self.name == MASKED or bool(self.length_names)
 
     def refuse(self, error: PackingError) -> None:
         """Use the next way, because of this error. Raises PackingError if there is no other way."""
-        self._refuse(error)
+        name, reads_lengths = self._ways[0]
+        if reads_lengths and (name, False) in self._ways:
+            self.attention.reason = str(error)
+            del self._ways[0]
+        else:
+            self._refuse(error)
         self._skip_refused()
 
     def shard_documents(self) -> None:
         """Use only ways for documents that context parallelism shards. Raises ValueError if there is none."""
         if self.name not in (PACKED, MASKED):
             raise ValueError(f"documents are {self}, and context parallelism shards documents: expected context=1")
-        self._ways = [way for way in self._ways if way in (PACKED, MASKED)]
-        self._advice, self._is_sharded = _ADVICE_WITHOUT_ROWS, True
+        self._ways = [way for way in self._ways if way[0] in (PACKED, MASKED)]
+        self._advice, self.is_sharded = _ADVICE_WITHOUT_ROWS, True
+
+    def _may_read_lengths(self, way: str) -> bool:
+        return self.attention.is_possible and (way == PACKED or way in _LENGTH_NAMES)
 
     def _skip_refused(self) -> None:
         while error := _refusal(self._model, self.name, takes_positions=self.takes_positions):
             self._refuse(error)
+        self.attention.use(lengths=self._ways[0][1])
 
     def _refuse(self, error: PackingError) -> None:
+        name = self.name
         if self.reason is None:
             self.reason = str(error)
-        elif isinstance(error, KernelError) and self.name == LENGTHS:
+        elif isinstance(error, KernelError) and name == LENGTHS:
             self.reason += f"; {error}"
-        if len(self._ways) == 1:
+        remaining = [way for way in self._ways if way[0] != name]
+        if not remaining:
             raise PackingError(f"{self.reason}: {self._advice}") from error
-        del self._ways[0]
+        self._ways = remaining
 
     def __str__(self) -> str:
         return _IN_WORDS[self.name] + (f", because {self.reason}" if self.reason else "")
@@ -158,12 +204,13 @@ def packed_masks(model: PreTrainedModel, position_ids_BS: Tensor) -> Any:
 
 
 @contextmanager
-def packing_errors(model: PreTrainedModel, packing: str) -> Iterator[None]:
+def packing_errors(model: PreTrainedModel, packing: Packing) -> Iterator[None]:
     """Raise a library's error in the block as a PackingError, for a model that may not accept masks or lengths."""
-    if packing not in WITH_ARGUMENTS:
+    if not packing.has_arguments:
         yield
         return
-    inputs, kind = ("masks", PackingError) if packing == MASKED else ("lengths", KernelError)
+    inputs = "masks" if packing.name == MASKED else "lengths"
+    kind = KernelError if packing.name in _LENGTH_NAMES else PackingError
     try:
         with reading(f"{describe(model)} cannot be packed with {inputs}", passes=ProofError):
             yield
@@ -179,11 +226,13 @@ def backbone_inputs(
     position_ids_BS: Tensor,
     is_padding_BS: Tensor | None,
     inputs: Mapping[str, Any],
+    lengths: DocumentLengths | None = None,
 ) -> tuple[dict[str, Any], DocumentRows | JoinedRow | None]:
     """Return the arguments of a backbone that gets no attention mask, and the rows of its outputs; None: as packed.
 
     inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other arguments.
     is_padding_BS: bool; see `DocumentRows.of`.
+    lengths: those of the documents in all rows; None: the position ids say them, which waits for the device.
     Raises ValueError for inputs beside the tokens, such as images, unless the model is simply packed.
     """
     name = "inputs_embeds" if inputs["input_ids"] is None else "input_ids"
@@ -207,24 +256,27 @@ def backbone_inputs(
         arguments["position_ids"] = position_ids_BS
     if packing.name == MASKED:
         arguments["attention_mask"] = packed_masks(model, position_ids_BS.expand(tokens.shape[:2]))
-    if packing.name in _LENGTH_NAMES:
-        lengths = _lengths(position_ids_BS)
-        arguments |= {key: lengths[key] for key in _LENGTH_NAMES[packing.name]}
+    if packing.length_names:
+        assert lengths is not None or not packing.is_sharded, (
+            "a context rank does not know the other columns' lengths"
+        )
+        arguments |= _lengths(position_ids_BS.expand(tokens.shape[:2]), packing.length_names, lengths)
     return arguments, joined
 
 
-def _lengths(position_ids_1T: Tensor) -> dict[str, Any]:
-    """Return what kernels read of the documents in one row, by the names of their arguments."""
-    is_start_T = document_starts(position_ids_1T)
-    starts_N = is_start_T.nonzero()[:, 0]
-    borders_M = torch.cat([starts_N, starts_N.new_tensor([len(is_start_T)])]).int()
-    longest = int(borders_M.diff().max())
-    seq_idx_1T = (is_start_T.cumsum(0, dtype=torch.int32) - 1)[None]
-    return {
+def _lengths(position_ids_BS: Tensor, names: Sequence[str], lengths: DocumentLengths | None = None) -> dict[str, Any]:
+    """Return what kernels read of packed documents, by the names of their arguments.
+
+    lengths: None to read them from the positions, which waits for the device.
+    """
+    borders_M, longest = lengths or DocumentLengths.of(position_ids_BS)
+    values: dict[str, Any] = {
         **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"), borders_M),
         **dict.fromkeys(("max_length_q", "max_length_k"), longest),
-        "seq_idx": seq_idx_1T,
     }
+    if "seq_idx" in names:
+        values["seq_idx"] = (document_starts(position_ids_BS).cumsum(0, dtype=torch.int32) - 1)[None]
+    return {name: values[name] for name in names}
 
 
 def require_separable(position_ids: Tensor, attention_mask: Tensor) -> None:

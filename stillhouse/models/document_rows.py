@@ -13,6 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from stillhouse.document_lengths import document_starts
+
 #: the number of columns is a multiple of this: fewer shapes, and matrix products of aligned sizes on a GPU
 _MULTIPLE = 8
 
@@ -96,12 +98,3 @@ class JoinedRow:
     def pack_tokens(self, values: Tensor) -> Tensor:
         """Return values [T, …] of the row as those of a flattened micro-batch [T, …]."""
         return values
-
-
-def document_starts(position_ids_BS: Tensor) -> Tensor:
-    """Return whether a document begins at a token of the flattened micro-batch, bool [T]: where position ids do not
-    continue, and at the first column of each row.
-    """
-    begins_BS = torch.ones_like(position_ids_BS, dtype=torch.bool)
-    begins_BS[:, 1:] = position_ids_BS[:, 1:] != position_ids_BS[:, :-1] + 1
-    return begins_BS.flatten()

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+#: the name of variable-length attention (see `varlen.py`); context parallelism adds to it
+VARLEN = "varlen"
+
 
 @contextmanager
 def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
@@ -32,8 +35,9 @@ def uses_flash_attention(model: PreTrainedModel) -> bool:
 
 
 def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """Return bfloat16 for float32 weights with flash attention, which has no float32 kernels; else None."""
-    return torch.bfloat16 if uses_flash_attention(model) and model.dtype == torch.float32 else None
+    """Return bfloat16 for float32 weights with flash or variable-length attention, which need 16 bits; else None."""
+    of_16_bits = uses_flash_attention(model) or VARLEN in (model.config._attn_implementation or "")
+    return torch.bfloat16 if of_16_bits and model.dtype == torch.float32 else None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:

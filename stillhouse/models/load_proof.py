@@ -37,9 +37,17 @@ from stillhouse.display import name_list
 from stillhouse.libraries import reading
 from stillhouse.models.document_packing import PackingError, packing_errors
 from stillhouse.models.dtensors import local
-from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating, in_mode, uses_flash_attention
+from stillhouse.models.forward_modes import (
+    VARLEN,
+    autocast,
+    autocast_dtype,
+    evaluating,
+    in_mode,
+    uses_flash_attention,
+)
 from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
 from stillhouse.models.model_parts import LogitRule, layers_with_state
+from stillhouse.models.varlen import require_varlen, single_document
 from stillhouse.objective import OutputHead
 
 #: largest relative change of hidden states that must be equal in both passes, in every dtype
@@ -130,11 +138,10 @@ def prove_decoder(decoder: Any) -> None:
         with reading(f"{describe(model)} cannot run layers for multi-token prediction", passes=ProofError):
             return decoder(ids_BS, position_ids_BS, processor=_returned, mtp_input_ids=ids_BS)
 
-    dtype = autocast_dtype(model)
-
     def prove_passes() -> None:
+        dtype = autocast_dtype(model)
         for training in (False, True):
-            of_packing = packing_errors(model, decoder.packing.name)
+            of_packing = packing_errors(model, decoder.packing)
             with in_mode(decoder, model, training=training), autocast(model.device, dtype), of_packing:
                 depths_hidden = run_probe(forward, probe, model.device)
             prove_documents(decoder, depths_hidden, probe)
@@ -147,7 +154,7 @@ def prove_decoder(decoder: Any) -> None:
             break
         except PackingError as error:
             decoder.packing.refuse(error)
-    with evaluating(decoder, model), autocast(model.device, dtype):
+    with evaluating(decoder, model), autocast(model.device, autocast_dtype(model)):
         prove_logits(decoder, {"input_ids": probe.document_ids_S[None].to(model.device)})
 
 
@@ -156,8 +163,9 @@ def require_runnable(model: PreTrainedModel, name: str) -> None:
     """Raise ValueError if transformers cannot run the model, for example because its configuration is damaged."""
     _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    lengths = single_document(ids_BS) if model.config._attn_implementation == VARLEN else {}
     with evaluating(model), autocast(model.device, autocast_dtype(model)), reading(f"{name} cannot be run"):
-        model(ids_BS, use_cache=False, return_dict=True)
+        model(ids_BS, use_cache=False, return_dict=True, **lengths)
 
 
 def run_probe(forward: Forward, probe: ProbeDocuments, device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -248,7 +256,9 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
         plain = replace(head, scale=1.0, softcap=None)
         return local(expected), head.logits(hidden_states), plain.logits(hidden_states)
 
-    expected, by_rule, plain = decoder(**inputs, processor=logits)
+    # this compares heads; the layers of both run with the usual attention, which needs no lengths of documents
+    with decoder.packing.attention.without_lengths():
+        expected, by_rule, plain = decoder(**inputs, processor=logits)
     differences = [by_rule.float() - expected.float(), plain.float() - expected.float()]
     # a tensor rank may have no rows of a small vocabulary
     largest = [values.abs().amax() if values.numel() else values.new_zeros(()) for values in (expected, *differences)]
@@ -288,6 +298,8 @@ def _require_placed(model: PreTrainedModel) -> None:
     if model.device.type == "cpu" and uses_flash_attention(model):
         attention = model.config._attn_implementation
         raise ValueError(f"attention '{attention}' runs on GPUs only: pass device='cuda', or verify=False")
+    if model.config._attn_implementation == VARLEN:
+        require_varlen(model)
 
 
 def _relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:

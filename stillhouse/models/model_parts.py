@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.output_capturing import OutputRecorder
 
 #: the names of heads in transformers' weight files, and of embeddings, which can be tied to the head
@@ -83,6 +83,18 @@ def row_windows(config: PreTrainedConfig) -> list[str]:
 def layers_with_state(config: PreTrainedConfig) -> list[str]:
     """Return the layer types that mix tokens without attention, by a state or a convolution."""
     return sorted(_STATES & set(getattr(text_config(config), "layer_types", None) or ()))
+
+
+def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Any) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of the tokenizer and of the model's generation_config, in ascending order.
+
+    Training ends a text with the tokenizer's id. But a model that was trained on conversations may end a turn with an
+    id that only its generation_config has.
+    """
+    config = decoder.pretrained.generation_config
+    named = None if config is None else config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])}
+    return tuple(sorted(int(number) for number in ids if number is not None))
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

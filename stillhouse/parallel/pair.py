@@ -143,7 +143,7 @@ class TeacherStudentPair(nn.Module):
             assert teacher_BSE is not None
             assert len(signals) == 1, "a teacher in the stages is the only one"
             signals = {in_stage: self._exact(teacher_BSE)}
-        arguments = _model_inputs(micro_batch, student_BSD)
+        arguments = model_inputs(micro_batch, student_BSD)
         context = _targets(micro_batch, signals) if self.student.has_head else None
         with ExitStack() as running:
             running.enter_context(autocast(micro_batch.input_ids_BS.device, inputs.autocast))
@@ -161,7 +161,7 @@ class TeacherStudentPair(nn.Module):
         dtype: the autocast dtype if the teacher is the student without its adapter.
         """
         teacher, device = self._teacher_layers, micro_batch.input_ids_BS.device
-        inputs = _model_inputs(micro_batch.as_read_by_teacher, hidden_BSE)
+        inputs = model_inputs(micro_batch.as_read_by_teacher, hidden_BSE)
         base = without_lora(teacher) if self.teacher_is_base else nullcontext()
         with torch.no_grad(), evaluating(teacher), base, autocast(device, dtype):
             return teacher(**inputs, head=False)
@@ -194,7 +194,11 @@ def _targets(micro_batch: MicroBatch, signals: Signals) -> DistillTargets:
     )
 
 
-def _model_inputs(micro_batch: MicroBatch, hidden: Tensor | None) -> dict[str, Any]:
-    """Return the arguments of a model's forward; the previous stage's hidden states replace the token ids."""
-    inputs = {**micro_batch.inputs, "is_padding": (micro_batch.document_T < 0).view(micro_batch.shape_BS)}
+def model_inputs(micro_batch: MicroBatch, hidden: Tensor | None) -> dict[str, Any]:
+    """Return the arguments of a decoder's forward; the previous stage's hidden states replace the token ids."""
+    inputs = {
+        **micro_batch.inputs,
+        "is_padding": (micro_batch.document_T < 0).view(micro_batch.shape_BS),
+        "lengths": micro_batch.lengths,
+    }
     return inputs if hidden is None else {**inputs, "input_ids": None, "inputs_embeds": hidden}

@@ -21,7 +21,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
 from stillhouse.display import name_list
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
-from stillhouse.models.document_packing import KERNELS, WITH_ARGUMENTS, KernelError, PackingError, packing_errors
+from stillhouse.models.document_packing import KERNELS, KernelError, PackingError, packing_errors
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.load_proof import (
     ProbeDocuments,
@@ -36,7 +36,7 @@ from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
 from stillhouse.parallel.apply.context_parallel import NextTokens, gather_sequences
 from stillhouse.parallel.distributed_student import DistributedStudent
 from stillhouse.parallel.layer_loss_interface import MtpLayersRun
-from stillhouse.parallel.pair import IN_STAGE, StageInputs
+from stillhouse.parallel.pair import IN_STAGE, StageInputs, model_inputs
 from stillhouse.parallel.partial_gradients import partial_gradients
 from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_loading import ModelSource
@@ -163,12 +163,12 @@ def _run_passes(
     """
     passes = None
     for side in sides:
-        packing = side.decoders[0].packing.name
-        if side is not sides[-1] and packing not in WITH_ARGUMENTS:
+        packing = side.decoders[0].packing
+        if side is not sides[-1] and not packing.has_arguments:
             continue
         forward = ProbeForward(runner, side.signals)
         try:
-            if packing in WITH_ARGUMENTS and runner.layout.stages > 1:
+            if packing.has_arguments and runner.layout.stages > 1:
                 _run_first_stage(runner, side)
             with _raised(runner, side.name), packing_errors(side.decoders[0].pretrained, packing):
                 passes = forward.probe, run_probe(forward, forward.probe, forward.device)
@@ -186,10 +186,10 @@ def _run_first_stage(runner: Runner, side: _Side) -> None:
     """
     decoder = side.decoders[0]
     micro_batch = ProbeForward(runner, side.signals).micro_batch()
-    with _raised(runner, side.name), packing_errors(decoder.pretrained, decoder.packing.name):
+    with _raised(runner, side.name), packing_errors(decoder.pretrained, decoder.packing):
         if 0 in runner.pairs:
             with evaluating(decoder), autocast(runner.device, _precision(runner)):
-                decoder(micro_batch.input_ids_BS, micro_batch.position_ids_BS, head=False)
+                decoder(**model_inputs(micro_batch, None), head=False)
 
 
 def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:

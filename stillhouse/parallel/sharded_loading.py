@@ -19,7 +19,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
-from stillhouse.models import Decoder
+from stillhouse.models import Activations, Decoder
 from stillhouse.models.adapter import is_lora
 from stillhouse.models.checkpoint_names import StoredNames, checkpoint_names, is_mtp, parts_of_stack
 from stillhouse.models.document_packing import AUTO
@@ -57,11 +57,16 @@ def local_folder(name_or_path: str, revision: str | None = None) -> str:
 
 
 def empty_decoder(
-    folder: str | os.PathLike[str], *, dtype: str | None = None, attention: str | None = None, packing: str = AUTO
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    attention: str | None = None,
+    packing: str = AUTO,
+    activations: Activations | None = None,
 ) -> Decoder:
     """Return a decoder with a folder's configuration on the meta device.
 
-    dtype: None or "auto" for the dtype in which the model was saved.
+    dtype: None or "auto" for the dtype in which the model was saved. packing, activations: see `Decoder`.
     Raises ValueError for a model that cannot be constructed, needs its own code, or is quantized.
     """
     require_safe_files(folder)
@@ -81,7 +86,7 @@ def empty_decoder(
     if os.path.isfile(os.path.join(folder, GENERATION_CONFIG_NAME)):  # the file is optional
         with reading(f"{folder}: its {GENERATION_CONFIG_NAME} cannot be read"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    return Decoder(model, packing=packing, verify=False)
+    return Decoder(model, packing=packing, activations=activations, verify=False)
 
 
 def load_weights(

@@ -13,14 +13,17 @@ from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_conf
 from stillhouse.engine.parts import LossPart
 from stillhouse.hashing import json_hash
 from stillhouse.models import (
+    Activations,
     Decoder,
     add_lora,
     check_finite_weights,
     initialize_lora,
     model_fingerprint,
+    prove_decoder,
     quantized_identity,
 )
 from stillhouse.models.document_packing import AUTO
+from stillhouse.models.forward_modes import VARLEN
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
 from stillhouse.run.initial import initial_weights
@@ -38,6 +41,7 @@ class ModelSources:
     offload: whether the weights of distributed models are in host memory between uses (`parallel.offload`)
     recompute: whether the student uses activation checkpointing
     packing: `data.packing`
+    autocast: the dtype of the student's activations under autocast; None: the dtype of its weights
     """
 
     student: StudentConfig
@@ -48,6 +52,7 @@ class ModelSources:
     offload: bool
     recompute: bool
     packing: str
+    autocast: torch.dtype | None
 
     @property
     def teacher_is_base(self) -> bool:
@@ -91,12 +96,13 @@ class ModelSources:
 
         def build() -> Decoder:
             if student.init is None:
-                return load_model("student", student.model, student, self.mesh.device, self.packing)
+                return load_model("student", student.model, student, self.mesh.device, self.packing, self.autocast)
             source = self._sharded_student()
             empty = source.build()
             assert source.load_weights is not None
             source.load_weights(empty)
-            return Decoder(empty.pretrained, packing=self.packing)  # the constructor verifies the model
+            prove_decoder(empty)
+            return empty
 
         def add_weights(decoder: Decoder) -> None:
             self._draw(decoder)
@@ -111,7 +117,7 @@ class ModelSources:
     def _sharded_student(self) -> ModelSource:
         """The source of this process's shard of the student. The weights are from files or from `student.init`."""
         student = self.student
-        source = self._source("student", student.model, student, None, self.offload)
+        source = self._source("student", student.model, student, None, self.offload, self.autocast)
         if student.init is None:
             return source
         read = initial_weights(student, self.teachers.get("teacher"), self.seed)
@@ -131,8 +137,9 @@ class ModelSources:
         model: StudentConfig | TeacherConfig,
         device: torch.device | None,
         offload: bool,
+        autocast: torch.dtype | None = None,
     ) -> ModelSource:
-        """section: the key of the model's section. name: the model's hub id or folder."""
+        """section: the key of the model's section. name: the model's hub id or folder. autocast: of its forward."""
         if model.trust_remote_code:
             raise ConfigError(
                 f"{section}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
@@ -144,7 +151,14 @@ class ModelSources:
             self._draw(decoder)
             check_finite_weights(decoder, section)
 
-        build = partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention, packing=self.packing)
+        build = partial(
+            empty_decoder,
+            folder,
+            dtype=model.dtype,
+            attention=model.attention,
+            packing=self.packing,
+            activations=_activations(model, device or self.mesh.device, autocast),
+        )
         return ModelSource(build, weights, offload=offload, name=section)
 
     def _draw(self, decoder: Decoder) -> None:
@@ -209,10 +223,25 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
     return json_hash([of_files, init.source, init.layers, start])
 
 
+def _activations(
+    model: StudentConfig | TeacherConfig, device: torch.device, autocast: torch.dtype | None
+) -> Activations | None:
+    """Return the activations for the choice of attention; None if the configuration names another attention."""
+    return Activations(device, autocast) if model.attention in (None, VARLEN) else None
+
+
 def load_model(
-    which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device, packing: str = AUTO
+    which: str,
+    name: str,
+    model: StudentConfig | TeacherConfig,
+    device: torch.device,
+    packing: str = AUTO,
+    autocast: torch.dtype | None = None,
 ) -> Decoder:
-    """Load a model and check that its weights are finite. which: the model's name in error messages"""
+    """Load a model and check that its weights are finite.
+
+    which: the model's name in error messages. autocast: the dtype of its activations; None: that of its weights
+    """
     try:
         decoder = Decoder.from_pretrained(
             name,
@@ -223,6 +252,7 @@ def load_model(
             device=device,
             quantize=model.quantize if isinstance(model, TeacherConfig) else None,
             packing=packing,
+            activations=_activations(model, device, autocast),
         )
     except ValueError as error:
         raise ValueError(f"{which}: {error}") from error

@@ -57,6 +57,11 @@ class RunSetup:
         """The device of this process. Raises ConfigError if this machine does not have it."""
         return device_of(self.config.device)
 
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        """The dtype of the student's matrix products; None: the dtype of its weights."""
+        return torch.bfloat16 if self.config.train.precision == "bf16" else None
+
     @cached_property
     def stores(self) -> dict[str, SignalStore]:
         """The signal stores, by the keys of the teachers' sections; see `open_stores`."""
@@ -116,6 +121,7 @@ class RunSetup:
             config.parallel.offload,
             config.train.activation_checkpointing,
             config.data.packing,
+            self._autocast,
         )
 
     def engine(self, models: ModelSources, layout: Layout) -> tuple[Engine, SignalSource]:
@@ -138,7 +144,7 @@ class RunSetup:
             student,
             self.objective.spec,
             train=config.train,
-            autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
+            autocast=self._autocast,
             chunk_tokens=config.objective.chunk_tokens,
             parts=[part.distributed(student) for part in self.objective.parts],
             average=average,

@@ -75,7 +75,7 @@ def test_decoder_takes_what_transformers_models_take() -> None:
     assert shown(decoder.from_pretrained).startswith("name_or_path, revision=None, dtype=None, *")
     assert shown(decoder.forward) == (
         "input_ids, position_ids=None, attention_mask=None, *, processor=None, context=None, head=True, "
-        "mtp_input_ids=None, is_padding=None, **backbone_kwargs"
+        "mtp_input_ids=None, is_padding=None, lengths=None, **backbone_kwargs"
     )
     assert shown(decoder.signal).startswith("input_ids, ")
     assert shown(stillhouse.models.OutputProcessor.__call__) == "*, hidden_states, head, context, depth=0"

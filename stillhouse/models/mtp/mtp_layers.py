@@ -12,7 +12,7 @@ B rows, S tokens per row, D width.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,16 +52,21 @@ class MtpLayers(nn.Module):
         """True for new layers, false for layers from a checkpoint."""
         return self.initial is not None
 
-    def hidden_states(self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids_BS: Tensor) -> Iterator[Tensor]:
+    def hidden_states(
+        self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids_BS: Tensor, lengths: Mapping[str, Any]
+    ) -> Iterator[Tensor]:
         """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: the hidden states of depth 0.
 
         input_ids_BS: on a context rank, it has additional columns with the next tokens of the sequences.
+        lengths: those of the documents, for variable-length attention.
         """
         for depth in range(1, self.depths + 1):
             # position ids are not shifted with the token ids: after a shift, the mask would count the end of a
             # document as part of the next one; and rotary attention depends only on differences of positions
             shifted_BS = _shifted(input_ids_BS, depth, hidden_BSD.shape[1])
-            hidden_BSD = self.model.forward_layer(depth - 1, hidden_BSD, position_ids_BS, None, input_ids=shifted_BS)
+            hidden_BSD = self.model.forward_layer(
+                depth - 1, hidden_BSD, position_ids_BS, None, input_ids=shifted_BS, **lengths
+            )
             yield hidden_BSD
 
     @torch.no_grad()

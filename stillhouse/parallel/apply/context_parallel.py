@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stillhouse.models import Decoder, model_parts
+from stillhouse.models.forward_modes import VARLEN
 
 
 def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 1) -> None:
@@ -32,7 +33,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
     Raises ValueError for a model whose attention does not support this, and for degrees that do not divide the heads.
     """
     config, ranks = model_parts.text_config(decoder.config), group.size()
-    inner = config._attn_implementation
+    inner, attention = config._attn_implementation, decoder.packing.attention
     if inner not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         raise ValueError(
             f"attention '{inner}' under context={ranks}: expected one of transformers' own functions, "
@@ -45,13 +46,16 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
             f"the attention of model type '{config.model_type}' selects tokens by scores over a whole sequence "
             "(index_topk), of which a context rank has a part: expected context=1"
         )
-    joins_rows = decoder.packing.joins_rows
+    with attention.without_lengths():
+        joins_rows = {VARLEN: True, attention.usual: decoder.packing.joins_rows}
     decoder.packing.shard_documents()
     require_heads(config, ranks, tensor)
-    name = f"ulysses_{inner}_{group.group_name}"
-    AttentionInterface.register(name, partial(_ulysses, inner, group, joins_rows))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner])
-    decoder.pretrained.set_attn_implementation(name)
+    names = {function: f"ulysses_{function}_{group.group_name}" for function in attention.names}
+    for function, name in names.items():
+        AttentionInterface.register(name, partial(_ulysses, function, group, joins_rows[function]))
+        if function in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[function])
+    attention.rename(names)
     dtype = next(decoder.parameters()).dtype
 
     def masks(inputs_embeds: Tensor, position_ids: Tensor) -> dict[str, Any]:
@@ -61,7 +65,6 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
     decoder.backbone.register_forward_pre_hook(partial(_with_global_masks, masks, dtype, group), with_kwargs=True)
     if decoder.mtp is not None:
         model = decoder.mtp.model
-        model.config._attn_implementation = name
         for number, layer in enumerate(decoder.mtp.layers):
             mtp_masks = partial(model.create_masks_for_mtp_layer, number, mtp_cache=None)
             layer.register_forward_pre_hook(partial(_with_global_masks, mtp_masks, dtype, group), with_kwargs=True)

@@ -1,0 +1,75 @@
+"""Which attention function a model uses for packed documents: variable-length attention, or the model's usual one.
+
+Variable-length attention (`varlen.py`) builds no mask, and its work grows with the squares of the documents' lengths
+instead of the row's. It is used where the device, the dtype of the activations and the model allow it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from transformers import PreTrainedModel
+
+from stillhouse.models import varlen
+from stillhouse.models.forward_modes import VARLEN
+from stillhouse.models.varlen import Activations
+
+#: the usual attention of a model for which variable-length attention is required
+_USUAL = "sdpa"
+
+
+class PackedAttention:
+    """The attention functions of a model, by their names in its configuration.
+
+    activations: of the forward passes; None: the model keeps its attention function.
+    is_required: whether the configuration itself names variable-length attention.
+    is_possible: whether it can be used.
+    reason: why it cannot be used; None if it can, or if the model keeps its attention function.
+
+    Raises ValueError if it is required and cannot be used.
+    """
+
+    def __init__(self, model: PreTrainedModel, activations: Activations | None = None):
+        self._model, name = model, model.config._attn_implementation
+        self.is_required = name == VARLEN
+        self.reason: str | None = None
+        self.usual, self.of_lengths = (_USUAL if self.is_required else name), VARLEN
+        self.is_possible = self.is_required or (activations is not None and name == _USUAL)
+        if not self.is_possible:
+            return
+        if self.is_required:
+            varlen.require_varlen(model, activations)
+            return
+        assert activations is not None
+        self.reason = varlen.refusal_of_model(model) or varlen.refusal(activations, model.dtype)
+        self.is_possible = self.reason is None
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether the model uses variable-length attention now."""
+        return bool(self._model.config._attn_implementation == self.of_lengths)
+
+    def use(self, *, lengths: bool) -> None:
+        """Use variable-length attention, or the usual one."""
+        if self.is_possible:
+            self._model.config._attn_implementation = self.of_lengths if lengths else self.usual
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the functions that the model may use."""
+        return (self.usual, self.of_lengths) if self.is_possible else (self.usual,)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Use other functions, which are registered under new names. names: by the names of `names`."""
+        reads_lengths = self.reads_lengths
+        self.usual, self.of_lengths = names[self.usual], names.get(self.of_lengths, self.of_lengths)
+        self._model.set_attn_implementation(self.of_lengths if reads_lengths else self.usual)
+
+    @contextmanager
+    def without_lengths(self) -> Iterator[None]:
+        """Within the block, use the usual attention: for inputs with a mask, with a cache, or without documents."""
+        reads_lengths = self.reads_lengths
+        self.use(lengths=False)
+        try:
+            yield
+        finally:
+            self.use(lengths=reads_lengths)

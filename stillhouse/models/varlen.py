@@ -1,0 +1,185 @@
+"""Variable-length attention: packed documents lie in one row, and torch's flash kernel reads where they begin.
+
+It is registered with transformers' `AttentionInterface` under the name `VARLEN`. No mask function is registered with
+this name, so transformers builds no mask and never waits for the device. Without a mask, only the lengths of the
+documents say what a token may see: an input that has none, or that needs a bias or a mask, is refused.
+
+T tokens of the row, N documents, M = N + 1 borders of documents, H heads of queries, G heads of keys and values, D
+width of a head.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+
+from stillhouse.display import name_list
+from stillhouse.models.forward_modes import VARLEN, autocast_dtype
+from stillhouse.models.model_checks import describe
+from stillhouse.models.model_parts import mixes_tokens_by_score, text_config
+
+#: the names of the lengths among the arguments of a backbone, as transformers' flash attention calls them
+VARLEN_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+#: the widest head of the kernel, and the divisor of widths
+_WIDEST, _MULTIPLE = 256, 8
+_DTYPES = (torch.bfloat16, torch.float16)
+_OPTIONS = inspect.signature(varlen_attn).parameters
+_MISSING = {"scale", "window_size"} - {*_OPTIONS}
+#: arguments of attention that change its scores in ways that the kernel does not know
+_UNSUPPORTED = ("attention_mask", "softcap", "s_aux", "position_bias")
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The device of a model's activations, and their dtype under autocast; None: the dtype of the weights."""
+
+    device: torch.device
+    dtype: torch.dtype | None = None
+
+
+def refusal(activations: Activations, dtype: torch.dtype) -> str | None:
+    """Return why variable-length attention cannot run with these activations; None if it can.
+
+    dtype: of the weights.
+    """
+    device, dtype = activations.device, activations.dtype or dtype
+    if _MISSING:
+        return f"that of torch {torch.__version__} has no {name_list(_MISSING)}"
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, not on {device.type}"
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return f"it needs a CUDA device of compute capability 8.0, and this one has {'.'.join(map(str, capability))}"
+    if dtype not in _DTYPES:
+        return f"it needs activations in bfloat16 or float16, and these are {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def refusal_of_model(model: PreTrainedModel) -> str | None:
+    """Return why a model's attention cannot be computed with variable lengths; None if its configuration allows."""
+    config = text_config(model.config)
+    if not type(model).__module__.startswith("transformers.models."):
+        return "its code is not transformers' own"
+    if not model._can_set_attn_implementation():
+        return "its attention cannot be replaced"
+    if config is not model.config:
+        return "it is more than a language model"
+    if getattr(model.config, "is_heterogeneous", False) or mixes_tokens_by_score(config):
+        return "its layers differ in ways that the kernel does not know"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "it caps its attention scores"
+    if getattr(config, "attention_dropout", 0.0):
+        return "it has dropout in its attention"
+    if max(widths := _head_widths(config), default=0) > _WIDEST:
+        return f"its heads have a width of {max(widths)}, and the kernel's widest is {_WIDEST}"
+    return None
+
+
+def require_varlen(model: PreTrainedModel, activations: Activations | None = None) -> None:
+    """Raise ValueError if variable-length attention cannot run. activations: None for those of the model itself."""
+    activations = activations or Activations(model.device, autocast_dtype(model))
+    if reason := refusal_of_model(model) or refusal(activations, model.dtype):
+        raise ValueError(
+            f"attention '{VARLEN}' for {describe(model)}: {reason}: expected another attention, such as sdpa"
+        )
+
+
+def single_document(ids_1S: Tensor) -> dict[str, Any]:
+    """Return the lengths of a row of one document, as arguments of a model."""
+    tokens = ids_1S.shape[1]
+    borders_M = torch.tensor([0, tokens], dtype=torch.int32, device=ids_1S.device)
+    return dict(zip(VARLEN_LENGTHS, (borders_M, borders_M, tokens, tokens), strict=True))
+
+
+def attend(
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    cu_seqlens_M: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Return causal attention within each document, [T, H, D]. window: tokens that a token sees, with itself."""
+    if query_THD.dtype not in _DTYPES or not query_THD.is_cuda:
+        raise ValueError(
+            f"attention '{VARLEN}' got {query_THD.dtype} on {query_THD.device.type}: expected bfloat16 or float16 "
+            "on a CUDA device, by the dtype of the weights or by autocast, or another attention, such as sdpa"
+        )
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    # without this option, torch's kernel takes fewer heads of keys as it does with it
+    if "enable_gqa" in _OPTIONS:
+        options["enable_gqa"] = query_THD.shape[1] != key_TGD.shape[1]
+    borders_and_lengths = (cu_seqlens_M, cu_seqlens_M, longest, longest)
+    output_THD: Any = varlen_attn(query_THD, key_TGD, value_TGD, *borders_and_lengths, **options)
+    return output_THD
+
+
+def attention(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BGTD: Tensor,
+    value_BGTD: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The function of transformers' `AttentionInterface`. All rows are joined to one: B = 1.
+
+    Raises ValueError for arguments that the kernel does not know.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError(
+            f"attention '{VARLEN}' got no lengths of documents: expected a Decoder's packed documents, with "
+            "position_ids and without attention_mask, or another attention, such as sdpa"
+        )
+    assert (1, query_BHTD.shape[2]) == (len(query_BHTD), key_BGTD.shape[2]), "expected all rows joined to one"
+    options["attention_mask"] = attention_mask
+    unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
+    unsupported += ["dropout"] if dropout else []
+    unsupported += [] if getattr(module, "is_causal", True) and is_causal is not False else ["is_causal=False"]
+    if unsupported:
+        raise ValueError(f"attention '{VARLEN}' got {name_list(unsupported)}: expected another one, such as sdpa")
+    width, value_width = query_BHTD.shape[-1], value_BGTD.shape[-1]
+    padded = -(-max(width, value_width) // _MULTIPLE) * _MULTIPLE
+    query_THD, key_TGD, value_TGD = (
+        _padded(heads[0].transpose(0, 1).to(_operand_dtype(value_BGTD)), padded)
+        for heads in (query_BHTD, key_BGTD, value_BGTD)
+    )
+    scale = width**-0.5 if scaling is None else scaling
+    output_THD = attend(
+        query_THD, key_TGD, value_TGD, cu_seq_lens_q, max_length_q, scale=scale, window=sliding_window
+    )
+    return output_THD[None, ..., :value_width], None
+
+
+def _operand_dtype(value: Tensor) -> torch.dtype:
+    """Return the dtype of the products: rotary embeddings in float32 make queries and keys float32 under autocast."""
+    device = value.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+
+
+def _padded(heads_TD: Tensor, width: int) -> Tensor:
+    return heads_TD if heads_TD.shape[-1] == width else functional.pad(heads_TD, (0, width - heads_TD.shape[-1]))
+
+
+def _head_widths(config: Any) -> list[int]:
+    """Return the widths of heads that a configuration has."""
+    names = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+    widths = [getattr(config, name, None) for name in names]
+    if widths[0] is None and getattr(config, "num_attention_heads", None):
+        widths[0] = config.hidden_size // config.num_attention_heads
+    return [width for width in widths if isinstance(width, int)]
+
+
+AttentionInterface.register(VARLEN, attention)

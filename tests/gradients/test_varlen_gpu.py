@@ -1,0 +1,109 @@
+"""Variable-length attention on a GPU: torch's kernel against one document at a time, without a mask or a wait."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from kit.families import build
+from kit.runs import forward_backward, session_of
+from kit.varlen_cases import LargestResult, error, micro_batch, packed_gradients, plain_gradients
+from torch import Tensor
+
+from stillhouse.models import Activations, Decoder
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+CUDA = torch.device("cuda")
+#: with heads of width 12, which are padded (llama), grouped heads (all), windows (qwen3, gemma3, mistral)
+FAMILIES = ("llama", "qwen3", "gemma3", "mistral")
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raise an error if the block waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def decoder_of(family: str, *, varlen: bool, verify: bool = True) -> Decoder:
+    """Return a float32 student whose activations are in bfloat16."""
+    activations = Activations(CUDA, torch.bfloat16) if varlen else None
+    decoder = Decoder(build(family).to(CUDA), activations=activations, verify=verify)
+    assert decoder.packing.attention.reads_lengths == varlen, decoder.packing.attention.reason
+    return decoder
+
+
+def in_bfloat16(decoder: Decoder) -> dict[str, Tensor]:
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        return packed_gradients(decoder, micro_batch().to(CUDA))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_have_no_larger_error_than_those_of_sdpa(family: str) -> None:
+    """Relative to float64, one document at a time. The rounding of two kernels differs by chance."""
+    expected = plain_gradients(family)
+    errors = [error(in_bfloat16(decoder_of(family, varlen=varlen)), expected) for varlen in (True, False)]
+    print(f"{family}: error {errors[0]:.4f}, of sdpa {errors[1]:.4f}")
+    assert errors[0] <= 1.25 * errors[1] + 2e-3, errors
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_does_not_wait_for_the_device(family: str, recompute: bool) -> None:
+    decoder, batch = decoder_of(family, varlen=True).train(), micro_batch()
+    if recompute:
+        decoder.gradient_checkpointing_enable()
+    in_bfloat16(decoder)  # the first call initialises libraries
+    slopes_VV = torch.randn(decoder.vocabulary_rows, decoder.vocabulary_rows, device=CUDA)
+    with no_waiting(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        moved = batch.to(CUDA)
+        logits_BSV = decoder(moved.input_ids_BS, moved.position_ids_BS, lengths=moved.lengths)
+        (logits_BSV * slopes_VV[moved.input_ids_BS]).sum().backward()
+    moved = batch.to(CUDA)
+    assert moved.lengths is not None
+    assert batch.with_lengths().lengths.borders_M.equal(moved.lengths.borders_M.cpu())
+    for name, value in batch.inputs.items():
+        assert moved.inputs[name].cpu().equal(value)
+
+
+@pytest.mark.parametrize("varlen", [True, False])
+def test_no_result_has_an_element_per_pair_of_tokens(varlen: bool) -> None:
+    """sdpa needs a mask, so the mode finds its elements."""
+    decoder, moved = decoder_of("qwen3", varlen=varlen), micro_batch().to(CUDA)
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), LargestResult() as largest:
+        hidden_BSD = decoder(moved.input_ids_BS, moved.position_ids_BS, lengths=moved.lengths, head=False)
+    pairs = hidden_BSD.shape[0] * hidden_BSD.shape[1] ** 2
+    assert (largest.elements >= pairs) != varlen, (largest.elements, pairs)
+
+
+def test_a_half_precision_teacher_and_its_logits() -> None:
+    decoder = Decoder(build("qwen3", dtype=torch.bfloat16).to(CUDA), activations=Activations(CUDA))
+    assert decoder.packing.attention.reads_lengths
+    ids_BS = torch.arange(40, device=CUDA).view(2, 20)
+    with_mask = decoder(ids_BS, attention_mask=torch.ones_like(ids_BS))
+    torch.testing.assert_close(decoder(ids_BS), with_mask, atol=0.2, rtol=0.05)
+    assert decoder.packing.attention.reads_lengths
+
+
+def test_a_run_uses_it_for_student_and_teacher(tmp_path: Path) -> None:
+    losses = []
+    for attention in (None, "sdpa"):
+        session = session_of(
+            tmp_path / str(attention),
+            device="cuda",
+            **{
+                "train.precision": "bf16",
+                "teacher.dtype": "bfloat16",
+                "student.attention": attention,
+                "teacher.attention": attention,
+            },
+        )
+        decoders = [session.student, *session.teachers.values()]
+        assert [decoder.packing.attention.reads_lengths for decoder in decoders] == [attention is None] * 2
+        losses.append(forward_backward(session).sums["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
