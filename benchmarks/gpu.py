@@ -72,6 +72,7 @@ def stages(device: str) -> list[Stage]:
             2.0,
             "tests/gradients/test_objective_gpu.py",
             "tests/gradients/test_train_step_gpu.py",
+            "tests/gradients/test_varlen_gpu.py",
         ),
         Stage(
             "objective, V=151,936",

@@ -14,5 +14,6 @@ class ModelConfig(Section):
     without a question. true is not possible under torchrun. Weights are read only from safetensors files in any
     case."""
     attention: Text | None = None
-    """Attention implementation, as transformers names it (sdpa, eager, flash_attention_2); null: transformers'
-    choice."""
+    """Attention implementation, as transformers names it (sdpa, eager, flash_attention_2), or varlen: torch's
+    variable-length attention for packed documents, which needs a GPU and activations of 16 bits. null: varlen where
+    the device, the activations and the model allow it, else transformers' choice."""
