@@ -58,7 +58,7 @@ gpu:
 	[ ! -d wheels ] || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target .gpu wheels/*.whl
 	PYTHONPATH=.:.gpu $(GPU_PYTHON) -m benchmarks.gpu --minutes $(MINUTES) $(if $(OUT),--out $(OUT))
 
-wheels: $(VENV)/.development
+wheels: | $(VENV)/bin/python
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 \
 		--dest wheels --constraint constraints.txt pytest pluggy iniconfig pytest-xdist execnet hypothesis \
 		sortedcontainers pydantic pydantic-core annotated-types typing-inspection ruamel.yaml click httpx2 httpcore2 \

@@ -76,7 +76,7 @@ def stages(device: str) -> list[Stage]:
         ),
         Stage(
             "objective, V=151,936",
-            1.5,
+            2.0,
             [*objective, "--vocabulary", "151936", "--cases", "forward_kl", "jsd", "--skip", "peers"]
             + ["--memory-tokens", "8192", "32768"],
             tiny_objective,

@@ -112,7 +112,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         entrants[name], absent[name] = contestants(CASES[name], device)
         if "peers" in arguments.skip:
             entrants[name] = {"stillhouse": entrants[name]["stillhouse"]}
-    cases = {name: first_calls(losses, inputs, absent[name]) for name, losses in entrants.items()}
+    cases = {}
+    for name, losses in entrants.items():
+        cases[name] = first_calls(losses, inputs, absent[name])
+        first = {contestant: entry["first_call_seconds"] for contestant, entry in cases[name].items()}
+        print(f"{name}: seconds of the first call {first}", flush=True)
     floor = floors(inputs, sizes, arguments)
     seconds = time_all(entrants, inputs, floor, arguments)
     inputs.clear_gradients()
