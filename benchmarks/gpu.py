@@ -84,6 +84,12 @@ def stages(device: str) -> list[Stage]:
         Stage("profile of a step", 1.5, ["-m", "benchmarks.profile_step", *on, *TRAINING], TINY_TRAINING),
         Stage("training loop", 1.5, training, [*TINY_TRAINING, "--steps", "1"]),
         Stage(
+            "training loop with sdpa",
+            1.0,
+            [*training, "--attention", "sdpa"],
+            [*TINY_TRAINING, "--steps", "1"],
+        ),
+        Stage(
             "log-probabilities",
             1.0,
             ["-m", "benchmarks.hook", *bf16, "--width", "2048", "--tokens", "8192", "--kinds", "hugging face"],

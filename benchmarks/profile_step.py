@@ -82,6 +82,8 @@ def measure(session: Session, arguments: argparse.Namespace) -> list[list[str]]:
     operations = flops(session, arguments)
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     summary = [
+        f"attention: student {session.student.config._attn_implementation}, "
+        f"teacher {session.teacher and session.teacher.config._attn_implementation}",
         f"step: {best * 1e3:.1f} ms ({profiled * 1e3:.1f} ms with the profiler), {operations / 1e12:.2f} TFLOP, "
         f"share of the peak {utilization(operations, best, device)}, peak memory {peak:.2f} GiB",
         f"device busy {busy * 1e3:.1f} ms; kernels: {sum(entry.count for entry in kernels)}; "

@@ -21,6 +21,7 @@ from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
+from stillhouse.models.varlen import Activations
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import ModelSource, single_process_runner
 from stillhouse.run.session import Session
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", type=int, default=2, help="of a step")
     add("--loss", default="0.3*cross_entropy + 0.7*jsd(0.5)")
     add("--precision", choices=["fp32", "bf16"], default="fp32")
+    add("--attention", help="its name in transformers; by default variable-length attention where it is possible")
     add("--threads", type=int, default=2)
     add("--device", default="cpu")
 
@@ -137,7 +139,13 @@ def random_model(arguments: argparse.Namespace, width: int, layers: int, dtype: 
             model = Qwen3ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
-    return Decoder(model.eval(), verify=False)
+    activations = None
+    if arguments.attention is None:
+        half = torch.bfloat16 if arguments.precision == "bf16" else None
+        activations = Activations(torch.device(arguments.device), half)
+    else:
+        model.set_attn_implementation(arguments.attention)
+    return Decoder(model.eval(), activations=activations, verify=False)
 
 
 def flops(session: Session, arguments: argparse.Namespace) -> float:

@@ -37,9 +37,10 @@ from benchmarks.record import result_file, write_result
 from benchmarks.training_runs import metrics
 from stillhouse.data import MicroBatch
 from stillhouse.loops.off_policy import train
-from stillhouse.models import Decoder
-from stillhouse.objective import TEACHER, linear_objective
+from stillhouse.models import Decoder, evaluating
+from stillhouse.objective import TEACHER, FullVocab, linear_objective
 from stillhouse.output.folder import RunFolder, init_run_dir
+from stillhouse.parallel.pair import model_inputs
 from stillhouse.run.session import Session
 
 #: more bytes than the checkpoints of all turns of a run
@@ -55,10 +56,9 @@ def main() -> None:
         result = measure(session, arguments)
     for key, value in result.items():
         print(f"{key}: {json.dumps(value)}")
-    is_gpu = arguments.device != "cpu"
-    write_result(
-        result_file("training-cuda" if is_gpu else "training"), {"theme": "training"} | result, arguments.device
-    )
+    name = "training" if arguments.device == "cpu" else "training-cuda"
+    name += f"-{arguments.attention}" if arguments.attention else ""
+    write_result(result_file(name), {"theme": "training"} | result, arguments.device)
 
 
 def in_memory() -> str | None:
@@ -135,16 +135,18 @@ def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
 
 
 def micro_batch_by_hand(session: Session, batch: MicroBatch, normalizer: int, seconds: dict[str, float]) -> None:
-    tokens = batch.input_ids_BS, batch.position_ids_BS
-    signal = timed(session, seconds, "teacher_forward", lambda: teacher_of(session).signal(*tokens))
+    inputs, teacher = model_inputs(batch, None), teacher_of(session)
+
+    def teacher_forward() -> FullVocab:
+        with torch.no_grad(), evaluating(teacher):
+            return FullVocab(teacher(**inputs, head=False).flatten(0, 1), teacher.output_head())
 
     def student_forward() -> torch.Tensor:
         with autocast(session):
-            outputs = session.student.backbone(
-                input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False
-            )
-        return outputs.last_hidden_state
+            hidden: torch.Tensor = session.student(**inputs, head=False)
+        return hidden
 
+    signal = timed(session, seconds, "teacher_forward", teacher_forward)
     hidden = timed(session, seconds, "student_forward", student_forward)
     leaf_TD = hidden.detach().flatten(0, 1).requires_grad_()
 
