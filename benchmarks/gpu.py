@@ -7,8 +7,8 @@
 It needs Python 3.11 or later, torch and transformers. Every stage is a separate process with a time limit of its own,
 the most important ones first. When the time is over, the running stage is stopped; the results of earlier stages
 stay. The whole output of all stages is in gpu-<date>.log; the last lines of each stage are also printed. Result files
-are written to benchmarks/results, and copied to --out after each stage. The summary, gpu-<date>.json, contains the
-outcome of each stage.
+are written to benchmarks/results, and after each stage to --out, as one archive. The summary, gpu-<date>.json,
+contains the outcome of each stage.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,7 @@ def tests(subject: str, minutes: float, *files: str) -> Stage:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--out", type=Path, help="a folder to which result files are copied")
+    parser.add_argument("--out", type=Path, help="a folder for an archive of the result files, and the log")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument(
         "--stages", type=int, nargs="+", help="the numbers of the stages to run, from 1; default: all"
@@ -194,11 +195,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def copy_results(folder: Path | None, began: float) -> None:
-    """Copy the result files that this run has written."""
+    """Copy the result files that this run has written, in an archive, and the log also by itself."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in RESULTS.iterdir():
-            if path.stat().st_mtime >= began:
+        written = [path for path in sorted(RESULTS.iterdir()) if path.stat().st_mtime >= began]
+        with tarfile.open(folder / "results.tar.gz", "w:gz") as archive:
+            for path in written:
+                archive.add(path, path.name)
+        for path in written:
+            if path.suffix == ".log":
                 shutil.copy(path, folder)
 
 
