@@ -109,7 +109,8 @@ class Session:
     def packing_in_words(self) -> dict[str, str]:
         """How documents are packed, by the keys of the models' sections, for models that need a special way."""
         decoders = {"student": self.student, **self.teachers}
-        return {key: str(decoder.packing) for key, decoder in decoders.items() if decoder.packing.name != PACKED}
+        packings = {key: decoder.packing for key, decoder in decoders.items()}
+        return {key: str(way) for key, way in packings.items() if way.name != PACKED or way.attention.in_words}
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         return self.engine.student.shard(micro_batches, training=training)

@@ -162,7 +162,8 @@ class Packing:
         self._ways = remaining
 
     def __str__(self) -> str:
-        return _IN_WORDS[self.name] + (f", because {self.reason}" if self.reason else "")
+        words = _IN_WORDS[self.name] + (f", because {self.reason}" if self.reason else "")
+        return "; ".join(filter(None, [words, self.attention.in_words]))
 
 
 def _refusal(model: PreTrainedModel, packing: str, *, takes_positions: bool) -> PackingError | None:

@@ -215,7 +215,9 @@ def _prove_separation(
     model: PreTrainedModel, first_BSD: Tensor, second_BSD: Tensor, probe: ProbeDocuments, depth: int
 ) -> None:
     beginnings = [(row, probe.beginnings(row, depth)) for row in range(4)]
-    thirds = [(row, slice(probe.starts_B[row], None)) for row in range(_THIRD.start, _THIRD.stop)]
+    # if rows are joined to one, the last columns of a row depend on the first tokens of the next row at depths > 0
+    end = probe.ids_BS.shape[1] - depth
+    thirds = [(row, slice(probe.starts_B[row], end)) for row in range(_THIRD.start, _THIRD.stop)]
 
     def change(parts: Sequence[tuple[int, slice]]) -> float:
         return float(torch.stack([_relative_errors(second_BSD[part], first_BSD[part]).max() for part in parts]).max())

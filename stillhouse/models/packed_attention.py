@@ -23,7 +23,7 @@ class PackedAttention:
     activations: of the forward passes; None: the model keeps its attention function.
     is_required: whether the configuration itself names variable-length attention.
     is_possible: whether it can be used.
-    reason: why it cannot be used; None if it can, or if the model keeps its attention function.
+    reason: why it is not used on a GPU; None if it is, or if the model keeps its attention function.
 
     Raises ValueError if it is required and cannot be used.
     """
@@ -40,8 +40,10 @@ class PackedAttention:
             varlen.require_varlen(model, activations)
             return
         assert activations is not None
-        self.reason = varlen.refusal_of_model(model) or varlen.refusal(activations, model.dtype)
-        self.is_possible = self.reason is None
+        reason = varlen.refusal_of_model(model) or varlen.refusal(activations, model.dtype)
+        self.is_possible = reason is None
+        if activations.device.type == "cuda":  # nobody expects it elsewhere
+            self.reason = reason
 
     @property
     def reads_lengths(self) -> bool:
@@ -52,6 +54,13 @@ class PackedAttention:
         """Use variable-length attention, or the usual one."""
         if self.is_possible:
             self._model.config._attn_implementation = self.of_lengths if lengths else self.usual
+
+    @property
+    def in_words(self) -> str | None:
+        """The reason for the usual attention, as a sentence; None if there is none."""
+        if self.reason is None or self.reads_lengths:
+            return None
+        return f"attention {self.usual}, because variable-length attention cannot be used: {self.reason}"
 
     @property
     def names(self) -> tuple[str, ...]:

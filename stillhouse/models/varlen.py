@@ -52,10 +52,10 @@ def refusal(activations: Activations, dtype: torch.dtype) -> str | None:
         return f"that of torch {torch.__version__} has no {name_list(_MISSING)}"
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
+    if dtype not in _DTYPES:
+        return f"it needs activations in bfloat16 or float16, and these are in {str(dtype).removeprefix('torch.')}"
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"it needs a CUDA device of compute capability 8.0, and this one has {'.'.join(map(str, capability))}"
-    if dtype not in _DTYPES:
-        return f"it needs activations in bfloat16 or float16, and these are {str(dtype).removeprefix('torch.')}"
     return None
 
 
@@ -148,6 +148,8 @@ def attention(
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
     unsupported += ["dropout"] if dropout else []
     unsupported += [] if getattr(module, "is_causal", True) and is_causal is not False else ["is_causal=False"]
+    if sliding_window != (window := _window(module)):
+        unsupported.append(f"sliding_window={sliding_window} for a layer whose mask has a window of {window}")
     if unsupported:
         raise ValueError(f"attention '{VARLEN}' got {name_list(unsupported)}: expected another one, such as sdpa")
     width, value_width = query_BHTD.shape[-1], value_BGTD.shape[-1]
@@ -161,6 +163,17 @@ def attention(
         query_THD, key_TGD, value_TGD, cu_seq_lens_q, max_length_q, scale=scale, window=sliding_window
     )
     return output_THD[None, ..., :value_width], None
+
+
+def _window(module: nn.Module) -> int | None:
+    """Return the window of a layer's mask, by its configuration: some families pass no window to their attention."""
+    config: Any = module.config
+    types = getattr(config, "layer_types", None) or ()
+    window = getattr(config, "sliding_window", None)
+    if not any("sliding" in kind for kind in types):
+        return None if types else window
+    number: Any = module.layer_idx
+    return window if "sliding" in types[number] else None
 
 
 def _operand_dtype(value: Tensor) -> torch.dtype:
