@@ -54,7 +54,8 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
         for student in runner.decoders:
             stack.enter_context(_counted(student, runs))
             stack.enter_context(_hidden_gradients(student, hidden))
-        count = 2 * runner.layout.degrees.pipeline  # every schedule can run this number of micro-batches
+        stages = runner.layout.degrees.pipeline
+        count = 1 if stages == 1 else 2 * stages  # every schedule can run this number of micro-batches
         for number in range(_ROUNDS):
             runner.zero_grad()
             runner.forward_backward([inputs_of(_cross_entropies(number))] * count)
