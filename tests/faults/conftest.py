@@ -1,5 +1,7 @@
 """Complete runs with all their checkpoints, of which tests damage copies."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,21 @@ def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session", params=LAYOUTS)
-def run_on_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The same run on two ranks."""
-    folder, override = tmp_path_factory.mktemp(request.param), f"parallel.{request.param}=2"
-    write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
-    assert Ranks(2, "distill", folder / "run.yaml", override).wait() == [0, 0]
-    return folder, override
+@pytest.fixture(scope="session")
+def runs_on_two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """A function that returns the same run on two ranks, by the layout's axis. It makes each run once."""
+
+    @cache
+    def run_under(axis: str) -> tuple[Path, str]:
+        folder, override = tmp_path_factory.mktemp(axis), f"parallel.{axis}=2"
+        write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+        assert Ranks(2, "distill", folder / "run.yaml", override).wait() == [0, 0]
+        return folder, override
+
+    return run_under
+
+
+@pytest.fixture(params=LAYOUTS)
+def run_on_two(request: pytest.FixtureRequest, runs_on_two: Callable[[str], tuple[Path, str]]) -> tuple[Path, str]:
+    """The folder of a complete run on two ranks, and the override of its layout."""
+    return runs_on_two(request.param)

@@ -51,7 +51,11 @@ def second(resume: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize("damage", [slow(lost), stale])
+@pytest.mark.parametrize(
+    ("run_on_two", "damage"),
+    [("fsdp", stale), slow("fsdp", lost), slow("tensor", stale), slow("pipeline", lost)],
+    indirect=["run_on_two"],
+)
 def test_a_damaged_file_of_one_rank_is_named(
     run_on_two: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], str]
 ) -> None:
@@ -332,7 +336,11 @@ def other_state(rank: int) -> None:
     integrity.read_state = read
 
 
-@pytest.mark.parametrize("rank", [slow(0), 1])
+@pytest.mark.parametrize(
+    ("run_on_two", "rank"),
+    [("fsdp", 1), slow("fsdp", 0), slow("tensor", 1), slow("pipeline", 0)],
+    indirect=["run_on_two"],
+)
 def test_damage_that_one_rank_finds_is_refused_by_all(
     run_on_two: tuple[Path, str], tmp_path: Path, rank: int
 ) -> None:

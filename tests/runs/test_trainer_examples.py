@@ -193,24 +193,23 @@ def test_autocast_is_as_near_to_float64_as_the_reference_under_autocast(
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_two_processes_save_what_one_process_saves(folder: Path, tmp_path: Path, name: str) -> None:
-    """The scripts as a user runs them; the saved folder is one of transformers."""
-    script(name)  # skips the test without its library
-    one = weights_of(run_script(folder, name, tmp_path / "one", gradient_accumulation_steps="2"))
-    two = weights_of(run_script(folder, name, tmp_path / "two", "--nproc-per-node=2"))
+    """The scripts as a user runs them: in this process, and by torchrun. The saved folder is one of transformers."""
+    script(name)["main"](script_arguments(folder, tmp_path / "one", gradient_accumulation_steps="2"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *launcher, f"{ROOT}/examples/{name}.py", *script_arguments(folder, tmp_path / "two")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    one, two = (weights_of(tmp_path / out) for out in ("one", "two"))
     start = weights_of(folder / "student")
     moved = {name: tensor - start[name] for name, tensor in one.items()}
     assert distance({name: tensor - start[name] for name, tensor in two.items()}, moved) < 1e-4
 
 
-def run_script(folder: Path, name: str, out: Path, *torchrun: str, **options: str) -> Path:
+def script_arguments(folder: Path, out: Path, **options: str) -> list[str]:
+    """Return the arguments of a script for two steps. options: others of the trainer's arguments"""
     paths = {model: str(folder / model) for model in ("teacher", "student")}
     files = {"data": str(folder / "train.jsonl"), "output_dir": str(out)}
-    launcher = ["-m", "torch.distributed.run", "--standalone", *torchrun] if torchrun else []
-    command = [sys.executable, *launcher, f"{ROOT}/examples/{name}.py"]
-    command += [f"--{option}={value}" for option, value in (TWO_STEPS | options | paths | files).items()]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return out
+    return [f"--{option}={value}" for option, value in (TWO_STEPS | options | paths | files).items()]
 
 
 def weights_of(folder: Path) -> Gradients:

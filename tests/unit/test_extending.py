@@ -1,15 +1,14 @@
 """docs/extending.md: every diff applies to the package, and its check runs on the changed package."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from kit.changed_package import command_of_package, run_code
 from kit.pages import code_blocks
+from kit.ranks import Ranks
 from kit.runs import write_run
 from kit.toy_tokenizer import toy_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -37,11 +36,12 @@ def apply(diff: str, root: Path) -> None:
             path.write_text(text.replace(before, after) if before else after, encoding="utf-8")
 
 
-def changed_package(folder: Path, section: str) -> dict[str, str]:
-    """Return the environment of processes that import a copy of the package with a section's diff applied."""
-    shutil.copytree(ROOT / "stillhouse", folder / "stillhouse", ignore=shutil.ignore_patterns("__pycache__"))
-    apply(block(section, "diff"), folder)
-    return os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+def changed_package(folder: Path, section: str) -> Path:
+    """Return a folder with a copy of the package, to which a section's diff is applied."""
+    root = folder / "changed"
+    shutil.copytree(ROOT / "stillhouse", root / "stillhouse", ignore=shutil.ignore_patterns("__pycache__"))
+    apply(block(section, "diff"), root)
+    return root
 
 
 CHECKED = [heading for heading, text in SECTIONS.items() if "```python" in text]
@@ -51,27 +51,25 @@ CHECKED = [heading for heading, text in SECTIONS.items() if "```python" in text]
     "heading", [CHECKED[0], *(pytest.param(heading, marks=pytest.mark.slow) for heading in CHECKED[1:])]
 )
 def test_the_diff_applies_and_its_check_runs(tmp_path: Path, heading: str) -> None:
-    environment = changed_package(tmp_path, SECTIONS[heading])
-    command = [sys.executable, "-c", block(SECTIONS[heading], "python")]
-    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    changed, code = changed_package(tmp_path, SECTIONS[heading]), block(SECTIONS[heading], "python")
+    exit_code, errors = run_code(code, tmp_path, changed)
+    assert exit_code == 0, errors
     # without the diff the check fails
-    unchanged = environment | {"PYTHONPATH": str(ROOT)}
-    assert subprocess.run(command, env=unchanged, cwd=ROOT, capture_output=True, check=False).returncode != 0
+    exit_code, _ = run_code(code, tmp_path, ROOT)
+    assert exit_code != 0
 
 
 @pytest.mark.slow
 def test_a_new_schedule_has_the_gradients_of_one_process(tmp_path: Path) -> None:
     (section,) = (text for heading, text in SECTIONS.items() if "schedule" in heading)
-    environment = changed_package(tmp_path, section)
+    changed = changed_package(tmp_path, section)
     for name, layers in (("student", 4), ("teacher", 6)):
         save_llama(tmp_path / name, layers)
     write_run(tmp_path)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "stillhouse", "parity", str(tmp_path / "run.yaml")]
-    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    rows = {line.split("  ")[0]: line for line in ended.stdout.splitlines() if line.startswith("pipeline 2")}
-    assert "pipeline 2, looped_bfs" in rows, ended.stdout + ended.stderr
+    ranks = Ranks(2, hook=command_of_package, hook_arguments=(changed, "parity", str(tmp_path / "run.yaml")))
+    assert ranks.wait(240) == [0, 0], ranks.texts
+    rows = {line.split("  ")[0]: line for line in ranks[0].out.splitlines() if line.startswith("pipeline 2")}
+    assert "pipeline 2, looped_bfs" in rows, ranks.texts
     assert rows["pipeline 2, looped_bfs"].rstrip().endswith("same")
 
 
