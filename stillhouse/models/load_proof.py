@@ -24,6 +24,7 @@ B rows, S columns, D width.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +48,7 @@ from stillhouse.models.forward_modes import (
 )
 from stillhouse.models.model_checks import ProofError, check_finite_weights, describe
 from stillhouse.models.model_parts import LogitRule, layers_with_state
+from stillhouse.models.packed_attention import PackedAttention
 from stillhouse.models.varlen import require_varlen, single_document
 from stillhouse.objective import OutputHead
 
@@ -147,6 +149,10 @@ def prove_decoder(decoder: Any) -> None:
             prove_documents(decoder, depths_hidden, probe)
             if not training:
                 prove_places(decoder, depths_hidden, probe, dtype)
+        if decoder.packing.attention.reads_lengths:
+            with evaluating(decoder, model), autocast(model.device, dtype):
+                by_attention = run_whole_rows(forward, probe, model.device, [decoder.packing.attention])
+            prove_attention(decoder, by_attention, dtype)
 
     while True:
         try:
@@ -179,6 +185,42 @@ def run_probe(forward: Forward, probe: ProbeDocuments, device: torch.device) -> 
             torch.manual_seed(0)  # the same dropout and noise in both passes
             passes.append(forward(ids_BS.to(device), probe.position_ids_BS.to(device)))
     return list(zip(*passes, strict=True))
+
+
+@torch.no_grad()
+def run_whole_rows(
+    forward: Forward, probe: ProbeDocuments, device: torch.device, attentions: Sequence[PackedAttention]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return, for each depth, the hidden states [B, S, D] of rows of one document, with the attention that reads
+    lengths and with the usual one; an empty list if `forward` returns none.
+    """
+    ids_BS, position_ids_BS = probe.ids_BS.to(device), torch.arange(probe.ids_BS.shape[1], device=device)
+    position_ids_BS = position_ids_BS.expand_as(ids_BS)
+    by_lengths = forward(ids_BS, position_ids_BS)
+    with ExitStack() as stack:
+        for attention in attentions:
+            stack.enter_context(attention.without_lengths())
+        usual = forward(ids_BS, position_ids_BS)
+    return list(zip(by_lengths, usual, strict=True))
+
+
+def prove_attention(
+    decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], precision: torch.dtype | None = None
+) -> None:
+    """Check the hidden states that `run_whole_rows` has returned. precision: see `prove_places`.
+
+    Raises ProofError if variable-length attention does not compute what the usual attention does.
+    """
+    columns = depths[0][0].shape[1] if depths else 0
+    for depth, (hidden_BSD, expected_BSD) in enumerate(depths):
+        # rows that are joined to one shift other tokens to their last columns at depths > 0
+        within = slice(columns - depth)
+        error = float(_relative_errors(hidden_BSD[:, within], expected_BSD[:, within]).median())
+        if not error <= _PLACE_TOLERANCE[precision or hidden_BSD.dtype]:
+            raise PackingError(
+                f"{describe(decoder.pretrained)}: the hidden states with variable-length attention differ by "
+                f"{error:.2%} from those with attention '{decoder.packing.attention.usual}'"
+            )
 
 
 def prove_documents(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe: ProbeDocuments) -> None:

@@ -9,6 +9,7 @@ width of a head.
 """
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +129,6 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
@@ -144,12 +144,11 @@ def attention(
             "position_ids and without attention_mask, or another attention, such as sdpa"
         )
     assert (1, query_BHTD.shape[2]) == (len(query_BHTD), key_BGTD.shape[2]), "expected all rows joined to one"
-    options["attention_mask"] = attention_mask
+    options["attention_mask"], window = attention_mask, options.get("sliding_window")
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
     unsupported += ["dropout"] if dropout else []
     unsupported += [] if getattr(module, "is_causal", True) and is_causal is not False else ["is_causal=False"]
-    if sliding_window != (window := _window(module)):
-        unsupported.append(f"sliding_window={sliding_window} for a layer whose mask has a window of {window}")
+    unsupported += _unsupported_windows(module, options)
     if unsupported:
         raise ValueError(f"attention '{VARLEN}' got {name_list(unsupported)}: expected another one, such as sdpa")
     width, value_width = query_BHTD.shape[-1], value_BGTD.shape[-1]
@@ -159,21 +158,27 @@ def attention(
         for heads in (query_BHTD, key_BGTD, value_BGTD)
     )
     scale = width**-0.5 if scaling is None else scaling
-    output_THD = attend(
-        query_THD, key_TGD, value_TGD, cu_seq_lens_q, max_length_q, scale=scale, window=sliding_window
-    )
+    output_THD = attend(query_THD, key_TGD, value_TGD, cu_seq_lens_q, max_length_q, scale=scale, window=window)
     return output_THD[None, ..., :value_width], None
 
 
-def _window(module: nn.Module) -> int | None:
-    """Return the window of a layer's mask, by its configuration: some families pass no window to their attention."""
+def _unsupported_windows(module: nn.Module, options: Mapping[str, Any]) -> list[str]:
+    """Describe windows that a layer's mask has by its configuration, and that attention does not get; empty if none.
+
+    A family without the argument is found in a layer without a window, too: under a pipeline, an error on one stage
+    alone would let the other stages wait.
+    """
     config: Any = module.config
-    types = getattr(config, "layer_types", None) or ()
-    window = getattr(config, "sliding_window", None)
-    if not any("sliding" in kind for kind in types):
-        return None if types else window
-    number: Any = module.layer_idx
-    return window if "sliding" in types[number] else None
+    types, window = getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None)
+    if window is None or (types and not any("sliding" in kind for kind in types)):
+        expected, is_missing = None, False
+    else:
+        number = getattr(module, "layer_idx", None)
+        has_window = not types or number is None or "sliding" in types[number]
+        expected, is_missing = window if has_window else None, "sliding_window" not in options
+    if options.get("sliding_window") == expected and not is_missing:
+        return []
+    return [f"windows of {window} tokens in masks alone" if is_missing else "a window in a layer without one"]
 
 
 def _operand_dtype(value: Tensor) -> torch.dtype:

@@ -25,10 +25,12 @@ from stillhouse.models.document_packing import KERNELS, KernelError, PackingErro
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
 from stillhouse.models.load_proof import (
     ProbeDocuments,
+    prove_attention,
     prove_documents,
     prove_logits,
     prove_places,
     run_probe,
+    run_whole_rows,
 )
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.processor_targets import DistillTargets
@@ -122,35 +124,51 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
     _require_same_packing(runner, sides)
     with in_mode(*students, training=training):
         passes = _run_passes(runner, sides)
-    if passes is None:
-        return False
+        if passes is None:
+            return False
+        by_attention = [] if training else _run_whole_rows(runner, sides)
     probe, hidden = passes
     of_student = len(hidden) - teacher_in_stages
     is_exact = True
-    for side, of_side in zip(sides, (hidden[:of_student], hidden[of_student:]), strict=False):
+    for side, part in zip(sides, (slice(of_student), slice(of_student, None)), strict=False):
         try:
             with _raised(runner, side.name):
-                if of_side:
-                    prove_documents(side.decoders[-1], of_side, probe)
+                if hidden[part]:
+                    prove_documents(side.decoders[-1], hidden[part], probe)
                     if not training:
-                        prove_places(side.decoders[-1], of_side, probe, _precision(runner))
+                        prove_places(side.decoders[-1], hidden[part], probe, _precision(runner))
+                        prove_attention(side.decoders[-1], by_attention[part], _precision(runner))
         except PackingError as error:
             side.refuse(error)
             is_exact = False
     return is_exact
 
 
+def _run_whole_rows(runner: Runner, sides: Sequence[_Side]) -> Sequence[tuple[Tensor, Tensor]]:
+    """Return the hidden states of all sides by their attention; empty if none of them reads lengths."""
+    attentions = [decoder.packing.attention for side in sides for decoder in side.decoders]
+    if not any(attention.reads_lengths for attention in attentions):
+        return []
+    forward = ProbeForward(runner, sides[-1].signals)
+    return run_whole_rows(forward, forward.probe, forward.device, attentions)
+
+
 def _require_same_packing(runner: Runner, sides: Sequence[_Side]) -> None:
     """Raise ValueError on all ranks if they pack documents in different ways and so would run other collectives."""
-    first, *others = runner.ranks.gather([side.decoders[0].packing.name for side in sides])
+    first, *others = runner.ranks.gather([_packing_of(side.decoders[0]) for side in sides])
     for rank, other in enumerate(others, start=1):
         for side, packing, packing_of_rank in zip(sides, first, other, strict=True):
             if packing != packing_of_rank:
                 raise ValueError(
                     f"{side.name}: rank 0 would pack documents as '{packing}', and rank {rank} as "
                     f"'{packing_of_rank}': expected {name_list(KERNELS.values())} to be installed on all machines or "
-                    "on none, or data.packing: rows"
+                    "on none, and GPUs of one kind, or data.packing: rows"
                 )
+
+
+def _packing_of(decoder: Decoder) -> str:
+    packing = decoder.packing
+    return f"{packing.name} with variable-length attention" if packing.attention.reads_lengths else packing.name
 
 
 def _run_passes(

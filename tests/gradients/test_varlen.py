@@ -11,7 +11,7 @@ from kit import causal_families
 from kit.documents import random_documents
 from kit.families import build
 from kit.varlen_cases import error, micro_batch, packed_gradients, plain_gradients
-from kit.varlen_reference import use_reference
+from kit.varlen_reference import attend, use_reference
 
 from stillhouse.data import make_micro_batch
 from stillhouse.data.packed_rows import teacher_inputs
@@ -44,8 +44,8 @@ def test_gradients_of_packed_documents(family: str, recompute: bool) -> None:
 
 #: family → why its packed documents run with the usual attention
 REFUSED = {
-    "qwen2_moe": "sliding_window=None for a layer whose mask has a window of 5",
-    "phimoe": "sliding_window=None for a layer whose mask has a window of 5",
+    "qwen2_moe": "got windows of 5 tokens in masks alone",
+    "phimoe": "got windows of 5 tokens in masks alone",
     "doge": "got attention_mask",
     "inkling_text": "got position_bias",
     "nemotron": "got no lengths of documents",
@@ -59,6 +59,17 @@ def test_the_proof_finds_attention_that_the_kernel_does_not_have(family: str) ->
     decoder = Decoder(causal_families.build(family), activations=FLOAT64)
     assert not decoder.packing.attention.reads_lengths
     assert REFUSED[family] in str(decoder.packing)
+
+
+@pytest.mark.usefixtures("reference")
+def test_the_proof_compares_the_kernel_with_the_usual_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        varlen, "attend", lambda *heads, scale, window: attend(*heads, scale=0.5 * scale, window=window)
+    )
+    packing = Decoder(build("llama"), activations=FLOAT64).packing
+    assert not packing.attention.reads_lengths
+    assert packing.name == "packed"
+    assert "the hidden states with variable-length attention differ by" in str(packing)
 
 
 @pytest.mark.parametrize(
