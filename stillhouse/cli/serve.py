@@ -46,7 +46,7 @@ from stillhouse.cli.hub import settle_offline
 @click.option(
     "--device", default="auto", show_default=True, help="cpu, mps, cuda or cuda:N. auto: a GPU if there is one."
 )
-@click.option("--attention", metavar="NAME", help="transformers' attn_implementation, such as sdpa.")
+@click.option("--attention", metavar="NAME", help="As student.attention of a run, such as sdpa.")
 @click.option("--revision", metavar="NAME", help="Revision of a hub id.")
 @click.option(
     "--batch-tokens",

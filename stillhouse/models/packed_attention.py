@@ -7,6 +7,7 @@ instead of the row's. It is used where the device, the dtype of the activations 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from transformers import PreTrainedModel
 
 from stillhouse.models import varlen
@@ -82,3 +83,14 @@ class PackedAttention:
             yield
         finally:
             self.use(lengths=reads_lengths)
+
+
+def activations_for(
+    attention: str | None, device: torch.device, autocast: torch.dtype | None = None
+) -> Activations | None:
+    """Return the activations of a model with which `PackedAttention` chooses the attention.
+
+    attention: the name in the configuration of a run or a server; for a name other than `VARLEN`, the result is None,
+    so that the model keeps this attention. autocast: the dtype under autocast; None: the dtype of the weights.
+    """
+    return Activations(device, autocast) if attention in (None, VARLEN) else None

@@ -13,7 +13,6 @@ from stillhouse.config import ConfigError, StudentConfig, TeacherConfig, as_conf
 from stillhouse.engine.parts import LossPart
 from stillhouse.hashing import json_hash
 from stillhouse.models import (
-    Activations,
     Decoder,
     add_lora,
     check_finite_weights,
@@ -23,7 +22,7 @@ from stillhouse.models import (
     quantized_identity,
 )
 from stillhouse.models.document_packing import AUTO
-from stillhouse.models.forward_modes import VARLEN
+from stillhouse.models.packed_attention import activations_for
 from stillhouse.parallel import Mesh, ModelSource, empty_decoder, load_weights, local_folder
 from stillhouse.parallel.sharded_loading import allocate, read_weights
 from stillhouse.run.initial import initial_weights
@@ -157,7 +156,7 @@ class ModelSources:
             dtype=model.dtype,
             attention=model.attention,
             packing=self.packing,
-            activations=_activations(model, device or self.mesh.device, autocast),
+            activations=activations_for(model.attention, device or self.mesh.device, autocast),
         )
         return ModelSource(build, weights, offload=offload, name=section)
 
@@ -223,13 +222,6 @@ def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, 
     return json_hash([of_files, init.source, init.layers, start])
 
 
-def _activations(
-    model: StudentConfig | TeacherConfig, device: torch.device, autocast: torch.dtype | None
-) -> Activations | None:
-    """Return the activations for the choice of attention; None if the configuration names another attention."""
-    return Activations(device, autocast) if model.attention in (None, VARLEN) else None
-
-
 def load_model(
     which: str,
     name: str,
@@ -252,7 +244,7 @@ def load_model(
             device=device,
             quantize=model.quantize if isinstance(model, TeacherConfig) else None,
             packing=packing,
-            activations=_activations(model, device, autocast),
+            activations=activations_for(model.attention, device, autocast),
         )
     except ValueError as error:
         raise ValueError(f"{which}: {error}") from error

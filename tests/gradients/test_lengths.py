@@ -21,9 +21,12 @@ from stillhouse.config import load_config
 from stillhouse.models import Decoder
 from stillhouse.run.session import prepare
 
+#: the pair with sdpa, of a run whose configuration names it
+SDPA = ("falcon_h1", "zamba2")
 STUBS = ROOT / "tests" / "kernel_stubs"
 ONE_STEP = {"train.steps": None, "train.epochs": 1, "train.tokens_per_step": 8192}
-#: student and teacher → how they pack documents
+#: student and teacher → how they pack documents. Jamba's kernels do not separate documents, gpt-oss has no sdpa, and
+#: Mamba 2 no attention
 PAIRS = {
     ("qwen3_5_text", "nemotron_h"): "lengths lengths",
     ("kimi_linear", "qwen3"): "cu_seqlens packed",
@@ -59,7 +62,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path
     of_pairs = {pair: tmp_path_factory.mktemp("of_pair") for pair in PAIRS}
     for (student, teacher), folder in of_pairs.items():
         write_texts(folder / "train.jsonl", 12, seed=0)
-        of_pair(folder, student, teacher, **ONE_STEP)
+        attention = "sdpa" if (student, teacher) == SDPA else None
+        of_models = {f"{section}.attention": attention for section in ("student", "teacher")}
+        of_pair(folder, student, teacher, **ONE_STEP, **of_models)
     steps([*of_pairs.values()], "fla", "causal_conv1d.py", "mamba_ssm")
     return of_pairs
 
@@ -72,6 +77,9 @@ def test_a_step_of_documents_with_lengths_is_the_plain_one(
     folder = runs[pair]
     written, gradients = metadata(folder), load_file(folder / "step.safetensors")
     assert written["packings"] == PAIRS[pair]
+    for family, attention in zip(pair, written["attentions"].split(), strict=True):
+        expected = "sdpa" if pair == SDPA or family == "jamba" else "varlen"
+        assert attention == ("eager" if family in ("gpt_oss", "mamba2") else expected)
     expected_loss, expected = plain(prepare(load_config(folder / "run.yaml"), announce=False), folder)
     assert float(written["loss"]) == pytest.approx(expected_loss, rel=1e-5)
     require_equal(gradients, expected)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse import __version__
 from stillhouse.data import tokenizer_fingerprint
 from stillhouse.models import Decoder, check_document_length, check_finite_weights, eos_ids, model_parts
+from stillhouse.models.packed_attention import activations_for
 from stillhouse.serving.server.limits import Limits
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class ModelOptions:
     """The name of the served model, and the options for loading it.
 
     name: a folder or a hub id. dtype: "auto" is the saved dtype. device: "auto" is a GPU if the machine has one.
-    attention: transformers' attn_implementation. revision: the revision of a hub id.
+    attention: as `student.attention` of a run. revision: the revision of a hub id.
     quantize: "int8" or "nf4" (see `quantized.py`), only for a single process; None: load the model unquantized.
     """
 
@@ -68,7 +69,12 @@ class ModelOptions:
     def load(self, source: str, device: torch.device, what: str) -> Decoder:
         """Load the model of the folder `source`, frozen. Raises ValueError, naming `what`, if it is damaged."""
         decoder = Decoder.from_pretrained(
-            source, dtype=self.dtype, attention=self.attention, device=device, quantize=self.quantize
+            source,
+            dtype=self.dtype,
+            attention=self.attention,
+            device=device,
+            quantize=self.quantize,
+            activations=activations_for(self.attention, device),
         )
         decoder.requires_grad_(False).eval()
         check_finite_weights(decoder, what)

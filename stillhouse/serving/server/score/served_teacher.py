@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.data import check_vocabulary, load_tokenizer
 from stillhouse.hashing import folder_hashes
 from stillhouse.models import Decoder, check_finite_weights, model_fingerprint, quantized_identity
+from stillhouse.models.packed_attention import activations_for
 from stillhouse.parallel import (
     Degrees,
     Layout,
@@ -141,7 +142,13 @@ def load_teacher(
 
 
 def _sharded_source(options: ModelOptions, folder: str, device: torch.device) -> ModelSource:
-    build = partial(empty_decoder, folder, dtype=options.dtype, attention=options.attention)
+    build = partial(
+        empty_decoder,
+        folder,
+        dtype=options.dtype,
+        attention=options.attention,
+        activations=activations_for(options.attention, device),
+    )
 
     def load(decoder: Decoder) -> None:
         load_weights(decoder, folder, device)
