@@ -107,12 +107,17 @@ def stages(device: str) -> list[Stage]:
 
 
 def tests(subject: str, minutes: float, *files: str) -> Stage:
-    """Tests by several processes, if pytest-xdist is installed, because compiling takes most of the time."""
+    """Tests by several processes, if pytest-xdist is installed, because compiling takes most of the time.
+
+    A rehearsal has one process, and only the tests that need a GPU, which are skipped without one.
+    """
     options = ["-q", "-p", "no:cacheprovider", "-m", "gpu or not slow", "--noconftest"]
     options += ["--tb", "short", "-rfE", "--disable-warnings", "--durations", "5"]
+    small = ["-m", "gpu"]
     if importlib.util.find_spec("xdist") is not None:
         options += ["-p", "xdist", "-n", str(min(WORKERS, os.cpu_count() or 1))]
-    return Stage(f"tests of the {subject}", minutes, ["-m", "pytest", *options, *files], [])
+        small += ["-n", "0"]
+    return Stage(f"tests of the {subject}", minutes, ["-m", "pytest", *options, *files], small)
 
 
 def main() -> None:
@@ -170,6 +175,7 @@ def run_process(command: list[str], seconds: float, log: Path, rehearse: bool) -
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment |= {"BENCHMARK_RESULTS": ".results"} if rehearse else {}
     environment |= {"TORCHINDUCTOR_COMPILE_THREADS": str(COMPILERS)} if "pytest" in command else {}
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if rehearse else {}  # no processes that import torch
     with log.open("ab") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

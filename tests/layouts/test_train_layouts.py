@@ -18,7 +18,7 @@ import pytest
 from kit import slow
 from kit.layout_runs import LIMIT, assert_same_model, distill
 from kit.odd_lines import LINE, vanished, vanishing, with_odd_line
-from kit.ranks import TORCHRUN, Ranks, under_torchrun
+from kit.ranks import TORCHRUN, Ranks, run_ranks, under_torchrun
 from kit.runs import metrics, save_model, wait_for, write_run
 
 from stillhouse.libraries import FEATURES, is_supported
@@ -31,6 +31,17 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder, family="llama", tied=True, **{"train.steps": 7, "checkpoint.every": 1, "checkpoint.keep": 9})
     distill(folder, "one process", 1)
     return folder
+
+
+#: steps and evaluations of one sequence
+SHORT = ["train.tokens_per_step=32", "train.micro_batch_tokens=32", "eval.micro_batch_tokens=32"]
+
+
+@pytest.fixture(scope="module")
+def short_run(workspace: Path) -> Path:
+    """A run in one process with steps of one sequence."""
+    distill(workspace, "one process, short", 1, *SHORT)
+    return workspace / "one process, short"
 
 
 def last_record(run: Path, key: str) -> dict[str, Any]:
@@ -63,11 +74,9 @@ def test_a_teacher_that_runs_ahead(workspace: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2"])
-def test_steps_of_one_sequence_leave_a_process_without_one(workspace: Path, layout: str) -> None:
-    short = ["train.tokens_per_step=32", "train.micro_batch_tokens=32", "eval.micro_batch_tokens=32"]
-    distill(workspace, f"one {layout}", 1, *short)
-    distill(workspace, f"two {layout}", 2, *short, f"parallel.{layout}")
-    assert_same_model(workspace / f"one {layout}", workspace / f"two {layout}")
+def test_steps_of_one_sequence_leave_a_process_without_one(workspace: Path, short_run: Path, layout: str) -> None:
+    distill(workspace, f"two {layout}", 2, *SHORT, f"parallel.{layout}")
+    assert_same_model(short_run, workspace / f"two {layout}")
 
 
 @pytest.mark.slow
@@ -80,16 +89,15 @@ def test_steps_of_one_sequence_leave_a_process_without_one(workspace: Path, layo
     ],
     ids=" ".join,
 )
-def test_a_teacher_in_a_layout_of_its_own(workspace: Path, layouts: list[str]) -> None:
+def test_a_teacher_in_a_layout_of_its_own(workspace: Path, short_run: Path, layouts: list[str]) -> None:
     """Sequences have different lengths, and the run evaluates. In steps of one sequence, some ranks have none."""
-    for overrides in ([], ["train.tokens_per_step=32", "train.micro_batch_tokens=32"]):
-        names = [f"{which} {len(overrides)} {' '.join(layouts)}" for which in ("one process", "separate")]
-        for out, processes, more in zip(names, (1, 2), ([], layouts), strict=True):
-            run = distill(workspace, out, processes, *overrides, *more)
+    for reference, overrides in ((workspace / "one process", []), (short_run, SHORT)):
+        out = workspace / f"separate {len(overrides)} {' '.join(layouts)}"
+        run = distill(workspace, out.name, 2, *overrides, *layouts)
         (line,) = (line for line in run.out.splitlines() if line.startswith("layout: "))
         assert re.fullmatch(r"layout: (fsdp|pipeline|tensor) 2.*; teacher: (tensor|context|pipeline) 2.*", line)
-        assert_same_model(*(workspace / name for name in names))
-        expected, separate = (last_record(workspace / name, "eval/forward_kl") for name in names)
+        assert_same_model(reference, out)
+        expected, separate = (last_record(run_folder, "eval/forward_kl") for run_folder in (reference, out))
         assert separate["eval/forward_kl"] == pytest.approx(expected["eval/forward_kl"], rel=1e-4)
 
 
@@ -106,7 +114,7 @@ def test_experts_in_a_run(tmp_path: Path) -> None:
         assert_same_model(tmp_path / "one process", tmp_path / out)
         last, expected = (last_record(tmp_path / name, "loss/router_aux") for name in (out, "one process"))
         assert last["loss/router_aux"] == pytest.approx(expected["loss/router_aux"], rel=1e-4)
-    rows = under_torchrun("parity", tmp_path / "run.yaml").stdout.splitlines()
+    rows = run_ranks(2, "parity", tmp_path / "run.yaml")[0].out.splitlines()
     assert any(row.startswith("fsdp 2 × expert 2 ") and row.endswith("same") for row in rows), rows
 
 
