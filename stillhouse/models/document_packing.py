@@ -241,7 +241,7 @@ def backbone_inputs(
     shape_BS = tokens.shape[:2]
     joins_rows = packing.joins_rows and shape_BS[0] > 1
     more = [key for key, value in inputs.items() if value is not tokens and value is not None]
-    if more and (packing.name != PACKED or joins_rows):
+    if more and (packing.name != PACKED or joins_rows or packing.attention.reads_lengths):
         raise ValueError(
             f"{describe(model)}, whose documents are {_IN_WORDS[packing.name]}, got {name_list(more)} with "
             "position_ids: expected tokens alone, or no position_ids if every row is one document"

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from stillhouse.models.model_parts import text_config
+
 #: the name of variable-length attention (see `varlen.py`); context parallelism adds to it
 VARLEN = "varlen"
 
@@ -30,13 +32,18 @@ def evaluating(*modules: nn.Module) -> AbstractContextManager[None]:
     return in_mode(*modules, training=False)
 
 
+def attention_name(model: PreTrainedModel) -> str:
+    """Return the name of the attention implementation of a language model, or of the one in a larger model."""
+    return text_config(model.config)._attn_implementation or ""
+
+
 def uses_flash_attention(model: PreTrainedModel) -> bool:
-    return "flash" in (model.config._attn_implementation or "")
+    return "flash" in attention_name(model)
 
 
 def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
     """Return bfloat16 for float32 weights with flash or variable-length attention, which need 16 bits; else None."""
-    of_16_bits = uses_flash_attention(model) or VARLEN in (model.config._attn_implementation or "")
+    of_16_bits = uses_flash_attention(model) or VARLEN in attention_name(model)
     return torch.bfloat16 if of_16_bits and model.dtype == torch.float32 else None
 
 

@@ -40,6 +40,7 @@ from stillhouse.models.document_packing import PackingError, packing_errors
 from stillhouse.models.dtensors import local
 from stillhouse.models.forward_modes import (
     VARLEN,
+    attention_name,
     autocast,
     autocast_dtype,
     evaluating,
@@ -169,7 +170,7 @@ def require_runnable(model: PreTrainedModel, name: str) -> None:
     """Raise ValueError if transformers cannot run the model, for example because its configuration is damaged."""
     _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    lengths = single_document(ids_BS) if model.config._attn_implementation == VARLEN else {}
+    lengths = single_document(ids_BS) if attention_name(model) == VARLEN else {}
     with evaluating(model), autocast(model.device, autocast_dtype(model)), reading(f"{name} cannot be run"):
         model(ids_BS, use_cache=False, return_dict=True, **lengths)
 
@@ -342,7 +343,7 @@ def _require_placed(model: PreTrainedModel) -> None:
     if model.device.type == "cpu" and uses_flash_attention(model):
         attention = model.config._attn_implementation
         raise ValueError(f"attention '{attention}' runs on GPUs only: pass device='cuda', or verify=False")
-    if model.config._attn_implementation == VARLEN:
+    if attention_name(model) == VARLEN:
         require_varlen(model)
 
 

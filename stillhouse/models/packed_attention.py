@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stillhouse.models import varlen
-from stillhouse.models.forward_modes import VARLEN
+from stillhouse.models.forward_modes import VARLEN, attention_name
 from stillhouse.models.varlen import Activations
 
 #: the usual attention of a model for which variable-length attention is required
@@ -30,7 +30,7 @@ class PackedAttention:
     """
 
     def __init__(self, model: PreTrainedModel, activations: Activations | None = None):
-        self._model, name = model, model.config._attn_implementation
+        self._model, name = model, attention_name(model)
         self.is_required = name == VARLEN
         self.reason: str | None = None
         self.usual, self.of_lengths = (_USUAL if self.is_required else name), VARLEN
@@ -49,12 +49,15 @@ class PackedAttention:
     @property
     def reads_lengths(self) -> bool:
         """Whether the model uses variable-length attention now."""
-        return bool(self._model.config._attn_implementation == self.of_lengths)
+        return attention_name(self._model) == self.of_lengths
 
     def use(self, *, lengths: bool) -> None:
         """Use variable-length attention, or the usual one."""
         if self.is_possible:
-            self._model.config._attn_implementation = self.of_lengths if lengths else self.usual
+            name, config = self.of_lengths if lengths else self.usual, self._model.config
+            part = varlen.text_part(config)
+            # the attention of a vision tower stays as it is
+            config._attn_implementation = name if part is None else {"": name, part: name}
 
     @property
     def in_words(self) -> str | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from stillhouse.display import name_list
 from stillhouse.models.forward_modes import VARLEN, autocast_dtype
@@ -67,9 +67,9 @@ def refusal_of_model(model: PreTrainedModel) -> str | None:
         return "its code is not transformers' own"
     if not model._can_set_attn_implementation():
         return "its attention cannot be replaced"
-    if config is not model.config:
-        return "it is more than a language model"
-    if getattr(model.config, "is_heterogeneous", False) or mixes_tokens_by_score(config):
+    if config is not model.config and text_part(model.config) is None:
+        return "its configuration has no language model as a direct part"
+    if getattr(config, "is_heterogeneous", False) or mixes_tokens_by_score(config):
         return "its layers differ in ways that the kernel does not know"
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps its attention scores"
@@ -78,6 +78,14 @@ def refusal_of_model(model: PreTrainedModel) -> str | None:
     if max(widths := _head_widths(config), default=0) > _WIDEST:
         return f"its heads have a width of {max(widths)}, and the kernel's widest is {_WIDEST}"
     return None
+
+
+def text_part(config: PreTrainedConfig) -> str | None:
+    """Return the key of the language model's configuration within the configuration of a larger model, if any."""
+    text = text_config(config)
+    return next(
+        (key for key in config.sub_configs if getattr(config, key, None) is text and text is not config), None
+    )
 
 
 def require_varlen(model: PreTrainedModel, activations: Activations | None = None) -> None:
