@@ -73,16 +73,17 @@ class JensenShannon(Divergence):
             raise ValueError(f"jsd(normalized={self.normalized}): expected True or False")
 
     def balanced(self, pair: Sides) -> Tensor:
-        of_p, of_q = self._weights()
+        of_p, of_q = self.weights()
         m = interpolation(pair.p, pair.q, self.beta)
         m_to_p, m_to_q = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, self.beta)
         return of_p * excess(pair.p, m, m_to_p) + of_q * excess(pair.q, m, m_to_q)
 
     def balanced_slope(self, pair: Sides) -> Tensor:
         _, m_to_q = interpolation_logs(pair.log_p, pair.log_q, pair.ratio, self.beta)
-        return -self._weights()[1] * expect(pair.q, m_to_q)
+        return -self.weights()[1] * expect(pair.q, m_to_q)
 
-    def _weights(self) -> tuple[float, float]:
+    def weights(self) -> tuple[float, float]:
+        """The factors of E(p, m) and E(q, m)."""
         if self.normalized:
             return 1 / (1 - self.beta), 1 / self.beta
         return self.beta, 1 - self.beta

@@ -96,12 +96,12 @@ def interpolation_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: floa
         return _log_one_plus(1 - weight, ratio), _log_one_plus(weight, -ratio)
     near = ratio.abs() < NEAR
     small = ratio.clamp(-NEAR, NEAR)
-    of_p = small * polynomial(_log_one_plus_series(1 - weight, terms(small)), small)
+    of_p = small * polynomial(log_one_plus_series(1 - weight, terms(small)), small)
     log_m = torch.log(interpolation(log_p.exp(), log_q.exp(), weight))
     return torch.where(near, of_p, log_m - log_p), torch.where(near, of_p - small, log_m - log_q)
 
 
-def _log_one_plus_series(weight: float, terms: int) -> list[float]:
+def log_one_plus_series(weight: float, terms: int) -> list[float]:
     """Return c_n, n ≥ 1, of log(1 + weight·(e^t − 1)) = Σ_n c_n tⁿ, from g' f = f' for g = log f."""
     of_f = [weight / math.factorial(n) for n in range(1, terms + 1)]
     series: list[float] = []

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from stillhouse.objective.head import OutputHead, Projection, common_vocabulary, operand_dtype
+from stillhouse.objective.head import ALIGNED, OutputHead, Projection, common_vocabulary, operand_dtype
 from stillhouse.objective.mixture import Mixture, add_members
 from stillhouse.objective.signals import DenseLogits, FullVocab, RowIndex, Signal
 from stillhouse.objective.terms import Term
@@ -204,7 +204,7 @@ class TensorLogits(LogitsProvider):
 
 def work_tile(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an empty tile. On a GPU its rows begin at multiples of 16 bytes, as fast matrix products require."""
-    stride = -(-columns // 8) * 8 if device.type == "cuda" else columns
+    stride = -(-columns // ALIGNED) * ALIGNED if device.type == "cuda" else columns
     return torch.empty(rows, stride, dtype=dtype, device=device)[:, :columns]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.signals import RowIndex, Signal, SparseSignal
 from stillhouse.objective.tile.compiled import of_rows, pointwise
-from stillhouse.objective.tile.pieces import PIECED, pieced_normalized_sums, pieced_raw_sums
+from stillhouse.objective.tile.kernels import has_kernels, kernel_gradient, kernel_normalized_sums, kernel_raw_sums
 from stillhouse.objective.tile.pointwise import before_head, gradient, normalized_sums, raw_sums
 from stillhouse.objective.tile.statistics import statistics
 from stillhouse.objective.tile.tile_plan import STUDENT, Column, Plan, PointwisePlan, StudentSoftmax
@@ -111,9 +111,12 @@ class Tile:
         at_ids = [] if rounded_CV is None else [(ids, self._gradient_in(ids, rows_CX)) for ids, _ in self._added]
         # write the gradient of tokens outside all buckets' ids to all columns, then overwrite the columns of the ids
         corrected = [self._gradient_at(signal, rows_CX) for signal, _ in self._plan.buckets]
-        for block in row_blocks(self.logits_CV):
-            out = [] if rounded_CV is None else [rounded_CV[block]]
-            pointwise(gradient, self._pointwise, self._block(block), rows_CX[block], *out)
+        if has_kernels(self._pointwise, self._tiles_CV):
+            kernel_gradient(self._pointwise, self._tiles_CV, rows_CX, rounded_CV)
+        else:
+            for block in row_blocks(self.logits_CV):
+                out = [] if rounded_CV is None else [rounded_CV[block]]
+                pointwise(gradient, self._pointwise, self._block(block), rows_CX[block], *out)
         for places_CK, values_CK in (*at_ids, *corrected):
             logits_CV.scatter_(1, places_CK, values_CK)
         for local_CN, values_CN in self._added:
@@ -233,9 +236,10 @@ class Tile:
 
     def _normalized_sums(self) -> Tensor:
         normalizers_CX = self._known.normalizers()
-        sums = pieced_normalized_sums if self.logits_CV.device.type in PIECED else normalized_sums
+        if has_kernels(self._pointwise, self._tiles_CV):
+            return kernel_normalized_sums(self._pointwise, self._tiles_CV, normalizers_CX)
         blocks = (
-            pointwise(sums, self._pointwise, self._block(block), normalizers_CX[block])
+            pointwise(normalized_sums, self._pointwise, self._block(block), normalizers_CX[block])
             for block in row_blocks(self.logits_CV)
         )
         return torch.cat(list(blocks))
@@ -307,9 +311,10 @@ class Tile:
 
 def local_sums(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> Tensor:
     """Return `raw_sums` over this rank's part of the vocabulary, [C, X]."""
-    sums = pieced_raw_sums if tiles_CV[0].device.type in PIECED else raw_sums
+    if has_kernels(plan, tiles_CV):
+        return kernel_raw_sums(plan, tiles_CV)
     blocks = row_blocks(tiles_CV[0])
-    return torch.cat([pointwise(sums, plan, [tile_CV[block] for tile_CV in tiles_CV]) for block in blocks])
+    return torch.cat([pointwise(raw_sums, plan, [tile_CV[block] for tile_CV in tiles_CV]) for block in blocks])
 
 
 def row_blocks(tile_CV: Tensor) -> Iterator[slice]:

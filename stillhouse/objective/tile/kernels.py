@@ -1,0 +1,299 @@
+"""Calls the Triton kernels for the plans that they support, after a proof.
+
+The kernels compute the same numbers as the functions of `pointwise.py`, which serve all other plans. Before the first
+tile of a plan, a proof compares both with float64 on rows that are hard to compute. If a kernel's error is larger
+than that of the plain functions, the plan uses the plain functions, with a warning.
+
+B or C rows, V vocabulary on this rank, P pieces, X statistics of a row, in the plan's order.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective.divergence import Divergence
+from stillhouse.objective.formulas import ForwardKL, JensenShannon, ReverseKL
+from stillhouse.objective.numerics import SERIES_TERMS, log_one_plus_series
+from stillhouse.objective.tile.compiled import of_rows
+from stillhouse.objective.tile.pointwise import gradient, normalized_sums, raw_sums
+from stillhouse.objective.tile.statistics import RowStatistics, merged, statistics
+from stillhouse.objective.tile.tile_plan import PointwisePlan
+
+Kernels = Literal["auto", "compiled", "triton"]
+
+#: the types of devices that have the kernels
+DEVICES = {"cuda"}
+#: the columns of a piece and the warps of a program
+SUMS, GRADIENT = (1024, 4), (2048, 8)
+#: CUDA's limit for the second dimension of a grid, which is a tile's rows
+MOST_ROWS = 65_535
+#: the weights of a Jensen–Shannon divergence for which `numerics.interpolation_logs` uses a series
+SERIES_BETA = (0.05, 0.95)
+#: the proof allows this multiple of the plain functions' relative error, this relative error, and this error
+TIMES, ROUNDING, SMALLEST = 4.0, 3e-5, 1e-14
+
+_choice: Kernels = "auto"
+
+
+def use_kernels(choice: Kernels) -> None:
+    """Choose the kernels of all later passes of this process on a GPU.
+
+    auto: Triton kernels for the plans that they support, if they pass their proof. compiled: `torch.compile` alone.
+    triton: as auto, but without Triton or with a failed proof, a pass raises RuntimeError.
+    """
+    global _choice
+    if choice not in get_args(Kernels):
+        raise ValueError(f"kernels {choice!r}: expected auto, compiled or triton")
+    _choice = choice
+
+
+def has_kernels(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> bool:
+    """Whether the kernels compute this plan on these tiles."""
+    student_CV = tiles_CV[0]
+    if student_CV.device.type not in DEVICES or _choice == "compiled" or not _is_supported(plan):
+        return False
+    is_fitting = student_CV.dtype == torch.float32 and 0 < len(student_CV) <= MOST_ROWS and student_CV.shape[1] > 0
+    return is_fitting and _is_proven(plan, student_CV.shape[1], student_CV.device)
+
+
+def _is_supported(plan: PointwisePlan) -> bool:
+    """One temperature, at most one dense teacher, and at most one divergence of each kind that has a kernel."""
+    temperatures = {*plan.temperatures, *(temperature for _, temperature in plan.teachers)}
+    kinds = [type(divergence) for divergence, _, _ in plan.pairs]
+    has_one_teacher = plan.tiles <= 2 and len(plan.teachers) == plan.tiles - 1 and not plan.buckets
+    return (
+        has_one_teacher
+        and len(temperatures) == 1
+        and len(set(kinds)) == len(kinds)
+        and all(_is_known(divergence) for divergence, _, _ in plan.pairs)
+    )
+
+
+def _is_known(divergence: Divergence) -> bool:
+    if isinstance(divergence, JensenShannon):
+        return SERIES_BETA[0] <= divergence.beta <= SERIES_BETA[1]
+    return isinstance(divergence, ForwardKL | ReverseKL)
+
+
+def kernel_raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
+    """`pointwise.raw_sums`, [B, X]."""
+    return of_rows(merged, plan, _piece_sums(plan, tiles_BV))
+
+
+def _piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
+    """Return the raw sums of all pieces, [P, B, X]."""
+    from stillhouse.objective.tile.triton_kernels import raw_sums_kernel
+
+    student_BV, teacher_BV = tiles_BV[0], tiles_BV[-1]
+    rows, columns = student_BV.shape
+    block, warps = SUMS
+    names = plan.raw_sums
+    pieces = -(-columns // block)
+    sums_PBX = student_BV.new_empty(pieces, rows, len(names))
+    renormalizable = {type(kl): names.index(("excess", at)) for at, kl in plan.renormalizable.items()}
+    raw_sums_kernel[pieces, rows](
+        student_BV,
+        teacher_BV,
+        sums_PBX,
+        rows,
+        columns,
+        student_BV.stride(0),
+        teacher_BV.stride(0),
+        plan.temperatures[0],
+        X=len(names),
+        HAS_TEACHER=plan.tiles == 2,
+        IS_UNIT=plan.temperatures[0] == 1.0,
+        AT_REFERENCE=names.index(("reference", 0)),
+        AT_BOTH_TOP=_index(names, ("both_top", 1)),
+        AT_LARGEST=names.index(("largest", 0)),
+        AT_STUDENT=names.index(("student_others", 0)),
+        AT_TEACHER=_index(names, ("teacher_others", 0)),
+        AT_MASS_GAP=_index(names, ("mass_gap", 0)),
+        AT_FORWARD=renormalizable.get(ForwardKL, -1),
+        AT_REVERSE=renormalizable.get(ReverseKL, -1),
+        AT_UNIFORM=_index(names, ("logits_sum", 0)),
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return sums_PBX
+
+
+def kernel_normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
+    """`pointwise.normalized_sums`, [B, 2]."""
+    from stillhouse.objective.tile.triton_kernels import normalized_sums_kernel
+
+    student_BV, teacher_BV = tiles_BV
+    rows, columns = student_BV.shape
+    block, warps = SUMS
+    pieces = -(-columns // block)
+    sums_PB2 = student_BV.new_empty(pieces, rows, 2)
+    (jsd,) = [divergence for divergence, _, _ in plan.pairs if isinstance(divergence, JensenShannon)]
+    normalized_sums_kernel[pieces, rows](
+        student_BV,
+        teacher_BV,
+        normalizers_BX,
+        sums_PB2,
+        rows,
+        columns,
+        student_BV.stride(0),
+        teacher_BV.stride(0),
+        normalizers_BX.stride(0),
+        plan.temperatures[0],
+        IS_UNIT=plan.temperatures[0] == 1.0,
+        **_jsd_constants(jsd),
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return sums_PB2.sum(0)
+
+
+def kernel_gradient(
+    plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows_BX: Tensor, out_BV: Tensor | None = None
+) -> None:
+    """`pointwise.gradient`, without buckets."""
+    from stillhouse.objective.tile.triton_kernels import gradient_kernel
+
+    student_BV, teacher_BV = tiles_BV[0], tiles_BV[-1]
+    out_BV = student_BV if out_BV is None else out_BV
+    rows, columns = student_BV.shape
+    block, warps = GRADIENT
+    names = [*plan.normalizers, *plan.coefficients]
+    slopes = {type(pair[0]): names.index(("slope", at)) for at, pair in enumerate(plan.pairs)}
+    jsd = next((pair[0] for pair in plan.pairs if isinstance(pair[0], JensenShannon)), JensenShannon(0.5))
+    constants = _jsd_constants(jsd)
+    del constants["OF_P"]
+    gradient_kernel[-(-columns // block), rows](
+        student_BV,
+        teacher_BV,
+        rows_BX,
+        out_BV,
+        columns,
+        student_BV.stride(0),
+        teacher_BV.stride(0),
+        rows_BX.stride(0),
+        out_BV.stride(0),
+        plan.temperatures[0],
+        plan.softcap or 1.0,
+        plan.scale,
+        HAS_PAIR=bool(plan.pairs),
+        IS_UNIT=plan.temperatures[0] == 1.0,
+        IS_CAPPED=plan.softcap is not None,
+        AT_STUDENT_MASS=names.index(("student_log_mass", 0)),
+        AT_COUNTED=names.index(("counted", 0)),
+        AT_PROBABILITY=names.index(("probability", 0)),
+        AT_LOG_PROBABILITY=_index(names, ("log_probability", 0)),
+        AT_FORWARD=slopes.get(ForwardKL, -1),
+        AT_REVERSE=slopes.get(ReverseKL, -1),
+        AT_JSD=slopes.get(JensenShannon, -1),
+        AT_UNIFORM=_index(names, ("uniform", 0)),
+        **constants,
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+def _index(names: Sequence[Any], name: Any) -> int:
+    return names.index(name) if name in names else -1
+
+
+def _jsd_constants(jsd: JensenShannon) -> dict[str, Any]:
+    of_p, of_q = jsd.weights()
+    series = log_one_plus_series(1 - jsd.beta, SERIES_TERMS[torch.float32])
+    return {"BETA": jsd.beta, "OF_P": of_p, "OF_Q": of_q, "SERIES": tuple(series)}
+
+
+@cache
+def _is_proven(plan: PointwisePlan, columns: int, device: torch.device) -> bool:
+    """Whether the kernels' errors are no larger than those of the plain functions. It waits for the GPU, once."""
+    if importlib.util.find_spec("triton") is None:
+        reason = "the package triton is not installed"
+    else:
+        reason = _difference(plan, columns, device)
+    if not reason:
+        return True
+    if _choice == "triton":
+        raise RuntimeError(f"objective.kernels=triton: {reason}; expected kernels that work here, or 'auto'")
+    warnings.warn(
+        f"the objective's Triton kernels are not used here, torch.compile takes their place ({reason})", stacklevel=2
+    )
+    return False
+
+
+def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
+    """Return what the kernels compute with a larger error than the plain functions; empty if nothing."""
+    tiles_BV = hard_tiles(plan.tiles, columns, device)
+    exact_tiles_BV = [tile_BV.double() for tile_BV in tiles_BV]
+    known = statistics(plan, raw_sums(plan, tiles_BV)[None])
+    of_kernel = statistics(plan, kernel_raw_sums(plan, tiles_BV)[None])
+    exact = statistics(plan, raw_sums(plan, exact_tiles_BV)[None])
+    if not _is_as_exact(_numbers(of_kernel), _numbers(known), _numbers(exact)):
+        return "the sums of the kernels differ from those of the plain functions"
+    normalizers_BX = known.normalizers()
+    if plan.two_sweep:
+        results = (
+            kernel_normalized_sums(plan, tiles_BV, normalizers_BX),
+            normalized_sums(plan, tiles_BV, normalizers_BX),
+            normalized_sums(plan, exact_tiles_BV, normalizers_BX.double()),
+        )
+        if not _is_as_exact(*results):
+            return "the normalized sums of the kernels differ from those of the plain functions"
+    numbers_B1 = torch.linspace(0.1, 1, len(normalizers_BX), device=device)[:, None]
+    rows_BX = torch.cat([normalizers_BX, numbers_B1.repeat(1, len(plan.coefficients))], 1)
+    rows_BX[0, len(plan.normalizers) + plan.coefficients.index(("counted", 0))] = 0
+    gradients = [tiles_BV[0].clone(), tiles_BV[0].clone(), exact_tiles_BV[0].clone()]
+    kernel_gradient(plan, [gradients[0], *tiles_BV[1:]], rows_BX)
+    gradient(plan, [gradients[1], *tiles_BV[1:]], rows_BX)
+    gradient(plan, [gradients[2], *exact_tiles_BV[1:]], rows_BX.double())
+    of_kernel_B1, plain_B1, zero_B1 = ((result - gradients[2]).norm(dim=1, keepdim=True) for result in gradients)
+    if not _is_as_exact(of_kernel_B1, plain_B1, zero_B1, gradients[2].norm(dim=1, keepdim=True)):
+        return "the gradient of the kernels differs from that of the plain functions"
+    return ""
+
+
+def hard_tiles(tiles: int, columns: int, device: torch.device) -> list[Tensor]:
+    """Return logits [B, V] of a student and a teacher: three rows far apart, three close, three close and certain.
+
+    Some logits, and all logits of a whole piece, are −inf, and some rows have two largest logits.
+    """
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    student_BV = torch.randn(9, columns, generator=draw)
+    teacher_BV = student_BV.clone()
+    noise_BV = torch.randn(9, columns, generator=draw)
+    for rows, scale, distance in ((slice(0, 3), 3.0, 1.0), (slice(3, 6), 3.0, 0.02), (slice(6, 9), 12.0, 0.02)):
+        student_BV[rows] *= scale
+        teacher_BV[rows] = student_BV[rows] + distance * noise_BV[rows]
+    for tile_BV in (student_BV, teacher_BV):
+        tile_BV[1::3, -1] = -torch.inf
+        tile_BV[1::3, : min(SUMS[0], columns // 2)] = -torch.inf
+        tile_BV[2::3, [0, -1]] = 40.0
+    teacher_BV[2::3, columns // 2] = -torch.inf
+    return [student_BV.to(device), teacher_BV.to(device)][:tiles]
+
+
+def _numbers(known: RowStatistics) -> Tensor:
+    """Return the numbers of all rows, [B, X]."""
+    columns = [*known.references, *known.student_log_mass, *known.student_entropy, *known.teacher_log_mass]
+    columns += [*known.teacher_entropy, *known.both_top, *known.values.values()]
+    # a mass ratio is added to log(q/p), so its absolute error counts: 1e-8 here
+    columns += [1 + 1e3 * mass_ratio_B for mass_ratio_B in known.mass_ratio]
+    columns += [] if known.mean_log_prob is None else [known.mean_log_prob]
+    return torch.stack(columns, 1)
+
+
+def _is_as_exact(computed_BX: Tensor, plain_BX: Tensor, exact_BX: Tensor, size_BX: Tensor | None = None) -> bool:
+    """Compare the errors relative to `size_BX` (None: the exact numbers), in the rows of each of three kinds."""
+    finite_BX = exact_BX.isfinite()
+    if not torch.equal(computed_BX[~finite_BX].double().nan_to_num(), exact_BX[~finite_BX].nan_to_num()):
+        return False
+    size_BX = exact_BX.abs() if size_BX is None else size_BX
+    errors = []
+    for result_BX in (computed_BX, plain_BX):
+        error_BX = torch.where(finite_BX, (result_BX.double() - exact_BX).abs(), 0.0)
+        relative_BX = ((error_BX - SMALLEST).clamp(min=0) / size_BX).nan_to_num(0.0, torch.inf)
+        errors.append(relative_BX.unflatten(0, (3, -1)).amax(1))
+    return bool((errors[0] <= TIMES * errors[1] + ROUNDING).all())
