@@ -1,8 +1,9 @@
-"""Before any test: enable SIGINT, and give the tests of a module to one worker.
+"""Before any test: enable SIGINT, interpret Triton kernels, and give the tests of a module to one worker.
 
 A shell starts background jobs, such as continuous integration, with SIGINT ignored, and their children inherit this.
 """
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -12,6 +13,8 @@ from kit import shard_ranks
 
 from stillhouse.libraries import FEATURES, is_supported
 
+# Triton reads it when it is imported. Its interpreter runs kernels on a CPU
+os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest_plugins = ["kit.serving", "kit.writer_cases"]
 # no deadline, because the time of an example depends on the load of the machine
 hypothesis.settings.register_profile("untimed", deadline=None)

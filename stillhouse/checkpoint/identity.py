@@ -30,6 +30,7 @@ _FREE = {
     "rollout.weights",
     "rollout.timeout",
     "objective.chunk_tokens",
+    "objective.kernels",
     "train.micro_batch_tokens",
     "train.timeout",
     "train.activation_checkpointing",

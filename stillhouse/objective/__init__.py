@@ -38,6 +38,7 @@ from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
 from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.teacher_log_probs import teacher_log_probs
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
+from stillhouse.objective.tile.kernels import use_kernels
 from stillhouse.objective.vocab import VocabShard
 
 __all__ = [
@@ -83,4 +84,5 @@ __all__ = [
     "skew_reverse_kl",
     "teacher_log_probs",
     "total_variation",
+    "use_kernels",
 ]

@@ -15,6 +15,7 @@ from stillhouse.config.rules import check_rules
 from stillhouse.engine.build_engine import ENGINES
 from stillhouse.engine.engine import Engine
 from stillhouse.models import ProofError
+from stillhouse.objective import use_kernels
 from stillhouse.parallel import (
     Degrees,
     Layout,
@@ -130,6 +131,7 @@ class RunSetup:
         Raises ConfigError if a model does not fit its layout.
         """
         config, mesh, kind = self.config, models.mesh, ENGINES["torch"]
+        use_kernels(config.objective.kernels)
         separate = self._separate_layout(mesh)
         head_only = separate is not None or bool(self.stores) or config.teachers is not None
         key_of_one_process = None if separate is None else "teacher.offload"

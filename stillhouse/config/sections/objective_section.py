@@ -45,3 +45,7 @@ class ObjectiveConfig(Section):
     chunk_tokens: int | None = Field(default=None, ge=1)
     """Rows of a logits tile, the part of the logits that is in memory at a time. Affects memory and speed, never the
     loss. null: chosen by a memory budget."""
+    kernels: Literal["auto", "compiled", "triton"] = "auto"
+    """How a GPU computes the objective beside its matrix products. auto: with Triton kernels, if they support the
+    loss and pass a proof against float64 at the first step, and else with torch.compile. compiled: with torch.compile
+    alone. triton: as auto, but a failed proof ends the run. No effect on a CPU."""

@@ -29,7 +29,7 @@ Kernels = Literal["auto", "compiled", "triton"]
 #: the types of devices that have the kernels
 DEVICES = {"cuda"}
 #: the columns of a piece and the warps of a program
-SUMS, GRADIENT = (1024, 4), (2048, 8)
+SUMS, GRADIENT = (1024, 1), (2048, 4)
 #: CUDA's limit for the second dimension of a grid, which is a tile's rows
 MOST_ROWS = 65_535
 #: the weights of a Jensen–Shannon divergence for which `numerics.interpolation_logs` uses a series

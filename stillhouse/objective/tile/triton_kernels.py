@@ -15,8 +15,16 @@ import triton.language as tl
 
 #: `numerics.NEAR`
 NEAR = tl.constexpr(0.25)
+FAR = tl.constexpr(-200.0)
+LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 TINY = tl.constexpr(1.1754943508222875e-38)
+
+
+@triton.jit
+def _exp(l):
+    # tl.exp has six instructions, because it also returns numbers below the smallest normal one
+    return tl.exp2(l * LOG2_E)
 
 
 @triton.jit
@@ -57,9 +65,9 @@ def _sum3(a, b, c):
 
 @triton.jit
 def _softmax_terms(l, is_largest):
-    """Return e^l, e^l without the largest, and e^l·l."""
-    mass = tl.exp(l)
-    return mass, tl.where(is_largest, 0.0, mass), _expect(mass, l)
+    """Return e^l, e^l without the largest, and e^l·l. Below FAR, e^l is 0."""
+    mass = _exp(l)
+    return mass, tl.where(is_largest, 0.0, mass), mass * tl.maximum(l, FAR)
 
 
 @triton.jit
@@ -191,7 +199,7 @@ def normalized_sums_kernel(
     s = tl.load(student + row * student_stride + column, mask=inside, other=-float("inf"))
     t = tl.load(teacher + row * teacher_stride + column, mask=inside, other=-float("inf"))
     log_q, log_p, ratio = _log_probabilities(s, t, normalizers + row * row_stride, temperature, IS_UNIT)
-    q, p = tl.exp(log_q), tl.exp(log_p)
+    q, p = _exp(log_q), _exp(log_p)
     m, m_to_p, m_to_q = _to_mean(p, q, log_p, log_q, ratio, BETA, SERIES)
     of_p = _excess(p, m, m_to_p, _second_order(_clamped(m_to_p)), tl.abs(m_to_p) < NEAR)
     of_q = _excess(q, m, m_to_q, _second_order(_clamped(m_to_q)), tl.abs(m_to_q) < NEAR)
@@ -242,13 +250,13 @@ def gradient_kernel(
     if HAS_PAIR:
         t = tl.load(teacher + row * teacher_stride + column, mask=inside, other=0.0)
         log_q, log_p, ratio = _log_probabilities(s, t, number, temperature, IS_UNIT)
-        p = tl.exp(log_p)
+        p = _exp(log_p)
     else:
         log_q = s - tl.load(number)
         if not IS_UNIT:
             log_q = log_q / temperature
         log_q -= tl.load(number + AT_STUDENT_MASS)
-    q = tl.exp(log_q)
+    q = _exp(log_q)
     grad = tl.load(number + AT_PROBABILITY) * q
     if AT_LOG_PROBABILITY >= 0:
         grad += tl.load(number + AT_LOG_PROBABILITY) * _expect(q, log_q)

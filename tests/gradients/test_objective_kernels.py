@@ -1,0 +1,247 @@
+"""The Triton kernels of the objective on a CPU, in Triton's interpreter, and compiled for a GPU that is not here.
+
+`kernels._difference` is the proof that a run on a GPU makes; the tests show that it passes for every plan that has
+kernels, and that it fails for kernels that are slightly wrong.
+
+T tokens, V vocabulary, D width.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stillhouse.objective import (
+    CrossEntropy,
+    Distill,
+    Divergence,
+    Entropy,
+    FullVocab,
+    Mixture,
+    OutputHead,
+    Term,
+    TopK,
+    forward_kl,
+    jsd,
+    linear_objective,
+    reverse_kl,
+    total_variation,
+    use_kernels,
+)
+from stillhouse.objective.tile import kernels
+from stillhouse.objective.tile.kernels import SUMS, has_kernels
+from stillhouse.objective.tile.logits_provider import HeadLogits
+from stillhouse.objective.tile.pointwise import raw_sums
+from stillhouse.objective.tile.statistics import merged, statistics
+from stillhouse.objective.tile.tile_plan import PointwisePlan, StudentSoftmax, TeacherSoftmax, TileIndex
+
+#: the logarithm of a Jensen–Shannon divergence's sums alone has 25
+MOST_INSTRUCTIONS = {
+    "raw_sums of forward_kl": 60,
+    "raw_sums of jsd(0.5)": 60,
+    "normalized_sums of jsd(0.5)": 95,
+    "gradient of forward_kl": 40,
+    "gradient of jsd(0.5)": 66,
+}
+CPU = torch.device("cpu")
+PIECE = SUMS[0]
+
+
+def plan_of(*divergences: Divergence, temperature: float = 1.0, **others: Any) -> PointwisePlan:
+    pairs = tuple((divergence, TeacherSoftmax(0), StudentSoftmax(0)) for divergence in divergences)
+    teachers = ((TileIndex(1), temperature),)
+    return PointwisePlan(tiles=2, temperatures=(temperature,), teachers=teachers, pairs=pairs, **others)
+
+
+EVERYTHING = {"uniform": True, "entropic": (StudentSoftmax(0),), "softcap": 30.0, "scale": 0.5}
+PLANS = {
+    "forward_kl": plan_of(forward_kl()),
+    "reverse_kl": plan_of(reverse_kl(), temperature=1.5),
+    "jsd": plan_of(jsd(0.3)),
+    "jsd, normalized": plan_of(jsd(0.9, normalized=True), temperature=0.7),
+    "everything": plan_of(jsd(0.5), reverse_kl(), forward_kl(), **EVERYTHING),
+    "a teacher's entropy": plan_of(),
+    "no teacher": PointwisePlan(temperatures=(1.0,), **EVERYTHING),
+}
+WITHOUT_KERNELS = {
+    "two temperatures": PointwisePlan(temperatures=(1.0, 2.0)),
+    "another divergence": plan_of(total_variation()),
+    "two of a kind": plan_of(jsd(0.5), jsd(0.4)),
+    "nearly one-sided": plan_of(jsd(0.01)),
+    "two teachers": PointwisePlan(tiles=3, temperatures=(1.0,), teachers=((TileIndex(1), 1.0), (TileIndex(2), 1.0))),
+    "tokens outside ids": PointwisePlan(temperatures=(1.0,), buckets=(StudentSoftmax(0),)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels run on CPU tensors, in the interpreter that `conftest.py` turns on."""
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    kernels._is_proven.cache_clear()
+
+
+@pytest.mark.parametrize("columns", [2 * PIECE + 3, PIECE, 41])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_kernels_are_as_exact_as_the_plain_functions(plan: PointwisePlan, columns: int) -> None:
+    assert not kernels._difference(plan, columns, CPU)
+    assert has_kernels(plan, kernels.hard_tiles(plan.tiles, columns, CPU))
+
+
+@pytest.mark.parametrize("plan", WITHOUT_KERNELS.values(), ids=WITHOUT_KERNELS)
+def test_other_plans_have_no_kernels(plan: PointwisePlan) -> None:
+    tiles_CV = [torch.zeros(2, 41)] * plan.tiles
+    assert not has_kernels(plan, tiles_CV)
+
+
+def test_float64_and_empty_tiles_have_no_kernels() -> None:
+    plan = PLANS["no teacher"]
+    assert not has_kernels(plan, [torch.zeros(2, 41, dtype=torch.float64)])
+    assert not has_kernels(plan, [torch.zeros(0, 41)])
+    assert not has_kernels(plan, [torch.zeros(2, 0)])
+
+
+@pytest.mark.parametrize("name", ["kernel_raw_sums", "kernel_normalized_sums", "kernel_gradient"])
+def test_a_wrong_kernel_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is 0.1 % of the rows in which student and teacher are close."""
+    kernel = getattr(kernels, name)
+
+    def wrong(plan: PointwisePlan, tiles_BV: list[Tensor], *rest: Tensor) -> Any:
+        result = kernel(plan, tiles_BV, *rest)
+        numbers = tiles_BV[0] if result is None else result
+        numbers[3:6] *= 1.001
+        return result
+
+    monkeypatch.setattr(kernels, name, wrong)
+    plan, tiles_CV = plan_of(jsd(0.3), forward_kl()), [torch.zeros(2, PIECE + 5)] * 2
+    with pytest.warns(UserWarning, match="Triton kernels are not used here"):
+        assert not has_kernels(plan, tiles_CV)
+    kernels._is_proven.cache_clear()
+    use_kernels("triton")
+    try:
+        with pytest.raises(RuntimeError, match=r"differs? from (those|that) of the plain functions; expected"):
+            has_kernels(plan, tiles_CV)
+    finally:
+        use_kernels("auto")
+
+
+def test_the_choice_of_kernels() -> None:
+    tiles_CV = [torch.zeros(2, 41)]
+    use_kernels("compiled")
+    try:
+        assert not has_kernels(PLANS["no teacher"], tiles_CV)
+    finally:
+        use_kernels("auto")
+    with pytest.raises(ValueError, match="kernels 'cutlass': expected auto, compiled or triton"):
+        use_kernels("cutlass")  # type: ignore[arg-type]
+
+
+def test_sums_of_pieces_are_merged_exactly() -> None:
+    """In float64, merged sums of uneven pieces give the statistics of whole rows."""
+    for divergence in (forward_kl(), reverse_kl(), jsd(0.3)):
+        plan = plan_of(divergence, uniform=True)
+        tiles_CV = [tile_CV.double() for tile_CV in kernels.hard_tiles(2, 300, CPU)]
+        borders = [0, 1, 140, 150, 300]
+        pieces = [[tile_CV[:, a:b] for tile_CV in tiles_CV] for a, b in pairwise(borders)]
+        merged_CX = merged(plan, torch.stack([raw_sums(plan, piece) for piece in pieces]))
+        of_pieces, of_rows = (statistics(plan, sums_CX[None]) for sums_CX in (merged_CX, raw_sums(plan, tiles_CV)))
+        pair = kernels._numbers(of_pieces), kernels._numbers(of_rows)
+        assert torch.allclose(*pair, rtol=1e-9, atol=1e-15, equal_nan=True)
+
+
+T, V, D = 23, PIECE + 37, 16
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def teacher(seed: int, dtype: torch.dtype) -> FullVocab:
+    return FullVocab(normal(seed, T, D).to(dtype), OutputHead(normal(seed + 1, V, D).to(dtype)))
+
+
+def sparse_terms(dtype: torch.dtype) -> list[Term]:
+    """Terms whose ids repeat: a label is also one of the teacher's ids, and an id occurs twice in a row."""
+    labels_T = torch.arange(T) * 31 % V
+    labels_T[::5] = -100
+    teachers = [
+        FullVocab(normal(seed, T, D).to(dtype), OutputHead(normal(seed + 1, V, D).to(dtype))) for seed in (2, 4)
+    ]
+    ids_TK = normal(6, T, V).topk(8, 1).indices
+    ids_TK[:, 0] = labels_T
+    ids_TK[::3, 2] = -1
+    log_p_TK = torch.log_softmax(normal(7, T, 9).to(dtype), 1)[:, :8]
+    return [
+        CrossEntropy(labels_T, 0.3, 0.1, 1e-2),
+        CrossEntropy(labels_T, 0.2),
+        Distill(Mixture(teachers, [2, 1], 1.5), jsd(0.3), 0.7, 1.5),
+        Distill(TopK(ids_TK, log_p_TK), reverse_kl(), 0.4),
+        Entropy(-0.05),
+    ]
+
+
+def dense_terms(dtype: torch.dtype) -> list[Term]:
+    """Terms that have kernels."""
+    labels_T = torch.arange(T) * 31 % V
+    divergence = 0.5 * forward_kl() + jsd(0.3)
+    return [CrossEntropy(labels_T, 0.3, 0.1, 1e-2), Distill(teacher(2, dtype), divergence, 0.7), Entropy(-0.05)]
+
+
+def gradients(dtype: torch.dtype, terms: list[Term]) -> list[Tensor]:
+    hidden_TD, weight_VD = normal(0, T, D).to(dtype).requires_grad_(), normal(1, V, D).to(dtype).requires_grad_()
+    weights_T = torch.ones(T, dtype=dtype)
+    weights_T[4] = 0
+    output = linear_objective(
+        hidden_TD, OutputHead(weight_VD, softcap=20.0), terms, weights_T=weights_T, normalizer=T, chunk_tokens=9
+    )
+    output.loss.backward()  # type: ignore[no-untyped-call]
+    assert hidden_TD.grad is not None
+    assert weight_VD.grad is not None
+    return [output.loss.detach(), hidden_TD.grad, weight_VD.grad]
+
+
+def test_a_pass_with_kernels_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = gradients(torch.float64, dense_terms(torch.float64))
+    of_kernels = gradients(torch.float32, dense_terms(torch.float32))
+    calls = kernels._is_proven.cache_info()
+    monkeypatch.setattr(kernels, "DEVICES", set())
+    plain = gradients(torch.float32, dense_terms(torch.float32))
+    assert calls.hits + calls.misses == 3 * 3  # three calls in each of three chunks
+    for exact_one, kernel_one, plain_one in zip(exact, of_kernels, plain, strict=True):
+        errors = [(result - exact_one).norm() / exact_one.norm() for result in (kernel_one, plain_one)]
+        assert errors[0] <= 2 * errors[1] + 1e-7
+
+
+@pytest.mark.parametrize("terms", [sparse_terms, dense_terms])
+def test_a_rounded_gradient_is_the_gradient_rounded_once(terms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: dict[torch.dtype, list[Tensor]] = {torch.float32: [], torch.float16: []}
+    pull_back = HeadLogits.pull_back
+
+    def recorded(provider: HeadLogits, rows: Any, counted_C: Tensor, grad_CV: Tensor) -> None:
+        received[grad_CV.dtype].append(grad_CV.clone())
+        pull_back(provider, rows, counted_C, grad_CV)
+
+    monkeypatch.setattr(HeadLogits, "pull_back", recorded)
+    gradients(torch.float32, terms(torch.float32))
+    # float16, because Triton's interpreter rounds to bfloat16 by truncation
+    monkeypatch.setattr(HeadLogits, "rounded_buffer", lambda _, rows: torch.full((rows, V), torch.nan).half())
+    gradients(torch.float32, terms(torch.float32))
+    for exact_CV, rounded_CV in zip(received[torch.float32], received[torch.float16], strict=True):
+        assert torch.equal(exact_CV.half(), rounded_CV)
+
+
+def test_the_compiled_kernels_have_few_instructions() -> None:
+    """For an H100: more than 60 instructions per element take longer than reading the element from memory."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "kit.kernel_instructions"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout)
+    for name, most in MOST_INSTRUCTIONS.items():
+        assert counted[name]["per element"] <= most, counted
+        assert counted[name]["stack"] == 0, counted  # no registers are spilled to memory
