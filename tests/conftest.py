@@ -43,9 +43,11 @@ TOGETHER = {
 
 #: the modules that take longest, in this order. They begin first, so that two workers end at about the same time
 LONGEST = (
-    *("test_parity", "test_chaos", "test_objective_close", "test_objective_compiled", "test_checkpoints"),
-    *("test_train_layouts", "test_demo_run", "test_signals", "test_serve_hostile", "test_train_bad_input"),
-    *("test_serve_connections", "test_hung_rank", "test_objective_shards", "test_teacher_served"),
+    *("test_parity", "test_chaos", "test_train_layouts", "test_objective_close", "test_gpu_rehearsal"),
+    *("test_objective_compiled", "test_objective_shards", "test_parallel_loading", "test_checkpoints"),
+    *("test_demo_run", "test_trainer_examples", "test_train_mtp", "test_several_teachers_layouts"),
+    *("test_teacher_served", "test_rollout_faults", "test_train_adapter", "test_signals", "test_on_policy"),
+    *("test_serve_hostile", "test_train_bad_input", "test_serve_connections", "test_hung_rank"),
 )
 
 #: modules that cannot be imported with an older transformers

@@ -274,21 +274,29 @@ def _disagreements(layout: Layout, ranks: list[dict[str, Tensor]]) -> list[str]:
     ]
 
 
+#: problems and their oracles' results, by what makes the problem: many layouts have the same problems
+_EXPECTED: dict[str, tuple[Problem, Result]] = {}
+
+
+def _expected(case: Case) -> tuple[Problem, Result]:
+    key = repr(case.problem)
+    if key not in _EXPECTED:
+        problem = case.problem()
+        _EXPECTED[key] = problem, oracle(problem)
+    return _EXPECTED[key]
+
+
 def check(pool: RankPool, cases: list[Case], within: float = WITHIN) -> list[list[Outcome]]:
     """Run the cases on the ranks, compare each with the oracle, and report all failed cases by name."""
     __tracebackhide__ = True
     answers = pool.run(on_shards, cases, limit=30.0)
-    expected: dict[str, tuple[Problem, Result]] = {}
     messages, outcomes = [], []
     for case, answer in zip(cases, answers, strict=True):
         if isinstance(answer, Failure):
             messages.append(f"{case.name}: {answer.text}")
             continue
-        key = repr(case.problem)
-        if key not in expected:
-            problem = case.problem()
-            expected[key] = problem, oracle(problem)
         outcomes.append(answer[: len(case.layout.student)])
-        messages += [f"{case.name}: {each}" for each in complaints(case.layout, outcomes[-1], *expected[key], within)]
+        errors = complaints(case.layout, outcomes[-1], *_expected(case), within)
+        messages += [f"{case.name}: {error}" for error in errors]
     assert not messages, f"{len(messages)} complaints about {len(cases)} cases\n" + "\n".join(messages)
     return outcomes
