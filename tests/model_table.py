@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 import transformers
 from kit.causal_families import CAUSAL, LEFT_OUT, build
+from kit.varlen_cases import separation_error
+from kit.varlen_reference import reference
 from transformers.utils import logging
 
 from stillhouse.generation.generate import check_generation
-from stillhouse.models import Decoder, add_lora, initialize_lora, prove_decoder
+from stillhouse.models import Activations, Decoder, add_lora, initialize_lora, prove_decoder
 from stillhouse.models.adapter import is_lora
 from stillhouse.models.document_packing import MASKED, PACKED, ROWS
 from stillhouse.models.model_parts import is_of_experts
@@ -32,6 +34,8 @@ of a family can give another result: a hybrid whose layers all have attention ca
 the result for your models.
 
 - **documents**: how `data.packing: auto` keeps documents apart ([how](data.md)).
+- **varlen**: whether packed documents run with variable-length attention on a GPU. Its results for the tiny model, by
+  a reference of torch's kernel, are those of one document at a time.
 - **tensor**: whether transformers has a plan for the family that two processes can follow. **pipeline**: whether no
   layer reads more than the layer before it has computed, so that layers can be on different processes. **expert**:
   whether transformers' plan can distribute the experts; – if the family has none. A "no" is an error at the start of
@@ -42,8 +46,8 @@ the result for your models.
 - **generation**: whether the engine in the job gives the log-probabilities of the forward pass. If it does not, a
   server has to write the completions of an on-policy run.
 
-| family | documents | tensor | pipeline | expert | LoRA | MTP | generation |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| family | documents | varlen | tensor | pipeline | expert | LoRA | MTP | generation |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -53,14 +57,35 @@ def row(model_type: str) -> str:
         decoder = Decoder(build(model_type))
     except ValueError as error:
         reason = str(error).partition(": ")[2].partition(" by up to ")[0]
-        return f"| `{model_type}` | refused: {reason} | | | | | | |"
+        return f"| `{model_type}` | refused: {reason} | | | | | | | |"
     try:
         check_generation(decoder, torch.device("cpu"))
         generation = "yes"
     except ValueError:
         generation = "by a server"
-    columns = [_WAYS[decoder.packing.name], *layouts(decoder), adapter(model_type), mtp(model_type), generation]
+    columns = [
+        _WAYS[decoder.packing.name],
+        attention(model_type),
+        *layouts(decoder),
+        adapter(model_type),
+        mtp(model_type),
+        generation,
+    ]
     return f"| `{model_type}` | {' | '.join(columns)} |"
+
+
+def attention(model_type: str) -> str:
+    """Return whether packed documents run with variable-length attention.
+
+    Raises AssertionError if their hidden states are not those of one document at a time.
+    """
+    with reference():
+        decoder = Decoder(build(model_type), activations=Activations(torch.device("cpu"), torch.float32))
+        if not decoder.packing.attention.reads_lengths:
+            return "no"
+        error = separation_error(decoder)
+    assert error < 1e-4, f"{model_type}: variable-length attention changes hidden states by {error:.2g}"
+    return "yes"
 
 
 def layouts(decoder: Decoder) -> list[str]:

@@ -1,5 +1,6 @@
 """Variable-length attention by its reference on the CPU: hidden states, gradients, what is refused."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,23 +12,22 @@ from kit import causal_families
 from kit.documents import random_documents
 from kit.families import build
 from kit.varlen_cases import error, micro_batch, packed_gradients, plain_gradients
-from kit.varlen_reference import attend, use_reference
+from kit.varlen_reference import attend, reference
 
 from stillhouse.data import make_micro_batch
 from stillhouse.data.packed_rows import teacher_inputs
 from stillhouse.generation.generate import check_generation
+from stillhouse.libraries import is_supported
 from stillhouse.models import Activations, Decoder, prove_decoder, varlen
-from stillhouse.models.mtp import add_mtp
 from stillhouse.objective import OutputHead
 
 FLOAT64 = Activations(torch.device("cpu"), torch.float64)
 
 
-@pytest.fixture
-def reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("attend", "refusal"):
-        monkeypatch.setattr(varlen, name, getattr(varlen, name))
-    use_reference()
+@pytest.fixture(name="reference")
+def _reference() -> Iterator[None]:
+    with reference():
+        yield
 
 
 @pytest.mark.usefixtures("reference")
@@ -47,7 +47,6 @@ REFUSED = {
     "qwen2_moe": "got windows of 5 tokens in masks alone",
     "phimoe": "got windows of 5 tokens in masks alone",
     "doge": "got attention_mask",
-    "inkling_text": "got position_bias",
     "nemotron": "got no lengths of documents",
 }
 
@@ -125,8 +124,11 @@ def test_inputs_without_documents_use_the_usual_attention() -> None:
     check_generation(decoder, torch.device("cpu"))
 
 
+@pytest.mark.skipif(not is_supported("multi-token prediction"), reason="transformers is too old")
 @pytest.mark.usefixtures("reference")
 def test_layers_for_multi_token_prediction_get_the_lengths() -> None:
+    from stillhouse.models.mtp import add_mtp
+
     hidden: list[Any] = []
     for activations in (FLOAT64, None):
         decoder = Decoder(build("qwen3", dtype=torch.float64), activations=activations, packing="packed")

@@ -69,6 +69,8 @@ def test_a_step_does_not_wait_for_the_device(family: str, recompute: bool) -> No
     assert batch.with_lengths().lengths.borders_M.equal(moved.lengths.borders_M.cpu())
     for name, value in batch.inputs.items():
         assert moved.inputs[name].cpu().equal(value)
+    for name in ("labels_T", "weights_T", "document_T", "valid_index"):
+        assert getattr(moved, name).cpu().equal(getattr(batch, name))
 
 
 @pytest.mark.parametrize("varlen", [True, False])

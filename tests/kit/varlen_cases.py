@@ -51,6 +51,20 @@ def packed_gradients(decoder: Decoder, batch: MicroBatch) -> dict[str, Tensor]:
     return named_gradients(decoder.pretrained)
 
 
+@torch.no_grad()
+def separation_error(decoder: Decoder) -> float:
+    """Return how much a document's hidden states differ from those of the document alone, relative to their norm."""
+    batch = micro_batch().to("cpu")
+    ids_BS = batch.input_ids_BS % min(decoder.vocabulary_rows, 90)  # higher ids may stand for images
+    packed = decoder(ids_BS, batch.position_ids_BS, lengths=batch.lengths, head=False).flatten(0, 1)
+    errors = []
+    for document in range(int(batch.document_T.max()) + 1):
+        is_member_T = batch.document_T == document
+        alone = decoder(ids_BS.flatten()[is_member_T][None], head=False)[0]
+        errors.append(float((packed[is_member_T] - alone).norm() / alone.norm()))
+    return max(errors)
+
+
 def is_padding_BS(batch: MicroBatch) -> Tensor:
     return (batch.document_T < 0).view(batch.shape_BS)
 

@@ -3,19 +3,32 @@
 T tokens of the row, M borders of documents, H heads of queries, G heads of keys and values, D width of a head.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from stillhouse.models import varlen
+from stillhouse.models import Activations, varlen
 
 
 def use_reference() -> None:
     """Let this process compute variable-length attention by the reference, on every device and in every dtype."""
-    varlen.attend = attend
-    varlen.refusal = lambda activations, dtype: None
+    varlen.attend, varlen.refusal = attend, no_refusal
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Within the block, compute variable-length attention by the reference."""
+    with patch.object(varlen, "attend", attend), patch.object(varlen, "refusal", no_refusal):
+        yield
+
+
+def no_refusal(activations: Activations, dtype: torch.dtype) -> None:
+    """In place of `varlen.refusal`."""
 
 
 def attend(
