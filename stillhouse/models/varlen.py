@@ -28,6 +28,8 @@ from stillhouse.models.model_parts import mixes_tokens_by_score, text_config
 VARLEN_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: the widest head of the kernel, and the divisor of widths
 _WIDEST, _MULTIPLE = 256, 8
+#: some devices (compute capability 8.6, 8.9, 12.0) have no backward for widths between this one and 225
+_WIDEST_BACKWARD = 192
 _DTYPES = (torch.bfloat16, torch.float16)
 _OPTIONS = inspect.signature(varlen_attn).parameters
 _MISSING = {"scale", "window_size"} - {*_OPTIONS}
@@ -161,6 +163,8 @@ def attention(
         raise ValueError(f"attention '{VARLEN}' got {name_list(unsupported)}: expected another one, such as sdpa")
     width, value_width = query_BHTD.shape[-1], value_BGTD.shape[-1]
     padded = -(-max(width, value_width) // _MULTIPLE) * _MULTIPLE
+    if padded > _WIDEST_BACKWARD:
+        padded = _WIDEST
     query_THD, key_TGD, value_TGD = (
         _padded(heads[0].transpose(0, 1).to(_operand_dtype(value_BGTD)), padded)
         for heads in (query_BHTD, key_BGTD, value_BGTD)

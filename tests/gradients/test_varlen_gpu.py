@@ -2,16 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from kit.families import build
 from kit.runs import forward_backward, session_of
 from kit.varlen_cases import LargestResult, error, micro_batch, packed_gradients, plain_gradients
-from torch import Tensor
+from kit.varlen_reference import reference
+from torch import Tensor, nn
 
-from stillhouse.models import Activations, Decoder
+from stillhouse.models import Activations, Decoder, varlen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -41,6 +45,41 @@ def decoder_of(family: str, *, varlen: bool, verify: bool = True) -> Decoder:
 def in_bfloat16(decoder: Decoder) -> dict[str, Tensor]:
     with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
         return packed_gradients(decoder, micro_batch().to(CUDA))
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "width", "value_width", "window"),
+    [(4, 4, 64, 64, None), (8, 2, 128, 128, None), (8, 1, 80, 80, 9), (2, 2, 192, 128, None), (4, 2, 256, 256, 40)],
+    ids=str,
+)
+def test_the_kernel_has_no_larger_error_than_its_reference_in_bfloat16(
+    heads: int, groups: int, width: int, value_width: int, window: int | None
+) -> None:
+    shapes = [(heads, width), (groups, width), (groups, value_width)]
+    lengths = [1, 70, 3, 200, 126]
+    borders_M = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    random = torch.Generator().manual_seed(0)
+    exact = [torch.randn(1, count, sum(lengths), of_head, generator=random).bfloat16() for count, of_head in shapes]
+    layer: Any = nn.Module()
+    layer.config = SimpleNamespace(sliding_window=window)
+
+    def results(device: str, dtype: torch.dtype) -> list[Tensor]:
+        tensors = [value.to(device, dtype, copy=True).requires_grad_() for value in exact]
+        options = {"sliding_window": window, "max_length_q": max(lengths), "scaling": 0.3}
+        output_BTHD, _ = varlen.attention(layer, *tensors, None, cu_seq_lens_q=borders_M.to(device), **options)
+        place = torch.arange(output_BTHD.numel(), dtype=torch.float64).view(output_BTHD.shape)
+        output_BTHD.backward(place.sin().to(output_BTHD))
+        return [output_BTHD.detach(), *(tensor.grad for tensor in tensors)]
+
+    kernel = results("cuda", torch.bfloat16)
+    with reference():
+        expected, plain = results("cpu", torch.float64), results("cpu", torch.bfloat16)
+    for name, value, right, rounded in zip(("output", "query", "key", "value"), kernel, expected, plain, strict=True):
+        assert value.shape == right.shape
+        errors = [float((other.double().cpu() - right).norm() / right.norm()) for other in (value, rounded)]
+        print(f"{name}: error {errors[0]:.4f}, of the reference {errors[1]:.4f}")
+        # the kernel also rounds the probabilities and their gradient
+        assert errors[0] <= 2 * errors[1] + 2e-3, (name, errors)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
