@@ -82,6 +82,12 @@ def stages(device: str) -> list[Stage]:
             + ["--memory-tokens", "8192", "32768"],
             tiny_objective,
         ),
+        Stage(
+            "kernels of the objective",
+            1.0,
+            ["-m", "benchmarks.kernels", *on],
+            ["--rows", "8", "--vocabulary", "2100", "--width", "64", "--teacher-width", "64"],
+        ),
         Stage("profile of a step", 1.5, ["-m", "benchmarks.profile_step", *on, *TRAINING], TINY_TRAINING),
         Stage("training loop", 1.5, training, [*TINY_TRAINING, "--steps", "1"]),
         Stage(
