@@ -18,7 +18,7 @@ from stillhouse.data import make_micro_batch
 from stillhouse.data.packed_rows import teacher_inputs
 from stillhouse.generation.generate import check_generation
 from stillhouse.libraries import is_supported
-from stillhouse.models import Activations, Decoder, prove_decoder, varlen
+from stillhouse.models import Activations, Decoder, ProofError, prove_decoder, varlen
 from stillhouse.objective import OutputHead
 
 FLOAT64 = Activations(torch.device("cpu"), torch.float64)
@@ -171,3 +171,11 @@ def test_a_micro_batch_has_the_lengths_of_its_documents() -> None:
         part = padded.part(number, 2).to("cpu")
         assert part.lengths is not None
         assert part.lengths.borders_M.equal(padded.to("cpu").lengths.borders_M)
+
+
+@pytest.mark.usefixtures("reference")
+def test_variable_length_attention_that_is_required_needs_packed_documents() -> None:
+    with pytest.raises(ValueError, match="attention 'varlen' is for packed documents"):
+        Decoder(build("llama", attention="varlen"), packing="rows")
+    with pytest.raises(ProofError, match="cannot be packed with lengths"):
+        Decoder(causal_families.build("nemotron", attn_implementation="varlen"))
