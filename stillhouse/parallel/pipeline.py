@@ -7,6 +7,7 @@ pipeline. Every rank has all micro-batches, and finds a micro-batch by its numbe
 B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -212,6 +213,19 @@ class _Step:
         assert len(markers) in (0, len(inputs)), "a teacher in the stages for only some of the micro-batches"
         self.in_stage = bool(markers)
         self.request = markers[0].request if markers else None
+        self._begun: Counter[int] = Counter()
+
+    def begin(self, stage: int, number: Tensor) -> int:
+        """Return the micro-batch that a stage runs now. Every schedule runs a stage's micro-batches in order.
+
+        number: the micro-batch's number from the schedule. It is compared only on a CPU, because FSDP moves it to the
+        GPU, where reading it would wait for all work before it.
+        """
+        index = self._begun[stage]
+        self._begun[stage] += 1
+        if number.device.type == "cpu" and int(number) != index:
+            raise RuntimeError(f"stage {stage} runs micro-batch {int(number)}: expected {index}, the next one")
+        return index
 
 
 class _Stage(nn.Module):
@@ -237,7 +251,7 @@ class _Stage(nn.Module):
             return self.pair.teacher_forward(teacher_of, *received)
         assert number is not None
         assert step is not None
-        index = int(number)
+        index = step.begin(self.number, number)
         hidden = received if self.number else ()
         if step.prefetched is not None and self.is_last:
             hidden = (*hidden, step.prefetched.pop(index))
