@@ -102,7 +102,7 @@ def stages(device: str) -> list[Stage]:
             ["-m", "benchmarks.hook", *bf16, "--width", "2048", "--tokens", "8192", "--kinds", "hugging face"],
             [*tiny, "--skip", "memory"],
         ),
-        tests("offload", 1.0, "tests/layouts/test_offload.py"),
+        tests("offload and resuming", 1.0, "tests/layouts/test_offload.py", "tests/runs/test_resume_gpu.py"),
         Stage(
             "objective, V=32,768, all losses",
             1.5,

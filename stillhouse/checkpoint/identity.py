@@ -18,6 +18,7 @@ _FREE = {
     "track",
     "data.cache",
     "device",
+    "deterministic",
     "parallel",
     "teacher.parallel",
     "teacher.offload",

@@ -1,5 +1,6 @@
 """Prepares a run: builds a session from the sections of the configuration."""
 
+import os
 from dataclasses import replace
 
 import torch
@@ -45,6 +46,8 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     check_before_loading(setup)
     _enter("reading the data", announce)
     torch.manual_seed(config.seed)
+    if config.deterministic:
+        _use_deterministic_algorithms()
     data = setup.load_data()
     setup.require_signals(data)
     model_hashes = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **setup.model_hashes()}
@@ -102,6 +105,13 @@ def _runs_rows(engine: Engine, source: SignalSource) -> bool:
     decoders = [*engine.student.decoders, engine.student.teacher, *source.decoders.values()]
     has_rows = any(decoder is not None and decoder.packing.name == ROWS for decoder in decoders)
     return bool(engine.student.ranks.largest(int(has_rows)))
+
+
+def _use_deterministic_algorithms() -> None:
+    """For the rest of this process, let torch raise an error for an algorithm that may give other bits again."""
+    # cuBLAS reads it before its first product; torch requires it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def _enter(phase: str, announce: bool) -> None:

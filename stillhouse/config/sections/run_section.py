@@ -42,6 +42,9 @@ class RunConfig(Section):
     )
     """The device to compute on. auto: a CUDA device if there is one, else Apple's GPU (mps, for one process), else
     the CPU."""
+    deterministic: bool = False
+    """Compute only with algorithms that give the same bits again, so that a resumed run on a GPU equals an
+    undisturbed one to the bit. Slower. No effect on a CPU, where this always holds."""
 
     @property
     def several(self) -> dict[str, NamedTeacherConfig]:
