@@ -44,7 +44,7 @@ def use_kernels(choice: Kernels) -> None:
     """Choose the kernels of all later passes of this process on a GPU.
 
     auto: Triton kernels for the plans that they support, if they pass their proof. compiled: `torch.compile` alone.
-    triton: as auto, but without Triton or with a failed proof, a pass raises RuntimeError.
+    triton: as auto, but without Triton or with a failed proof, a pass raises ValueError.
     """
     global _choice
     if choice not in get_args(Kernels):
@@ -53,12 +53,19 @@ def use_kernels(choice: Kernels) -> None:
 
 
 def has_kernels(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> bool:
-    """Whether the kernels compute this plan on these tiles."""
+    """Whether the kernels compute this plan on these tiles. Raises ValueError as `use_kernels` describes."""
     student_CV = tiles_CV[0]
     if student_CV.device.type not in DEVICES or _choice == "compiled" or not _is_supported(plan):
         return False
     is_fitting = student_CV.dtype == torch.float32 and 0 < len(student_CV) <= MOST_ROWS and student_CV.shape[1] > 0
-    return is_fitting and _is_proven(plan, student_CV.shape[1], student_CV.device)
+    if not is_fitting:
+        return False
+    reason = _refusal(plan, student_CV.shape[1], student_CV.device)
+    if reason and _choice == "triton":
+        raise ValueError(f"objective.kernels=triton: {reason}: expected auto, or kernels that work here")
+    if reason:
+        _warn(reason)
+    return not reason
 
 
 def _is_supported(plan: PointwisePlan) -> bool:
@@ -208,20 +215,18 @@ def _jsd_constants(jsd: JensenShannon) -> dict[str, Any]:
 
 
 @cache
-def _is_proven(plan: PointwisePlan, columns: int, device: torch.device) -> bool:
-    """Whether the kernels' errors are no larger than those of the plain functions. It waits for the GPU, once."""
+def _refusal(plan: PointwisePlan, columns: int, device: torch.device) -> str:
+    """Return why the kernels are not used; empty if they pass the proof. The first call waits for the GPU."""
     if importlib.util.find_spec("triton") is None:
-        reason = "the package triton is not installed"
-    else:
-        reason = _difference(plan, columns, device)
-    if not reason:
-        return True
-    if _choice == "triton":
-        raise RuntimeError(f"objective.kernels=triton: {reason}; expected kernels that work here, or 'auto'")
+        return "the package triton is not installed"
+    return _difference(plan, columns, device)
+
+
+@cache
+def _warn(reason: str) -> None:
     warnings.warn(
         f"the objective's Triton kernels are not used here, torch.compile takes their place ({reason})", stacklevel=2
     )
-    return False
 
 
 def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
