@@ -100,6 +100,21 @@ def test_other_plans_have_no_kernels(plan: PointwisePlan) -> None:
     assert not has_kernels(plan, tiles_CV)
 
 
+@pytest.mark.parametrize("tile", [0, 1])
+def test_a_logit_that_is_not_a_number_is_seen(tile: int) -> None:
+    """In its row only: the divergence and the gradient are NaN."""
+    plan = plan_of(jsd(0.3), forward_kl())
+    tiles_CV = kernels.hard_tiles(2, PIECE + 5, CPU)
+    tiles_CV[tile][3, PIECE + 1] = torch.nan
+    known = statistics(plan, kernels.kernel_raw_sums(plan, tiles_CV)[None])
+    normalized_CX = kernels.kernel_normalized_sums(plan, tiles_CV, known.normalizers())
+    numbers_CX = torch.ones(len(normalized_CX), len(plan.coefficients))
+    kernels.kernel_gradient(plan, tiles_CV, torch.cat([known.normalizers(), numbers_CX], 1))
+    for numbers_CX in (known.values[plan.indexed_pairs[1][0]][:, None], normalized_CX, tiles_CV[0]):
+        assert numbers_CX[3].isnan().any()
+        assert not numbers_CX[[0, 4, 5, 6]].isnan().any()
+
+
 def test_float64_and_empty_tiles_have_no_kernels() -> None:
     plan = PLANS["no teacher"]
     assert not has_kernels(plan, [torch.zeros(2, 41, dtype=torch.float64)])
