@@ -2,7 +2,8 @@
 
 Both give the same numbers except for rounding. Plain PyTorch is used if compiling fails, with
 TORCH_COMPILE_DISABLE=1, and for small vocabularies, for which compiling costs more time than it saves: seconds for
-each plan and number of columns (torch keeps the result on disk for later processes).
+each plan and number of columns (torch keeps the result on disk for later processes). On fake tensors, a compiled
+function is one kernel that computes nothing (`fake_kernels.py`).
 """
 
 import types
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from stillhouse.objective.tile.fake_kernels import are_fake, call_as_one_kernel
 from stillhouse.objective.tile.tile_plan import PointwisePlan
 
 #: functions are compiled if a tile has at least this many columns
@@ -51,7 +53,11 @@ def _fused(function: Callable[..., Any], plan: PointwisePlan, size: int, dim: in
     tensors = [tensor for entry in arguments for tensor in (entry if isinstance(entry, list) else [entry])]
     device = tensors[0].device.type
     # torch treats a size of 1 as a constant, so it would compile again for a block of one row
-    if tensors[0].shape[dim] < 2 or device in _without_compiler or _is_off():
+    if tensors[0].shape[dim] < 2 or device in _without_compiler:
+        return function(plan, *arguments)
+    if are_fake(tensors):
+        return call_as_one_kernel(function, plan, *arguments)
+    if _is_off():
         return function(plan, *arguments)
     for tensor in tensors:
         torch._dynamo.mark_dynamic(tensor, dim)

@@ -20,6 +20,7 @@ from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import ForwardKL, JensenShannon, ReverseKL
 from stillhouse.objective.numerics import SERIES_TERMS, log_one_plus_series
 from stillhouse.objective.tile.compiled import of_rows
+from stillhouse.objective.tile.fake_kernels import are_fake, fake_kernel
 from stillhouse.objective.tile.pointwise import gradient, normalized_sums, raw_sums
 from stillhouse.objective.tile.statistics import RowStatistics, merged, statistics
 from stillhouse.objective.tile.tile_plan import PointwisePlan
@@ -60,6 +61,8 @@ def has_kernels(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> bool:
     is_fitting = student_CV.dtype == torch.float32 and 0 < len(student_CV) <= MOST_ROWS and student_CV.shape[1] > 0
     if not is_fitting:
         return False
+    if are_fake(tiles_CV):  # nothing is computed, so there is nothing that a proof could find wrong
+        return True
     reason = _refusal(plan, student_CV.shape[1], student_CV.device)
     if reason and _choice == "triton":
         raise ValueError(f"objective.kernels=triton: {reason}: expected auto, or kernels that work here")
@@ -94,8 +97,6 @@ def kernel_raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
 
 def _piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     """Return the raw sums of all pieces, [P, B, X]."""
-    from stillhouse.objective.tile.triton_kernels import raw_sums_kernel
-
     student_BV, teacher_BV = tiles_BV[0], tiles_BV[-1]
     rows, columns = student_BV.shape
     block, warps = SUMS
@@ -103,7 +104,11 @@ def _piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     pieces = -(-columns // block)
     sums_PBX = student_BV.new_empty(pieces, rows, len(names))
     renormalizable = {type(kl): names.index(("excess", at)) for at, kl in plan.renormalizable.items()}
-    raw_sums_kernel[pieces, rows](
+    _launch(
+        "raw_sums_kernel",
+        (pieces, rows),
+        tiles_BV,
+        sums_PBX,
         student_BV,
         teacher_BV,
         sums_PBX,
@@ -132,15 +137,17 @@ def _piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
 
 def kernel_normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
     """`pointwise.normalized_sums`, [B, 2]."""
-    from stillhouse.objective.tile.triton_kernels import normalized_sums_kernel
-
     student_BV, teacher_BV = tiles_BV
     rows, columns = student_BV.shape
     block, warps = SUMS
     pieces = -(-columns // block)
     sums_PB2 = student_BV.new_empty(pieces, rows, 2)
     (jsd,) = [divergence for divergence, _, _ in plan.pairs if isinstance(divergence, JensenShannon)]
-    normalized_sums_kernel[pieces, rows](
+    _launch(
+        "normalized_sums_kernel",
+        (pieces, rows),
+        [*tiles_BV, normalizers_BX],
+        sums_PB2,
         student_BV,
         teacher_BV,
         normalizers_BX,
@@ -163,8 +170,6 @@ def kernel_gradient(
     plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows_BX: Tensor, out_BV: Tensor | None = None
 ) -> None:
     """`pointwise.gradient`, without buckets."""
-    from stillhouse.objective.tile.triton_kernels import gradient_kernel
-
     student_BV, teacher_BV = tiles_BV[0], tiles_BV[-1]
     out_BV = student_BV if out_BV is None else out_BV
     rows, columns = student_BV.shape
@@ -174,7 +179,11 @@ def kernel_gradient(
     jsd = next((pair[0] for pair in plan.pairs if isinstance(pair[0], JensenShannon)), JensenShannon(0.5))
     constants = _jsd_constants(jsd)
     del constants["OF_P"]
-    gradient_kernel[-(-columns // block), rows](
+    _launch(
+        "gradient_kernel",
+        (-(-columns // block), rows),
+        [*(tiles_BV if plan.pairs else tiles_BV[:1]), rows_BX],
+        out_BV,
         student_BV,
         teacher_BV,
         rows_BX,
@@ -202,6 +211,18 @@ def kernel_gradient(
         BLOCK=block,
         num_warps=warps,
     )
+
+
+def _launch(
+    name: str, grid: tuple[int, int], read: Sequence[Tensor], written: Tensor, *arguments: Any, **constants: Any
+) -> None:
+    """Launch a kernel of `triton_kernels.py`. read, written: the tensors in the arguments, for fake tensors."""
+    if are_fake([written]):
+        fake_kernel(name, [tensor for tensor in read if tensor is not written], [written])
+        return
+    from stillhouse.objective.tile import triton_kernels
+
+    getattr(triton_kernels, name)[grid](*arguments, **constants)
 
 
 def _index(names: Sequence[Any], name: Any) -> int:
