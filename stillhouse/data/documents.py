@@ -7,13 +7,17 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from stillhouse.data.data_report import DataReport
-from stillhouse.data.prefixes import Prefixes, chosen_tokens, offsets_of
+from stillhouse.data.prefixes import Prefixes, chosen_tokens, offsets_of, part_lengths
 from stillhouse.data.record import DataError
+
+#: documents whose targets are counted at once, so that the counting needs little memory
+_COUNTED_TOGETHER = 4096
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,23 @@ class Documents:
     def targets(self, document: int) -> np.ndarray:
         """Which tokens of one document are targets."""
         return self.part(self.targets_N, document)
+
+    @cached_property
+    def target_counts_D(self) -> np.ndarray:
+        """Targets per document that a row predicts, int64. The first access reads all targets."""
+        counts_D = np.empty(len(self), dtype=np.int64)
+        for first in range(0, len(self), _COUNTED_TOGETHER):
+            borders = np.asarray(self.offsets[first : first + _COUNTED_TOGETHER + 1])
+            before_N = offsets_of(self.targets_N[borders[0] : borders[-1]])
+            starts, stops = np.minimum(borders[:-1] + 1, borders[1:]), borders[1:]
+            counts_D[first : first + len(stops)] = before_N[stops - borders[0]] - before_N[starts - borders[0]]
+        return counts_D
+
+    def widths(self, chosen: np.ndarray, teachers: Sequence[str]) -> np.ndarray:
+        """The columns of each chosen document: its gap for these teachers, and its tokens."""
+        prefixes = [self.prefixes[name] for name in teachers if name in self.prefixes]
+        gaps = [part_lengths(of_teacher.offsets, chosen) for of_teacher in prefixes]
+        return part_lengths(self.offsets, chosen) + np.max([np.zeros(len(chosen), np.int64), *gaps], axis=0)
 
     def gaps_D(self, teachers: Sequence[str]) -> np.ndarray:
         """The tokens of each document's longest prefix for these teachers, int64; 0 if it has no prefix."""

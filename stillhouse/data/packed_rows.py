@@ -8,10 +8,12 @@ number for student and teacher. So the student's micro-batch has a gap before ea
 document's longest prefix among the named teachers. The student reads padding in the gap, as a separate document. A
 teacher reads its prefix directly before the document, and padding in the part of the gap before the prefix.
 
-B rows, S columns per row (the longest of the micro-batch), T = B·S.
+B rows, S columns per row (the longest of the micro-batch), T = B·S; M documents with N tokens in all, P of which rows
+predict.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import NO_LABEL, MicroBatch
+from stillhouse.data.prefixes import chosen_tokens, offsets_of
 
 
 def make_micro_batch(
@@ -33,30 +36,26 @@ def make_micro_batch(
     """
     if not rows or not all(len(row) for row in rows):
         raise ValueError("a micro-batch needs at least one row, and each row at least one document")
-    placed = _placed(documents, rows, gaps)
-    inputs = _packed_inputs(placed, [documents.tokens(document) for _, document, _ in placed])
-    shape_BS = inputs["input_ids"].shape
-    labels_BS = np.full(shape_BS, NO_LABEL, dtype=np.int64)
-    weights_BS = np.zeros(shape_BS, dtype=np.float32)
-    document_BS = np.full(shape_BS, -1, dtype=np.int64)
-    per_token_BS = {name: np.zeros(shape_BS, dtype=np.float32) for name in documents.per_token}
-    for row, document, stop in placed:
-        ids, targets = documents.tokens(document), documents.targets(document)
-        start = stop - len(ids)
-        labels_BS[row, start : stop - 1] = np.where(targets[1:], ids[1:], NO_LABEL)
-        weights = 1.0 if documents.weights_N is None else documents.part(documents.weights_N, document)[1:]
-        weights_BS[row, start : stop - 1] = np.where(targets[1:], weights, 0.0)
-        document_BS[row, start:stop] = document
-        for name, values_N in documents.per_token.items():
-            per_token_BS[name][row, start : stop - 1] = documents.part(values_N, document)[1:]
-    labels_T = torch.from_numpy(labels_BS.reshape(-1))
+    places = _Places.of(documents, rows, gaps)
+    offsets, index_N = chosen_tokens(documents.offsets, places.document_M)
+    lengths_M, ids_N = np.diff(offsets), documents.tokens_N[index_N]
+    row_N, is_predicted_N = places.rows(lengths_M), np.ones(len(ids_N), dtype=bool)
+    is_predicted_N[offsets[:-1]] = False  # no row predicts a document's first token
+    index_P, row_P = index_N[is_predicted_N], row_N[is_predicted_N] - 1  # the tokens that rows predict
+    is_target_P = documents.targets_N[index_P]
+    labels_T = places.filled(NO_LABEL, np.int64, row_P, np.where(is_target_P, ids_N[is_predicted_N], NO_LABEL))
+    weights_P = 1.0 if documents.weights_N is None else documents.weights_N[index_P]
+    document_N = np.repeat(places.document_M, lengths_M)
+    per_token = {
+        name: places.filled(0, np.float32, row_P, values_N[index_P]) for name, values_N in documents.per_token.items()
+    }
     return MicroBatch(
-        inputs=inputs,
-        labels_T=labels_T,
-        weights_T=torch.from_numpy(weights_BS.reshape(-1)),
-        document_T=torch.from_numpy(document_BS.reshape(-1)),
-        valid_index=torch.from_numpy(np.flatnonzero(labels_BS >= 0)),
-        per_token={name: torch.from_numpy(values_BS.reshape(-1)) for name, values_BS in per_token_BS.items()},
+        inputs=_packed_inputs(places, ids_N, lengths_M),
+        labels_T=torch.from_numpy(labels_T),
+        weights_T=torch.from_numpy(places.filled(0, np.float32, row_P, np.where(is_target_P, weights_P, 0.0))),
+        document_T=torch.from_numpy(places.filled(-1, np.int64, row_N, document_N)),
+        valid_index=torch.from_numpy(np.flatnonzero(labels_T >= 0)),
+        per_token={name: torch.from_numpy(values_T) for name, values_T in per_token.items()},
     )
 
 
@@ -64,35 +63,54 @@ def teacher_inputs(
     documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str], teacher: str
 ) -> dict[str, Tensor]:
     """The inputs of a teacher with prefixes. Its rows are those of `make_micro_batch(documents, rows, gaps)`."""
-    placed, prefixes = _placed(documents, rows, gaps), documents.prefixes[teacher]
-    return _packed_inputs(placed, [prefixes.before(at, documents.tokens(at)) for _, at, _ in placed])
+    places, prefixes = _Places.of(documents, rows, gaps), documents.prefixes[teacher]
+    ids = [prefixes.before(document, documents.tokens(document)) for document in places.document_M.tolist()]
+    return _packed_inputs(places, np.concatenate(ids), np.asarray([len(document_ids) for document_ids in ids]))
 
 
-def _placed(
-    documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str]
-) -> list[tuple[int, int, int]]:
-    """For each document, row by row and from left to right: (row, document, the document's exclusive end column)."""
-    widths_D = documents.lengths_D + documents.gaps_D(gaps)
-    return [
-        (row, int(document), int(stop))
-        for row, members in enumerate(rows)
-        for document, stop in zip(members, np.cumsum(widths_D[np.asarray(members)]), strict=True)
-    ]
+@dataclass(frozen=True)
+class _Places:
+    """Where M documents end in the flattened rows, row by row and from left to right.
+
+    document_M: the numbers of the documents. stop_M: the row of `MicroBatch` after each document's last row.
+    """
+
+    shape_BS: tuple[int, int]
+    document_M: np.ndarray
+    stop_M: np.ndarray
+
+    @classmethod
+    def of(cls, documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str]) -> "_Places":
+        document_M = np.concatenate([np.asarray(members, dtype=np.int64) for members in rows])
+        counts_B, offsets = [len(members) for members in rows], offsets_of(documents.widths(document_M, gaps))
+        columns_M = offsets[1:] - np.repeat(offsets[offsets_of(counts_B)[:-1]], counts_B)
+        shape_BS = len(rows), int(columns_M.max())
+        return cls(shape_BS, document_M, columns_M + np.repeat(np.arange(len(rows)) * shape_BS[1], counts_B))
+
+    def rows(self, lengths_M: np.ndarray) -> np.ndarray:
+        """The row of each token if the documents have these lengths."""
+        offsets = offsets_of(lengths_M)
+        return np.arange(offsets[-1]) + np.repeat(self.stop_M - offsets[1:], lengths_M)
+
+    def filled(self, value: float, dtype: type, rows_P: np.ndarray, values_P: np.ndarray) -> np.ndarray:
+        """An array [T] with these values in these rows, and `value` in all others."""
+        filled_T: np.ndarray = np.full(self.shape_BS[0] * self.shape_BS[1], value, dtype=dtype)
+        filled_T[rows_P] = values_P
+        return filled_T
 
 
-def _packed_inputs(placed: Sequence[tuple[int, int, int]], ids: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Token ids and positions. The `ids` of a document end where the document ends; other columns are padding."""
-    shape_BS = placed[-1][0] + 1, max(stop for _, _, stop in placed)
+def _packed_inputs(places: _Places, ids_N: np.ndarray, lengths_M: np.ndarray) -> dict[str, Tensor]:
+    """Token ids and positions. ids_N: all documents' ids; each document ends where its place ends, and other columns
+    are padding. Each piece of padding is a document of its own.
+    """
     # padding is a token of the data: id 0 has a zero embedding in Gemma 3n, so that its gradient would not be finite
-    input_ids_BS = np.full(shape_BS, ids[0][0], dtype=np.int64)
-    position_ids_BS = np.zeros(shape_BS, dtype=np.int64)
-    ends_B = [0] * shape_BS[0]
-    for (row, _, stop), document_ids in zip(placed, ids, strict=True):
-        start = stop - len(document_ids)
-        input_ids_BS[row, start:stop] = document_ids
-        position_ids_BS[row, ends_B[row] : start] = np.arange(start - ends_B[row])
-        position_ids_BS[row, start:stop] = np.arange(stop - start)
-        ends_B[row] = stop
-    for row, end in enumerate(ends_B):
-        position_ids_BS[row, end:] = np.arange(shape_BS[1] - end)
-    return {"input_ids": torch.from_numpy(input_ids_BS), "position_ids": torch.from_numpy(position_ids_BS)}
+    input_ids_T = places.filled(ids_N[0], np.int64, places.rows(lengths_M), ids_N)
+    row_T = np.arange(len(input_ids_T))
+    is_start_T = row_T % places.shape_BS[1] == 0
+    is_start_T[places.stop_M - lengths_M] = True
+    is_start_T[places.stop_M[places.stop_M < len(row_T)]] = True
+    position_T = row_T - np.maximum.accumulate(np.where(is_start_T, row_T, 0))
+    return {
+        name: torch.from_numpy(values_T.reshape(places.shape_BS))
+        for name, values_T in (("input_ids", input_ids_T), ("position_ids", position_T))
+    }

@@ -9,6 +9,7 @@ the data.
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,24 @@ class PackedSequences:
     def __len__(self) -> int:
         return len(self._borders) - 1
 
+    @cached_property
+    def widths_S(self) -> np.ndarray:
+        """The columns of each sequence, int64."""
+        return self._sums_S(self.widths_D)
+
+    @cached_property
+    def tokens_S(self) -> np.ndarray:
+        """The tokens of each sequence, without gaps, int64."""
+        return self._sums_S(self.documents.lengths_D)
+
+    @cached_property
+    def targets_S(self) -> np.ndarray:
+        """The targets of each sequence, int64."""
+        return self._sums_S(self.documents.target_counts_D)
+
+    def _sums_S(self, values_D: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(values_D[self._members], self._borders[:-1])
+
     @property
     def filled_share(self) -> float:
         """The share of the total capacity of the sequences that tokens and gaps fill."""
@@ -154,17 +173,14 @@ class PackedSequences:
         """The numbers of the sequences of a training on weighted sources, in training order."""
         assert self.weights is not None
         if self._weighted_order is None or len(self._weighted_order) != total:
-            self._weighted_order = weighted_order(self.set_S, self._tokens_S(), self.weights, total, self.seed)
+            self._weighted_order = weighted_order(self.set_S, self.tokens_S, self.weights, total, self.seed)
         return self._weighted_order
 
     def trained_shares(self, total: int) -> np.ndarray:
         """Each source's share of all tokens of a training on weighted sources."""
         chosen = self.weighted_order(total)
-        tokens = np.bincount(self.set_S[chosen], weights=self._tokens_S()[chosen], minlength=len(self.weights or ()))
+        tokens = np.bincount(self.set_S[chosen], weights=self.tokens_S[chosen], minlength=len(self.weights or ()))
         return tokens / tokens.sum()
-
-    def _tokens_S(self) -> np.ndarray:
-        return np.add.reduceat(self.documents.lengths_D[self._members], self._borders[:-1])
 
 
 class PackedMicroBatches(StepMicroBatches):
@@ -185,22 +201,16 @@ class PackedMicroBatches(StepMicroBatches):
 
     @property
     def shapes_BS(self) -> list[tuple[int, int]]:
-        widths_D = self.sequences.widths_D
-        return [
-            (len(rows), max(int(widths_D[self.sequences.members(sequence)].sum()) for sequence in rows))
-            for rows in self.rows
-        ]
+        widths_S = self.sequences.widths_S
+        return [(len(rows), int(widths_S[rows].max())) for rows in self.rows]
 
     @property
     def tokens(self) -> int:
-        lengths_D = self.sequences.documents.lengths_D
-        return sum(int(lengths_D[self.documents(rows)].sum()) for rows in self.rows)
+        return int(self.sequences.tokens_S[np.concatenate(self.rows)].sum())
 
     @property
     def normalizer(self) -> int:
-        documents = self.sequences.documents
-        members = (document for rows in self.rows for document in self.documents(rows))
-        return max(1, sum(int(documents.targets(document)[1:].sum()) for document in members))
+        return max(1, int(self.sequences.targets_S[np.concatenate(self.rows)].sum()))
 
     def document_tokens(self, document: int) -> np.ndarray:
         return self.sequences.documents.tokens(document)

@@ -8,7 +8,7 @@ from stillhouse.loops.session_objects import Session
 from stillhouse.loops.training import training
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
-from stillhouse.signals import request_ahead
+from stillhouse.signals import RequestedSteps
 
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
@@ -20,11 +20,12 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     engine, schedule, documents = session.engine, session.step_schedule, session.train
     with training(session, folder, checkpoint) as run:
         sharded = (session.shard(schedule.micro_batches(documents, step)) for step in run.steps)
-        requests = request_ahead(session.source_for(engine), sharded)
+        requests = RequestedSteps(session.source_for(engine), sharded)
         for step in run.steps:
             run.begin(step)
             micro_batches, signals = next(requests)
             output = engine.forward_backward(micro_batches, signals.result(), micro_batches.of_all_ranks.normalizer)
+            requests.build_next()  # before `update` waits for the device
             run.update(step, micro_batches, output)
             run.end(step, micro_batches, output)
     return run.progress

@@ -10,8 +10,8 @@ from stillhouse.signals.signal_source import (
     NoTeacher,
     PendingSignals,
     ReadySignals,
+    RequestedSteps,
     SignalSource,
-    request_ahead,
 )
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.signal_store import SignalsLostError, SignalStore, StoredTeacher
@@ -26,6 +26,7 @@ __all__ = [
     "NoTeacher",
     "PendingSignals",
     "ReadySignals",
+    "RequestedSteps",
     "SelfTeacher",
     "SeparateTeacher",
     "SeveralTeachers",
@@ -36,5 +37,4 @@ __all__ = [
     "SignalsLostError",
     "StoredTeacher",
     "WeightAverage",
-    "request_ahead",
 ]

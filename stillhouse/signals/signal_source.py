@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from stillhouse.models import Decoder
@@ -45,16 +46,35 @@ class SignalSource(ABC):
         """Abandon the requests in progress."""
 
 
-def request_ahead(
-    source: SignalSource, steps: Iterable[ShardedMicroBatches]
-) -> Iterator[tuple[ShardedMicroBatches, PendingSignals]]:
-    """Yield each step's micro-batches and their signals, requested `source.steps_ahead` steps in advance."""
-    requested: deque[tuple[ShardedMicroBatches, PendingSignals]] = deque()
-    for micro_batches in steps:
-        requested.append((micro_batches, source.request(micro_batches)))
-        if len(requested) > source.steps_ahead:
-            yield requested.popleft()
-    yield from requested
+class RequestedSteps(Iterator[tuple[ShardedMicroBatches, PendingSignals]]):
+    """Each step's micro-batches and their signals, requested `source.steps_ahead` steps in advance.
+
+    steps: builds the micro-batches of a step when it is asked for them.
+    """
+
+    def __init__(self, source: SignalSource, steps: Iterable[ShardedMicroBatches]):
+        self._source, self._steps = source, iter(steps)
+        self._built: deque[ShardedMicroBatches] = deque()
+        self._requested: deque[tuple[ShardedMicroBatches, PendingSignals]] = deque()
+
+    def build_next(self) -> None:
+        """Build the micro-batches that the next `__next__` needs, while the device computes the present step.
+
+        Their signals are not requested yet: a request may need the weights after the present step.
+        """
+        if not self._built:
+            self._built.extend(islice(self._steps, 1))
+
+    def __next__(self) -> tuple[ShardedMicroBatches, PendingSignals]:
+        while len(self._requested) <= self._source.steps_ahead:
+            self.build_next()
+            if not self._built:
+                break
+            micro_batches = self._built.popleft()
+            self._requested.append((micro_batches, self._source.request(micro_batches)))
+        if not self._requested:
+            raise StopIteration
+        return self._requested.popleft()
 
 
 @dataclass(frozen=True)

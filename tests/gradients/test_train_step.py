@@ -1,5 +1,6 @@
 """A step's loss and gradient against a plain computation: transformers' logits, log_softmax, and one backward."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from kit.tensors import assert_near
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.data import MicroBatch, PackedSequences, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
@@ -100,6 +101,27 @@ def test_a_steps_gradient_is_the_plain_one(tmp_path: Path, dtype: str, micro: in
     assert_near(gradients, expected, single)
     actual, plain = (torch.cat([named[name].flatten() for name in gradients]) for named in (gradients, expected))
     assert (actual - plain).norm() / plain.norm() < total
+
+
+def test_the_next_step_is_packed_before_the_host_waits_for_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def recorded(event: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            events.append(event)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(PackedSequences, "micro_batch", recorded("pack", PackedSequences.micro_batch))
+    monkeypatch.setattr(TorchEngine, "_total", recorded("wait", TorchEngine._total))
+    session = prompted(tmp_path, **{"train.steps": 3, "train.micro_batch_tokens": 4 * MAX_TOKENS, "data.eval": 0})
+    init_run_dir(folder := RunFolder(tmp_path / "out"), "")
+    events.clear()
+    train(session, folder)
+    assert events == ["pack", "pack", "wait", "pack", "wait", "wait"]
 
 
 def test_the_whole_loss_curve_does_not_depend_on_the_micro_batch(tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ from stillhouse.signals import (
     NoTeacher,
     PendingSignals,
     ReadySignals,
+    RequestedSteps,
     SeparateTeacher,
     SignalSource,
-    request_ahead,
 )
 from stillhouse.tools.parity import relative_difference
 
@@ -238,7 +238,7 @@ class Side:
         return self.engine.student.shard(step, training=training)
 
     def requests(self, steps: list[StepMicroBatches]) -> Iterator[tuple[ShardedMicroBatches, PendingSignals]]:
-        return request_ahead(self.source, (self.shard(step) for step in steps))
+        return RequestedSteps(self.source, (self.shard(step) for step in steps))
 
     def step(self, micro_batches: ShardedMicroBatches, signals: PendingSignals) -> dict[str, float]:
         normalizer = micro_batches.of_all_ranks.normalizer

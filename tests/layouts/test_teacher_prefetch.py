@@ -17,7 +17,7 @@ from kit.shard_ranks import Rank, pool_of_meshes
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.parallel import Degrees, Layout, ModelSource, TeacherStudentPair, build_runner
-from stillhouse.signals import request_ahead
+from stillhouse.signals import RequestedSteps
 from stillhouse.tools.parity import relative_difference, worst
 
 STEPS, LIMIT = 4, 120.0
@@ -45,7 +45,7 @@ def train(rank: Rank, announced: str) -> Result | None:
     references = single.requests(steps)
     sharded_steps = [sharded.shard(step) for step in steps]
     other = sharded.shard(StepMicroBatches(micro_batches_of(STEPS)))
-    ahead = request_ahead(sharded.source, sharded_steps)
+    ahead = RequestedSteps(sharded.source, sharded_steps)
     result = Result()
     for step in range(STEPS):
         if announced == "right":

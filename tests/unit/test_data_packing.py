@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kit.causal_families import build as build_causal
 from kit.documents import random_documents
 
-from stillhouse.data import MicroBatch, PackedSequences, make_micro_batch
+from stillhouse.data import MicroBatch, PackedSequences, StepMicroBatches, make_micro_batch
 from stillhouse.data.packing import best_fit
 from stillhouse.models import Decoder
 
@@ -161,6 +161,26 @@ def test_micro_batches_of_a_step_are_a_sequence() -> None:
     assert step[-1].input_ids_BS.tolist() == step[len(step) - 1].input_ids_BS.tolist()
     with pytest.raises(IndexError):
         step[len(step)]
+
+
+@EXAMPLES
+@given(lengths=lengths_lists, rows=st.integers(1, 4), by_length=st.booleans())
+def test_counts_of_a_step_are_those_of_its_micro_batches(lengths: list[int], rows: int, by_length: bool) -> None:
+    packed = PackedSequences(random_documents(lengths), max_tokens=24, seed=0, by_length=by_length)
+    order = packed.order(0)
+    step = packed.micro_batches([order[start : start + rows] for start in range(0, len(packed), rows)])
+    as_built = StepMicroBatches(list(step))
+    assert (step.shapes_BS, step.tokens, step.normalizer) == (
+        as_built.shapes_BS,
+        as_built.tokens,
+        as_built.normalizer,
+    )
+
+
+def test_targets_of_many_documents_are_counted_in_parts() -> None:
+    documents = random_documents([1 + number % 3 for number in range(9000)])
+    counts = [int(documents.targets(document)[1:].sum()) for document in range(9000)]
+    assert documents.target_counts_D.tolist() == counts
 
 
 @EXAMPLES
