@@ -1,6 +1,7 @@
 """Sums, norm and clipping of a gradient that is distributed over processes."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -37,8 +38,8 @@ def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, de
         return
     total = torch.cat([gradient.flatten().to(device, torch.float32) for gradient in gradients])
     dist.all_reduce(total, group=group)
-    for gradient, part in zip(gradients, total.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    parts = total.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
 
 
 def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) -> Tensor:
@@ -48,12 +49,22 @@ def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) ->
     processes: the number of processes that have a copy or a shard of each of these parameters.
     ranks: the processes of all pipeline stages.
     """
-    squares = [
-        local(parameter.grad).float().square().sum() / copies(parameter, processes)
-        for parameter in held
-        if parameter.grad is not None
-    ]
-    return ranks.sum(torch.stack(squares).sum() if squares else torch.zeros(())).sqrt()
+    counted = [parameter for parameter in held if parameter.grad is not None]
+    if not counted:
+        return ranks.sum(torch.zeros(())).sqrt()
+    squares = _sums_of_squares([local(parameter.grad) for parameter in counted])
+    shares = torch._foreach_div(squares, [float(copies(parameter, processes)) for parameter in counted])
+    return ranks.sum(torch.stack(shares).sum()).sqrt()
+
+
+def _sums_of_squares(gradients: list[Tensor]) -> list[Tensor]:
+    """Return the sum of squares of each gradient, in float32."""
+    if all(gradient.is_cuda for gradient in gradients):
+        # a kernel for many gradients instead of two for each one
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        return list(torch._foreach_mul(norms, norms))
+    # on a CPU, torch's norm adds up in another order, and the results there must stay the same to the bit
+    return [gradient.float().square().sum() for gradient in gradients]
 
 
 def copies(parameter: nn.Parameter, processes: int) -> int:
@@ -65,6 +76,9 @@ def copies(parameter: nn.Parameter, processes: int) -> int:
 
 
 def scale_gradients(held: Iterable[nn.Parameter], factor: Tensor) -> None:
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for parameter in held:
         if parameter.grad is not None:
-            local(parameter.grad).mul_(factor.to(parameter.grad.dtype))
+            by_dtype[parameter.grad.dtype].append(local(parameter.grad))
+    for dtype, gradients in by_dtype.items():
+        torch._foreach_mul_(gradients, factor.to(dtype))

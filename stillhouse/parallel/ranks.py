@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from stillhouse.config import ConfigError
@@ -55,20 +55,23 @@ class Ranks:
         return items[self.rank :: self.size]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, by rank."""
+        """Return the values of all processes, by rank.
+
+        The number of copies between device and host does not depend on the number of processes.
+        """
         if self.group is None:
             return [value]
-        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        lengths[self.rank] = len(encoded)
-        dist.all_reduce(lengths, group=self.group)
-        texts = [torch.empty(int(lengths.max()), dtype=torch.uint8, device=self.device) for _ in range(self.size)]
-        padded = torch.zeros_like(texts[0])
-        padded[: len(encoded)] = encoded
-        dist.all_gather(texts, padded, group=self.group)
+        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        device_lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        device_lengths[self.rank] = len(encoded)
+        dist.all_reduce(device_lengths, group=self.group)
+        lengths = device_lengths.tolist()
+        padded = nn.functional.pad(encoded, (0, max(lengths) - len(encoded))).to(self.device)
+        texts = padded.new_empty(self.size, max(lengths))
+        dist.all_gather(list(texts), padded, group=self.group)
         return [
-            json.loads(bytes(text[:length].tolist()).decode())
-            for text, length in zip(texts, lengths.tolist(), strict=True)
+            json.loads(text[:length].tobytes().decode())
+            for text, length in zip(texts.cpu().numpy(), lengths, strict=True)
         ]
 
     def from_first(self, value: Any) -> Any:
