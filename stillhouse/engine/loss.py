@@ -116,7 +116,7 @@ def _row_counts(
     targets: DistillTargets, routed: Mapping[str, RoutedSignal], output: ObjectiveOutput
 ) -> dict[str, Tensor]:
     """Return the metrics `weights`, `weights/<name>` and `tokens/<name>` of `StepLoss`."""
-    counts = {f"tokens/{name}": output.loss.new_tensor(len(signal.index)) for name, signal in routed.items()}
+    counts = {f"tokens/{name}": output.loss.new_full((), len(signal.index)) for name, signal in routed.items()}
     sums = {f"{WEIGHTS}/{name}": _sum_of_weights(targets, output, signal.index) for name, signal in routed.items()}
     return counts | sums | {WEIGHTS: _sum_of_weights(targets, output, targets.valid_index)}
 

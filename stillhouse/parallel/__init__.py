@@ -12,7 +12,7 @@ from stillhouse.parallel.build_runner import (
 )
 from stillhouse.parallel.devices import best_precision, choose_device
 from stillhouse.parallel.distributed_student import DistributedStudent
-from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights
+from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights, copied_to, pin_weights
 from stillhouse.parallel.mesh import Degrees, Mesh, join
 from stillhouse.parallel.pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.ranks import (
@@ -62,6 +62,7 @@ __all__ = [
     "best_precision",
     "build_runner",
     "choose_device",
+    "copied_to",
     "destroy_process_group",
     "empty_decoder",
     "gathered_tensor",
@@ -75,6 +76,7 @@ __all__ = [
     "only_head",
     "only_layers",
     "padded_shapes",
+    "pin_weights",
     "process_count",
     "process_rank",
     "prove_heads",

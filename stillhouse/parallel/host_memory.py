@@ -9,9 +9,32 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stillhouse.models import Decoder
 from stillhouse.objective import OutputHead
+
+
+def pin_weights(model: nn.Module, device: torch.device) -> None:
+    """Move the weights that a model has in host memory to pinned memory, if `device` is a GPU that will get copies.
+
+    Only a copy from pinned memory has the full speed of the bus and runs without this process waiting for it.
+    """
+    if device.type != "cuda":
+        return
+    for parameter in model.parameters():
+        shard = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if shard.device.type == "cpu":
+            shard.data = shard.data.pin_memory()
+
+
+def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. A copy from host memory to a GPU goes through pinned memory, so that this process
+    does not wait for the GPU's earlier work.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class WaitingWeights:
@@ -24,9 +47,7 @@ class WaitingWeights:
     def __init__(self, model: nn.Module, device: torch.device):
         self._device = device
         self._parameters = list(model.parameters())  # a tied weight is listed once
-        if device.type == "cuda":
-            for parameter in self._parameters:
-                parameter.data = parameter.data.pin_memory()
+        pin_weights(model, device)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -43,7 +64,10 @@ class WaitingWeights:
 
 @dataclass(frozen=True)
 class BufferedHead:
-    """A decoder's head in host memory; `opened` copies it to the device. name: the teacher's name"""
+    """A decoder's head in host memory; `opened` copies it to the device. name: the teacher's name
+
+    For a GPU, `pin_weights` has moved the head to pinned memory.
+    """
 
     name: str
     decoder: Decoder
@@ -53,7 +77,7 @@ class BufferedHead:
     def opened(self) -> Iterator[OutputHead]:
         head = self.decoder.output_head()
         with self.buffers.holding(self.name, head.weight_VD) as weight_VD:
-            bias = None if head.bias is None else head.bias.to(weight_VD.device)
+            bias = None if head.bias is None else copied_to(head.bias, weight_VD.device)
             yield replace(head, weight_VD=weight_VD, bias=bias)
 
 
@@ -83,7 +107,8 @@ class HeadBuffers:
         try:
             if buffer.name != name:
                 buffer.name = None
-                buffer.tensor.copy_(weight_VE.detach(), non_blocking=True)
+                # a weight that is not pinned would make a copy for which this process waits in any case
+                buffer.tensor.copy_(weight_VE.detach(), non_blocking=weight_VE.is_pinned())
                 buffer.name = name
             yield buffer.tensor
         finally:

@@ -11,11 +11,20 @@ class ShardedMicroBatches(list[MicroBatch]):
 
     of_all_ranks: all micro-batches of the step, with full sequences; the same on every process.
     uniform_shapes: see `padded_shapes`.
+    on_cpu: the same micro-batches in host memory, which can be read without waiting for the device. None: `parts`.
     """
 
-    def __init__(self, parts: Sequence[MicroBatch], of_all_ranks: StepMicroBatches, *, uniform_shapes: bool = False):
+    def __init__(
+        self,
+        parts: Sequence[MicroBatch],
+        of_all_ranks: StepMicroBatches,
+        *,
+        uniform_shapes: bool = False,
+        on_cpu: Sequence[MicroBatch] | None = None,
+    ):
         super().__init__(parts)
         self.of_all_ranks, self.uniform_shapes = of_all_ranks, uniform_shapes
+        self.on_cpu: Sequence[MicroBatch] = parts if on_cpu is None else on_cpu
 
 
 def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
@@ -28,9 +37,9 @@ def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: b
     shapes_BS = padded_shapes(step.shapes_BS, degrees, uniform_shapes=uniform_shapes)
     for number in range(mesh.coordinate("data"), len(shapes_BS), degrees.data):
         micro_batch = step[number] if number < len(step) else step[0].without_targets()
-        part = micro_batch.padded(*shapes_BS[number]).part(mesh.coordinate("context"), degrees.context)
-        parts.append(part.to(mesh.device))
-    return ShardedMicroBatches(parts, step, uniform_shapes=uniform_shapes)
+        parts.append(micro_batch.padded(*shapes_BS[number]).part(mesh.coordinate("context"), degrees.context))
+    moved = [part.to(mesh.device) for part in parts]
+    return ShardedMicroBatches(moved, step, uniform_shapes=uniform_shapes, on_cpu=parts)
 
 
 def padded_shapes(

@@ -21,6 +21,7 @@ from stillhouse.parallel import (
     TeacherHead,
     apply_parallelism,
     only_head,
+    pin_weights,
     prove_heads,
 )
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
@@ -159,6 +160,8 @@ class TeacherSources:
         prove_heads(runner, {f"teachers.{name}": decoder for name, decoder in decoders.items()})
         if is_sharded:
             return {name: DecoderHead(decoder) for name, decoder in decoders.items()}
+        for decoder in decoders.values():
+            pin_weights(decoder, runner.device)
         buffers = HeadBuffers(runner.device)
         return {name: BufferedHead(name, decoder, buffers) for name, decoder in (decoders | dict(unsplit)).items()}
 

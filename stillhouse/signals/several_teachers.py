@@ -6,12 +6,13 @@ T tokens of a micro-batch.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stillhouse.objective import RoutedSignal, Signals
-from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, shard_micro_batches
+from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, copied_to, shard_micro_batches
 from stillhouse.signals.signal_source import DeferredSignals, PendingSignals, SignalSource
 
 
@@ -51,7 +52,7 @@ class SeveralTeachers(SignalSource):
         return DeferredSignals(partial(self._result, pending, len(micro_batches), rows))
 
     def _result(
-        self, pending: Mapping[str, PendingSignals], micro_batches: int, rows: list[dict[str, Tensor]] | None
+        self, pending: Mapping[str, PendingSignals], micro_batches: int, rows: "_Rows | None"
     ) -> Sequence[Signals]:
         """The signals of each micro-batch, by the teachers' names."""
         by_teacher = {name: signals.result() for name, signals in pending.items()}
@@ -61,7 +62,9 @@ class SeveralTeachers(SignalSource):
         ]
         if rows is None:
             return by_micro_batch
-        return [self._routed(signals, of_batch) for signals, of_batch in zip(by_micro_batch, rows, strict=True)]
+        return [
+            self._routed(signals, of_batch) for signals, of_batch in zip(by_micro_batch, rows.on_device, strict=True)
+        ]
 
     def _signals_of(self, name: str, view: ShardedMicroBatches) -> Sequence[Signals]:
         """Compute the signals of a teacher with `steps_ahead` = 0. view: the result of `_view` for this teacher"""
@@ -86,19 +89,20 @@ class SeveralTeachers(SignalSource):
         for teacher in self.teachers.values():
             teacher.close()
 
-    def _rows(self, micro_batches: ShardedMicroBatches, route: str) -> list[dict[str, Tensor]]:
-        """For each micro-batch of this process: the rows with a non-zero weight, by the name of their teacher."""
-        rows_by_teacher = []
-        for batch in micro_batches:
-            index, document_T = batch.valid_index.cpu(), batch.document_T.cpu()
+    def _rows(self, micro_batches: ShardedMicroBatches, route: str) -> "_Rows":
+        on_cpu = []
+        for batch in micro_batches.on_cpu:
+            index, document_T = batch.valid_index, batch.document_T
             documents, place_C = document_T[index].unique(return_inverse=True)
             names = [micro_batches.of_all_ranks.value(document, route) for document in documents.tolist()]
             is_of = {
                 name: torch.tensor([other == name for other in names], dtype=torch.bool) for name in self.teachers
             }
-            rows_of = {name: index[is_of_D[place_C]].to(batch.labels_T.device) for name, is_of_D in is_of.items()}
-            rows_by_teacher.append(rows_of)
-        return rows_by_teacher
+            on_cpu.append({name: index[is_of_D[place_C]] for name, is_of_D in is_of.items()})
+        device = self._student.device
+        return _Rows(
+            on_cpu, [{name: copied_to(index, device) for name, index in rows_of.items()} for rows_of in on_cpu]
+        )
 
     def _numbers(self, view: ShardedMicroBatches, route: str, name: str) -> list[int]:
         """Return which micro-batches of all ranks have a document of this teacher, by their numbers."""
@@ -109,14 +113,22 @@ class SeveralTeachers(SignalSource):
             if any(step.value(document, route) == name for document in step.documents_of(number))
         ]
 
-    def _view(
-        self, micro_batches: ShardedMicroBatches, name: str, rows: list[dict[str, Tensor]] | None
-    ) -> ShardedMicroBatches:
+    def _view(self, micro_batches: ShardedMicroBatches, name: str, rows: "_Rows | None") -> ShardedMicroBatches:
         """The micro-batches with one teacher's inputs and, with a route, only the rows of that teacher."""
         step, view = micro_batches.of_all_ranks.for_teacher(name), micro_batches
         if step is not micro_batches.of_all_ranks:
             view = shard_micro_batches(step, self._student.mesh, uniform_shapes=micro_batches.uniform_shapes)
         if rows is None:
             return view
-        routed = [replace(batch, valid_index=rows_of[name]) for batch, rows_of in zip(view, rows, strict=True)]
-        return ShardedMicroBatches(routed, view.of_all_ranks, uniform_shapes=view.uniform_shapes)
+        routed, on_cpu = (
+            [replace(batch, valid_index=rows_of[name]) for batch, rows_of in zip(batches, rows_by_batch, strict=True)]
+            for batches, rows_by_batch in ((view, rows.on_device), (view.on_cpu, rows.on_cpu))
+        )
+        return ShardedMicroBatches(routed, view.of_all_ranks, uniform_shapes=view.uniform_shapes, on_cpu=on_cpu)
+
+
+class _Rows(NamedTuple):
+    """For each micro-batch of this process: the rows with a non-zero weight, by the name of their teacher."""
+
+    on_cpu: list[dict[str, Tensor]]
+    on_device: list[dict[str, Tensor]]

@@ -23,7 +23,14 @@ from torch import Tensor
 from stillhouse.data import Documents, MicroBatch
 from stillhouse.objective import TEACHER, Signals
 from stillhouse.objective.signals import Tail
-from stillhouse.parallel import DistributedStudent, ShardedMicroBatches, TeacherHead, TeacherHidden, watchdog
+from stillhouse.parallel import (
+    DistributedStudent,
+    ShardedMicroBatches,
+    TeacherHead,
+    TeacherHidden,
+    copied_to,
+    watchdog,
+)
 from stillhouse.preemption import requested
 from stillhouse.signals.signal_source import DeferredSignals, SignalSource
 from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
@@ -180,11 +187,11 @@ class StoredTeacher(SignalSource):
         """The tensors of a step's micro-batches on the CPU; rows with weight 0 are 0."""
         wanted: list[DocumentRows] = []
         places: list[tuple[dict[str, Tensor], Tensor, np.ndarray]] = []
-        step_tensors = [self._empty(micro_batch, pinned=True) for micro_batch in step]
-        for number, (micro_batch, tensors) in enumerate(zip(step, step_tensors, strict=True)):
-            valid_index = micro_batch.valid_index.cpu()
-            document_C = micro_batch.document_T.cpu()[valid_index].numpy()
-            position_C = micro_batch.position_ids_BS.cpu().flatten()[valid_index].numpy()
+        step_tensors = [self._empty(micro_batch, "cpu") for micro_batch in step]
+        for number, (micro_batch, tensors) in enumerate(zip(step.on_cpu, step_tensors, strict=True)):
+            valid_index = micro_batch.valid_index
+            document_C = micro_batch.document_T[valid_index].numpy()
+            position_C = micro_batch.position_ids_BS.flatten()[valid_index].numpy()
             for document in np.unique(document_C).tolist():
                 chosen = np.flatnonzero(document_C == document)
                 first, last = int(position_C[chosen].min()), int(position_C[chosen].max())
@@ -200,18 +207,19 @@ class StoredTeacher(SignalSource):
                 tensors[name][index_C] = value[rows_C]
         return step_tensors
 
-    def _empty(self, micro_batch: MicroBatch, *, pinned: bool) -> dict[str, Tensor]:
-        pinned = pinned and micro_batch.labels_T.device.type == "cuda"
+    def _empty(self, micro_batch: MicroBatch, device: torch.device | str) -> dict[str, Tensor]:
+        """Return zeros on a device. If they are on the CPU and the micro-batch is on a GPU, they are pinned."""
+        pinned = torch.device(device).type == "cpu" and micro_batch.labels_T.device.type == "cuda"
         return {
-            name: torch.zeros(len(micro_batch.labels_T), *shape, dtype=dtype, pin_memory=pinned)
+            name: torch.zeros(len(micro_batch.labels_T), *shape, dtype=dtype, device=device, pin_memory=pinned)
             for name, (shape, dtype) in self.store.signal.tensors(self.store.width).items()
         }
 
     def _shared(self, read_tensors: dict[str, Tensor] | None, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """Move one micro-batch's tensors to the device, and broadcast them to the tensor-parallel ranks."""
         device, group = micro_batch.labels_T.device, self._student.mesh.group("tensor")
-        tensors = self._empty(micro_batch, pinned=False) if read_tensors is None else read_tensors
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        tensors = self._empty(micro_batch, device) if read_tensors is None else read_tensors
+        moved = {name: copied_to(tensor, device) for name, tensor in tensors.items()}
         if group is not None:
             for tensor in moved.values():
                 dist.broadcast(tensor, group=group, group_src=0)

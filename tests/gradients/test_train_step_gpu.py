@@ -9,7 +9,14 @@ from torch import Tensor
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
-from stillhouse.parallel import Layout, single_process_runner
+from stillhouse.parallel import (
+    BufferedHead,
+    HeadBuffers,
+    Layout,
+    copied_to,
+    pin_weights,
+    single_process_runner,
+)
 from stillhouse.signals import InStageTeacher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -53,3 +60,23 @@ def step_of(device: str, family: str, autocast: torch.dtype | None) -> tuple[flo
     gradients = {name: gradient.cpu() for name, gradient in engine.gradients() if gradient is not None}
     assert engine.update(1e-3) > 0
     return output.sums["loss"], gradients
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_in_host_memory_are_copied_without_a_wait(tied: bool) -> None:
+    teacher = decoder(configurations("qwen3")[1], 0)
+    if not tied:
+        teacher.head.linear.weight = torch.nn.Parameter(teacher.head.linear.weight.detach().clone())
+    expected_VE = teacher.output_head().weight_VD.detach().to(DEVICE, copy=True)
+    pin_weights(teacher, torch.device(DEVICE))
+    assert all(parameter.is_pinned() for parameter in teacher.parameters())
+    head = BufferedHead("teacher", teacher, HeadBuffers(torch.device(DEVICE)))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with head.opened() as opened:
+            copied_VE = opened.weight_VD.clone()
+        copied_T = copied_to(torch.arange(7), torch.device(DEVICE))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(copied_VE, expected_VE)
+    assert copied_T.tolist() == list(range(7))
