@@ -136,11 +136,9 @@ class Generator:
         settings = GenerationConfig(
             max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0, disable_compile=True
         )
-        precision = torch.autocast(
-            self.device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False
-        )
         usual_attention = self.decoder.packing.attention.without_lengths()
-        with evaluating(model), _without_own_settings(model), usual_attention, precision:
+        rounded_once = nullcontext() if dtype is None else _rounded_once(model, self.device, dtype)
+        with evaluating(model), _without_own_settings(model), usual_attention, rounded_once:
             model.generate(
                 torch.from_numpy(ids_BS).to(self.device),
                 generation_config=settings,
@@ -218,6 +216,25 @@ def check_generation(decoder: Decoder, device: torch.device) -> None:
                 "those of its forward pass: expected a model that supports a cache and padding on the left; let a "
                 "server write the completions (rollout.engine)"
             )
+
+
+@contextmanager
+def _rounded_once(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Run matrix products in `dtype`, and round each float32 matrix once within the block, not once per new token.
+
+    Until the end of the block, the rounded copies need half the memory of the float32 matrices. The gradients of a
+    trained model need twice as much, and do not exist then. Autocast keeps only copies of weights that require a
+    gradient.
+    """
+    frozen = [weight for weight in model.parameters() if weight.dtype == torch.float32 and not weight.requires_grad]
+    try:
+        for weight in frozen:
+            weight.requires_grad_(True)
+        with torch.autocast(device.type, dtype, cache_enabled=True):
+            yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ V vocabulary, N tokens of a completion.
 
 import copy
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from kit.families import FAMILIES, build
 from kit.generation_requests import CPU, SAMPLING, as_lists, requests
 from kit.toy_tokenizer import toy_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from stillhouse.generation import Completion, GenerationRequest, Sampling
@@ -55,6 +57,32 @@ def test_log_probs_are_those_of_a_forward_pass_in_float64(family: str, temperatu
         assert 2 not in completion.ids_N[:-1]
         assert completion.finish == ("stop" if completion.ids_N[-1] == 2 else "length")
         assert completion.finish == "stop" or len(completion.ids_N) == 9
+
+
+class Roundings(TorchDispatchMode):
+    """Counts how often a weight is rounded to bfloat16, by the address of the weight."""
+
+    def __init__(self, decoder: Decoder):
+        super().__init__()
+        self._addresses = {weight.data_ptr() for weight in decoder.parameters()}
+        self.counts: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default and (options or {}).get("dtype") == torch.bfloat16:
+            self.counts.update({args[0].data_ptr()} & self._addresses)
+        return function(*args, **(options or {}))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_matrix_is_rounded_once_and_not_for_each_token(trained: bool) -> None:
+    decoder = Decoder(build("qwen3"))
+    decoder.requires_grad_(trained)
+    with Roundings(decoder) as roundings:
+        completions = Generator(decoder, SAMPLING, CPU, torch.bfloat16).generate(requests()[:1], 0)
+    assert len(completions[0].ids_N) > 1
+    matrices = sum(isinstance(module, torch.nn.Linear) for module in decoder.modules())
+    assert list(roundings.counts.values()) == [1] * matrices
+    assert all(weight.requires_grad == trained for weight in decoder.parameters())
 
 
 def test_bfloat16_weights_and_autocast() -> None:
