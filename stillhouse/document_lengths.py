@@ -1,6 +1,6 @@
 """Where documents begin in the rows of a micro-batch, which only its position ids say.
 
-B rows, S columns, T = B·S; N documents, M = N + 1 borders of documents.
+B rows, S columns, T = B·S; N documents, M = N + 1 borders of documents; K documents that are not padding alone.
 """
 
 from typing import NamedTuple, Self
@@ -14,17 +14,32 @@ class DocumentLengths(NamedTuple):
 
     borders_M: int32, the places at which the documents begin and end (`cu_seqlens`), from 0 to T.
     longest: the length of the longest document.
+    filled_K: int64, the numbers of the documents that are not padding alone; at least one document.
+    longest_filled: the length of the longest of them.
     """
 
     borders_M: Tensor
     longest: int
+    filled_K: Tensor
+    longest_filled: int
 
     @classmethod
-    def of(cls, position_ids_BS: Tensor) -> Self:
-        """Read the lengths from position ids. Waits for the device of the position ids."""
-        starts_N = document_starts(position_ids_BS).nonzero()[:, 0]
+    def of(cls, position_ids_BS: Tensor, is_padding_BS: Tensor | None = None) -> Self:
+        """Read the lengths from position ids. Waits for the device of the position ids.
+
+        is_padding_BS: bool; None: no document is padding. If all of them are, the first one counts as filled.
+        """
+        begins_T = document_starts(position_ids_BS)
+        starts_N = begins_T.nonzero()[:, 0]
         borders_M = torch.cat([starts_N, starts_N.new_tensor([position_ids_BS.numel()])]).int()
-        return cls(borders_M, int(borders_M.diff().max()))
+        is_filled_N = torch.ones_like(starts_N, dtype=torch.bool)
+        if is_padding_BS is not None:
+            tokens_N = torch.zeros_like(starts_N)
+            tokens_N.index_add_(0, begins_T.cumsum(0) - 1, (~is_padding_BS.flatten()).long())
+            is_filled_N = tokens_N > 0
+            is_filled_N[0] |= ~is_filled_N.any()
+        filled_K, length_N = is_filled_N.nonzero()[:, 0], borders_M.diff()
+        return cls(borders_M, int(length_N.max()), filled_K, int(length_N[filled_K].max()))
 
 
 def document_starts(position_ids_BS: Tensor) -> Tensor:

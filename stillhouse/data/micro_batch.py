@@ -74,6 +74,11 @@ class MicroBatch:
         return rows, tokens
 
     @property
+    def is_padding_BS(self) -> Tensor:
+        """Whether a column belongs to no document, bool."""
+        return (self.document_T < 0).view(self.shape_BS)
+
+    @property
     def valid_tokens(self) -> int:
         """The number of rows with a non-zero weight. Reading it does not synchronise with the device."""
         return len(self.valid_index)
@@ -93,6 +98,8 @@ class MicroBatch:
             weights_T=torch.zeros_like(self.weights_T),
             document_T=torch.full_like(self.document_T, -1),
             valid_index=self.valid_index[:0],
+            lengths=None,
+            teacher_lengths=None,
         )
 
     def padded(self, rows: int, tokens: int) -> "MicroBatch":
@@ -114,11 +121,13 @@ class MicroBatch:
         """The same micro-batch with the lengths of its documents."""
         if self.lengths is not None:
             return self
-        of_teacher = self.teacher_inputs
+        of_teacher, is_padding_BS = self.teacher_inputs, self.is_padding_BS
         return replace(
             self,
-            lengths=DocumentLengths.of(self.position_ids_BS),
-            teacher_lengths=None if of_teacher is None else DocumentLengths.of(of_teacher["position_ids"]),
+            lengths=DocumentLengths.of(self.position_ids_BS, is_padding_BS),
+            teacher_lengths=None
+            if of_teacher is None
+            else DocumentLengths.of(of_teacher["position_ids"], is_padding_BS),
         )
 
     def select(self, index_BS: Tensor) -> "MicroBatch":
@@ -182,7 +191,7 @@ def _replaced(value: Any, moved: Mapping[int, Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {name: moved[id(tensor)] for name, tensor in value.items()}
     if isinstance(value, DocumentLengths):
-        return value._replace(borders_M=moved[id(value.borders_M)])
+        return DocumentLengths(*(_replaced(member, moved) for member in value))
     return moved[id(value)] if isinstance(value, Tensor) else value
 
 

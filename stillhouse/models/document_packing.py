@@ -247,7 +247,7 @@ def backbone_inputs(
             "position_ids: expected tokens alone, or no position_ids if every row is one document"
         )
     if packing.name == ROWS:
-        rows = DocumentRows.of(position_ids_BS.expand(shape_BS), is_padding_BS)
+        rows = DocumentRows.of(position_ids_BS.expand(shape_BS), is_padding_BS, lengths)
         return {"input_ids": None, name: rows.unpack(tokens)}, rows
     joined = JoinedRow((shape_BS[0], shape_BS[1])) if joins_rows else None
     if joined is not None:
@@ -270,10 +270,10 @@ def _lengths(position_ids_BS: Tensor, names: Sequence[str], lengths: DocumentLen
 
     lengths: None to read them from the positions, which waits for the device.
     """
-    borders_M, longest = lengths or DocumentLengths.of(position_ids_BS)
+    lengths = lengths or DocumentLengths.of(position_ids_BS)
     values: dict[str, Any] = {
-        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"), borders_M),
-        **dict.fromkeys(("max_length_q", "max_length_k"), longest),
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"), lengths.borders_M),
+        **dict.fromkeys(("max_length_q", "max_length_k"), lengths.longest),
     }
     if "seq_idx" in names:
         values["seq_idx"] = (document_starts(position_ids_BS).cumsum(0, dtype=torch.int32) - 1)[None]

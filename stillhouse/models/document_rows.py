@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from stillhouse.document_lengths import document_starts
+from stillhouse.document_lengths import DocumentLengths, document_starts
 
 #: the number of columns is a multiple of this: fewer shapes, and matrix products of aligned sizes on a GPU
 _MULTIPLE = 8
@@ -33,29 +33,30 @@ class DocumentRows:
     shape_BS: tuple[int, int]
 
     @classmethod
-    def of(cls, position_ids_BS: Tensor, is_padding_BS: Tensor | None = None) -> Self:
+    def of(
+        cls,
+        position_ids_BS: Tensor,
+        is_padding_BS: Tensor | None = None,
+        lengths: DocumentLengths | None = None,
+    ) -> Self:
         """Return the rows of all documents. A document begins where position ids do not continue.
 
-        is_padding_BS: bool. Documents of padding alone get no row; None: all documents get one.
+        is_padding_BS: bool. Documents of padding alone get no row, except for the first document if all are padding:
+            the backbone runs on one row. None: all documents get one.
+        lengths: those of the documents, with this padding; None: they are read, which waits for the device.
         """
+        if lengths is None or is_padding_BS is None:
+            lengths = DocumentLengths.of(position_ids_BS, is_padding_BS)
         rows, columns = position_ids_BS.shape
-        begins_T = document_starts(position_ids_BS)
-        document_T = begins_T.cumsum(0) - 1
-        start_N = begins_T.nonzero()[:, 0]
-        length_N = start_N.diff(append=start_N.new_tensor([len(begins_T)]))
-        if is_padding_BS is None:
-            has_row_N = torch.ones_like(start_N, dtype=torch.bool)
-        else:
-            tokens_N = torch.zeros_like(start_N).index_add_(0, document_T, (~is_padding_BS.flatten()).long())
-            has_row_N = tokens_N > 0
-            has_row_N[0] |= ~has_row_N.any()  # a micro-batch of padding alone: the backbone runs on one row
-        longest = int(length_N[has_row_N].max())
-        column_L = torch.arange(-(-longest // _MULTIPLE) * _MULTIPLE, device=start_N.device)
-        start_N1 = start_N[has_row_N, None]
-        index_NL = start_N1 + torch.where(column_L < length_N[has_row_N, None], column_L, 0)
+        document_T = document_starts(position_ids_BS).cumsum(0) - 1
+        start_N, length_N = lengths.borders_M[:-1].long(), lengths.borders_M.diff().long()
+        filled_K = lengths.filled_K
+        column_L = torch.arange(-(-lengths.longest_filled // _MULTIPLE) * _MULTIPLE, device=start_N.device)
+        index_NL = start_N[filled_K, None] + torch.where(column_L < length_N[filled_K, None], column_L, 0)
+        has_row_N = torch.zeros_like(start_N).index_fill_(0, filled_K, 1)
         row_N = has_row_N.cumsum(0) - 1
-        column_T = torch.arange(len(begins_T), device=start_N.device) - start_N[document_T]
-        place_T = torch.where(has_row_N[document_T], row_N[document_T] * len(column_L) + column_T, 0)
+        column_T = torch.arange(len(document_T), device=start_N.device) - start_N[document_T]
+        place_T = torch.where(has_row_N[document_T] > 0, row_N[document_T] * len(column_L) + column_T, 0)
         return cls(index_NL, place_T, (rows, columns))
 
     def position_ids(self, position_ids_BS: Tensor) -> Tensor:

@@ -198,7 +198,7 @@ def model_inputs(micro_batch: MicroBatch, hidden: Tensor | None) -> dict[str, An
     """Return the arguments of a decoder's forward; the previous stage's hidden states replace the token ids."""
     inputs = {
         **micro_batch.inputs,
-        "is_padding": (micro_batch.document_T < 0).view(micro_batch.shape_BS),
+        "is_padding": micro_batch.is_padding_BS,
         "lengths": micro_batch.lengths,
     }
     return inputs if hidden is None else {**inputs, "input_ids": None, "inputs_embeds": hidden}

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from kit.documents import documents_of
+from kit.documents import documents_of, random_documents
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
-from stillhouse.data import PackedSequences
+from stillhouse.data import PackedSequences, make_micro_batch
 from stillhouse.data.packing import similar_fit
+from stillhouse.document_lengths import DocumentLengths
 from stillhouse.models.document_rows import DocumentRows, JoinedRow
 
 POSITIONS_BS = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
@@ -41,6 +43,36 @@ def test_a_document_does_not_reach_into_the_next_row_of_the_micro_batch() -> Non
     """The positions of the second row would continue those of the first one."""
     rows = DocumentRows.of(torch.tensor([[0, 1], [2, 3]]))
     assert ids_of_two(rows) == [[0, 1], [2, 3]]
+
+
+def test_known_lengths_are_not_read_from_the_device() -> None:
+    """Fake tensors have no values: what would wait for a device to read them raises an error."""
+    lengths = DocumentLengths.of(POSITIONS_BS, IS_PADDING_BS)
+    expected = DocumentRows.of(POSITIONS_BS, IS_PADDING_BS)
+    rows = DocumentRows.of(POSITIONS_BS, IS_PADDING_BS, lengths)
+    assert torch.equal(rows.index_NL, expected.index_NL)
+    assert torch.equal(rows.place_T, expected.place_T)
+    with FakeTensorMode() as mode:
+        positions_BS, is_padding_BS = mode.from_tensor(POSITIONS_BS), mode.from_tensor(IS_PADDING_BS)
+        fake = lengths._replace(
+            borders_M=mode.from_tensor(lengths.borders_M), filled_K=mode.from_tensor(lengths.filled_K)
+        )
+        rows = DocumentRows.of(positions_BS, is_padding_BS, fake)
+        assert rows.pack(rows.unpack(positions_BS)).shape == POSITIONS_BS.shape
+        assert rows.index_NL.shape == expected.index_NL.shape
+        with pytest.raises(DynamicOutputShapeException):
+            DocumentRows.of(positions_BS, is_padding_BS)
+
+
+def test_a_moved_micro_batch_has_the_lengths_of_its_rows() -> None:
+    batch = make_micro_batch(random_documents([3, 2, 5]), [[0, 1], [2]]).padded(2, 9)
+    lengths = batch.to("cpu").lengths
+    assert lengths is not None
+    assert (lengths.longest, lengths.longest_filled) == (5, 5)
+    assert lengths.filled_K.tolist() == [0, 1, 3]
+    empty = batch.without_targets().to("cpu").lengths
+    assert empty is not None
+    assert empty.filled_K.tolist() == [0]
 
 
 def ids_of_two(rows: DocumentRows) -> list[list[int]]:
