@@ -1,7 +1,7 @@
 """The interface of a training engine. The loops, `check` and `parity` use it in the same way under every layout.
 
     output = engine.forward_backward(micro_batches, signals, normalizer)     adds the step's gradient
-    norm = engine.update(learning_rate)                                      clips the gradient, steps the optimizer
+    norm = engine.update(learning_rate, output)                              clips the gradient, steps the optimizer
     sums = engine.evaluate(held_out)                                         metric sums of held-out documents
 
 The loss of a micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So the
@@ -32,18 +32,39 @@ class StepOutput:
 
     outputs: the objective's outputs for this process's micro-batches, with detached losses. Empty without the last
         pipeline stage, and on all tensor ranks except the first, because tensor ranks have the same tokens.
+    named: the metrics and losses of this process's micro-batches, as 0-D tensors that are added up by name.
+    total: returns `sums` for the sums of this process. A collective of all processes.
     """
 
-    def __init__(self, outputs: list[ObjectiveOutput], total: Callable[[], dict[str, float]]):
-        self.outputs, self._total = outputs, total
+    def __init__(
+        self,
+        outputs: Sequence[ObjectiveOutput] = (),
+        named: Sequence[tuple[str, Tensor]] = (),
+        total: Callable[[dict[str, float]], dict[str, float]] = dict,
+    ):
+        self.outputs, self.named, self._total = outputs, named, total
+        self._sums_of_process: dict[str, float] | None = None
 
     @cached_property
     def sums(self) -> dict[str, float]:
         """Metric sums over all tokens of the step, the same on every process. The key of the loss is `loss`.
 
-        The first access is a collective of all processes and waits for the device.
+        The first access is a collective of all processes. It waits for the device, unless `read` has done so.
         """
-        return self._total()
+        if self._sums_of_process is None:
+            self.read()
+        assert self._sums_of_process is not None
+        return self._total(self._sums_of_process)
+
+    def read(self, *numbers: Tensor) -> list[float]:
+        """Return the values of 0-D tensors. `named` is read in the same copy, so the device is waited for once."""
+        tensors = [*numbers, *(value for _, value in self.named)]
+        values: list[float] = torch.stack(tensors).tolist() if tensors else []
+        names = [name for name, _ in self.named]
+        self._sums_of_process = add_up(
+            [{name: value} for name, value in zip(names, values[len(numbers) :], strict=True)]
+        )
+        return values[: len(numbers)]
 
 
 @dataclass(frozen=True)
@@ -80,11 +101,13 @@ class Engine(Protocol):
         """
         ...
 
-    def update(self, learning_rate: float) -> float:
+    def update(self, learning_rate: float, output: StepOutput | None = None) -> float:
         """Clip the gradient, apply it to the weights, then set every gradient to None.
 
-        Returns the norm of the full gradient before clipping, the same on every process. Raises NotFiniteError for a
-        gradient that is not finite, before any weight is changed.
+        Returns the norm of the full gradient before clipping, the same on every process. Raises NotFiniteError on
+        every process for a gradient or a loss that is not finite; no weight and no moment is changed then.
+
+        output: the output of the step that added the gradient. None: only the gradient is checked.
         """
         ...
 

@@ -131,9 +131,25 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def make_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Step the optimizer with this learning rate. Raises ConfigError if torch cannot compile torchao's step."""
+def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's kernel skips a step itself if a flag on the device is 1 (see `make_step`).
+
+    With such an optimizer, the host reads the norm of the gradient after the step, together with the metrics: one
+    wait for the device. With all others, the host must read the norm before the step, because a step with a gradient
+    that is not finite could not be undone.
+    """
+    return type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
+
+
+def make_step(optimizer: torch.optim.Optimizer, rate: float, skipped: Tensor | None = None) -> None:
+    """Step the optimizer with this learning rate. Raises ConfigError if torch cannot compile torchao's step.
+
+    skipped: a 0-D float32 tensor, only for an optimizer that `skips_by_flag`. With 1.0, weights and state stay as
+    they are; a parameter without state gets the state of `empty_state`.
+    """
     set_learning_rate(optimizer, rate)
+    if skipped is not None:
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]  # torch.amp.GradScaler sets it, too
     if "torchao" not in sys.modules:
         optimizer.step()
         return
@@ -154,7 +170,8 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
         optimizer = optimizer.part_of(parameter)
     if isinstance(optimizer, Muon):
         return {"momentum_buffer": torch.zeros_like(parameter)}
-    state = {"step": torch.zeros(())}
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    state = {"step": torch.zeros((), device=parameter.device if is_fused else None)}
     if isinstance(optimizer, torch.optim.Adafactor):
         if parameter.dim() < 2:
             return state | {"variance": torch.zeros_like(parameter)}
@@ -183,9 +200,11 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _adamw(parameters: Iterable[nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
-    groups = _groups(parameters, train)
+    held = list(parameters)
+    groups = _groups(held, train)
     if train.optimizer != "adamw_8bit":
-        return torch.optim.AdamW(groups, **options)
+        # on a CPU, the fused kernel rounds in another way
+        return torch.optim.AdamW(groups, fused=all(parameter.is_cuda for parameter in held) or None, **options)
     from torchao.optim import AdamW8bit
 
     return AdamW8bit(groups, **options)

@@ -1,7 +1,6 @@
 """The engine on FSDP2, tensor, context, expert and pipeline parallelism of PyTorch, with the interface `Engine`."""
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,7 +14,7 @@ from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
 from stillhouse.engine.engine import SavedTensors, StepOutput, add_up
 from stillhouse.engine.loss import StepLoss
-from stillhouse.engine.optimizer import embedding_weights, make_optimizer, make_step
+from stillhouse.engine.optimizer import embedding_weights, make_optimizer, make_step, skips_by_flag
 from stillhouse.engine.parts import LossPart
 from stillhouse.engine.state_folder import write_state
 from stillhouse.engine.torch_state import TorchState
@@ -76,17 +75,35 @@ class TorchEngine:
             output.loss.detach_()
         losses = [named for result in results for named in result.losses] if runner.is_counted else []
         outputs = outputs if runner.has_results else []
-        return StepOutput(outputs, partial(self._total, outputs, losses, normalizer))
+        return StepOutput(outputs, [*_named_metrics(outputs), *losses], partial(self._total, normalizer))
 
-    def update(self, learning_rate: float) -> float:
-        norm = float(self.student.clip(self._train.clip or 0.0))
-        if not math.isfinite(norm):
+    def update(self, learning_rate: float, output: StepOutput | None = None) -> float:
+        output = StepOutput() if output is None else output
+        # the gradient, and so its norm, may be in host memory
+        device_norm = self.student.clip(self._train.clip or 0.0).to(self.student.device)
+        not_finite = self._not_finite(device_norm, output)
+        steps_before_reading = skips_by_flag(self.optimizer)
+        if steps_before_reading:
+            make_step(self.optimizer, learning_rate, not_finite)
+        norm, is_not_finite = output.read(device_norm, not_finite)
+        if is_not_finite:
             raise NotFiniteError.of_gradient(norm)
-        make_step(self.optimizer, learning_rate)
+        if not steps_before_reading:
+            make_step(self.optimizer, learning_rate)
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.update()
         return norm
+
+    def _not_finite(self, norm: Tensor, output: StepOutput) -> Tensor:
+        """Return 1.0 if the gradient's norm or the step's loss is not finite on any process, otherwise 0.0.
+
+        The result is a 0-D tensor on the device; the host does not wait for it.
+        """
+        terms = {"loss", *(name for part in self.parts for name in part.terms)}
+        numbers = [norm, *(value for name, value in output.named if name in terms)]
+        is_finite = torch.stack(numbers).isfinite().all()
+        return (self.student.ranks.sum(1.0 - is_finite.float()) > 0).float()
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -112,15 +129,16 @@ class TorchEngine:
             for micro_batch, of_teachers in zip(micro_batches, signals, strict=True)
         ]
 
-    def _total(
-        self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]], normalizer: float
-    ) -> dict[str, float]:
-        """Return `StepOutput.sums`. losses: the losses inside this process's layers."""
-        sums = add_up(self.student.ranks.gather(summed_metrics(outputs) | _summed(losses)))
+    def _total(self, normalizer: float, sums_of_process: dict[str, float]) -> dict[str, float]:
+        """Return `StepOutput.sums`."""
+        sums = self._over_ranks(sums_of_process)
         terms = [term for part in self.parts for term in part.terms.items()]
         for name, term in terms if "loss" in sums else ():
             sums["loss"] += term.scale * sums.get(name, 0.0) / normalizer
         return sums
+
+    def _over_ranks(self, sums_of_process: dict[str, float]) -> dict[str, float]:
+        return add_up(self.student.ranks.gather(sums_of_process))
 
     # ---- passes without gradients
 
@@ -138,7 +156,7 @@ class TorchEngine:
             )
             outputs += self.process(loss, micro_batches, signals, parts)
             del micro_batches, signals  # free a teacher's large hidden states before the next ones are computed
-        return add_up(self.student.ranks.gather(summed_metrics(outputs)))
+        return StepOutput(outputs, _named_metrics(outputs), self._over_ranks).sums
 
     def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
         """Return the cross-entropy; with signals, also the forward KL or, for `SortedTopK` signals, `uld`."""
@@ -229,16 +247,8 @@ class TorchEngine:
         self._state.read(folder, without_moments)
 
 
-def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
-    """Add up the metrics and losses of several micro-batches. Waits for the device once."""
-    return _summed([pair for output in outputs for pair in [("loss", output.loss), *output.metrics.items()]])
-
-
-def _summed(named: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
-    if not named:
-        return {}
-    values = torch.stack([value for _, value in named]).tolist()
-    return add_up([{name: value} for (name, _), value in zip(named, values, strict=True)])
+def _named_metrics(outputs: Sequence[ObjectiveOutput]) -> list[tuple[str, Tensor]]:
+    return [pair for output in outputs for pair in [("loss", output.loss), *output.metrics.items()]]
 
 
 def _temperature(signal: Signal) -> float:

@@ -1,6 +1,5 @@
 """The parts that both training loops share: progress, logs, evaluations, checkpoints, stopping."""
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -73,13 +72,11 @@ class Training:
         return time.monotonic() - self._started
 
     def update(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
-        """Make the optimizer step. Raises ValueError before the step if the loss or gradient is not finite."""
+        """Make the optimizer step. Raises ValueError, with unchanged weights, if loss or gradient is not finite."""
         session, checkpoints = self.session, self.folder.checkpoints
         self._rate = learning_rate(session.train_config, self.last_step, step)
         try:
-            if not math.isfinite(output.sums["loss"]):
-                raise NotFiniteError.of_gradient(session.engine.gradient_norm())
-            self._norm = session.engine.update(self._rate)
+            self._norm = session.engine.update(self._rate, output)
         except NotFiniteError as error:
             raise not_finite_error(session, checkpoints, step + 1, micro_batches, output, error.norm) from None
 

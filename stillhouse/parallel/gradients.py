@@ -59,11 +59,11 @@ def gradient_norm(held: Iterable[nn.Parameter], processes: int, ranks: Ranks) ->
 
 def _sums_of_squares(gradients: list[Tensor]) -> list[Tensor]:
     """Return the sum of squares of each gradient, in float32."""
-    if all(gradient.is_cuda for gradient in gradients):
-        # a kernel for many gradients instead of two for each one
+    # a kernel for many gradients instead of two for each one; torch's norm does not narrow float64
+    if all(gradient.is_cuda and gradient.dtype != torch.float64 for gradient in gradients):
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         return list(torch._foreach_mul(norms, norms))
-    # on a CPU, torch's norm adds up in another order, and the results there must stay the same to the bit
+    # on a CPU, that norm adds up in another order, and the results there must stay the same to the bit
     return [gradient.float().square().sum() for gradient in gradients]
 
 

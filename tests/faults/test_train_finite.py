@@ -6,22 +6,30 @@ from typing import Any
 
 import pytest
 import torch
+from kit.fused_adamw import state_of, use_fused_adamw
 from kit.odd_lines import LINE, odd_id, vanishing, with_odd_line
-from kit.runs import MAX_TOKENS, metrics, run, save_model, session_of, write_records, write_run
+from kit.runs import MAX_TOKENS, forward_backward, metrics, run, save_model, session_of, write_records, write_run
 from kit.tensors import assert_equal_tensors
 from torch import Tensor
 
 from stillhouse.checkpoint.checkpoint_folder import checkpoints
+from stillhouse.engine.engine import StepOutput
 from stillhouse.loops.off_policy import train
+from stillhouse.models import NotFiniteError
 from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.run.session import Session
 
 SETTINGS = {"train.steps": 8, "checkpoint.every": 1, "checkpoint.keep": 100, "checkpoint.best": None}
+#: whether the optimizer steps before the host reads the norm, and skips the step by a flag on the device, as on a GPU
+by_flag = pytest.mark.parametrize("fused", [False, True], ids=["read first", "by flag"])
 
 
-def odd_session(folder: Path, **settings: Any) -> Session:
+def odd_session(folder: Path, *, fused: bool = False, **settings: Any) -> Session:
     with_odd_line(folder)
-    return session_of(folder, **SETTINGS | {"data.train": str(folder / "odd.jsonl")} | settings)
+    session = session_of(folder, **SETTINGS | {"data.train": str(folder / "odd.jsonl")} | settings)
+    if fused:
+        use_fused_adamw(session.engine)
+    return session
 
 
 def odd_step(session: Session) -> int:
@@ -44,9 +52,10 @@ def train_in(session: Session, **others: Any) -> None:
     train(session, folder, **others)
 
 
-def test_a_loss_names_its_term_and_its_line(tmp_path: Path) -> None:
+@by_flag
+def test_a_loss_names_its_term_and_its_line(tmp_path: Path, fused: bool) -> None:
     """Documents that became NaN because they share a row with the odd document are not named."""
-    session = odd_session(tmp_path)
+    session = odd_session(tmp_path, fused=fused)
     assert session.teacher is not None
     with torch.no_grad():
         session.teacher.pretrained.get_input_embeddings().weight[odd_id()] = math.nan
@@ -57,7 +66,7 @@ def test_a_loss_names_its_term_and_its_line(tmp_path: Path) -> None:
 
     def watched(*arguments: Any, **settings: Any) -> Any:
         result = optimized(*arguments, **settings)
-        seen.append(weights(session))
+        seen.append(state_of(session.engine))
         return result
 
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +76,8 @@ def test_a_loss_names_its_term_and_its_line(tmp_path: Path) -> None:
     message = str(caught.value)
     assert f": jsd(0.5) on {tmp_path}/odd.jsonl:{LINE}. " in message
     assert "cross_entropy" not in message
-    assert_equal_tensors(weights(session), seen[-1])
+    assert len(seen) == step - 1 + fused
+    assert_equal_tensors(state_of(session.engine), seen[step - 2])
     assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == [
         f"step-{number:08d}" for number in range(1, step)
     ]
@@ -85,10 +95,11 @@ def test_more_than_one_term_and_an_infinite_student(tmp_path: Path) -> None:
     assert f": cross_entropy on {where}; jsd(0.5) on {where}. " in str(caught.value)
 
 
-def test_a_gradient_with_a_finite_loss_names_parameter_and_line(tmp_path: Path) -> None:
+@by_flag
+def test_a_gradient_with_a_finite_loss_names_parameter_and_line(tmp_path: Path, fused: bool) -> None:
     save_model(tmp_path / "student", tied=False, seed=1, change=vanishing)
     write_records(tmp_path / "eval.jsonl", [{"text": "the heads"}])
-    session = odd_session(tmp_path)
+    session = odd_session(tmp_path, fused=fused)
     with pytest.raises(ValueError, match=f"^step {odd_step(session)}: the gradient is not finite") as caught:
         train_in(session)
     message = str(caught.value)
@@ -98,6 +109,29 @@ def test_a_gradient_with_a_finite_loss_names_parameter_and_line(tmp_path: Path) 
     assert f"more) on {tmp_path}/odd.jsonl:{LINE}. " in message
     assert all(bool(weight.isfinite().all()) for weight in weights(session).values())
     assert all(parameter.grad is None for parameter in session.student.parameters())
+
+
+@by_flag
+def test_steps_after_a_skipped_one_are_as_without_it(tmp_path: Path, fused: bool) -> None:
+    """An infinite loss with a finite gradient is refused, too; an infinite metric that is no loss is not."""
+    sessions = [session_of(tmp_path, **{"train.clip": 1e-3}) for _ in range(2)]
+    for session, losses in zip(sessions, ([0.0, 0.0], [0.0, math.inf, 0.0]), strict=True):
+        if fused:
+            use_fused_adamw(session.engine)
+        for loss in losses:
+            output = forward_backward(session)
+            changed = StepOutput(
+                named=[*output.named, ("loss", torch.tensor(loss)), ("entropy", torch.tensor(math.inf))]
+            )
+            norm = session.engine.gradient_norm()
+            if loss == 0.0:
+                assert session.engine.update(1e-2, changed) == norm
+                continue
+            with pytest.raises(NotFiniteError) as caught:
+                session.engine.update(1e-2, changed)
+            assert caught.value.norm == norm
+            session.engine.zero_grad()
+    assert_equal_tensors(state_of(sessions[1].engine), state_of(sessions[0].engine))
 
 
 def huge(model: Any) -> None:

@@ -1,14 +1,23 @@
-"""A training step on a GPU: the proof at load, and loss and gradients against those of a CPU."""
+"""A training step on a GPU: the proof at load, loss and gradients against those of a CPU, and the optimizer."""
+
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from kit.fused_adamw import state_of
 from kit.parity_cases import SPEC, Case, batches
 from kit.parity_models import configurations, decoder
+from kit.tensors import assert_equal_tensors
 from torch import Tensor
 
+from stillhouse.config import TrainConfig
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.parallel import (
     BufferedHead,
     HeadBuffers,
@@ -49,17 +58,45 @@ def test_a_step_equals_that_of_a_cpu(family: str, dtype: torch.dtype) -> None:
     assert float(errors.norm() / total) < rounding
 
 
-def step_of(device: str, family: str, autocast: torch.dtype | None) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss and the gradients of a step of two micro-batches with two rows each, and update the weights."""
-    student, teacher = (decoder(config, seed).to(device) for seed, config in enumerate(configurations(family)))
-    runner = single_process_runner(student, teacher)
-    engine = TorchEngine(runner, SPEC, autocast=autocast)
-    micro_batches = runner.shard(StepMicroBatches(batches(Case(Layout(), family), 0)))
-    signals = InStageTeacher(runner).request(micro_batches).result()
-    output = engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
-    gradients = {name: gradient.cpu() for name, gradient in engine.gradients() if gradient is not None}
-    assert engine.update(1e-3) > 0
-    return output.sums["loss"], gradients
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_steady_step_waits_once_for_the_device(optimizer: str) -> None:
+    """The metrics are read together with the norm: after AdamW's step, before that of Muon."""
+    engine = engine_on(DEVICE, "qwen3", None, optimizer=optimizer, clip=1e-3)
+    inputs = inputs_of(engine, "qwen3")
+    for _ in range(2):  # the first step proves kernels and allocates moments
+        engine.update(1e-3, engine.forward_backward(*inputs))
+    with waits() as places:
+        output = engine.forward_backward(*inputs)
+        norm = engine.update(1e-3, output)
+        loss = output.sums["loss"]
+    assert len(places) == 1, "\n\n".join(places)
+    assert norm > 1e-3
+    assert loss > 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(optimizer: str, value: float) -> None:
+    engine = engine_on(DEVICE, "qwen3", None, optimizer=optimizer, clip=1.0)
+    inputs = inputs_of(engine, "qwen3")
+    engine.update(1e-3, engine.forward_backward(*inputs))
+    before = state_of(engine)
+    output = engine.forward_backward(*inputs)
+    gradient = next(
+        parameter.grad for _, parameter in engine.student.named_parameters() if parameter.grad is not None
+    )
+    gradient.view(-1)[-1] = value
+    with pytest.raises(NotFiniteError) as caught:
+        engine.update(1e-3, output)
+    assert not torch.isfinite(torch.tensor(caught.value.norm))
+    assert_equal_tensors(state_of(engine), before)
+    assert output.sums["loss"] > 0
+    engine.zero_grad()
+    engine.update(1e-3, engine.forward_backward(*inputs))
+    after = state_of(engine)
+    assert all(bool(tensor.isfinite().all()) for tensor in after.values())
+    changed = [name for name, tensor in before.items() if not torch.equal(after[name], tensor)]
+    assert any(name.endswith(" weight") for name in changed)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -80,3 +117,46 @@ def test_heads_in_host_memory_are_copied_without_a_wait(tied: bool) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(copied_VE, expected_VE)
     assert copied_T.tolist() == list(range(7))
+
+
+def step_of(device: str, family: str, autocast: torch.dtype | None) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients of a step of two micro-batches with two rows each, and update the weights."""
+    engine = engine_on(device, family, autocast)
+    output = engine.forward_backward(*inputs_of(engine, family))
+    gradients = {name: gradient.cpu() for name, gradient in engine.gradients() if gradient is not None}
+    assert engine.update(1e-3, output) > 0
+    return output.sums["loss"], gradients
+
+
+def engine_on(device: str, family: str, autocast: torch.dtype | None, **train: Any) -> TorchEngine:
+    """Return an engine with a small student and teacher. train: the optimizer's settings."""
+    student, teacher = (decoder(config, seed).to(device) for seed, config in enumerate(configurations(family)))
+    settings = TrainConfig(**{"betas": (0.9, 0.999), "clip": None} | train)
+    return TorchEngine(single_process_runner(student, teacher), SPEC, train=settings, autocast=autocast)
+
+
+def inputs_of(engine: TorchEngine, family: str) -> tuple[Any, Any, float]:
+    """Return the arguments of `forward_backward` for the same step at each call."""
+    micro_batches = engine.student.shard(StepMicroBatches(batches(Case(Layout(), family), 0)))
+    signals = InStageTeacher(engine.student).request(micro_batches).result()
+    return micro_batches, signals, micro_batches.of_all_ranks.normalizer
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """Yield a list of the calls that wait for the device, each with its innermost frames."""
+    places: list[str] = []
+
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        # torch's notice about this mode has the word "synchronizing", too
+        if "called a synchronizing" in str(message):
+            places.append("".join(traceback.format_stack()[-8:-1]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

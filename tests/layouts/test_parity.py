@@ -5,12 +5,16 @@ loss is not enough, because it can be right while the gradient is wrong. `make t
 `make test-all` runs all of them. Families stand for a property: llama has a tied head, qwen3 an untied one.
 """
 
+import math
+
 import pytest
 import torch
 from kit import slow
 from kit.causal_families import CAUSAL
+from kit.fused_adamw import skipped_on_all_ranks
 from kit.parity_cases import Case, Difference, compare
 from kit.shard_ranks import Failure, pool_of_meshes
+from kit.tensors import assert_equal_tensors
 
 from stillhouse.libraries import is_supported
 from stillhouse.models import HiddenPair
@@ -230,3 +234,14 @@ def test_training_equals_one_process(case: Case) -> None:
         assert difference.evaluation <= 1e-6, rank
         assert difference.norm <= 1e-5, rank
         assert worst(difference.metrics.items())[1] <= 1e-5, (rank, difference.metrics)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(pipeline=2)], ids=str)
+def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all_ranks(degrees: Degrees) -> None:
+    (answer,) = pool_of_meshes(2).run(skipped_on_all_ranks, [Case(Layout(degrees), "llama")], limit=LIMIT)
+    assert not isinstance(answer, Failure), answer.text
+    for norm, before, after in answer:
+        assert norm == answer[0][0]
+        assert 0.0 < norm < math.inf
+        assert any(name.endswith("exp_avg") for name in before)
+        assert_equal_tensors(after, before)
