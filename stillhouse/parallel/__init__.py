@@ -13,7 +13,7 @@ from stillhouse.parallel.build_runner import (
 from stillhouse.parallel.devices import best_precision, choose_device
 from stillhouse.parallel.distributed_student import DistributedStudent
 from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights, copied_to, pin_weights
-from stillhouse.parallel.mesh import Degrees, Mesh, join
+from stillhouse.parallel.mesh import Degrees, Mesh, connects_eagerly, join
 from stillhouse.parallel.pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.ranks import (
     ONE_PROCESS,
@@ -62,6 +62,7 @@ __all__ = [
     "best_precision",
     "build_runner",
     "choose_device",
+    "connects_eagerly",
     "copied_to",
     "destroy_process_group",
     "empty_decoder",

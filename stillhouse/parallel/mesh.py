@@ -4,6 +4,7 @@ The axes, from slowest to fastest, are pipeline, replicate, fsdp, context, tenso
 are neighbours. The experts of a layer are distributed over neighbouring ranks of the last three axes.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup, distributed_c10d, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group
 
-from stillhouse.parallel.ranks import Ranks, start
+from stillhouse.parallel.ranks import Ranks, process_count, start
 
 # torch 2.15 has made this function public and warns about the old name
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
@@ -133,10 +134,28 @@ class Mesh:
 
 
 def join(degrees: Degrees, device: torch.device, timeout: float) -> Mesh:
-    """Connect all processes of a run, and return their mesh. timeout: see `start`."""
+    """Connect all processes, unless they are connected already, and return their mesh. timeout: see `start`."""
     if degrees.processes > 1:
-        start(device, timeout)
+        start(device, timeout, eager=connects_eagerly([degrees], process_count()))
     return Mesh(degrees, device)
+
+
+def connects_eagerly(degrees: Iterable[Degrees], processes: int) -> bool:
+    """Whether NCCL should connect all groups when they are made, for a job of so many processes with these meshes.
+
+    Errors of NCCL then come at the start, and groups are split from the first one. Two kinds of meshes prevent it:
+
+    A pipeline sends single messages. In a group that is connected lazily, NCCL has a communicator for each pair of
+    ranks that exchange them. In a group that is connected eagerly, the single messages of a rank to both neighbours
+    and its collectives run one after another, and each waits for its other rank. `torch.distributed.pipelining` of
+    torch 2.13 uses single messages where a batch has only sends or only receives (`schedules._batch_p2p`); older
+    versions always batch them. `Pipeline.forward` and `TeacherPrefetch` use single messages. `SeparateTeacher` sends
+    in one batch, so it does not need lazy groups.
+
+    A mesh of some of the processes: the end of a job with eager groups could hang after it
+    (https://github.com/pytorch/pytorch/issues/190396).
+    """
+    return all(mesh.pipeline == 1 and mesh.processes == processes for mesh in degrees)
 
 
 def _group_timeout(device: torch.device) -> timedelta:

@@ -223,10 +223,11 @@ def log_rank0(line: str) -> None:
         print(line, flush=True)
 
 
-def start(device: torch.device, timeout: float) -> None:
+def start(device: torch.device, timeout: float, *, eager: bool = False) -> None:
     """Connect to the other processes that torchrun started.
 
     timeout: the watchdog regards a rank as hung after this number of seconds.
+    eager: let NCCL connect the processes now instead of at the first collective (see `connects_eagerly`).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -239,7 +240,14 @@ def start(device: torch.device, timeout: float) -> None:
         watchdog.start(store, rank, processes, timeout)
         # the watchdog finds a hung rank; a collective may also wait for a long save on rank 0
         limit = timedelta(seconds=max(2 * timeout, GROUP_SECONDS))
-        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes, timeout=limit)
+        dist.init_process_group(
+            BACKENDS[device.type],
+            store=store,
+            rank=rank,
+            world_size=processes,
+            timeout=limit,
+            device_id=device if eager and device.type == "cuda" else None,
+        )
 
 
 def wait_for_all() -> None:
