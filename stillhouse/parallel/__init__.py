@@ -6,6 +6,7 @@ from stillhouse.parallel.apply import apply_parallelism
 from stillhouse.parallel.apply.context_parallel import NextTokens
 from stillhouse.parallel.build_runner import (
     build_runner,
+    needs_proof,
     only_head,
     only_layers,
     single_process_runner,
@@ -13,7 +14,7 @@ from stillhouse.parallel.build_runner import (
 from stillhouse.parallel.devices import best_precision, choose_device
 from stillhouse.parallel.distributed_student import DistributedStudent
 from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights, copied_to, pin_weights
-from stillhouse.parallel.mesh import Degrees, Mesh, connects_eagerly, join
+from stillhouse.parallel.mesh import Degrees, Mesh, join
 from stillhouse.parallel.pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.ranks import (
     ONE_PROCESS,
@@ -62,7 +63,6 @@ __all__ = [
     "best_precision",
     "build_runner",
     "choose_device",
-    "connects_eagerly",
     "copied_to",
     "destroy_process_group",
     "empty_decoder",
@@ -74,6 +74,7 @@ __all__ = [
     "local_processes",
     "local_rank",
     "log_rank0",
+    "needs_proof",
     "only_head",
     "only_layers",
     "padded_shapes",

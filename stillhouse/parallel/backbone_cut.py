@@ -13,6 +13,7 @@ embeddings or on other layers.
 B rows, S columns, D width.
 """
 
+import copy
 import inspect
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from transformers import PreTrainedConfig
 from stillhouse.display import name_list
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
+from stillhouse.models.forward_modes import VARLEN
 from stillhouse.models.lm_head import PassThrough
-from stillhouse.models.model_parts import layer_list, shared_states
+from stillhouse.models.model_parts import layer_list, shared_states, text_config
 from stillhouse.models.pretrained import auto_class
 from stillhouse.parallel.sharded_loading import make_buffers
 
@@ -119,6 +121,10 @@ class _DependenceError(ValueError):
 
 
 def _cut(config: PreTrainedConfig, name: str, returns_tuple: bool) -> BackboneCut:
+    config = copy.deepcopy(config)
+    if text_config(config)._attn_implementation == VARLEN:
+        # the layers do not run here, and variable-length attention does not accept the device
+        config._attn_implementation = "eager"
     with torch.device("meta"):
         decoder = Decoder(auto_class(config).from_config(config, trust_remote_code=False), verify=False)
     backbone: Any = decoder.backbone

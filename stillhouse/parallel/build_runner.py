@@ -49,7 +49,7 @@ def build_runner(
     """Build this process's runner.
 
     teacher_head_only: build only the teacher's head, because the teacher's layers have a separate layout.
-    prove: prove the models under the layout (`prove_runner`). A single process does not prove a proven model again.
+    prove: prove the models under the layout (`prove_runner`), if they need a proof (`needs_proof`).
     Raises ValueError for a model that does not fit the layout, and ProofError for a model that gives wrong results.
     """
     require_prefetchable_teacher(layout, student_source, teacher_head_only=teacher_head_only)
@@ -80,10 +80,18 @@ def build_runner(
                 keep_layers(teacher, of_teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
             pairs[number] = _distributed(layout, mesh, student, teacher, *sources)
         runner = Runner(layout, pairs, Pipeline(pairs, scheme, plan, mesh), mesh, tied=plan.tied)
-    if prove and (mesh.ranks.size > 1 or not all(source.is_proven for source in sources if source is not None)):
+    if prove and needs_proof(mesh, *sources):
         has_layers = is_base or (teacher_source is not None and not teacher_head_only)
         prove_runner(runner, student_source, teacher_source, teacher_in_stages=has_layers)
     return runner
+
+
+def needs_proof(mesh: Mesh, *sources: ModelSource | None) -> bool:
+    """Whether models under a layout have to be proven. A single process does not prove a proven model again."""
+    models = [source for source in sources if source is not None]
+    return all(source.has_values for source in models) and (
+        mesh.ranks.size > 1 or not all(source.is_proven for source in models)
+    )
 
 
 def only_layers(build: Callable[[], Decoder]) -> Decoder:

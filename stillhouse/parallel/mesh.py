@@ -4,7 +4,6 @@ The axes, from slowest to fastest, are pipeline, replicate, fsdp, context, tenso
 are neighbours. The experts of a layer are distributed over neighbouring ranks of the last three axes.
 """
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup, distributed_c10d, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group
 
-from stillhouse.parallel.ranks import Ranks, process_count, start
+from stillhouse.parallel.ranks import Ranks, start
 
 # torch 2.15 has made this function public and warns about the old name
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
@@ -128,37 +127,24 @@ class Mesh:
     def _grid(self, **sizes: int) -> DeviceMesh:
         grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if grid.get_coordinate() is not None:
-            for group in grid.get_all_groups():
-                _set_timeout(_group_timeout(self.device), group)
+            timeout = _group_timeout(self.device)
+            if timeout is not None:
+                for group in grid.get_all_groups():
+                    _set_timeout(timeout, group)
         return grid
 
 
 def join(degrees: Degrees, device: torch.device, timeout: float) -> Mesh:
-    """Connect all processes, unless they are connected already, and return their mesh. timeout: see `start`."""
+    """Connect all processes of a run, and return their mesh. timeout: see `start`."""
     if degrees.processes > 1:
-        start(device, timeout, eager=connects_eagerly([degrees], process_count()))
+        start(device, timeout)
     return Mesh(degrees, device)
 
 
-def connects_eagerly(degrees: Iterable[Degrees], processes: int) -> bool:
-    """Whether NCCL should connect all groups when they are made, for a job of so many processes with these meshes.
+def _group_timeout(device: torch.device) -> timedelta | None:
+    """Return the timeout of the default group, because new groups do not inherit it (torch 2.13).
 
-    Errors of NCCL then come at the start, and groups are split from the first one. Two kinds of meshes prevent it:
-
-    A pipeline sends single messages. In a group that is connected lazily, NCCL has a communicator for each pair of
-    ranks that exchange them. In a group that is connected eagerly, the single messages of a rank to both neighbours
-    and its collectives run one after another, and each waits for its other rank. `torch.distributed.pipelining` of
-    torch 2.13 uses single messages where a batch has only sends or only receives (`schedules._batch_p2p`); older
-    versions always batch them. `Pipeline.forward` and `TeacherPrefetch` use single messages. `SeparateTeacher` sends
-    in one batch, so it does not need lazy groups.
-
-    A mesh of some of the processes: the end of a job with eager groups could hang after it
-    (https://github.com/pytorch/pytorch/issues/190396).
+    None for a group without messages (`tools/plan/`).
     """
-    return all(mesh.pipeline == 1 and mesh.processes == processes for mesh in degrees)
-
-
-def _group_timeout(device: torch.device) -> timedelta:
-    """Return the timeout of the default group. New groups do not inherit it (torch 2.13)."""
-    default = _get_default_group()
-    return default._get_backend(device).options._timeout
+    options = _get_default_group()._get_backend(device).options
+    return None if options is None else options._timeout

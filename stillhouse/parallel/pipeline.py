@@ -223,8 +223,8 @@ class _Step:
         """
         index = self._begun[stage]
         self._begun[stage] += 1
-        if number.device.type == "cpu" and int(number) != index:
-            raise RuntimeError(f"stage {stage} runs micro-batch {int(number)}: expected {index}, the next one")
+        if number.device.type == "cpu":
+            require_next(stage, index, number)
         return index
 
 
@@ -266,6 +266,12 @@ class _Stage(nn.Module):
             return ()
         # 1-D, because the schedule cannot merge 0-D losses
         return torch.stack([result.output.loss])
+
+
+def require_next(stage: int, index: int, number: Tensor) -> None:
+    """Raise RuntimeError if the schedule runs another micro-batch than the next one."""
+    if int(number) != index:
+        raise RuntimeError(f"stage {stage} runs micro-batch {int(number)}: expected {index}, the next one")
 
 
 def _sum(loss: Tensor, _: Tensor) -> Tensor:

@@ -61,18 +61,27 @@ class Ranks:
         """
         if self.group is None:
             return [value]
-        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        device_lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        device_lengths[self.rank] = len(encoded)
-        dist.all_reduce(device_lengths, group=self.group)
-        lengths = device_lengths.tolist()
-        padded = nn.functional.pad(encoded, (0, max(lengths) - len(encoded))).to(self.device)
-        texts = padded.new_empty(self.size, max(lengths))
+        return [json.loads(content) for content in self.exchange(json.dumps(value).encode())]
+
+    def exchange(self, content: bytes) -> list[bytes]:
+        """Return the contents of all processes of a group, by rank."""
+        lengths = self.exchange_lengths(content)
+        texts = self.exchange_padded(content, max(lengths)).numpy()
+        return [text[:length].tobytes() for text, length in zip(texts, lengths, strict=True)]
+
+    def exchange_lengths(self, content: bytes) -> list[int]:
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(content)
+        dist.all_reduce(lengths, group=self.group)
+        return lengths.tolist()
+
+    def exchange_padded(self, content: bytes, longest: int) -> Tensor:
+        """Return the contents of all processes [ranks, longest] in host memory."""
+        encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        padded = nn.functional.pad(encoded, (0, longest - len(encoded))).to(self.device)
+        texts = padded.new_empty(self.size, longest)
         dist.all_gather(list(texts), padded, group=self.group)
-        return [
-            json.loads(text[:length].tobytes().decode())
-            for text, length in zip(texts.cpu().numpy(), lengths, strict=True)
-        ]
+        return texts.cpu()
 
     def from_first(self, value: Any) -> Any:
         """Return the first process's value on all processes; the values of all other processes are ignored."""
@@ -223,11 +232,10 @@ def log_rank0(line: str) -> None:
         print(line, flush=True)
 
 
-def start(device: torch.device, timeout: float, *, eager: bool = False) -> None:
+def start(device: torch.device, timeout: float) -> None:
     """Connect to the other processes that torchrun started.
 
     timeout: the watchdog regards a rank as hung after this number of seconds.
-    eager: let NCCL connect the processes now instead of at the first collective (see `connects_eagerly`).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -240,14 +248,7 @@ def start(device: torch.device, timeout: float, *, eager: bool = False) -> None:
         watchdog.start(store, rank, processes, timeout)
         # the watchdog finds a hung rank; a collective may also wait for a long save on rank 0
         limit = timedelta(seconds=max(2 * timeout, GROUP_SECONDS))
-        dist.init_process_group(
-            BACKENDS[device.type],
-            store=store,
-            rank=rank,
-            world_size=processes,
-            timeout=limit,
-            device_id=device if eager and device.type == "cuda" else None,
-        )
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes, timeout=limit)
 
 
 def wait_for_all() -> None:

@@ -39,6 +39,7 @@ class ModelSource:
     offload: keep FSDP's shards of this model in host memory between uses, even if the layout does not offload.
     name: the model's name in errors.
     is_proven: whether `build` returns a full model that has already been proven, for example by `Decoder`.
+    has_values: whether the weights have values. Those of a dry run have none, so nothing can be proven of them.
     """
 
     build: Callable[[], Decoder]
@@ -47,6 +48,7 @@ class ModelSource:
     offload: bool = False
     name: str = "model"
     is_proven: bool = False
+    has_values: bool = True
 
 
 def local_folder(name_or_path: str, revision: str | None = None) -> str:

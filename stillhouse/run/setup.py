@@ -23,7 +23,6 @@ from stillhouse.parallel import (
     Ranks,
     best_precision,
     choose_device,
-    connects_eagerly,
     process_count,
     start,
 )
@@ -91,12 +90,10 @@ class RunSetup:
         Raises ConfigError for an impossible layout, and if the ranks were started with different configurations.
         """
         own_layouts, device = self.own_layouts.values(), self.device
-        layouts = [self.layout, *own_layouts]
-        for layout in layouts:
+        for layout in (self.layout, *own_layouts):
             require_sharing(layout, device)
         if process_count() > 1:
-            eager = connects_eagerly((layout.degrees for layout in layouts), process_count())
-            start(device, self.config.train.timeout, eager=eager)
+            start(device, self.config.train.timeout)
         ranks = Ranks.of_job(device)
         self.warnings = require_same_configuration(self.values, ranks)
         return ranks

@@ -147,6 +147,7 @@ class TeacherSources:
         runner, is_sharded = self.student, self.student.mesh.sharding is not None
         device = runner.device if is_sharded else torch.device("cpu")
         decoders: dict[str, Decoder] = {}
+        has_values = True
         for name, teacher in teachers.named.items() if runner.has_last_stage else ():
             section = f"teachers.{name}"
             store = self.stores.get(section)
@@ -157,7 +158,9 @@ class TeacherSources:
             else:
                 continue
             decoders[name] = _head(source, runner.layout, runner.mesh)
-        prove_heads(runner, {f"teachers.{name}": decoder for name, decoder in decoders.items()})
+            has_values = source.has_values
+        if has_values:
+            prove_heads(runner, {f"teachers.{name}": decoder for name, decoder in decoders.items()})
         if is_sharded:
             return {name: DecoderHead(decoder) for name, decoder in decoders.items()}
         for decoder in decoders.values():

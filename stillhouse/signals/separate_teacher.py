@@ -29,6 +29,7 @@ from stillhouse.parallel import (
     TeacherHidden,
     WaitingWeights,
     build_runner,
+    needs_proof,
     only_layers,
     prove_runner,
     shard_micro_batches,
@@ -72,7 +73,7 @@ class SeparateTeacher(SignalSource):
         self._weights: WaitingWeights | None = None
         if layout.offload and mesh.ranks.size == 1:
             self._weights = WaitingWeights(decoder, mesh.device)
-        if mesh.ranks.size > 1 or not layers.is_proven:
+        if needs_proof(mesh, layers):
             with self._on_device():
                 prove_runner(self._runner, layers, None, teacher_in_stages=False)
         self._mesh = mesh

@@ -47,11 +47,7 @@ CUDA = pytest.param(
 @pytest.fixture(params=[CPU, CUDA], ids=str)
 def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mesh]:
     dist.init_process_group(
-        BACKENDS[request.param.type],
-        init_method=f"file://{tmp_path / 'store'}",
-        rank=0,
-        world_size=1,
-        device_id=request.param if request.param.type == "cuda" else None,  # as in `start`
+        BACKENDS[request.param.type], init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
     yield Mesh(Degrees(), request.param)
     dist.destroy_process_group()

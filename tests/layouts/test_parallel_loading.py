@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
+from stillhouse.models.forward_modes import VARLEN
 from stillhouse.parallel import Degrees, Mesh
 from stillhouse.parallel.apply.context_parallel import require_heads
 from stillhouse.parallel.apply.expert_parallel import apply_expert_parallel, dispatched_experts
@@ -225,3 +226,11 @@ def test_models_that_a_layout_does_not_fit(refused: Callable[[], object], messag
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "phi3", "cohere", "gemma2", "qwen3_moe"])
 def test_families_that_can_be_cut(family: str) -> None:
     require_cuttable(build(family).config)
+
+
+def test_a_model_with_variable_length_attention_can_be_cut() -> None:
+    """On a GPU, the configuration of a packed model names this attention, which refuses the meta device."""
+    config = build("qwen3").config
+    config._attn_implementation = VARLEN
+    require_cuttable(config)
+    assert config._attn_implementation == VARLEN

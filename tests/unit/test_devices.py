@@ -7,7 +7,7 @@ import torch
 from kit.runs import write_run
 
 from stillhouse.config import ConfigError
-from stillhouse.parallel import Degrees, best_precision, choose_device, connects_eagerly
+from stillhouse.parallel import best_precision, choose_device
 from stillhouse.run.preflight import require_attention
 from stillhouse.run.session import prepare
 from stillhouse.run.setup import with_precision
@@ -83,11 +83,3 @@ def replace_devices(monkeypatch: pytest.MonkeyPatch, *, cuda: int, mps: bool, pr
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     monkeypatch.setenv("LOCAL_RANK", str(processes - 1))
-
-
-def test_nccl_connects_eagerly_unless_a_mesh_is_a_pipeline_or_a_part_of_the_job() -> None:
-    assert connects_eagerly([Degrees(fsdp=4)], 4)
-    assert connects_eagerly([Degrees(fsdp=4), Degrees(tensor=2, replicate=2)], 4)
-    assert not connects_eagerly([Degrees(fsdp=4), Degrees(pipeline=2, fsdp=2)], 4)
-    assert not connects_eagerly([Degrees(pipeline=4)], 4)
-    assert not connects_eagerly([Degrees(fsdp=4), Degrees(fsdp=2)], 4)

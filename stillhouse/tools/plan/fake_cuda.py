@@ -1,0 +1,139 @@
+"""A CUDA device without a GPU: what torch answers about the device while all of its tensors are fake.
+
+All changes to torch that a dry run needs are in this file, with their reasons. `hooks.py` has the part in C++.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import _utils as tensor_utils
+
+_OFFSETS = "_compute_local_shape_and_global_offset"
+
+
+class FakeCudaMode(FakeTensorMode):
+    """Makes every new tensor fake. Without this property, torch moves constants to the device that is not there."""
+
+    avoid_device_init = True
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def fake_cuda(properties: SimpleNamespace, devices: int = 8) -> Iterator[None]:
+    """Within the block, `torch.cuda` describes `devices` devices with these properties. Nothing runs on them.
+
+    properties: what `torch.cuda.get_device_properties` returns.
+    """
+    with ExitStack() as stack:
+        for name, answer in _answers(properties, devices).items():
+            stack.enter_context(patch.object(torch.cuda, name, answer))
+        # torch.autocast and the gradient scaler ask whether CUDA exists in this build of torch
+        stack.enter_context(patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
+        for owner, name, replacement in _replacements():
+            stack.enter_context(patch.object(owner, name, replacement))
+        yield
+
+
+def _answers(properties: SimpleNamespace, devices: int) -> dict[str, Any]:
+    """Functions of `torch.cuda`; each asks the driver otherwise."""
+    capability = (properties.major, properties.minor)
+    random_state = torch.zeros(16, dtype=torch.uint8)
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: devices,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_name": lambda device=None: properties.name,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda device=None: _Stream(),
+        "stream": lambda stream: nullcontext(),
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "get_rng_state": lambda device=None: random_state,
+        "set_rng_state": lambda *arguments: None,
+    }
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """Functions of torch that read values of tensors which have none under `FakeTensorMode`."""
+    return [
+        # they compute with small tensors of ranks that they make themselves, and read the results
+        (tensor_utils, _OFFSETS, with_real_tensors(getattr(tensor_utils, _OFFSETS))),
+        (DeviceMesh, "_concatenate", staticmethod(with_real_tensors(DeviceMesh._concatenate))),
+        (DeviceMesh, "__getitem__", with_real_tensors(DeviceMesh.__getitem__)),
+        # the stages exchange whether they need gradients; those of a training step do
+        (schedules._PipelineSchedule, "_warmup_p2p", _stages_with_gradients),
+        # a list of fake numbers is read one by one otherwise, which would count as many waits as numbers
+        (FakeTensor, "tolist", _zeros),
+    ]
+
+
+def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function outside of `FakeCudaMode`: its tensors have values, and are small or on the meta device."""
+
+    def real(*arguments: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*arguments, **options)
+
+    return real
+
+
+def _stages_with_gradients(schedule: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    for stage in stages:
+        stage._inference_mode = schedules.InferenceMode.STATIC
+
+
+def _zeros(tensor: torch.Tensor) -> Any:
+    """Return zeros in the shape of the tensor, after one copy to the host."""
+    host = tensor.cpu()
+    with unset_fake_temporarily():
+        return torch.zeros(host.shape, dtype=host.dtype).tolist()
+
+
+class _Event(torch.cpu.Event):
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__()
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+
+class _Stream(torch.cpu.Stream):
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__()
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...

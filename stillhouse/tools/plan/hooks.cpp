@@ -1,0 +1,41 @@
+// A CUDA device without a GPU, for torch builds that have no CUDA: what autograd asks of a device while all tensors are
+// fake. Every answer describes one idle device; no answer runs anything.
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::Stream;
+
+struct IdleGuard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  Device getDevice() const override { return {DeviceType::CUDA, 0}; }
+  Device exchangeDevice(Device) const override { return getDevice(); }
+  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, getDevice()); }
+  Stream exchangeStream(Stream) const noexcept override { return getStream(getDevice()); }
+  void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+};
+
+// torch looks for this name
+struct CUDAHooks final : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return false; }
+  DeviceIndex deviceCount() const override { return 1; }
+};
+
+const c10::impl::DeviceGuardImplRegistrar guard_registrar(DeviceType::CUDA, new IdleGuard());
+
+}  // namespace
+
+namespace at {
+REGISTER_CUDA_HOOKS(CUDAHooks)
+}  // namespace at

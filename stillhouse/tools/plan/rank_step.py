@@ -1,0 +1,256 @@
+"""One step of one rank, with fake tensors: the run's own models, layout and engine, but no values and no device.
+
+The weights are allocated and never read, and the documents have a length and no text. A process runs the steps of one
+rank; the messages to other ranks go to torch's fake process group, which sends nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from stillhouse.config import RunConfig, StudentConfig, TeacherConfig
+from stillhouse.data import DataReport, Documents, PackedSequences
+from stillhouse.engine.engine import Engine
+from stillhouse.engine.schedule import make_step_schedule
+from stillhouse.models import Decoder
+from stillhouse.models.dtensors import local
+from stillhouse.models.lm_head import Head
+from stillhouse.parallel import (
+    Degrees,
+    Layout,
+    Mesh,
+    ModelSource,
+    ShardedMicroBatches,
+    backbone_cut,
+    pipeline,
+    shard_micro_batches,
+)
+from stillhouse.parallel.ranks import Ranks
+from stillhouse.parallel.sharded_loading import allocate
+from stillhouse.run.models import ModelSources
+from stillhouse.run.setup import RunSetup, with_precision
+from stillhouse.signals import SignalSource
+from stillhouse.tools.plan.device_counts import DeviceCounts, StepCounts
+from stillhouse.tools.plan.fake_cuda import FakeCudaMode, fake_cuda, with_real_tensors
+
+#: the device of every rank of a dry run
+_DEVICE = torch.device("cuda", 0)
+#: purposes of memory (`DeviceCounts.labelled`)
+STUDENT, TEACHER, OPTIMIZER, GRADIENTS = "student weights", "teacher weights", "optimizer", "gradients"
+STUDENT_ACTIVATIONS, TEACHER_ACTIVATIONS, OBJECTIVE, BATCH = "activations", "teacher activations", "tile", "batch"
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What was counted of a rank's steady step, and the memory in use before it."""
+
+    counts: StepCounts
+    before: dict[str, int]
+
+
+def rank_step(config: RunConfig, rank: int, properties: SimpleNamespace, document_tokens: int) -> RankStep:
+    """Run two steps of a rank and return what was counted in the second, in which nothing is done the first time.
+
+    config: with `parallel.fsdp` set. properties: of the device, see `fake_cuda`. document_tokens: the length of
+    the documents; a packed row is filled with them. The environment of the process must be that of the rank
+    (`RANK`, `WORLD_SIZE`).
+
+    Raises the errors of a run whose models do not fit their layout.
+    """
+    cut = patch.object(backbone_cut, "_cut", with_real_tensors(backbone_cut._cut))  # computes with a small model
+    with cut, fake_cuda(properties), _fake_processes(rank, _degrees(config).processes):
+        setup = _PlannedSetup(with_precision(config))
+        layout = setup.layout
+        mesh = Mesh(layout.degrees, _DEVICE)
+        mode = FakeCudaMode()
+        device = DeviceCounts(mode, document_tokens, _axes(mesh))
+        steps = [_micro_batches(config, setup, layout, mesh, document_tokens, number) for number in range(2)]
+        with mode, device:
+            engine, source = setup.engine(setup.planned_models(mesh, device), layout)
+            with _labelled(engine, source, device):
+                for step in steps:
+                    before = dict(device.now)
+                    device.restart()
+                    _run(engine, source, device, step)
+            return RankStep(device.restart(), before)
+
+
+def _run(engine: Engine, source: SignalSource, device: DeviceCounts, step: ShardedMicroBatches) -> None:
+    with device.labelled(BATCH):
+        on_device = ShardedMicroBatches([part.to(_DEVICE) for part in step], step.of_all_ranks)
+    on_device.uniform_shapes = step.uniform_shapes
+    with device.labelled(STUDENT_ACTIVATIONS):
+        signals = source.request(on_device).result()
+        output = engine.forward_backward(on_device, signals, step.of_all_ranks.normalizer)
+        _ = output.sums
+    parameters = [parameter for _, parameter in engine.student.named_parameters()]
+    device.relabel([local(parameter.grad) for parameter in parameters if parameter.grad is not None], GRADIENTS)
+    with device.labelled(OPTIMIZER):
+        engine.update(1e-5)
+
+
+class _PlannedSetup(RunSetup):
+    """Builds the objects of a run with models that have no values."""
+
+    def planned_models(self, mesh: Mesh, device: DeviceCounts) -> "_PlannedModels":
+        return _PlannedModels(**vars(self.models(mesh)), memory=device)
+
+
+@dataclass(frozen=True)
+class _PlannedModels(ModelSources):
+    """Models on the device that have shapes and no values. memory: counts them under the purpose of weights."""
+
+    memory: DeviceCounts | None = None
+
+    def _whole_student(self) -> ModelSource:
+        return self._sharded_student()
+
+    def whole_teacher(self, section: str) -> ModelSource:
+        source = self.teacher(section)
+        return replace(source, build=lambda: self._loaded(source), load_weights=None)
+
+    def _source(
+        self,
+        section: str,
+        name: str,
+        model: StudentConfig | TeacherConfig,
+        device: torch.device | None,
+        offload: bool,
+        autocast: torch.dtype | None = None,
+    ) -> ModelSource:
+        source = super()._source(section, name, model, device, offload, autocast)
+        purpose = STUDENT if section == "student" else TEACHER
+        # a module cannot replace its fake tensors, because their mode refers to them; meta tensors have no such mode
+        load = partial(self._allocate, purpose, device or self.mesh.device, offload)
+        return replace(source, build=with_real_tensors(source.build), load_weights=load, has_values=False)
+
+    def _allocate(self, purpose: str, device: torch.device, offload: bool, decoder: Decoder) -> None:
+        assert self.memory is not None
+        with self.memory.labelled(purpose):
+            allocate(decoder, device, offload=offload)
+        shard = decoder.head.shard if isinstance(decoder.head, Head) else None
+        if shard is not None and shard.group is not None:
+            # a run exchanges them
+            vars(shard)["borders"] = _borders(decoder.vocabulary_rows, shard.group.size())
+
+    @staticmethod
+    def _loaded(source: ModelSource) -> Decoder:
+        decoder = source.build()
+        assert source.load_weights is not None
+        source.load_weights(decoder)
+        return decoder
+
+
+def _borders(rows: int, ranks: int) -> tuple[tuple[int, int], ...]:
+    """Return the first and last row of each rank's shard of an output head."""
+    sizes = [Shard.local_shard_size_and_offset(rows, ranks, rank) for rank in range(ranks)]
+    return tuple((start if size else rows, start + size if size else rows) for size, start in sizes)
+
+
+@contextmanager
+def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Iterator[None]:
+    """Count what teachers and heads allocate in their forward passes under their purposes."""
+    teachers = [engine.student.teacher, *source.decoders.values()]
+    modules: list[tuple[nn.Module, str]] = [
+        (teacher, TEACHER_ACTIVATIONS) for teacher in teachers if teacher is not None
+    ]
+    modules += [(decoder.head, OBJECTIVE) for decoder in engine.student.decoders if decoder.has_head]
+    handles = []
+    for module, purpose in modules:
+        contexts: list[Any] = []
+
+        def enter(module: nn.Module, args: Any, purpose: str = purpose, contexts: list[Any] = contexts) -> None:
+            contexts.append(device.labelled(purpose))
+            contexts[-1].__enter__()
+
+        def leave(module: nn.Module, args: Any, output: Any, contexts: list[Any] = contexts) -> None:
+            contexts.pop().__exit__(None, None, None)
+
+        handles += [module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _fake_processes(rank: int, processes: int) -> Iterator[None]:
+    """Within the block, this process is a rank of a job whose other ranks do not exist."""
+    if processes == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Ranks, "exchange", _exchange))
+        # the number of a micro-batch has no value
+        stack.enter_context(patch.object(pipeline, "require_next", lambda *arguments: None))
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _exchange(ranks: Ranks, content: bytes) -> list[bytes]:
+    """Send the messages of a real exchange. The other ranks answer what this rank says."""
+    ranks.exchange_lengths(content)
+    ranks.exchange_padded(content, len(content))
+    return [content] * ranks.size
+
+
+def _axes(mesh: Mesh) -> dict[str, str]:
+    """Return the axes with several processes, by the names of their groups."""
+    if not mesh.has_groups:
+        return {}
+    assert mesh.ranks.group is not None
+    axes = {mesh.ranks.group.group_name: ["all"]} | {group.group_name: ["pipeline"] for group in mesh.pipelines}
+    for grid in (mesh.weights, mesh.experts, mesh.tokens):
+        for axis, size in zip(grid.mesh_dim_names or (), grid.shape, strict=True):
+            names = axes.setdefault(grid.get_group(axis).group_name, [])
+            if size > 1 and axis not in names:
+                names.append(axis)
+    return {group: "/".join(names) for group, names in axes.items() if names}
+
+
+def _micro_batches(
+    config: RunConfig, setup: RunSetup, layout: Layout, mesh: Mesh, document_tokens: int, number: int
+) -> ShardedMicroBatches:
+    """Return the micro-batches of a step on this rank, on the CPU, because their selection reads values."""
+    train, max_tokens = config.train, config.data.max_tokens
+    rows = max(1, train.tokens_per_step // max_tokens)
+    packed = PackedSequences(_documents(rows * 2, max_tokens, document_tokens), max_tokens=max_tokens, seed=0)
+    schedule = make_step_schedule(train, len(packed), max_tokens, layout.degrees.data, layout.stages)
+    host: Any = SimpleNamespace(degrees=mesh.degrees, coordinate=mesh.coordinate, device=torch.device("cpu"))
+    return shard_micro_batches(schedule.micro_batches(packed, number), host, uniform_shapes=layout.stages > 1)
+
+
+def _documents(rows: int, max_tokens: int, document_tokens: int) -> Documents:
+    """Return documents that fill packed rows; the last document of a row is shorter if necessary."""
+    lengths = [document_tokens] * (max_tokens // document_tokens)
+    if rest := max_tokens % document_tokens:
+        lengths.append(rest)
+    starts = np.concatenate([[0], np.cumsum(lengths * rows)]).astype(np.int64)
+    targets_N = np.ones(starts[-1], dtype=bool)
+    targets_N[starts[:-1]] = False
+    count = len(starts) - 1
+    sources = [f"planned:{number}" for number in range(count)]
+    tokens_N = np.zeros(starts[-1], dtype=np.int32)
+    return Documents(tokens_N, targets_N, starts, np.arange(count, dtype=np.uint64), sources, DataReport("planned"))
+
+
+def _degrees(config: RunConfig) -> Degrees:
+    parallel = config.parallel
+    return Degrees(
+        parallel.pipeline, parallel.replicate, parallel.fsdp or 1, parallel.context, parallel.tensor, parallel.expert
+    )
