@@ -40,8 +40,9 @@ from stillhouse.cli.hub import settle_offline
 )
 @click.option(
     "--quantize",
-    type=click.Choice(["int8", "nf4"]),
-    help="Weights of the linear layers in 8 or 4 bits; needs stillhouse[low-bit] and one process.",
+    type=click.Choice(["int8", "nf4", "fp8"]),
+    help="Weights of the linear layers in 8 or 4 bits; fp8: their products, too, on a GPU. "
+    "Needs stillhouse[low-bit] and one process.",
 )
 @click.option(
     "--device", default="auto", show_default=True, help="cpu, mps, cuda or cuda:N. auto: a GPU if there is one."

@@ -127,8 +127,8 @@ class Decoder(nn.Module):
         `dtype`: a name such as "bfloat16"; "auto" or None: the dtype in which the weights were saved. None warns if
         this dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
         `attn_implementation`. `device`: the model is moved to this device before it is verified, since some attention
-        implementations run only on a GPU. `quantize`: "int8" or "nf4", for a frozen model whose layers have weights
-        of 8 or 4 bits (see `quantized.py`).
+        implementations run only on a GPU. `quantize`: "int8", "nf4" or "fp8", for a frozen model whose layers have
+        weights of 8 or 4 bits (see `quantized.py`).
 
         Raises ValueError for a model that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """

@@ -30,6 +30,7 @@ from transformers.utils import (
 
 from stillhouse.display import escaped, first_line, name_list
 from stillhouse.libraries import reading
+from stillhouse.models.float8 import FP8, round_to_float8
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.quantized import quantized_loading, require_quantized
 from stillhouse.models.unsaved_buffers import initialize_buffers
@@ -64,7 +65,7 @@ def load_causal_lm(
     buffers that code from the folder does not initialise. Weights are read only from safetensors files, even with
     trust_remote_code.
 
-    quantize: quantize the linear layers to "int8" or "nf4" (see `quantized.py`). device: None means the CPU.
+    quantize: quantize the linear layers to "int8", "nf4" or "fp8" (see `quantized.py`). device: None means the CPU.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
     failure = f"{what} cannot be loaded as a causal language model"
@@ -91,6 +92,10 @@ def load_causal_lm(
                 output_loading_info=True,
                 **options,
             )
+        if quantize == FP8:
+            model.to(device)
+            with prefixed(failure):
+                round_to_float8(model)
         if quantize is not None:
             with prefixed(failure):
                 require_quantized(model, quantize, name_or_path, revision)

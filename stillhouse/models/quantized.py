@@ -2,6 +2,7 @@
 
     int8    one scale per row of a weight; inputs and products keep the model's dtype (torchao)
     nf4     four bits per weight, one scale per 64 of them: QLoRA's NormalFloat, arXiv:2305.14314 (bitsandbytes)
+    fp8     8-bit floating point, also for the inputs of products; after loading (`float8.py`)
 
 The embedding, the norms and the output head keep the model's dtype, so that the objective uses the head's saved
 weight.
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stillhouse.libraries import reading
+from stillhouse.models.float8 import FP8, float8_problem
 
 #: the library of each kind
-LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
+LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes", FP8: "torchao"}
 
 
 def require_library(kind: str) -> None:
@@ -34,14 +36,19 @@ def require_library(kind: str) -> None:
 def quantized_loading(
     config: PreTrainedConfig, kind: str, dtype: torch.dtype | str, device: str | torch.device | None
 ) -> dict[str, Any]:
-    """Return the arguments of transformers' `from_pretrained` that quantize a model while it is loaded.
+    """Return the arguments of transformers' `from_pretrained` that quantize a model while it is loaded; none for fp8.
 
     config: the model's configuration. dtype: the model's dtype, or "auto" for the dtype of the saved weights. Raises
-    ValueError if the library is not installed, and for a model that is already quantized.
+    ValueError if the library is not installed or the device cannot run the kind, and for a model that is already
+    quantized.
     """
     require_library(kind)
+    if kind == FP8 and (problem := float8_problem(device)):
+        raise ValueError(problem)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"its weights are quantized already: expected no further quantization, got {kind}")
+    if kind == FP8:
+        return {}
     saved = config.dtype or torch.float32
     product_dtype = saved if isinstance(dtype, str) else dtype
     with reading(f"{LIBRARIES[kind]} cannot be used"):

@@ -15,6 +15,7 @@ from stillhouse.data import check_vocabulary
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.generation.user_functions import require_functions
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
+from stillhouse.models.float8 import FP8, float8_problem
 from stillhouse.output.trackers import require_trackers
 from stillhouse.parallel import Layout, watchdog
 from stillhouse.run.agreement import require_same_sources
@@ -126,6 +127,8 @@ def require_teachers_fit(
                 f"got {teacher.quantize} under {layout}, which shards plain weights: expected null, or teacher.url "
                 "with `stillhouse serve --quantize`",
             )
+        if teacher.quantize == FP8 and (problem := float8_problem(device)):
+            raise ConfigError(f"{section}.quantize", problem)
         if teacher.offload:
             _require_offload(f"{section}.offload", own_layouts.get(section, layout), device)
 

@@ -64,10 +64,11 @@ class TeacherConfig(ModelConfig):
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """The dtype of the weights; the layers compute in it, too. auto: the dtype of the saved weights. With url: the
     dtype of the output head and of hidden states on the wire."""
-    quantize: Literal["int8", "nf4"] | None = None
+    quantize: Literal["int8", "nf4", "fp8"] | None = None
     """Weights of the teacher's linear layers in 8 bits (int8) or 4 bits (nf4), made while the model is loaded;
-    embedding and head keep dtype. Needs `stillhouse[low-bit]` and a run of one process; for several, serve the
-    teacher with `stillhouse serve --quantize`. null: not quantized."""
+    embedding and head keep dtype. fp8: weights and inputs of the products in 8-bit floating point; it needs dtype
+    bfloat16 and a GPU of compute capability 8.9 or later. Needs `stillhouse[low-bit]` and a run of one process; for
+    several, serve the teacher with `stillhouse serve --quantize`. null: not quantized."""
     offload: bool = False
     """Keep the teacher's layers in host memory, except while they run: in one process all of them are moved to the
     device once per step, for all of its micro-batches; under torchrun, FSDP gathers them layer by layer, and needs

@@ -56,7 +56,7 @@ class ModelOptions:
 
     name: a folder or a hub id. dtype: "auto" is the saved dtype. device: "auto" is a GPU if the machine has one.
     attention: as `student.attention` of a run. revision: the revision of a hub id.
-    quantize: "int8" or "nf4" (see `quantized.py`), only for a single process; None: load the model unquantized.
+    quantize: "int8", "nf4" or "fp8" (see `quantized.py`), only for a single process; None: do not quantize.
     """
 
     name: str
