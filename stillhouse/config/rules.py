@@ -365,6 +365,21 @@ RULES: tuple[Rule, ...] = (
         expected="null, or train.precision=bf16",
         because="fp32 computes in the weights' own dtype",
     ),
+    excludes(
+        "train.residual_dtype",
+        "train.precision=fp32",
+        expected="null, or train.precision=bf16",
+        because="fp32 computes in the weights' own dtype",
+    ),
+    excludes(
+        "train.compile",
+        "objective.router_aux_loss",
+        because="it is computed by hooks inside the layers, which compiled layers do not run",
+    ),
+    excludes(
+        "train.compile", "parallel.tensor", "parallel.expert", because="torch cannot compile layers with DTensors"
+    ),
+    excludes("train.compile", "teacher.quantize", because="its layers have no plain weights"),
     # not supported with multi-token prediction
     *(
         excludes(key, "student.mtp")

@@ -59,7 +59,7 @@ _UNCHANGED = 1e-4
 _LOGIT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # largest relative change of a document at another place in a row, where every layer rounds differently. It is the
 # median over tokens, because rounding can change the experts of single tokens
-_PLACE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
+PLACE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 
 _COLUMNS = 26
 _PARTNERS = [1, 0, 3, 2, 4, 5, 6]  # for each row of `ids_BS`, the row with which it is exchanged
@@ -216,8 +216,8 @@ def prove_attention(
     for depth, (hidden_BSD, expected_BSD) in enumerate(depths):
         # rows that are joined to one shift other tokens to their last columns at depths > 0
         within = slice(columns - depth)
-        error = float(_relative_errors(hidden_BSD[:, within], expected_BSD[:, within]).median())
-        if not error <= _PLACE_TOLERANCE[precision or hidden_BSD.dtype]:
+        error = float(relative_errors(hidden_BSD[:, within], expected_BSD[:, within]).median())
+        if not error <= PLACE_TOLERANCE[precision or hidden_BSD.dtype]:
             raise PackingError(
                 f"{describe(decoder.pretrained)}: the hidden states with variable-length attention differ by "
                 f"{error:.2%} from those with attention '{decoder.packing.attention.usual}'"
@@ -246,8 +246,8 @@ def prove_places(
     start, model = probe.starts_B[2], decoder.pretrained
     for depth, (hidden_BSD, _) in enumerate(depths):
         second, first = hidden_BSD[2, start:], hidden_BSD[4, : probe.starts_B[4]]
-        error = float(_relative_errors(second, first)[: len(first) - depth].median())
-        if not error <= _PLACE_TOLERANCE[precision or hidden_BSD.dtype]:
+        error = float(relative_errors(second, first)[: len(first) - depth].median())
+        if not error <= PLACE_TOLERANCE[precision or hidden_BSD.dtype]:
             raise PackingError(
                 f"{describe(model)}: the hidden states of a document change by {error:.2%} when it lies behind "
                 "another one in its row: the model does not number tokens by position_ids, and cannot be packed"
@@ -263,7 +263,7 @@ def _prove_separation(
     thirds = [(row, slice(probe.starts_B[row], end)) for row in range(_THIRD.start, _THIRD.stop)]
 
     def change(parts: Sequence[tuple[int, slice]]) -> float:
-        return float(torch.stack([_relative_errors(second_BSD[part], first_BSD[part]).max() for part in parts]).max())
+        return float(torch.stack([relative_errors(second_BSD[part], first_BSD[part]).max() for part in parts]).max())
 
     # only row 0 has no other document before it, if the rows are joined to one row
     before = change([(0, beginnings[0][1][0])])
@@ -347,6 +347,7 @@ def _require_placed(model: PreTrainedModel) -> None:
         require_varlen(model)
 
 
-def _relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
+def relative_errors(value_ND: Tensor, expected_ND: Tensor) -> Tensor:
+    """Return the norm of the difference [N], relative to the norm of the expected values."""
     difference = (value_ND - expected_ND).float().norm(dim=-1)
     return difference / expected_ND.float().norm(dim=-1).clamp_min(1e-30)

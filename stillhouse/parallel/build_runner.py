@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder, ProofError
 from stillhouse.parallel.apply import apply_parallelism
@@ -80,17 +82,20 @@ def build_runner(
                 keep_layers(teacher, of_teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
             pairs[number] = _distributed(layout, mesh, student, teacher, *sources)
         runner = Runner(layout, pairs, Pipeline(pairs, scheme, plan, mesh), mesh, tied=plan.tied)
-    if prove and needs_proof(mesh, *sources):
+    if prove and needs_proof(layout, mesh, *sources):
         has_layers = is_base or (teacher_source is not None and not teacher_head_only)
         prove_runner(runner, student_source, teacher_source, teacher_in_stages=has_layers)
     return runner
 
 
-def needs_proof(mesh: Mesh, *sources: ModelSource | None) -> bool:
-    """Whether models under a layout have to be proven. A single process does not prove a proven model again."""
+def needs_proof(layout: Layout, mesh: Mesh, *sources: ModelSource | None) -> bool:
+    """Whether models under a layout have to be proven.
+
+    A single process does not prove a proven model again, unless its layers are compiled or its residual dtype differs.
+    """
     models = [source for source in sources if source is not None]
     return all(source.has_values for source in models) and (
-        mesh.ranks.size > 1 or not all(source.is_proven for source in models)
+        mesh.ranks.size > 1 or layout.changes_results or not all(source.is_proven for source in models)
     )
 
 
@@ -141,8 +146,10 @@ def _plan_stages(
     tied = student.tied and student.output_weight.requires_grad
     return StagePlan(
         stages,
-        _hidden_size(student),
-        None if teacher_in_stages is None else _hidden_size(teacher_in_stages),
+        _hidden_size(student, layout.residual_dtype),
+        None
+        if teacher_in_stages is None
+        else _hidden_size(teacher_in_stages, layout.residual_dtype if is_base else None),
         (cut, teacher_cut),
         tied=tied,
         copies_embedding=tied or student.mtp is not None,
@@ -202,15 +209,16 @@ def _distributed(
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
                 continue
-            gather_dtype = layout.gather_dtype if decoder is student else None
-            offload = layout.offload or source.offload
-            apply_parallelism(decoder, replace(layout, gather_dtype=gather_dtype, offload=offload), mesh)
+            of_model = replace(layout, offload=layout.offload or source.offload)
+            if decoder is not student:
+                of_model = replace(of_model, gather_dtype=None, residual_dtype=None)
+            apply_parallelism(decoder, of_model, mesh)
             if source.load_weights is not None:
                 source.load_weights(decoder)
     return pair
 
 
-def _hidden_size(decoder: Decoder) -> HiddenSize:
+def _hidden_size(decoder: Decoder, residual_dtype: torch.dtype | None) -> HiddenSize:
     # hidden states have the dtype of the embedding's weight, because the layers add to the embedding's output
     embedding = decoder.pretrained.get_input_embeddings()
-    return HiddenSize(decoder.width, embedding.weight.dtype)
+    return HiddenSize(decoder.width, residual_dtype or embedding.weight.dtype)

@@ -58,7 +58,7 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
         count = 1 if stages == 1 else 2 * stages  # every schedule can run this number of micro-batches
         for number in range(_ROUNDS):
             runner.zero_grad()
-            runner.forward_backward([inputs_of(_cross_entropies(number))] * count)
+            runner.forward_backward([inputs_of(cross_entropies(number))] * count)
             _add(squares, _squares(runner, hidden))
             hidden.clear()
     total = defaultdict[str, float](float)
@@ -77,7 +77,7 @@ def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], Sta
     return [parameter for _, parameter in parts]
 
 
-def _cross_entropies(number: int) -> OutputProcessor:
+def cross_entropies(number: int) -> OutputProcessor:
     """Return an output processor that sums the cross-entropies of all depths. number: determines the labels"""
 
     def process(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> ObjectiveOutput:

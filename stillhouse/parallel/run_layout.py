@@ -60,16 +60,26 @@ class Layout:
     """How a run is distributed over processes.
 
     schedule: the pipeline's schedule, a key of `SCHEMES`. gather_dtype (student only), offload: see `apply_fsdp`.
+    residual_dtype (student only): see `apply_residual_dtype`. compile: whether the layers are compiled.
+    autocast: with one of these two, the dtype of the student's matrix products in its proof.
     """
 
     degrees: Degrees = ONE
     schedule: str = "1f1b"
     gather_dtype: torch.dtype | None = None
     offload: bool = False
+    residual_dtype: torch.dtype | None = None
+    compile: bool = False
+    autocast: torch.dtype | None = None
 
     def __str__(self) -> str:
         schedule = f", {self.schedule}" if self.degrees.pipeline > 1 else ""
         return f"{self.degrees}{schedule}"
+
+    @property
+    def changes_results(self) -> bool:
+        """Whether a model runs other operations than the model that was loaded."""
+        return self.compile or self.residual_dtype is not None
 
     @property
     def stages(self) -> int:

@@ -9,7 +9,7 @@ B rows, S columns of the global sequences, D and E widths of student and teacher
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,11 +35,13 @@ from stillhouse.models.load_proof import (
 from stillhouse.models.model_checks import prefixed
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
+from stillhouse.parallel.apply.compiled_layers import layers_not_compiled
 from stillhouse.parallel.apply.context_parallel import NextTokens, gather_sequences
+from stillhouse.parallel.compiled_proof import prove_compiled
 from stillhouse.parallel.distributed_student import DistributedStudent
 from stillhouse.parallel.layer_loss_interface import MtpLayersRun
 from stillhouse.parallel.pair import IN_STAGE, StageInputs, model_inputs
-from stillhouse.parallel.partial_gradients import partial_gradients
+from stillhouse.parallel.partial_gradients import cross_entropies, partial_gradients
 from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_loading import ModelSource
 from stillhouse.parallel.tensor_parallel_proof import layers_compared, require_equal_layers
@@ -75,21 +77,31 @@ def prove_runner(
     """
     names = student.name, "teacher" if teacher is None else teacher.name
     modes = (False, True) if runner.decoders[0].training else (False,)
-    while not all(_prove_passes(runner, names, training, teacher_in_stages=teacher_in_stages) for training in modes):
+
+    def is_exact(training: bool) -> bool:
+        # compiled layers in train mode are compared with plain layers below, by gradients
+        with layers_not_compiled() if training else nullcontext():
+            return _prove_passes(runner, names, training, teacher_in_stages=teacher_in_stages)
+
+    while not all(is_exact(training) for training in modes):
         pass  # a model packs documents in its next way
     for pair in runner.pairs.values():
         for decoder, name in zip((pair.student, pair.teacher), names, strict=True):
             with _raised(runner, name):
                 if decoder is not None and decoder.has_head:
-                    with evaluating(decoder), autocast(runner.device, _precision(runner)):
+                    # the layers of both results are the same, compiled or not
+                    with layers_not_compiled(), evaluating(decoder), autocast(runner.device, _precision(runner)):
                         prove_logits(decoder, _logit_inputs(runner, decoder))
     for pair in runner.pairs.values():
         reshard(pair)
+    if runner.layout.compile:
+        _prove_compiled_layers(runner, student.name, teacher_in_stages=teacher_in_stages)
     if runner.layout.degrees.tensor > 1:
         _prove_sharded_layers(runner, student, teacher if teacher_in_stages else None)
         if any(parameter.requires_grad for _, parameter in runner.named_parameters()):
-            with _raised(runner, student.name):
+            with _raised(runner, student.name), ExitStack() as stack:
                 forward = ProbeForward(runner, {})
+                stack.enter_context(layers_not_compiled())  # compiled layers do not run the hooks inside of them
                 runner.sum_over_tensor_ranks(
                     partial_gradients(runner, partial(forward.inputs, forward.micro_batch()))
                 )
@@ -108,6 +120,26 @@ def prove_heads(runner: DistributedStudent, decoders: Mapping[str, Decoder]) -> 
             with prefixed(name, ProofError), evaluating(decoder):
                 prove_logits(decoder, _embedded(decoder, position_ids_BS))
             reshard(decoder)
+
+
+def _prove_compiled_layers(runner: Runner, name: str, *, teacher_in_stages: bool) -> None:
+    """Compare the compiled layers of student and teacher with the layers as they are written."""
+    forward = ProbeForward(runner, {TEACHER: IN_STAGE} if teacher_in_stages else {})
+    of_student = ProbeForward(runner, {})
+    count = 1 if runner.layout.stages == 1 else 2 * runner.layout.degrees.pipeline  # every schedule can run these
+
+    def forward_backward() -> None:
+        runner.forward_backward([of_student.inputs(of_student.micro_batch(), cross_entropies(0))] * count)
+
+    with _raised(runner, name):
+        prove_compiled(
+            runner,
+            partial(forward, forward.probe.ids_BS, forward.probe.position_ids_BS),
+            forward_backward,
+            _precision(runner),
+        )
+    for pair in runner.pairs.values():
+        reshard(pair)
 
 
 def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, teacher_in_stages: bool) -> bool:
@@ -282,8 +314,9 @@ def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, de
 
 
 def _precision(runner: Runner) -> torch.dtype | None:
-    """Return the autocast dtype: FSDP's gather_dtype, or else the dtype that the model needs."""
-    return runner.layout.gather_dtype or autocast_dtype(runner.decoders[0].pretrained)
+    """Return the autocast dtype: the layout's, or else the dtype that the model needs."""
+    layout = runner.layout
+    return layout.autocast or layout.gather_dtype or autocast_dtype(runner.decoders[0].pretrained)
 
 
 def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> MicroBatch:

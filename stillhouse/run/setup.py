@@ -71,7 +71,10 @@ class RunSetup:
     @cached_property
     def layout(self) -> Layout:
         """The layout of the student. Raises ConfigError if it is impossible with the job's number of processes."""
-        return layout_of(self.config.parallel, process_count())
+        train, layout = self.config.train, layout_of(self.config.parallel, process_count())
+        residual_dtype = None if train.residual_dtype is None else torch.bfloat16
+        changed = replace(layout, residual_dtype=residual_dtype, compile=train.compile)
+        return replace(changed, autocast=self._autocast) if changed.changes_results else changed
 
     @cached_property
     def own_layouts(self) -> dict[str, Layout]:
@@ -80,7 +83,8 @@ class RunSetup:
         for section, teacher in self.teachers.items():
             if teacher.parallel is not None:
                 layout = layout_of(teacher.parallel, process_count(), f"{section}.parallel")
-                layouts[section] = replace(layout, offload=self.config.parallel.offload or teacher.offload)
+                offload = self.config.parallel.offload or teacher.offload
+                layouts[section] = replace(layout, offload=offload, compile=self.config.train.compile)
         return layouts
 
     @cached_property
@@ -173,7 +177,9 @@ class RunSetup:
         if mesh.ranks.size > 1:
             return self.own_layouts.get("teacher")
         teacher = self.config.teacher
-        return Layout(offload=True) if teacher is not None and teacher.offload else None
+        if teacher is None or not teacher.offload:
+            return None
+        return Layout(offload=True, compile=self.config.train.compile)
 
 
 def with_precision(config: RunConfig) -> RunConfig:

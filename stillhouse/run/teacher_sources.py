@@ -183,10 +183,11 @@ class TeacherSources:
             return self._single_model(teacher, head)
         runner = self.student
         source = self.models.teacher(section, offload=self.models.offload or teacher.offload)
+        compiles = runner.layout.compile
         separate = None if runner.ranks.size == 1 else self.own_layouts.get(section)
         if separate is None and runner.layout.degrees.expert > 1 and not dispatched_experts(source.build()):
-            separate = Layout(replace(runner.layout.degrees, expert=1), offload=source.offload)
-        layout = separate or Layout(runner.layout.degrees, offload=source.offload)
+            separate = Layout(replace(runner.layout.degrees, expert=1), offload=source.offload, compile=compiles)
+        layout = separate or Layout(runner.layout.degrees, offload=source.offload, compile=compiles)
         mesh = runner.mesh if separate is None else Mesh(separate.degrees, runner.device)
         return self._separate(f"{section}.parallel", source, layout, mesh, head)
 

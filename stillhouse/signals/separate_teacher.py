@@ -73,7 +73,7 @@ class SeparateTeacher(SignalSource):
         self._weights: WaitingWeights | None = None
         if layout.offload and mesh.ranks.size == 1:
             self._weights = WaitingWeights(decoder, mesh.device)
-        if needs_proof(mesh, layers):
+        if needs_proof(layout, mesh, layers):
             with self._on_device():
                 prove_runner(self._runner, layers, None, teacher_in_stages=False)
         self._mesh = mesh

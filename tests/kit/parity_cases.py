@@ -92,7 +92,8 @@ class Case:
         kept = "-bf16" if self.dtype == torch.bfloat16 else ""
         flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
         flags |= {"other_tokens": self.other_tokens, "waiting_teacher": self.waiting_teacher}
-        flags |= {"hidden": bool(self.hidden)}
+        flags |= {"hidden": bool(self.hidden), "compiled": self.layout.compile}
+        flags |= {"residual": self.layout.residual_dtype is not None}
         objective = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
         objective += "" if self.optimizer == "adamw" else f"-{self.optimizer}"
         more = objective + separate + "".join(f"-{flag}" for flag, is_set in flags.items() if is_set)

@@ -1,5 +1,7 @@
 """Weights gathered in bfloat16 under FSDP: the gradients are as exact as autocast's and are summed in float32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kit import slow
@@ -16,10 +18,14 @@ def layout(**degrees: int) -> Layout:
     return Layout(Degrees(**degrees), gather_dtype=torch.bfloat16)
 
 
+#: hidden states in bfloat16 between the layers
+RESIDUAL = Layout(residual_dtype=torch.bfloat16, autocast=torch.bfloat16)
 CASES = [
     Case(layout(fsdp=2)),
     Case(layout(fsdp=2), "llama"),
     Case(layout(fsdp=2, pipeline=2)),
+    Case(RESIDUAL),
+    Case(replace(RESIDUAL, degrees=Degrees(pipeline=2)), micro_batches=4),
     *(
         slow(case)
         for case in (
@@ -46,6 +52,8 @@ def test_gradients_are_as_near_to_float32s_as_autocasts(case: Case) -> None:
     for rank, (single, sharded) in enumerate(errors):
         assert 1e-3 < single.total < 0.1
         assert sharded.total <= 1.5 * single.total + 1e-3, rank
+        if case.layout.residual_dtype is not None:
+            assert sharded.total > 1.05 * single.total, "the hidden states were not rounded"
         # a wider tolerance for single parameters, because chance matters more in the 16 numbers of a norm
         bad = {name: error for name, error in sharded.of.items() if not error <= 2 * single.of[name] + 2e-3}
         assert not bad, (rank, bad)

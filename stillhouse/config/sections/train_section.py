@@ -53,6 +53,13 @@ class TrainConfig(Section):
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: the student's layers compute under bfloat16 autocast. fp32: in the weights' own dtype. auto: bf16 on GPUs
     that have units for it, else fp32."""
+    residual_dtype: Literal["bfloat16"] | None = None
+    """The dtype of the student's hidden states between its layers, with precision bf16. bfloat16 halves the bytes of
+    norms and additions, and rounds more; the layers of some families return float32 all the same. null: the weights'
+    dtype."""
+    compile: bool = False
+    """Compile the layers of the student and of teachers in this job with torch.compile: fewer kernels, after a start
+    that is minutes longer. Generation runs the plain layers."""
     activation_checkpointing: bool = False
     """Recompute the layers in backward: needs less memory and about a third more time."""
     timeout: float = Field(default=600.0, gt=0)

@@ -1,16 +1,18 @@
 """Applies a layout to a decoder, without changes to the model's code."""
 
 from stillhouse.models import Decoder
+from stillhouse.parallel.apply.compiled_layers import compile_layers
 from stillhouse.parallel.apply.context_parallel import apply_context_parallel
 from stillhouse.parallel.apply.expert_parallel import apply_expert_parallel, dispatched_experts
 from stillhouse.parallel.apply.fsdp import apply_fsdp
+from stillhouse.parallel.apply.residual_dtype import apply_residual_dtype
 from stillhouse.parallel.apply.tensor_parallel import apply_tensor_parallel
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.run_layout import Layout
 
 
 def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
-    """Apply context, tensor and expert parallelism to a decoder, then FSDP."""
+    """Apply context, tensor and expert parallelism to a decoder, compile its layers, then apply FSDP."""
     degrees = layout.degrees
     if (context := mesh.group("context")) is not None and decoder.layers():
         apply_context_parallel(decoder, context, degrees.tensor)
@@ -19,6 +21,14 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
     experts = dispatched_experts(decoder) if degrees.experts > 1 else []
     if experts:
         apply_expert_parallel(decoder, mesh.experts["expert"], mesh.weights["tensor"])
+    if layout.residual_dtype is not None:
+        apply_residual_dtype(decoder, layout.residual_dtype)
+    if layout.compile:
+        if degrees.tensor > 1 or degrees.experts > 1:
+            raise ValueError(
+                f"compiled layers under {degrees}: expected tensor=1 and expert=1, or train.compile: false"
+            )
+        compile_layers(decoder)
     if mesh.sharding is not None:
         apply_fsdp(
             decoder,

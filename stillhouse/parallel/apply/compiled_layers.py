@@ -1,0 +1,99 @@
+"""Compiles each layer of a decoder with `torch.compile`; the layers of a model share the compiled code.
+
+Only a layer's `forward` is compiled. The layer's hooks run outside of it: those of FSDP, and those of losses inside
+layers. Activation checkpointing also stays outside, so that backward recomputes a layer by the same compiled code.
+The names of modules and parameters do not change. Generation with a cache of keys and values runs the plain layers.
+
+Sizes of micro-batches are symbols in the compiled code, except for a size of 1. So a kind of layer needs one graph
+for micro-batches of several rows, and another one for a single row.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+
+from stillhouse.display import first_line
+from stillhouse.models import Decoder, ProofError
+from stillhouse.models.model_checks import describe
+from stillhouse.models.router_aux_loss import RouterBalance
+
+Forward = Callable[..., Any]
+
+#: the names of caches among the arguments of layers
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+#: graphs of one function, beyond which torch runs it without compiling. Student and teacher can have the same class
+#: of layers, and need graphs for each kind of layer, for one row and for several, with and without gradients
+_MOST_GRAPHS = 64
+
+
+def compile_layers(decoder: Decoder, backend: str = "inductor") -> None:
+    """Compile the layers of a decoder's language model; each is compiled at its first forward.
+
+    backend: see `torch.compile`. To be called when the modules inside the layers are final (adapters), and before
+    FSDP. A forward raises ProofError if a layer cannot be compiled.
+    Raises ValueError for a decoder with a loss inside its routers.
+    """
+    if RouterBalance.name in decoder.layer_losses:
+        raise ValueError(
+            f"{describe(decoder.pretrained)} has a loss in its routers, whose hooks compiled layers do not run: "
+            "expected train.compile: false, or objective.router_aux_loss: 0"
+        )
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
+    # backward is compiled together with forward, so that an error is raised where the layer is known
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    compiled: dict[type[nn.Module], Forward] = {}
+    for layer in decoder.layers():
+        kind = type(layer)
+        if kind not in compiled:
+            compiled[kind] = torch.compile(kind.forward, dynamic=True, backend=backend)
+        # a bound method: a deep copy of a layer binds it to the copy
+        layer.forward = MethodType(_forward(kind, compiled[kind], _taken_checkpoint(layer)), layer)
+
+
+@contextmanager
+def layers_not_compiled() -> Iterator[None]:
+    """Within the block, compiled functions run as they are written."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _forward(kind: type[nn.Module], compiled: Forward, checkpoint: Forward | None) -> Forward:
+    """Return the forward of layers of this class. checkpoint: calls a function and recomputes it in backward."""
+
+    def run(layer: nn.Module, *arguments: Any, **options: Any) -> Any:
+        try:
+            return compiled(layer, *arguments, **options)
+        except TorchDynamoException as error:
+            raise ProofError(
+                f"torch.compile cannot compile {kind.__name__} ({first_line(error)}): expected train.compile: false"
+            ) from error
+
+    @wraps(kind.forward)
+    def forward(layer: nn.Module, *arguments: Any, **options: Any) -> Any:
+        if any(options.get(name) is not None for name in _CACHES):
+            return kind.forward(layer, *arguments, **options)
+        nonlocal checkpoint
+        checkpoint = _taken_checkpoint(layer) or checkpoint  # enabled after the layers were compiled
+        if checkpoint is not None and layer.training:
+            return checkpoint(partial(run, layer, **options), *arguments)
+        return run(layer, *arguments, **options)
+
+    return forward
+
+
+def _taken_checkpoint(layer: nn.Module) -> Forward | None:
+    """Return transformers' checkpoint function of a layer, and disable its own use of it; None if it is disabled.
+
+    Some versions of transformers use it in the layer's forward, where it would become a part of the compiled code.
+    """
+    if not getattr(layer, "gradient_checkpointing", False):
+        return None
+    layer.gradient_checkpointing = False  # type: ignore[assignment]
+    function: Any = layer._gradient_checkpointing_func
+    return function

@@ -1,0 +1,139 @@
+"""Compiled layers train as plain ones, need few graphs, and are proven before a run."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import slow
+from kit.causal_families import build
+from kit.layout_runs import distill, weights
+from kit.on_policy_runs import assert_same_rollouts, rollout_figures, write_on_policy_run
+from kit.parity_cases import Case, Difference, compare
+from kit.shard_ranks import Failure, pool_of_meshes
+from torch import Tensor, nn
+from torch._dynamo import register_backend
+from torch._dynamo.utils import counters
+
+from stillhouse.models import Decoder, ProofError, balance_routers
+from stillhouse.parallel import Degrees, Layout, ModelSource, prove_runner, single_process_runner
+from stillhouse.parallel.apply.compiled_layers import compile_layers
+from stillhouse.tools.parity import worst
+
+GRADIENT, WEIGHT = 1e-5, 1e-4
+LIMIT = 500.0
+
+
+def layout(**degrees: int) -> Layout:
+    return Layout(Degrees(**degrees), compile=True)
+
+
+#: sizes of micro-batches: rows and tokens per row
+SIZES = ((2, 16), (3, 20), (4, 21), (1, 30), (2, 40))
+CASES = [
+    Case(layout(), "gemma3_text"),  # sliding windows
+    Case(layout(fsdp=2), "mixtral"),  # experts
+    Case(layout(fsdp=2), checkpointing=True, lora="teacher"),
+    Case(layout(pipeline=2), micro_batches=4),
+    Case(layout(context=2)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_code() -> None:
+    torch.compiler.reset()
+    counters.clear()
+
+
+@pytest.mark.parametrize("case", [slow(case) for case in CASES], ids=lambda case: case.name)
+def test_compiled_layers_train_as_plain_ones(case: Case) -> None:
+    (answer,) = pool_of_meshes(case.layout.degrees.processes).run(compare, [case], limit=LIMIT)
+    assert not isinstance(answer, Failure), answer.text
+    differences: list[Difference] = [of_rank for of_rank in answer if of_rank is not None]
+    assert len(differences) == case.layout.degrees.processes
+    for rank, difference in enumerate(differences):
+        assert difference.loss <= 1e-6, rank
+        assert difference.evaluation <= 1e-6, rank
+        assert worst(difference.gradients.items())[1] <= GRADIENT, (rank, difference.gradients)
+        assert worst(difference.weights.items())[1] <= WEIGHT, (rank, difference.weights)
+
+
+def gradients(decoder: Decoder, rows: int, tokens: int) -> list[Tensor]:
+    ids_BS = torch.randint(decoder.vocabulary_rows, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
+    decoder.zero_grad()
+    decoder(ids_BS, torch.arange(tokens).expand(rows, tokens) % 7).square().mean().backward()
+    return [parameter.grad.clone() for parameter in decoder.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("family", [slow("qwen3"), slow("gemma3_text")])
+def test_micro_batches_of_five_sizes_need_two_graphs(family: str) -> None:
+    decoder = Decoder(build(family), verify=False).train()
+    expected = [gradients(decoder, *size) for size in SIZES]
+    names = list(decoder.state_dict())
+    compile_layers(decoder, backend="aot_eager")
+    for size, plain in zip(SIZES, expected, strict=True):
+        for gradient, of_plain in zip(gradients(decoder, *size), plain, strict=True):
+            assert (gradient - of_plain).norm() <= GRADIENT * of_plain.norm()
+    # one for a single row, and one for all numbers of rows
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    assert list(decoder.state_dict()) == names
+
+
+def test_a_copy_of_a_compiled_layer_has_its_own_weights() -> None:
+    layer: Any = nn.ModuleList(Decoder(build("qwen3"), verify=False).layers())[0]
+    decoder = Decoder(build("qwen3"), verify=False)
+    compile_layers(decoder, backend="eager")
+    layer = copy.deepcopy(decoder.layers()[0])
+    assert layer.forward.__self__ is layer
+
+
+@register_backend
+def adds_a_percent(graph: torch.fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+    """A compiler whose code computes something else."""
+    return lambda *inputs: [output * 1.01 for output in graph(*inputs)]
+
+
+@register_backend
+def is_broken(graph: torch.fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+    raise RuntimeError("no compiler here")
+
+
+@pytest.mark.parametrize(
+    ("backend", "error"),
+    [
+        slow("adds_a_percent", "model: the hidden states of the compiled layers differ by"),
+        slow("is_broken", "model: torch.compile cannot compile Qwen3DecoderLayer .*: expected train.compile: false"),
+    ],
+)
+def test_wrong_code_and_failures_are_proof_errors(backend: str, error: str) -> None:
+    student = Decoder(build("qwen3"), verify=False)
+    runner = single_process_runner(student, None)
+    runner.layout = Layout(compile=True)
+    prove = partial(prove_runner, runner, ModelSource(lambda: student), None, teacher_in_stages=False)
+    prove()
+    compile_layers(student, backend=backend)
+    with pytest.raises(ProofError, match=error):
+        prove()
+
+
+def test_a_loss_inside_the_routers_is_refused() -> None:
+    student = Decoder(build("qwen3_moe"), verify=False)
+    balance_routers(student)
+    with pytest.raises(ValueError, match=r"a loss in its routers.* expected train.compile: false"):
+        compile_layers(student)
+
+
+@pytest.mark.slow
+def test_an_on_policy_run_generates_and_evaluates_with_compiled_layers(tmp_path: Path) -> None:
+    settings = {"eval.every": 1, "checkpoint.every": 1, "train.steps": 2}
+    write_on_policy_run(tmp_path, **settings)
+    distill(tmp_path, "plain", 1)
+    distill(tmp_path, "compiled", 1, "train.compile=true")
+    assert list(weights(tmp_path / "compiled")) == list(weights(tmp_path / "plain"))
+    keys = ["rollout/share", "eval/agreement"]
+    assert keys[0] in rollout_figures(tmp_path / "plain")[0]
+    assert_same_rollouts(tmp_path / "compiled", tmp_path / "plain", [keys[0]], "loss")
