@@ -91,7 +91,7 @@ def build_runner(
 def needs_proof(layout: Layout, mesh: Mesh, *sources: ModelSource | None) -> bool:
     """Whether models under a layout have to be proven.
 
-    A single process does not prove a proven model again, unless its layers are compiled or its residual dtype differs.
+    A single process does not prove a proven model again, unless its layers compute in another way.
     """
     models = [source for source in sources if source is not None]
     return all(source.has_values for source in models) and (
@@ -212,6 +212,8 @@ def _distributed(
             of_model = replace(layout, offload=layout.offload or source.offload)
             if decoder is not student:
                 of_model = replace(of_model, gather_dtype=None, residual_dtype=None)
+            if not source.has_values:  # a plan counts the operations of the layers as they are written
+                of_model = replace(of_model, compile=False)
             apply_parallelism(decoder, of_model, mesh)
             if source.load_weights is not None:
                 source.load_weights(decoder)
