@@ -25,8 +25,9 @@ from stillhouse.objective.head import OutputHead, require_head
 from stillhouse.objective.input_checks import Leaves, check_leaves, check_pass, first_leaf
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.terms import Term
-from stillhouse.objective.tile.chunks import Totals, run_chunks
+from stillhouse.objective.tile.chunks import run_chunks
 from stillhouse.objective.tile.logits_provider import HeadLogits, LogitsProvider, TensorLogits
+from stillhouse.objective.tile.totals import Totals
 from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
 
 

@@ -137,9 +137,10 @@ class Projection:
         # the gradient of a logit can be 1e-8, which underflows in float16 but not in bfloat16
         return torch.float32 if self.operand_dtype == torch.float16 else self.operand_dtype
 
-    def hidden_grad(self, operand_CV: Tensor) -> Tensor:
+    def hidden_grad(self, operand_CV: Tensor, out_CD: Tensor | None = None) -> Tensor:
+        """Return the gradient of hidden states in the compute dtype, written to `out_CD` if given."""
         first, *rest = self._aligned_panels()
-        grad_CD = self._matmul(operand_CV[:, first], self.weight_VD[first])
+        grad_CD = self._matmul(operand_CV[:, first], self.weight_VD[first], out_CD)
         for panel in rest:
             self._add_product(grad_CD, operand_CV[:, panel], self.weight_VD[panel])
         return grad_CD

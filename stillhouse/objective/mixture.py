@@ -19,9 +19,9 @@ from torch import Tensor
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.signals import DenseLogits, FullVocab, Signal, check_temperature
 from stillhouse.objective.tile.compiled import pointwise
+from stillhouse.objective.tile.local_sums import local_sums, row_blocks
 from stillhouse.objective.tile.pointwise import log_mean
 from stillhouse.objective.tile.statistics import statistics
-from stillhouse.objective.tile.tile import local_sums, row_blocks
 from stillhouse.objective.tile.tile_plan import STUDENT, PointwisePlan
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 

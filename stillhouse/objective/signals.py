@@ -46,7 +46,8 @@ class Signal:
     def tokens(self) -> int:
         """T, the number of rows."""
         first = getattr(self, fields(self)[0].name)
-        return first.tokens if isinstance(first, Signal) else len(first)
+        # with `len`, torch.compile would make the number a constant
+        return first.tokens if isinstance(first, Signal) else first.shape[0]
 
     def rows(self, rows: RowIndex) -> Self:
         """Return the signal of these rows."""

@@ -20,6 +20,7 @@ from stillhouse.objective.formulas import ForwardKL, ReverseKL
 from stillhouse.objective.numerics import expect
 from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal, check_temperature
 from stillhouse.objective.sparse import sampled, sparse
+from stillhouse.objective.tile.fake_kernels import are_fake
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
 
@@ -58,6 +59,12 @@ class Term(ABC):
     def request(self, plan: Plan) -> None:
         """Request every statistic and every gradient coefficient of a tile that `add_to` uses."""
 
+    def check(self, tile: Tile) -> None:  # noqa: B027 (most terms support all values)
+        """Raise ValueError for values on the tile's rows that the term does not support.
+
+        Values are checked only on a CPU, since a check would wait for a GPU.
+        """
+
     @abstractmethod
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         """Return the value on the tile's rows, and add weights_C · ∂value/∂logits to the tile's gradient."""
@@ -95,17 +102,18 @@ class LabelTerm(Term):
         plan.softmax(self.temperature)
         plan.logits_at(self.labels_T)
 
-    def read_labels(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the labels, a mask of rows with a label, and log q of the labels (0 without a label), [C] each.
-
-        Raises ValueError for a label beyond the vocabulary, but only on a CPU, since the check would wait for a GPU.
-        """
+    def check(self, tile: Tile) -> None:
         label_C = tile.take(self.labels_T)
-        if label_C.device.type == "cpu" and bool((label_C >= tile.vocabulary).any()):
+        is_known = label_C.device.type == "cpu" and not are_fake([label_C])
+        if is_known and bool((label_C >= tile.vocabulary).any()):
             raise ValueError(
                 f"labels_T holds {int(label_C.max())}: expected labels below {tile.vocabulary}, the size of the "
                 "vocabulary, or a negative one where there is nothing to predict"
             )
+
+    def read_labels(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the labels, a mask of rows with a label, and log q of the labels (0 without a label), [C] each."""
+        label_C = tile.take(self.labels_T)
         has_label_C = label_C >= 0
         log_q_C = tile.log_probs_at(self.labels_T, self.temperature)[:, 0]
         return label_C, has_label_C, log_q_C.masked_fill(~has_label_C, 0.0)

@@ -1,21 +1,24 @@
-"""The chunks of a pass: the number of rows of a tile of logits, the loop over the chunks, and the sums of the pass.
+"""The chunks of a pass: the number of rows of a tile of logits, and the loop over the chunks.
 
 T tokens, C rows of a chunk.
 """
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from stillhouse.objective.metric_keys import StatisticKeys, unique_names
+from stillhouse.objective.head import ALIGNED
 from stillhouse.objective.signals import RowIndex
 from stillhouse.objective.terms import Term
+from stillhouse.objective.tile.chunk_work import ChunkWork, masks
+from stillhouse.objective.tile.compiled import ROW_DEVICES
 from stillhouse.objective.tile.logits_provider import LogitsProvider
-from stillhouse.objective.tile.tile import TermResult, Tile
-from stillhouse.objective.tile.tile_plan import Plan
+from stillhouse.objective.tile.term_layout import requested
+from stillhouse.objective.tile.tile import Tile
+from stillhouse.objective.tile.totals import Totals
 
 #: memory budget of one tile of logits, in bytes; a tile is float32, or float64 for float64 inputs. A pass keeps one
 #: tile for the student and one for each dense teacher, and twice as many with vocabulary shards (for two chunks).
@@ -41,7 +44,11 @@ def tile_rows(provider: LogitsProvider, tokens: int) -> int:
     # over shards, every rank must get the same number
     columns = provider.vocabulary if provider.shard is None else provider.shard.most_rows
     rows = min(most, max(fewest, TILE_BYTES[device] // (columns * provider.dtype.itemsize)))
-    return math.ceil(tokens / math.ceil(tokens / rows)) if tokens else rows
+    if device == "cpu" or not tokens:
+        return math.ceil(tokens / math.ceil(tokens / rows)) if tokens else rows
+    # compiled functions copy inputs whose address is not a multiple of 16 bytes
+    rows = rows // ALIGNED * ALIGNED
+    return math.ceil(tokens / math.ceil(tokens / rows) / ALIGNED) * ALIGNED
 
 
 def run_chunks(
@@ -51,98 +58,60 @@ def run_chunks(
     weights_T: Tensor | None,
     valid_index: Tensor | None,
     chunk_tokens: int | None,
-) -> "Totals":
+) -> Totals:
     """Add the gradient of the terms' loss on these rows to the provider's gradients, and return the sums.
 
     tokens: T. valid_index: the rows to compute (None: all). The other arguments are those of `linear_objective`.
     """
-    totals = Totals(terms, tokens, provider)
+    totals = Totals(terms, tokens, provider.dtype, provider.device)
     one = torch.ones(1, dtype=provider.dtype, device=provider.device)
     weights_T = one.expand(tokens) if weights_T is None else weights_T.to(provider.device, provider.dtype)
-    plan = Plan(provider.scale, provider.softcap)
-    for term in terms:
-        term.request(plan)
-    plan.close()
+    plan = requested(terms, provider.scale, provider.softcap)
+    work = None
+    if provider.device.type in ROW_DEVICES and all(map(_is_of_this_package, terms)):
+        work = ChunkWork(terms, plan, provider, weights_T, valid_index)
     size = chunk_tokens or tile_rows(provider, tokens if valid_index is None else len(valid_index))
     # over several ranks, the next chunk's products run while the collective of this chunk is under way
     in_flight = 0 if provider.shard is None or provider.shard.is_alone else 1
     started: deque[Tile] = deque()
     for number, rows in enumerate(chunks(tokens, valid_index, size)):
-        started.append(_start(provider, plan, terms, rows, weights_T[rows], number % (in_flight + 1)))
+        taken: dict[Tensor, Tensor] = {}
+        if work is None:
+            weights_C = weights_T[rows]
+            seen_C, counted_C = masks(terms, rows, weights_C)
+        else:
+            weights_C, taken = work.taken(number * size, (number + 1) * size)
+            seen_C, counted_C = work.masks(weights_C, taken)
+        tiles_CV = provider.tiles(rows, seen_C, plan.signals, number % (in_flight + 1))
+        of_pass = provider.vocabulary, provider.shard, provider.needs_gradient
+        tile = Tile(plan, rows, weights_C, counted_C, tiles_CV, *of_pass, taken)
+        for term in terms:
+            term.check(tile)
+        tile.start()
+        started.append(tile)
         if len(started) > in_flight:
-            _finish(provider, terms, started.popleft(), totals)
+            _finish(provider, terms, started.popleft(), totals, work)
     while started:
-        _finish(provider, terms, started.popleft(), totals)
+        _finish(provider, terms, started.popleft(), totals, work)
+    if work is not None:
+        work.totals.add_to(totals)
     return totals
 
 
-def _start(
-    provider: LogitsProvider, plan: Plan, terms: Sequence[Term], rows: RowIndex, weights_C: Tensor, buffer: int
-) -> Tile:
-    # a term of scale 0 is only reported: its rows are computed, but the term adds nothing to the loss
-    seen_C = counted_C = torch.zeros_like(weights_C, dtype=torch.bool)
-    for term in terms:
-        of_term_C = term.counted(rows, weights_C)
-        seen_C = seen_C | of_term_C
-        counted_C = counted_C | of_term_C if term.scale else counted_C
-    tiles_CV = provider.tiles(rows, seen_C, plan.signals, buffer)
-    vocabulary, shard, needs_gradient = provider.vocabulary, provider.shard, provider.needs_gradient
-    tile = Tile(plan, rows, weights_C, counted_C, tiles_CV, vocabulary, shard, needs_gradient)
-    tile.start()
-    return tile
-
-
-def _finish(provider: LogitsProvider, terms: Sequence[Term], tile: Tile, totals: "Totals") -> None:
+def _finish(
+    provider: LogitsProvider, terms: Sequence[Term], tile: Tile, totals: Totals, work: ChunkWork | None
+) -> None:
     """Wait for the collective of a chunk, and add the chunk to the totals and gradients."""
-    tile.wait()
-    totals.sums["tokens"] += (tile.weights_C != 0).sum()
     totals.chunk_tokens = max(totals.chunk_tokens, len(tile.weights_C))
-    for position, term in enumerate(terms):
-        weights_C = tile.weights_C
-        if term.weights_T is not None:
-            weights_C = weights_C * tile.take(term.weights_T).to(provider.dtype)
-        totals.add(position, tile.rows, weights_C, term.add_to(tile, weights_C * term.scale))
+    if work is None:
+        tile.read(*tile.gathered_sums())
+        totals.add_tile(terms, tile)
+    else:
+        work.finish(tile)
     if provider.needs_gradient:
         provider.pull_back(tile.rows, tile.counted_C, tile.gradient(provider.rounded_buffer(len(tile.counted_C))))
 
 
-class Totals:
-    """The sums of a pass, in float64, because a float32 running sum loses a digit every few hundred chunks. They are
-    float32 on Apple's GPUs, which have no float64.
-    """
-
-    def __init__(self, terms: Sequence[Term], tokens: int, provider: LogitsProvider):
-        self.names = unique_names(terms)
-        self.keys = StatisticKeys(terms, self.names)
-        self.scales = [term.scale for term in terms]
-        self.per_token = {
-            name: torch.zeros(tokens, dtype=provider.dtype, device=provider.device) for name in self.names
-        }
-        dtype = torch.float32 if provider.device.type == "mps" else torch.float64
-        self.loss = torch.zeros((), dtype=dtype, device=provider.device)
-        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(self.loss))
-        self.chunk_tokens = 0
-
-    def plus(self, other: "Totals") -> "Totals":
-        """Add the totals of another pass, over other rows."""
-        self.loss += other.loss
-        self.chunk_tokens = max(self.chunk_tokens, other.chunk_tokens)
-        for name, value in other.sums.items():
-            self.sums[name] += value
-        for name, value_T in other.per_token.items():
-            self.per_token[name] = self.per_token[name] + value_T if name in self.per_token else value_T
-        return self
-
-    def add(self, position: int, rows: RowIndex, term_weights_C: Tensor, result: TermResult) -> None:
-        """Add a term's result on a chunk. A row of weight 0 adds 0, even if its value is NaN."""
-        is_zero_C = term_weights_C == 0
-        value_C = result.value_C.masked_fill(is_zero_C, 0.0)
-        value = (value_C.to(self.loss.dtype) * term_weights_C).sum()
-        self.per_token[self.names[position]][rows] = value_C
-        self.sums[self.names[position]] += value
-        if self.scales[position]:  # a term of scale 0 is only reported; its value may be infinite
-            self.loss += self.scales[position] * value
-        for name, statistic_C in (result.statistics | result.parts).items():
-            if key := self.keys.of(position, name):
-                statistic_C = statistic_C.masked_fill(is_zero_C, 0.0)
-                self.sums[key] += (statistic_C.to(self.loss.dtype) * term_weights_C).sum()
+def _is_of_this_package(term: Term) -> bool:
+    """A term of a user may contain anything, and its code may do what cannot be compiled."""
+    return type(term).__module__.partition(".")[0] == __name__.partition(".")[0]

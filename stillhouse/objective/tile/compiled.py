@@ -8,7 +8,7 @@ function is one kernel that computes nothing (`fake_kernels.py`).
 
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from itertools import count
 from typing import Any
@@ -23,55 +23,89 @@ from stillhouse.objective.tile.tile_plan import PointwisePlan
 #: functions are compiled if a tile has at least this many columns
 COMPILED_FROM = 2048
 
+#: the types of devices on which the work on rows is compiled
+ROW_DEVICES = {"cuda"}
+
 #: torch's limits for the number of operations and reads. Beyond them, torch stores an intermediate tile in memory if
 #: two sums use it; computing it twice in registers is faster
 STORED_FROM = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
 
 _plans = count()
 
-#: device types on which compiling has failed
-_without_compiler: set[str] = set()
+#: device types, and the functions whose compiling has failed there ("pointwise": all but the terms' own code)
+_without_compiler: set[tuple[str, str]] = set()
 
 
 def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[Tensor], *rest: Any) -> Any:
     """Call function(plan, tiles_BV, *rest), compiled or in plain PyTorch."""
-    columns = tiles_BV[0].shape[1]
-    if columns < COMPILED_FROM:
+    if tiles_BV[0].shape[1] < COMPILED_FROM:
         return function(plan, tiles_BV, *rest)
-    return _fused(function, plan, columns, 0, tiles_BV, *rest)
+    return _fused(function, plan, tiles_BV, *rest)
 
 
-def of_rows(function: Callable[..., Any], plan: PointwisePlan, pieces_RCX: Tensor, *rest: Any) -> Any:
-    """Call function(plan, pieces_RCX, *rest): on a GPU compiled, because it consists of hundreds of small kernels."""
-    if not pieces_RCX.is_cuda:
-        return function(plan, pieces_RCX, *rest)
-    return _fused(function, plan, len(pieces_RCX), 1, pieces_RCX, *rest)
+def of_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
+    """Call function(plan, *arguments): on a GPU compiled, because it consists of hundreds of small kernels.
+
+    plan: what the function's code depends on. partly: the tiles of which the function reads a few columns.
+    """
+    if _tensors(arguments)[0].device.type not in ROW_DEVICES:
+        return function(plan, *arguments)
+    return _fused(function, plan, *arguments, partly=partly)
 
 
-def _fused(function: Callable[..., Any], plan: PointwisePlan, size: int, dim: int, *arguments: Any) -> Any:
-    """size: a size that is a constant of the compiled code. dim: the dimension of the rows, whose number varies."""
-    tensors = [tensor for entry in arguments for tensor in (entry if isinstance(entry, list) else [entry])]
-    device = tensors[0].device.type
+def traced(
+    function: Callable[..., tuple[Tensor, ...]], plan: Hashable, tensors: Sequence[Tensor], partly: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Call `of_rows` for a function of Python code that torch.compile cannot read: it is run on symbolic tensors."""
+    return of_rows(_in_graph(function, plan), None, *tensors, partly=partly)
+
+
+@cache
+def _in_graph(function: Callable[..., Any], plan: Hashable) -> Callable[..., Any]:
+    def in_graph(_: None, *tensors: Tensor) -> Any:
+        return function(plan, *tensors)
+
+    in_graph.__name__ = function.__name__
+    return torch.compiler.allow_in_graph(in_graph)
+
+
+def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
+    """The first dim of every tensor is that of the rows, whose number varies; the other sizes are constants."""
+    tensors = _tensors(arguments)
+    # the terms' own code can fail to compile where the other functions do not
+    where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"
     # torch treats a size of 1 as a constant, so it would compile again for a block of one row
-    if tensors[0].shape[dim] < 2 or device in _without_compiler:
+    if len(tensors[0]) < 2 or where in _without_compiler:
         return function(plan, *arguments)
     if are_fake(tensors):
-        return call_as_one_kernel(function, plan, *arguments)
+        return call_as_one_kernel(function, plan, *arguments, partly=partly)
     if _is_off():
         return function(plan, *arguments)
     for tensor in tensors:
-        torch._dynamo.mark_dynamic(tensor, dim)
+        torch._dynamo.mark_dynamic(tensor, 0)
     try:
-        return _compiled(function, plan, size)(*arguments)
-    except (torch._dynamo.exc.TorchDynamoException, OSError) as error:  # OSError: the cache is not writable
-        _without_compiler.add(device)
+        return _compiled(function, plan, tuple(tuple(tensor.shape[1:]) for tensor in tensors))(*arguments)
+    except _failures() as error:
+        _without_compiler.add(where)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(
-            f"torch.compile does not work for {device} here: the objective's work beside its matrix products takes "
-            f"several times as long, with the same results ({reason})",
+            f"torch.compile does not work for {where[0]} here: the objective's work beside its matrix products takes "
+            f"several times as long, with the same results ({where[1]}: {reason})",
             stacklevel=2,
         )
         return function(plan, *arguments)
+
+
+def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
+    return [tensor for entry in arguments for tensor in (entry if isinstance(entry, list) else [entry])]
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What torch raises if it cannot compile. Importing it takes seconds."""
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+    # OSError: the cache is not writable
+    return torch._dynamo.exc.TorchDynamoException, ConstraintViolationError, OSError
 
 
 def _is_off() -> bool:
@@ -80,7 +114,9 @@ def _is_off() -> bool:
 
 
 @cache
-def _compiled(function: Callable[..., Any], plan: PointwisePlan, size: int) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], plan: Any, sizes: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
+    """sizes: those of the tensors, without rows."""
+
     def of_plan(*arguments: Any) -> Any:
         return function(plan, *arguments)
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from stillhouse.objective.tile.tile_plan import PointwisePlan
-
 
 @torch.library.custom_op("stillhouse::kernel", mutates_args=["written"])
 def fake_kernel(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
@@ -34,10 +32,13 @@ def are_fake(tensors: Sequence[Tensor]) -> bool:
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
-def call_as_one_kernel(function: Callable[..., Any], plan: PointwisePlan, *arguments: Any) -> Any:
+def call_as_one_kernel(
+    function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()
+) -> Any:
     """Return the results of function(plan, *arguments): fake tensors, allocated here and written by one kernel.
 
-    arguments: fake tensors and lists of them.
+    arguments: fake tensors and lists of them. partly: those of which it reads a few columns only, so that they are
+    not among the tensors that the kernel reads.
     """
     tensors: list[Tensor] = []
     copies: list[Tensor] = []
@@ -54,6 +55,7 @@ def call_as_one_kernel(function: Callable[..., Any], plan: PointwisePlan, *argum
         result = function(plan, *copied)
     is_written = [copy._version > version for copy, version in zip(copies, versions, strict=True)]
     read = [tensor for tensor, written in zip(tensors, is_written, strict=True) if not written]
+    read = [tensor for tensor in read if all(tensor is not other for other in partly)]
     written = [tensor for tensor, written in zip(tensors, is_written, strict=True) if written]
     device = tensors[0].device
 

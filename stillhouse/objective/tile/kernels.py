@@ -92,10 +92,15 @@ def _is_known(divergence: Divergence) -> bool:
 
 def kernel_raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     """`pointwise.raw_sums`, [B, X]."""
-    return of_rows(merged, plan, _piece_sums(plan, tiles_BV))
+    return of_rows(merged_pieces, plan, piece_sums(plan, tiles_BV).transpose(0, 1))
 
 
-def _piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
+def merged_pieces(plan: PointwisePlan, pieces_BPX: Tensor) -> Tensor:
+    """Return the raw sums of the pieces of each row together, [B, X]."""
+    return merged(plan, pieces_BPX.transpose(0, 1))
+
+
+def piece_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     """Return the raw sums of all pieces, [P, B, X]."""
     student_BV, teacher_BV = tiles_BV[0], tiles_BV[-1]
     rows, columns = student_BV.shape

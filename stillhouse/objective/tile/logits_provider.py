@@ -3,6 +3,7 @@
 T tokens, C rows of a chunk, D student width, E teacher width, V vocabulary (of this rank).
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -151,6 +152,8 @@ class HeadLogits(LogitsProvider):
         super().__init__([head], terms, head.shard, wide, gradients)
         self.projection = Projection(head, self.vocabulary, dtype, head.shard)
         self._rounded_CV: Tensor | None = None
+        #: (mask, result) of the last calls of `_hidden`, for the chunks that are under way
+        self._masked: deque[tuple[Tensor, Tensor]] = deque(maxlen=2)
 
     def student_logits(self, rows: RowIndex, seen_C: Tensor, out_CV: Tensor) -> Tensor:
         return self.projection.logits(self._hidden(rows, seen_C), out_CV)
@@ -161,7 +164,10 @@ class HeadLogits(LogitsProvider):
             bias_grad_V[: self.columns] += grad_CV.sum(0)
         operand_CV = grad_CV.to(self.projection.gradient_dtype)
         if hidden_grad_TD is not None:
-            hidden_grad_TD[rows] = self.projection.hidden_grad(operand_CV)
+            if isinstance(rows, slice):
+                self.projection.hidden_grad(operand_CV, hidden_grad_TD[rows])
+            else:
+                hidden_grad_TD[rows] = self.projection.hidden_grad(operand_CV)
         if weight_grad_VD is not None:
             here_VD = weight_grad_VD[: self.columns]
             self.projection.add_weight_grad(here_VD, operand_CV, self._hidden(rows, counted_C))
@@ -176,7 +182,12 @@ class HeadLogits(LogitsProvider):
 
     def _hidden(self, rows: RowIndex, kept_C: Tensor) -> Tensor:
         # the other rows may contain NaN, and 0·NaN would make the weight's gradient NaN
-        return self.hidden_TD[rows].masked_fill(~kept_C[:, None], 0.0)
+        for mask_C, hidden_CD in self._masked:
+            if mask_C is kept_C:
+                return hidden_CD
+        hidden_CD = self.hidden_TD[rows].masked_fill(~kept_C[:, None], 0.0)
+        self._masked.append((kept_C, hidden_CD))
+        return hidden_CD
 
 
 class TensorLogits(LogitsProvider):

@@ -13,7 +13,7 @@ student's probability, τ a temperature, l = (logit − reference) / τ.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,16 +21,22 @@ from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.signals import RowIndex, Signal, SparseSignal
-from stillhouse.objective.tile.compiled import of_rows, pointwise
-from stillhouse.objective.tile.kernels import has_kernels, kernel_gradient, kernel_normalized_sums, kernel_raw_sums
-from stillhouse.objective.tile.pointwise import before_head, gradient, normalized_sums, raw_sums
-from stillhouse.objective.tile.statistics import statistics
+from stillhouse.objective.tile.compiled import ROW_DEVICES, of_rows, pointwise
+from stillhouse.objective.tile.kernels import (
+    has_kernels,
+    kernel_gradient,
+    kernel_normalized_sums,
+    piece_sums,
+)
+from stillhouse.objective.tile.local_sums import columns_of, local_sums, normalizers, row_blocks, sums_and_logits
+from stillhouse.objective.tile.pointwise import before_head, gradient, normalized_sums
+from stillhouse.objective.tile.statistics import RowStatistics, statistics
 from stillhouse.objective.tile.tile_plan import STUDENT, Column, Plan, PointwisePlan, StudentSoftmax
 from stillhouse.objective.top_k import local_top_k, merged
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
-#: bytes of the block of logits that one CPU thread processes at a time, so that it fits into the second-level cache
-BLOCK_BYTES = 1 << 20
+#: ids per row up to which all pairs of ids are compared, to find those that occur several times
+MOST_IDS = 128
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Tile:
     """The logits [C, V] of the student and of dense teachers (at least float32), and later the student's gradient.
 
     weights_C: the objective's weights.
+    taken: the chunk's rows of tensors over all tokens.
     counted_C: the rows that at least one term of the loss counts. Other rows may contain any values; they get no
         gradient.
     """
@@ -64,59 +71,76 @@ class Tile:
         vocabulary: int,
         shard: VocabShard | None,
         needs_gradient: bool,
+        taken: Mapping[Tensor, Tensor] | None = None,
     ):
         self.rows, self.weights_C, self.counted_C = rows, weights_C, counted_C
         self.vocabulary, self.needs_gradient = vocabulary, needs_gradient
+        self.tiles_CV = tiles_CV
+        self.taken = taken or {}
         self._plan, self._pointwise, self._shard = plan, plan.pointwise, shard
-        self._tiles_CV = tiles_CV
         self._first = 0 if shard is None else shard.within(vocabulary)[0]
         self._coefficients: dict[Column, Tensor] = {}
         self._added: list[tuple[Tensor, Tensor]] = []
+        self._statistics: RowStatistics | None = None
+        self._rows_CX: Tensor | None = None
+        self._at_ids: Sequence[Tensor] = ()
 
     @property
     def logits_CV(self) -> Tensor:
         """The student's logits; after `gradient`, the gradient."""
-        return self._tiles_CV[STUDENT]
+        return self.tiles_CV[STUDENT]
 
     # the steps of a chunk
 
     def start(self) -> None:
-        sums = [local_sums(self._pointwise, self._tiles_CV)]
+        sums = [self._sums_and_logits()]
         sums += [self._outside_sums(*bucket) for bucket in self._plan.buckets]
-        sums += [self._local_logits(self.take(ids)) for ids in self._plan.ids]
         if self._plan.ranks:
             sums += local_top_k(self.logits_CV, self._plan.ranks, self._shard)
-        self._widths = [sum_CX.shape[1] for sum_CX in sums]
-        self._pieces = AsyncAllGather(torch.cat(sums, 1), self._shard)
+        self._pieces = AsyncAllGather(sums[0] if len(sums) == 1 else torch.cat(sums, 1), self._shard)
 
-    def wait(self) -> None:
-        raw_RCX, *rest = self._pieces.wait().split(self._widths, 2)
-        outside, entries = rest[: len(self._plan.buckets)], rest[len(self._plan.buckets) :]
+    def gathered_sums(self) -> list[Tensor]:
+        """Wait for the sums of all ranks, and compute the normalized sums if the plan has a second sweep."""
+        gathered_RCX = self._pieces.wait()
+        if not self._pointwise.two_sweep:
+            return [gathered_RCX]
+        raw_RCX, outside, _ = self._split(gathered_RCX)
+        if raw_RCX.device.type in ROW_DEVICES:
+            of_pieces = raw_RCX.transpose(0, 1), [sums_RC2.transpose(0, 1) for sums_RC2 in outside]
+            normalizers_CX = of_rows(normalizers, self._pointwise, *of_pieces)
+        else:
+            self._statistics = statistics(self._pointwise, raw_RCX, outside)
+            normalizers_CX = self._statistics.normalizers()
+        return [gathered_RCX, AsyncAllGather(self._normalized_sums(normalizers_CX), self._shard).wait()]
+
+    def read(self, gathered_RCX: Tensor, normalized_RCX: Tensor | None = None) -> None:
+        """Compute what terms read from the sums of all ranks."""
+        raw_RCX, outside, entries = self._split(gathered_RCX)
         if self._plan.ranks:
             *entries, logits_RCK, ids_RCK = entries
             self._top_k = merged(logits_RCK, ids_RCK, self._plan.ranks)[:2]
         # an id's logit is on one rank; the other ranks send −inf
         self._entries = [logits_RCN.amax(0) for logits_RCN in entries]
-        self._known = of_rows(statistics, self._pointwise, raw_RCX, outside)
-        if self._pointwise.two_sweep:
-            self._known.add_normalized(self._pointwise, AsyncAllGather(self._normalized_sums(), self._shard).wait())
+        if self._statistics is None:
+            self._statistics = statistics(self._pointwise, raw_RCX, outside)
+        if normalized_RCX is not None:
+            self._known.add_normalized(self._pointwise, normalized_RCX)
 
     def gradient(self, rounded_CV: Tensor | None = None) -> Tensor:
         """Return the gradient [C, V]. It overwrites `rounded_CV`, whose dtype may be shorter, or else the logits."""
         logits_CV = self.logits_CV
         if logits_CV.shape[1] == 0:
             return logits_CV if rounded_CV is None else rounded_CV
-        rows_CX = self._gradient_rows()
+        rows_CX = self.gradient_rows() if self._rows_CX is None else self._rows_CX
+        if self._at_ids:
+            result_CV = logits_CV if rounded_CV is None else rounded_CV
+            self._sweep_gradient(rows_CX, rounded_CV)
+            return result_CV.scatter_(1, *self._at_ids)
         # the values at ids are summed in the logits' dtype, in the tile of the logits, and rounded once
         at_ids = [] if rounded_CV is None else [(ids, self._gradient_in(ids, rows_CX)) for ids, _ in self._added]
         # write the gradient of tokens outside all buckets' ids to all columns, then overwrite the columns of the ids
         corrected = [self._gradient_at(signal, rows_CX) for signal, _ in self._plan.buckets]
-        if has_kernels(self._pointwise, self._tiles_CV):
-            kernel_gradient(self._pointwise, self._tiles_CV, rows_CX, rounded_CV)
-        else:
-            for block in row_blocks(self.logits_CV):
-                out = [] if rounded_CV is None else [rounded_CV[block]]
-                pointwise(gradient, self._pointwise, self._block(block), rows_CX[block], *out)
+        self._sweep_gradient(rows_CX, rounded_CV)
         for places_CK, values_CK in (*at_ids, *corrected):
             logits_CV.scatter_(1, places_CK, values_CK)
         for local_CN, values_CN in self._added:
@@ -127,11 +151,47 @@ class Tile:
             rounded_CV.scatter_(1, places_CK, logits_CV.gather(1, places_CK).to(rounded_CV.dtype))
         return rounded_CV
 
+    # the gradient as tensors, for `chunk_work.py`
+
+    def gradient_rows(self) -> Tensor:
+        """Return the columns of `plan.normalizers` and `plan.coefficients`, [C, X]."""
+        zero_C = torch.zeros_like(self._known.references[0])
+        known = self._coefficients | {("counted", 0): self.counted_C.to(zero_C.dtype)}
+        for at in range(len(self._plan.buckets)):
+            known["outside_reference", at] = self._known.outside_reference[at]
+            known["outside_log_mass", at] = self._known.outside_log_mass[at]
+        coefficients = [known.get(column, zero_C) for column in self._pointwise.coefficients]
+        return torch.cat([self._known.normalizers(), torch.stack(coefficients, 1)], 1)
+
+    def gradient_at_ids(self, rows_CX: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Return the gradient at the ids of `add_at` for `set_gradient`.
+
+        It is [columns, gradients], [C, N] each, or, with buckets or many ids, the columns and values of every
+        `add_at`, which are added to the gradient later.
+        """
+        if self._plan.buckets or sum(ids.shape[1] for ids, _ in self._added) > MOST_IDS:
+            return [tensor for pair in self._added for tensor in pair]
+        if not self._added:
+            return []
+        columns_CN, values_CN = (torch.cat(tensors, 1) for tensors in zip(*self._added, strict=True))
+        # a column that occurs several times gets the sum of its values at each place
+        is_same_CNN = columns_CN[:, :, None] == columns_CN[:, None, :]
+        values_CN = torch.where(is_same_CNN, values_CN[:, None, :], 0.0).sum(2)
+        return [columns_CN, (self._gradient_in(columns_CN, rows_CX) + values_CN).to(dtype)]
+
+    def set_gradient(self, rows_CX: Tensor, *at_ids: Tensor) -> None:
+        """Set the results of `gradient_rows` and `gradient_at_ids`, which another tile of the same chunk returned."""
+        self._rows_CX = rows_CX
+        if self._plan.buckets or sum(columns_CN.shape[1] for columns_CN in at_ids[::2]) > MOST_IDS:
+            self._added = list(zip(at_ids[::2], at_ids[1::2], strict=True))
+        else:
+            self._at_ids = at_ids
+
     # what terms read
 
     def take(self, per_token: Tensor) -> Tensor:
         """The chunk's rows of a tensor over all tokens."""
-        return per_token[self.rows]
+        return self.taken[per_token] if per_token in self.taken else per_token[self.rows]
 
     def log_normalizer(self, temperature: float) -> Tensor:
         """log Σ e^(logit / τ), [C]."""
@@ -211,6 +271,11 @@ class Tile:
         values_CN = before_head(values_CN, self.logits_CV.gather(1, local_CN), scale, softcap)
         self._added.append((local_CN, torch.where(is_here_CN & self.counted_C[:, None], values_CN, 0.0)))
 
+    @property
+    def _known(self) -> RowStatistics:
+        assert self._statistics is not None
+        return self._statistics
+
     # this rank's part
 
     def _outside_sums(self, signal: SparseSignal, softmax: StudentSoftmax) -> Tensor:
@@ -234,28 +299,47 @@ class Tile:
         sums = dict(zip(plan.raw_sums, local_sums(plan, [self.logits_CV]).unbind(1), strict=True))
         return torch.stack([sums["reference", STUDENT], sums["largest", STUDENT] + sums["student_others", 0]], 1)
 
-    def _normalized_sums(self) -> Tensor:
-        normalizers_CX = self._known.normalizers()
-        if has_kernels(self._pointwise, self._tiles_CV):
-            return kernel_normalized_sums(self._pointwise, self._tiles_CV, normalizers_CX)
+    def _sums_and_logits(self) -> Tensor:
+        """Return the raw sums and the student's logits at the plan's ids, over this rank's part, [C, X]."""
+        ids = [ids_C[:, None] if ids_C.dim() == 1 else ids_C for ids_C in map(self.take, self._plan.ids)]
+        if has_kernels(self._pointwise, self.tiles_CV):
+            sums_PCX = piece_sums(self._pointwise, self.tiles_CV)
+        else:
+            sums_PCX = local_sums(self._pointwise, self.tiles_CV)[None]
+            if not ids:
+                return sums_PCX[0]
+        # the rows are the first dim of every tensor of a compiled function
+        arguments = sums_PCX.transpose(0, 1), self.logits_CV, ids
+        return of_rows(sums_and_logits, (self._pointwise, self._first), *arguments, partly=[self.logits_CV])
+
+    def _split(self, gathered_RCX: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return the raw sums, the sums outside the ids of each bucket, and the logits at ids and top tokens."""
+        widths = [len(self._pointwise.raw_sums)]
+        widths += [1 if ids.dim() == 1 else ids.shape[1] for ids in self._plan.ids]
+        widths += [2] * len(self._plan.buckets) + [self._plan.ranks] * (2 if self._plan.ranks else 0)
+        raw_RCX, *rest = gathered_RCX.split(widths, 2)
+        ids, buckets = len(self._plan.ids), len(self._plan.buckets)
+        return raw_RCX, rest[ids : ids + buckets], rest[:ids] + rest[ids + buckets :]
+
+    def _sweep_gradient(self, rows_CX: Tensor, rounded_CV: Tensor | None) -> None:
+        if has_kernels(self._pointwise, self.tiles_CV):
+            kernel_gradient(self._pointwise, self.tiles_CV, rows_CX, rounded_CV)
+            return
+        for block in row_blocks(self.logits_CV):
+            out = [] if rounded_CV is None else [rounded_CV[block]]
+            pointwise(gradient, self._pointwise, self._block(block), rows_CX[block], *out)
+
+    def _normalized_sums(self, normalizers_CX: Tensor) -> Tensor:
+        if has_kernels(self._pointwise, self.tiles_CV):
+            return kernel_normalized_sums(self._pointwise, self.tiles_CV, normalizers_CX)
         blocks = (
             pointwise(normalized_sums, self._pointwise, self._block(block), normalizers_CX[block])
             for block in row_blocks(self.logits_CV)
         )
         return torch.cat(list(blocks))
 
-    def _gradient_rows(self) -> Tensor:
-        """Return the columns of `plan.normalizers` and `plan.coefficients`, [C, X]."""
-        zero_C = torch.zeros_like(self._known.references[0])
-        known = self._coefficients | {("counted", 0): self.counted_C.to(zero_C.dtype)}
-        for at in range(len(self._plan.buckets)):
-            known["outside_reference", at] = self._known.outside_reference[at]
-            known["outside_log_mass", at] = self._known.outside_log_mass[at]
-        coefficients = [known.get(column, zero_C) for column in self._pointwise.coefficients]
-        return torch.cat([self._known.normalizers(), torch.stack(coefficients, 1)], 1)
-
     def _block(self, block: slice) -> list[Tensor]:
-        return [tile_CV[block] for tile_CV in self._tiles_CV]
+        return [tile_CV[block] for tile_CV in self.tiles_CV]
 
     def _places(self, signal: SparseSignal) -> tuple[Tensor, Tensor]:
         """Return the columns [C, K] of the signal's ids on this rank, and a mask of rows that have such ids, [C, 1].
@@ -278,7 +362,7 @@ class Tile:
 
     def _gradient_in(self, columns_CK: Tensor, rows_CX: Tensor, outside_CK: Sequence[Tensor] | None = None) -> Tensor:
         """Return `pointwise.gradient` in these columns, [C, K]."""
-        tiles_CK = [tile_CV.gather(1, columns_CK) for tile_CV in self._tiles_CV]
+        tiles_CK = [tile_CV.gather(1, columns_CK) for tile_CV in self.tiles_CV]
         gradient(self._pointwise, tiles_CK, rows_CX, outside_BV=outside_CK)
         return tiles_CK[0]
 
@@ -288,40 +372,11 @@ class Tile:
         is_of_CV = torch.zeros_like(self.logits_CV, dtype=torch.bool)
         return is_of_CV.scatter_(1, places_CK, held_C1.expand_as(places_CK)).gather(1, columns_CK)
 
-    def _local_logits(self, ids: Tensor) -> Tensor:
-        """Return the student's logits at ids [C] or [C, N]; −inf at ids that are not on this rank, [C, N]."""
-        ids_CN = ids[:, None] if ids.dim() == 1 else ids
-        if self.logits_CV.shape[1] == 0:
-            return self.logits_CV.new_full(ids_CN.shape, -math.inf)
-        local_CN, is_here_CN = self._local(ids_CN)
-        return self.logits_CV.gather(1, local_CN).masked_fill(~is_here_CN, -math.inf)
-
     def _local(self, ids_CN: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids' columns in this rank's tile (0 for other ranks' ids), and a mask of this rank's ids."""
-        local_CN = ids_CN.long() - self._first
-        is_here_CN = (local_CN >= 0) & (local_CN < self.logits_CV.shape[1])
-        return torch.where(is_here_CN, local_CN, 0), is_here_CN
+        return columns_of(ids_CN, self._first, self.logits_CV)
 
     def _log_mass(self, temperature: float) -> Tensor:
         return self._known.student_log_mass[self._plan.softmax(temperature)]
 
     def _add(self, column: Column, coefficient_C: Tensor) -> None:
         self._coefficients[column] = self._coefficients.get(column, 0.0) + coefficient_C
-
-
-def local_sums(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> Tensor:
-    """Return `raw_sums` over this rank's part of the vocabulary, [C, X]."""
-    if has_kernels(plan, tiles_CV):
-        return kernel_raw_sums(plan, tiles_CV)
-    blocks = row_blocks(tiles_CV[0])
-    return torch.cat([pointwise(raw_sums, plan, [tile_CV[block] for tile_CV in tiles_CV]) for block in blocks])
-
-
-def row_blocks(tile_CV: Tensor) -> Iterator[slice]:
-    """Return at least one block of rows, which may be empty. On a GPU the whole chunk is one block."""
-    rows, columns = tile_CV.shape
-    size = max(rows, 1)
-    if tile_CV.device.type == "cpu":
-        per_thread = BLOCK_BYTES // (max(columns, 1) * tile_CV.element_size())
-        size = torch.get_num_threads() * max(per_thread, 2)
-    return (slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size))

@@ -1,0 +1,123 @@
+"""The terms of a pass without their tensors, so that a function that is compiled for one micro-batch fits the next.
+
+T tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective.signals import Signal
+from stillhouse.objective.terms import Term
+from stillhouse.objective.tile.logits_provider import LogitsProvider
+from stillhouse.objective.tile.tile_plan import Plan
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a tensor in the list of tensors. shape: of one row."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Object:
+    """A term or a signal. number: the same object has the same number wherever it is used."""
+
+    number: int
+    kind: type
+    fields: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class TermLayout:
+    """What the code of a pass's terms depends on, without tensors. Equal layouts compute the same of their tensors.
+
+    tensors, tiles: the number of the terms' tensors, and of tiles.
+    first: the first id of the vocabulary on this rank. dtype: of the logits. rounded: of the gradient of the logits.
+    keys: of the sums that `chunk_work.finish_rows` returns, which it sets.
+    """
+
+    terms: tuple[_Object, ...]
+    tensors: int
+    tiles: int
+    scale: float
+    softcap: float | None
+    vocabulary: int
+    first: int
+    needs_gradient: bool
+    dtype: torch.dtype
+    rounded: torch.dtype
+    keys: list[str] = field(default_factory=list, compare=False)
+
+    def build(self, tensors: Sequence[Tensor]) -> list[Term]:
+        """Return the terms with these tensors."""
+        built: dict[int, Any] = {}
+
+        def value_of(entry: Any) -> Any:
+            if isinstance(entry, _Slot):
+                return tensors[entry.number]
+            if not isinstance(entry, _Object):
+                return entry
+            if entry.number not in built:
+                # the checks of __post_init__ were made for the whole pass
+                made: Any = object.__new__(entry.kind)
+                built[entry.number] = made
+                for name, value in entry.fields:
+                    object.__setattr__(made, name, value_of(value))
+            return built[entry.number]
+
+        return [value_of(term) for term in self.terms]
+
+
+def layout_of(terms: Sequence[Term], plan: Plan, provider: LogitsProvider) -> tuple[TermLayout, list[Tensor]]:
+    """Return the layout of the terms and their tensors, which have one row per token."""
+    numbers: dict[int, int] = {}
+    slots: dict[Tensor, int] = {}  # a tensor as a key is compared by identity
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _Slot(slots.setdefault(value, len(slots)), tuple(value.shape[1:]), value.dtype)
+        if not isinstance(value, Term | Signal):
+            return value
+        number = numbers.setdefault(id(value), len(numbers))
+        if value in plan.signals:  # terms read a dense signal's tile, and not its tensors
+            return _Object(number, Signal, ())
+        return _Object(number, type(value), tuple((name, described(entry)) for name, entry in vars(value).items()))
+
+    buffer_0V = provider.rounded_buffer(0)
+    descriptions = tuple(described(term) for term in terms)
+    layout = TermLayout(
+        descriptions,
+        len(slots),
+        plan.pointwise.tiles,
+        provider.scale,
+        provider.softcap,
+        provider.vocabulary,
+        provider.start,
+        provider.needs_gradient,
+        provider.dtype,
+        provider.dtype if buffer_0V is None else buffer_0V.dtype,
+    )
+    return _first_equal(layout), list(slots)
+
+
+@cache
+def _first_equal(layout: TermLayout) -> TermLayout:
+    """Return the first layout that is equal to this one: the one for which functions were compiled."""
+    return layout
+
+
+def requested(terms: Sequence[Term], scale: float, softcap: float | None) -> Plan:
+    """Return the plan of what the terms request."""
+    plan = Plan(scale, softcap)
+    for term in terms:
+        term.request(plan)
+    plan.close()
+    return plan
