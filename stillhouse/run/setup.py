@@ -23,6 +23,7 @@ from stillhouse.parallel import (
     Ranks,
     best_precision,
     choose_device,
+    log_rank0,
     process_count,
     start,
 )
@@ -135,7 +136,7 @@ class RunSetup:
         Raises ConfigError if a model does not fit its layout.
         """
         config, mesh, kind = self.config, models.mesh, ENGINES["torch"]
-        use_kernels(config.objective.kernels)
+        use_kernels(config.objective.kernels, log_rank0)
         separate = self._separate_layout(mesh)
         head_only = separate is not None or bool(self.stores) or config.teachers is not None
         key_of_one_process = None if separate is None else "teacher.offload"

@@ -123,7 +123,7 @@ def test_float64_and_empty_tiles_have_no_kernels() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.001, torch.nan])
-@pytest.mark.parametrize("name", ["kernel_raw_sums", "kernel_normalized_sums", "kernel_gradient"])
+@pytest.mark.parametrize("name", ["piece_sums", "kernel_normalized_sums", "kernel_gradient"])
 def test_a_wrong_kernel_is_refused(name: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is 0.1 % or NaN, in the rows in which student and teacher are close."""
     kernel = getattr(kernels, name)
@@ -131,7 +131,8 @@ def test_a_wrong_kernel_is_refused(name: str, factor: float, monkeypatch: pytest
     def wrong(plan: PointwisePlan, tiles_BV: list[Tensor], *rest: Tensor) -> Any:
         result = kernel(plan, tiles_BV, *rest)
         numbers = tiles_BV[0] if result is None else result
-        numbers[3:6] *= factor
+        rows = numbers.transpose(0, 1) if numbers.dim() == 3 else numbers
+        rows[3:6] *= factor
         return result
 
     monkeypatch.setattr(kernels, name, wrong)
@@ -155,6 +156,30 @@ def test_the_choice_of_kernels() -> None:
         use_kernels("auto")
     with pytest.raises(ValueError, match="kernels 'cutlass': expected auto, compiled or triton"):
         use_kernels("cutlass")  # type: ignore[arg-type]
+
+
+def test_the_kernels_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    use_kernels("auto", lines.append)
+    try:
+        for _ in range(2):
+            has_kernels(PLANS["a teacher's entropy"], [torch.zeros(2, 41)] * 2)
+            has_kernels(WITHOUT_KERNELS["two of a kind"], [torch.zeros(2, 41)] * 2)
+        assert lines == [
+            "kernels of the objective for softmaxes: Triton, proven against float64",
+            "kernels of the objective for jsd(0.5) + jsd(0.4): torch.compile",
+        ]
+        monkeypatch.setattr(kernels, "_refusal", lambda *_: "a reason")
+        with pytest.warns(UserWarning, match="a reason"):
+            has_kernels(PLANS["jsd"], [torch.zeros(2, 41)] * 2)
+        use_kernels("compiled", lines.append)
+        has_kernels(PLANS["jsd"], [torch.zeros(2, 41)] * 2)
+        assert lines[2:] == [
+            "kernels of the objective for jsd(0.3): torch.compile (a reason)",
+            "kernels of the objective for jsd(0.3): torch.compile (objective.kernels=compiled)",
+        ]
+    finally:
+        use_kernels("auto")
 
 
 def test_sums_of_pieces_are_merged_exactly() -> None:

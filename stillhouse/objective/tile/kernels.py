@@ -9,7 +9,7 @@ B or C rows, V vocabulary on this rank, P pieces, X statistics of a row, in the 
 
 import importlib.util
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -39,27 +39,32 @@ SERIES_BETA = (0.05, 0.95)
 TIMES, ROUNDING, SMALLEST = 4.0, 3e-5, 1e-14
 
 _choice: Kernels = "auto"
+_report: Callable[[str], object] | None = None
+_reported: set[str] = set()
 
 
-def use_kernels(choice: Kernels) -> None:
+def use_kernels(choice: Kernels, report: Callable[[str], object] | None = None) -> None:
     """Choose the kernels of all later passes of this process on a GPU.
 
     auto: Triton kernels for the plans that they support, if they pass their proof. compiled: `torch.compile` alone.
     triton: as auto, but without Triton or with a failed proof, a pass raises ValueError.
+    report: called with a line that names the kernels, once for each line, before they first run on a GPU.
     """
-    global _choice
+    global _choice, _report
     if choice not in get_args(Kernels):
         raise ValueError(f"kernels {choice!r}: expected auto, compiled or triton")
-    _choice = choice
+    _choice, _report = choice, report
+    _reported.clear()
 
 
 def has_kernels(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> bool:
     """Whether the kernels compute this plan on these tiles. Raises ValueError as `use_kernels` describes."""
     student_CV = tiles_CV[0]
-    if student_CV.device.type not in DEVICES or _choice == "compiled" or not _is_supported(plan):
-        return False
     is_fitting = student_CV.dtype == torch.float32 and 0 < len(student_CV) <= MOST_ROWS and student_CV.shape[1] > 0
-    if not is_fitting:
+    if student_CV.device.type not in DEVICES or not is_fitting:
+        return False
+    if _choice == "compiled" or not _is_supported(plan):
+        _say(plan, "torch.compile (objective.kernels=compiled)" if _choice == "compiled" else "torch.compile")
         return False
     if are_fake(tiles_CV):  # nothing is computed, so there is nothing that a proof could find wrong
         return True
@@ -68,7 +73,17 @@ def has_kernels(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> bool:
         raise ValueError(f"objective.kernels=triton: {reason}: expected auto, or kernels that work here")
     if reason:
         _warn(reason)
+    _say(plan, f"torch.compile ({reason})" if reason else "Triton, proven against float64")
     return not reason
+
+
+def _say(plan: PointwisePlan, kernels: str) -> None:
+    """Report the kernels of a plan."""
+    divergences = " + ".join(str(divergence) for divergence, _, _ in plan.pairs)
+    line = f"kernels of the objective for {divergences or 'softmaxes'}: {kernels}"
+    if _report is not None and line not in _reported:
+        _reported.add(line)
+        _report(line)
 
 
 def _is_supported(plan: PointwisePlan) -> bool:
@@ -260,7 +275,9 @@ def _difference(plan: PointwisePlan, columns: int, device: torch.device) -> str:
     tiles_BV = hard_tiles(plan.tiles, columns, device)
     exact_tiles_BV = [tile_BV.double() for tile_BV in tiles_BV]
     known = statistics(plan, raw_sums(plan, tiles_BV)[None])
-    of_kernel = statistics(plan, kernel_raw_sums(plan, tiles_BV)[None])
+    # not compiled, because a run compiles another function of the pieces, and compiling takes seconds
+    of_pieces = piece_sums(plan, tiles_BV).transpose(0, 1)
+    of_kernel = statistics(plan, merged_pieces(plan, of_pieces)[None])
     exact = statistics(plan, raw_sums(plan, exact_tiles_BV)[None])
     if not _is_as_exact(_numbers(of_kernel), _numbers(known), _numbers(exact)):
         return "the sums of the kernels differ from those of the plain functions"
