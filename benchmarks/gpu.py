@@ -68,13 +68,9 @@ def stages(device: str) -> list[Stage]:
     objective = ["-m", "benchmarks.objective", *bf16, *LARGE]
     training = ["-m", "benchmarks.training", *on, *TRAINING, "--steps", "4", "--turns", "1"]
     return [
-        tests(
-            "objective and models",
-            2.0,
-            "tests/gradients/test_objective_gpu.py",
-            "tests/gradients/test_train_step_gpu.py",
-            "tests/gradients/test_varlen_gpu.py",
-        ),
+        # two packed rows per micro-batch, then what must not wait for the device
+        tests("models", 2.0, "tests/gradients/test_varlen_gpu.py", "tests/gradients/test_train_step_gpu.py"),
+        tests("objective", 4.0, "tests/gradients/test_objective_gpu.py"),
         Stage(
             "objective, V=151,936",
             2.0,
@@ -90,6 +86,12 @@ def stages(device: str) -> list[Stage]:
         ),
         Stage("profile of a step", 1.5, ["-m", "benchmarks.profile_step", *on, *TRAINING], TINY_TRAINING),
         Stage("training loop", 1.5, training, [*TINY_TRAINING, "--steps", "1"]),
+        Stage(
+            "training loop, compiled layers",
+            2.5,
+            [*training, "--compile", "--residual-dtype", "bfloat16"],
+            [*TINY_TRAINING, "--precision", "bf16", "--steps", "1"],
+        ),
         Stage(
             "training loop with sdpa",
             1.0,

@@ -23,7 +23,7 @@ from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.models.varlen import Activations
 from stillhouse.objective.spec import parse_objective
-from stillhouse.parallel import ModelSource, single_process_runner
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
 from stillhouse.run.session import Session
 from stillhouse.signals import InStageTeacher
 
@@ -44,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--loss", default="0.3*cross_entropy + 0.7*jsd(0.5)")
     add("--precision", choices=["fp32", "bf16"], default="fp32")
     add("--attention", help="its name in transformers; by default variable-length attention where it is possible")
+    add("--compile", action="store_true", help="as train.compile")
+    add("--residual-dtype", choices=["bfloat16"], help="as train.residual_dtype")
     add("--threads", type=int, default=2)
     add("--device", default="cpu")
 
@@ -56,7 +58,11 @@ def make_session(arguments: argparse.Namespace, folder: Path, steps: int) -> Ses
     half = torch.bfloat16 if config.train.precision == "bf16" else None
     student = random_model(arguments, *arguments.student, torch.float32).train()
     teacher = random_model(arguments, *arguments.teacher, half or torch.float32)
-    runner, spec = single_process_runner(student, teacher), parse_objective(config.objective.loss)
+    spec, residual = parse_objective(config.objective.loss), torch.bfloat16 if arguments.residual_dtype else None
+    layout = Layout(residual_dtype=residual, compile=arguments.compile, autocast=half)
+    sources = (ModelSource(lambda: student, is_proven=True), ModelSource(lambda: teacher, is_proven=True))
+    mesh = Mesh(Degrees(), torch.device(arguments.device), of_one_process=True)
+    runner = build_runner(layout, mesh, *sources, prove=False)
     train = TrainConfig(learning_rate=1e-5, betas=(0.9, 0.95), clip=1.0)
     return Session(
         spec=spec,

@@ -58,6 +58,7 @@ def main() -> None:
         print(f"{key}: {json.dumps(value)}")
     name = "training" if arguments.device == "cpu" else "training-cuda"
     name += f"-{arguments.attention}" if arguments.attention else ""
+    name += "-compiled" if arguments.compile else ""
     write_result(result_file(name), {"theme": "training"} | result, arguments.device)
 
 
