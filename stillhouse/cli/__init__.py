@@ -24,6 +24,7 @@ from stillhouse.cli.arguments import OPTIONS, configured, load, quiet_libraries,
 from stillhouse.cli.cache import cache
 from stillhouse.cli.evaluate import evaluate
 from stillhouse.cli.export import export
+from stillhouse.cli.plan import plan
 from stillhouse.cli.report import report
 from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task
@@ -107,6 +108,7 @@ def cli(context: click.Context) -> None:
     \b
     stillhouse demo                          distill a small model, in minutes, without a download
     stillhouse check run.yaml                check everything before a long run
+    stillhouse plan run.yaml --ranks 64      memory and speed of a job on GPUs that are not here
     stillhouse distill run.yaml train.learning_rate=2e-5
     stillhouse cache run.yaml --out caches/a write the teacher's signals once, for many runs
     stillhouse serve Qwen/Qwen3-8B           serve a teacher to runs on other machines
@@ -121,6 +123,7 @@ def cli(context: click.Context) -> None:
 cli.add_command(cache)
 cli.add_command(evaluate)
 cli.add_command(export)
+cli.add_command(plan)
 cli.add_command(report)
 cli.add_command(serve)
 cli.add_command(task)

@@ -78,6 +78,7 @@ def rank_step(config: RunConfig, rank: int, properties: SimpleNamespace, documen
         steps = [_micro_batches(config, setup, layout, mesh, document_tokens, number) for number in range(2)]
         with mode, device:
             engine, source = setup.engine(setup.planned_models(mesh, device), layout)
+            _label_gradients(engine, device)
             with _labelled(engine, source, device):
                 for step in steps:
                     before = dict(device.now)
@@ -94,8 +95,6 @@ def _run(engine: Engine, source: SignalSource, device: DeviceCounts, step: Shard
         signals = source.request(on_device).result()
         output = engine.forward_backward(on_device, signals, step.of_all_ranks.normalizer)
         _ = output.sums
-    parameters = [parameter for _, parameter in engine.student.named_parameters()]
-    device.relabel([local(parameter.grad) for parameter in parameters if parameter.grad is not None], GRADIENTS)
     with device.labelled(OPTIMIZER):
         engine.update(1e-5)
 
@@ -156,6 +155,17 @@ def _borders(rows: int, ranks: int) -> tuple[tuple[int, int], ...]:
     """Return the first and last row of each rank's shard of an output head."""
     sizes = [Shard.local_shard_size_and_offset(rows, ranks, rank) for rank in range(ranks)]
     return tuple((start if size else rows, start + size if size else rows) for size, start in sizes)
+
+
+def _label_gradients(engine: Engine, device: DeviceCounts) -> None:
+    """Count each gradient under its purpose from the moment when it is added to its parameter."""
+
+    def relabel(parameter: nn.Parameter) -> None:
+        device.relabel([] if parameter.grad is None else [local(parameter.grad)], GRADIENTS)
+
+    for _, parameter in engine.student.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(relabel)
 
 
 @contextmanager

@@ -1,0 +1,67 @@
+"""The dry run of one rank in this process, from a job of `child.py` to its counts."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from stillhouse.config import RunConfig, load_config
+from stillhouse.engine.optimizer import require_optimizer
+from stillhouse.engine.schedule import make_step_schedule
+from stillhouse.parallel import Layout, empty_decoder
+from stillhouse.parallel.stages import cost_of
+from stillhouse.run.setup import layout_of, require_sharing
+from stillhouse.tools.plan.devices import DEVICES
+from stillhouse.tools.plan.rank_counts import LayoutSize, RankCounts
+from stillhouse.tools.plan.rank_step import rank_step
+
+
+def dry_run(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counts of a rank as JSON. Raises the errors of a run whose models do not fit their layout."""
+    config = load_config(None, settings=job["config"])
+    layout = layout_of(config.parallel, job["ranks"])
+    parallel = config.parallel.model_copy(update={"fsdp": layout.degrees.fsdp})
+    config = config.model_copy(update={"parallel": parallel})
+    require_sharing(layout, torch.device("cuda"))
+    require_optimizer(config.train, layout)
+    step = rank_step(config, job["rank"], DEVICES[job["device"]].properties(), job["document_tokens"])
+    counts = step.counts
+    tokens, micro_batches = _micro_batches(config, layout)
+    return RankCounts(
+        rank=job["rank"],
+        layout=LayoutSize(asdict(layout.degrees), layout.stages, layout.schedule, layout.last_rank),
+        micro_batches=micro_batches,
+        tokens=tokens,
+        model_operations=tokens * _operations_per_token(config),
+        kernels=sum(counts.kernels.values()),
+        waits=dict(counts.waits),
+        pageable=dict(counts.pageable),
+        products=dict(counts.products),
+        traffic=counts.traffic,
+        messages=dict(counts.messages),
+        sent=dict(counts.sent),
+        peak=dict(counts.peak),
+    ).as_json()
+
+
+def _micro_batches(config: RunConfig, layout: Layout) -> tuple[int, int]:
+    """Return the tokens of a step over all ranks, and the micro-batches of a data rank."""
+    max_tokens, data = config.data.max_tokens, layout.degrees.data
+    rows = max(1, config.train.tokens_per_step // max_tokens)
+    schedule = make_step_schedule(config.train, rows, max_tokens, data, layout.stages)
+    return rows * max_tokens, -(-rows // (schedule.rows_per_micro_batch * data))
+
+
+def _operations_per_token(config: RunConfig) -> float:
+    """Return two operations for each weight that a token uses: once in a teacher; in the student three times, or
+    twice if an adapter is trained.
+    """
+    student = cost_of(empty_decoder(config.student.model), 3 if config.student.adapter is None else 2)
+    costs = [student]
+    for teacher in config.teacher_sections.values():
+        if teacher.model is not None:
+            costs.append(cost_of(empty_decoder(teacher.model), 1))
+        elif teacher.signals_from == "student":
+            costs.append(cost_of(empty_decoder(config.student.model), 1))
+    return sum(2 * cost.passes * (cost.layers * cost.layer + cost.head) for cost in costs)

@@ -1,0 +1,158 @@
+"""`stillhouse plan`: dry-runs the ranks of a layout whose stages differ, in a process each. Needs no torch itself."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from stillhouse.config import ConfigError, RunConfig
+from stillhouse.libraries import reading
+from stillhouse.tools.plan.devices import DEVICES, Device
+from stillhouse.tools.plan.prediction import Prediction, predict
+from stillhouse.tools.plan.rank_counts import FIRST, RankCounts, planned_ranks
+
+#: the most processes at a time; each needs about 1.5 GB
+PROCESSES = 2
+#: the files of a model that a plan reads
+_FILES = ["config.json", "generation_config.json"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machines of a plan. name: of the device in `DEVICES`."""
+
+    ranks: int
+    gpus_per_node: int
+    name: str
+
+    @property
+    def device(self) -> Device:
+        return DEVICES[self.name]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The dry run of a layout: the counts of its ranks by name, and the prediction."""
+
+    machine: Machine
+    ranks: Mapping[str, RankCounts]
+    prediction: Prediction
+
+    @property
+    def largest(self) -> RankCounts:
+        """The rank that needs most memory."""
+        return max(self.ranks.values(), key=lambda rank: rank.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.largest.memory <= self.machine.device.usable
+
+    def as_json(self) -> dict[str, Any]:
+        prediction, device = self.prediction, self.machine.device
+        return {
+            "device": self.machine.name,
+            "ranks": self.machine.ranks,
+            "gpus_per_node": self.machine.gpus_per_node,
+            "fits": self.fits,
+            "usable_memory": device.usable,
+            "step_seconds": prediction.seconds,
+            "tokens_per_second": prediction.tokens_per_second,
+            "model_share_of_peak": prediction.model_share,
+            "bubble_share": prediction.bubble,
+            "slowest": prediction.slowest,
+            "counts": {name: rank.as_json() for name, rank in self.ranks.items()},
+            "times": {name: time.as_json() for name, time in prediction.times.items()},
+        }
+
+
+def plan(config: RunConfig, machine: Machine, document_tokens: int) -> Plan:
+    """Dry-run the layout of a configuration. document_tokens: the length of the documents in packed rows.
+
+    Raises ConfigError for a configuration that a plan or a run refuses.
+    """
+    job = planned_job(config, machine, document_tokens)
+    first = run_job(job)
+    others = [(name, rank) for name, rank in planned_ranks(first.layout).items() if name != FIRST]
+    counts = run_jobs([job | {"rank": rank} for _, rank in others])
+    ranks = {FIRST: first} | {name: rank for (name, _), rank in zip(others, counts, strict=True)}
+    return Plan(machine, ranks, predict(ranks, machine.device, machine.gpus_per_node))
+
+
+def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> dict[str, Any]:
+    """Return the job of rank 0 (`child.py`). Models on the hub are replaced by folders with their configurations."""
+    _require_planned(config)
+    values = config.model_dump(mode="json")
+    values |= {"device": "cuda", "track": []}
+    values["data"]["eval"] = 0
+    values["student"]["init"] = None  # the weights have the same shapes, whatever they start from
+    values["student"] |= {
+        "model": _folder("student", config.student.model, config.student.revision),
+        "revision": None,
+    }
+    for section, teacher in config.teacher_sections.items():
+        if teacher.model is not None:
+            target: Any = values
+            for name in section.split("."):
+                target = target[name]
+            target |= {"model": _folder(section, teacher.model, teacher.revision), "revision": None}
+    return {
+        "config": values,
+        "ranks": machine.ranks,
+        "rank": 0,
+        "gpus_per_node": machine.gpus_per_node,
+        "device": machine.name,
+        "document_tokens": min(document_tokens, config.data.max_tokens),
+    }
+
+
+def run_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[RankCounts]:
+    """Dry-run several ranks, some of them at a time."""
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        return list(pool.map(run_job, jobs))
+
+
+def run_job(job: Mapping[str, Any]) -> RankCounts:
+    """Dry-run one rank in a process of its own. Raises the error of that process."""
+    command = [sys.executable, "-m", "stillhouse.tools.plan.child"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, input=json.dumps(job), env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the dry run of rank {job['rank']} ended with {done.returncode}:\n{done.stderr}")
+    answer = json.loads(done.stdout)
+    if "error" not in answer:
+        return RankCounts.from_json(answer)
+    if answer["key"] is None:
+        raise ValueError(answer["error"])
+    raise ConfigError(answer["key"], answer["error"])
+
+
+def _require_planned(config: RunConfig) -> None:
+    """Raise ConfigError for what a dry run does not have."""
+    for section, teacher in config.teacher_sections.items():
+        if teacher.source_kind.is_store:
+            raise ConfigError(
+                f"{section}.{teacher.signals_from}",
+                f"a plan has no signals of this kind; expected {section}.model, whose layers run in the job, or "
+                f"{section}=null for the student alone",
+            )
+        if teacher.quantize is not None:
+            raise ConfigError(f"{section}.quantize", "a plan counts plain weights: expected null")
+    if config.rollout is not None:
+        raise ConfigError("rollout", "a plan has no completions: expected null, to plan the step that trains on them")
+
+
+def _folder(section: str, name: str, revision: str | None) -> str:
+    """Return a folder with the configuration of a model. Its weights are not downloaded from the hub."""
+    if os.path.isdir(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        with reading(f"got {name!r}, which is neither a folder nor a model of the hub that can be read"):
+            return snapshot_download(name, revision=revision, allow_patterns=_FILES)
+    except ValueError as error:
+        raise ConfigError(f"{section}.model", str(error)) from error

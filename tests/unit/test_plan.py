@@ -1,0 +1,169 @@
+"""The parts of `stillhouse plan` that need no dry run: the ranks, the prediction, the table and refusals."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stillhouse import cli
+from stillhouse.config import ConfigError, load_config
+from stillhouse.tools.plan.devices import DEVICES, GIB, LINKS, PRODUCTS
+from stillhouse.tools.plan.layout_plan import Machine, Plan, planned_job
+from stillhouse.tools.plan.prediction import bubble_share, message_seconds, predict, rank_time
+from stillhouse.tools.plan.rank_counts import LayoutSize, RankCounts, planned_ranks
+from stillhouse.tools.plan.table import does_not_fit, lines, two_digits
+
+H100 = DEVICES["h100"]
+ONE = {"pipeline": 1, "replicate": 1, "fsdp": 1, "context": 1, "tensor": 1, "expert": 1}
+
+
+def layout(schedule: str = "1f1b", stages: int | None = None, **degrees: int) -> LayoutSize:
+    sizes = ONE | degrees
+    last = 0 if schedule == "zbv" else sizes["pipeline"] - 1
+    return LayoutSize(sizes, stages or sizes["pipeline"], schedule, last)
+
+
+def counts(size: LayoutSize, **values: Any) -> RankCounts:
+    zero: dict[str, Any] = {"rank": 0, "micro_batches": 8, "tokens": 65536}
+    zero |= {"model_operations": 0.0, "kernels": 0, "traffic": 0.0}
+    maps: dict[str, Any] = {name: {} for name in ("waits", "pageable", "products", "messages", "sent", "peak")}
+    return RankCounts(**(zero | maps | values), layout=size)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (layout(), {"first": 0}),
+        (layout(fsdp=8, tensor=4), {"first": 0}),
+        (layout(pipeline=2, fsdp=4), {"first": 0, "last": 4}),
+        (layout(pipeline=4, fsdp=8, tensor=2), {"first": 0, "inner": 32, "last": 48}),
+        (layout("zbv", 8, pipeline=4, fsdp=2), {"first": 0, "inner": 4}),
+    ],
+)
+def test_the_ranks_of_different_stages_are_planned(size: LayoutSize, expected: dict[str, int]) -> None:
+    assert planned_ranks(size) == expected
+
+
+def test_a_rank_is_as_slow_as_its_products_traffic_and_exposed_messages() -> None:
+    operations = H100.bfloat16 * PRODUCTS  # a second
+    rank = counts(layout(tensor=8), products={"bfloat16": operations}, traffic=H100.bandwidth * 0.64, kernels=10)
+    time = rank_time(rank, H100, 8)
+    assert time.seconds == pytest.approx(2.0)
+    sent = 2e9
+    rank = replace(rank, messages={"tensor allreduce": 100}, sent={"tensor allreduce": sent})
+    exposed = rank_time(rank, H100, 8).exposed
+    # a ring sends every byte twice, but its own share
+    assert exposed == pytest.approx(2 * 7 / 8 * sent / (450e9 * LINKS) + 100 * 15e-6)
+
+
+def test_launches_bound_a_step_of_small_kernels() -> None:
+    time = rank_time(counts(layout(), kernels=10**6, traffic=1e9), H100, 8)
+    assert time.bound == "launches"
+    assert time.seconds == pytest.approx(8.0)
+
+
+def test_fsdp_runs_beside_computation() -> None:
+    gathers = {"shard allgather_base": 100}
+    rank = counts(
+        layout(fsdp=8), products={"bfloat16": 989e12}, messages=gathers, sent={"shard allgather_base": 40e9}
+    )
+    hidden = rank_time(rank, H100, 8)
+    assert hidden.overlapped == pytest.approx(7 / 8 * 40e9 / (450e9 * LINKS) + 100 * 15e-6)
+    assert hidden.exposed == pytest.approx(hidden.overlapped / 100)
+    slow = rank_time(replace(rank, sent={"shard allgather_base": 4e12}), H100, 8)
+    assert slow.exposed == pytest.approx(slow.overlapped - slow.computing)
+    assert slow.bound == "network"
+
+
+def test_machines_are_connected_by_a_link_of_every_gpu() -> None:
+    sent = {"shard allgather_base": 8e9}
+    flat = counts(layout(fsdp=64), messages={"shard allgather_base": 1}, sent=sent)
+    seconds = message_seconds(flat, "shard", "allgather_base", H100, 8) - 30e-6
+    assert seconds == pytest.approx(63 / 64 * 8e9 / (8 * 50e9 * LINKS))
+    beside_tensor = replace(flat, layout=layout(fsdp=8, tensor=8))
+    seconds = message_seconds(beside_tensor, "shard", "allgather_base", H100, 8) - 30e-6
+    assert seconds == pytest.approx(7 / 8 * 8e9 / (50e9 * LINKS))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share"),
+    [("1f1b", 3 / 11), ("gpipe", 3 / 11), ("interleaved", 1.5 / 9.5), ("zero_bubble", 0.5 / 8.5), ("zbv", 0.0)],
+)
+def test_the_share_of_the_bubble(schedule: str, share: float) -> None:
+    assert bubble_share(layout(schedule, pipeline=4), 8) == pytest.approx(share)
+
+
+def test_a_step_waits_for_its_slowest_stage() -> None:
+    size = layout(pipeline=2)
+    work = {"bfloat16": H100.bfloat16 * PRODUCTS}
+    ranks = {
+        "first": counts(size, products={}, model_operations=H100.bfloat16),
+        "last": counts(size, rank=1, products=work, model_operations=H100.bfloat16),
+    }
+    prediction = predict(ranks, H100, 8)
+    assert prediction.slowest == "last"
+    assert prediction.seconds == pytest.approx(9 / 8)
+    assert prediction.tokens_per_second == pytest.approx(65536 * 8 / 9)
+    assert prediction.model_share == pytest.approx(8 / 9 / 2)
+
+
+def test_the_table_and_a_plan_that_does_not_fit() -> None:
+    size = layout(pipeline=2)
+    ranks = {
+        "first": counts(size, peak={"student weights": 10 * GIB, "activations": 67 * GIB}, waits={"a.py:f: x": 2}),
+        "last": counts(size, rank=1, peak={"student weights": GIB}, kernels=1234),
+    }
+    plan = Plan(Machine(2, 8, "h100"), ranks, predict(ranks, H100, 8))
+    assert not plan.fits
+    assert "needs 77.0 GiB on rank 0, and the H100 80 GB has 76.1 GiB" in does_not_fit(plan)
+    text = "\n".join(lines(plan))
+    for line in ("peak memory 77.0 GiB 1.0 GiB", "student weights 10.0 GiB 1.0 GiB", "kernels 0 1,234"):
+        assert line in " ".join(text.split()), line
+    assert "2 × a.py:f: x" in text
+    assert RankCounts.from_json(json.loads(json.dumps(ranks["last"].as_json()))) == ranks["last"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.0123, "0.012"), (0.5, "0.50"), (1.04, "1.0"), (9.96, "10"), (15.6, "16"), (15589, "16,000")],
+)
+def test_a_prediction_has_two_digits(value: float, text: str) -> None:
+    assert two_digits(value) == text
+
+
+def settings(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    model = str(tmp_path / "model")
+    data = {"train": "x", "max_tokens": 64}
+    return {"student": {"model": model}, "teacher": {"model": model}, "data": data, "out": "runs/a"}
+
+
+def test_a_job_names_the_folders_of_the_models(tmp_path: Path) -> None:
+    config = load_config(None, settings=settings(tmp_path))
+    job = planned_job(config, Machine(64, 8, "h100"), 512)
+    assert job["document_tokens"] == 64
+    assert load_config(None, settings=job["config"]).student.model == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["teacher.url=http://127.0.0.1:1"], "teacher.url"),
+        (["teacher.cache=caches/a", "teacher.model=null"], "teacher.cache"),
+        (["teacher.quantize=int8"], "teacher.quantize"),
+        (["student.model=./no such model"], "student.model"),
+        (["rollout.max_new_tokens=8"], "rollout"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_its_key(tmp_path: Path, overrides: list[str], key: str) -> None:
+    config = load_config(None, overrides, settings=settings(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        planned_job(config, Machine(64, 8, "h100"), 512)
+    assert error.value.key == key
+
+
+def test_an_unknown_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "run.yaml", "--device", "h300"]) == 2
+    assert "--device: got 'h300', expected one of a100, h100, h200, b200" in capsys.readouterr().err
