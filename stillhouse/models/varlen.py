@@ -158,7 +158,9 @@ def attention(
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
     unsupported += ["dropout"] if dropout else []
     unsupported += [] if getattr(module, "is_causal", True) and is_causal is not False else ["is_causal=False"]
-    unsupported += _unsupported_windows(module, options)
+    # compiled layers would be compiled for each number of a layer; their proof runs the plain layers, too
+    if not torch.compiler.is_compiling():
+        unsupported += _unsupported_windows(module, options)
     if unsupported:
         raise ValueError(f"attention '{VARLEN}' got {name_list(unsupported)}: expected another one, such as sdpa")
     width, value_width = query_BHTD.shape[-1], value_BGTD.shape[-1]

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 from kit import slow
-from kit.causal_families import build
+from kit.causal_families import build, of_config, tiny_config
 from kit.layout_runs import distill, weights
 from kit.on_policy_runs import assert_same_rollouts, write_on_policy_run
 from kit.parity_cases import Case, Difference, compare
 from kit.runs import metrics
 from kit.shard_ranks import Failure, pool_of_meshes
+from kit.varlen_reference import no_refusal
 from torch import Tensor
 from torch._dynamo import register_backend
 from torch._dynamo.utils import counters
+from torch.nn.functional import scaled_dot_product_attention
 
-from stillhouse.models import Decoder, ProofError, balance_routers
+from stillhouse.models import Activations, Decoder, ProofError, balance_routers, varlen
 from stillhouse.parallel import Degrees, Layout, ModelSource, prove_runner, single_process_runner
 from stillhouse.parallel.apply.compiled_layers import compile_layers
 from stillhouse.tools.parity import worst
@@ -33,7 +35,7 @@ def layout(**degrees: int) -> Layout:
 
 
 #: sizes of micro-batches: rows and tokens per row
-SIZES = ((2, 16), (3, 20), (4, 21), (1, 30), (2, 40))
+SIZES = ((2, 17), (3, 20), (4, 21), (1, 30), (2, 40))
 CASES = [
     Case(layout(), "gemma3_text"),  # sliding windows
     Case(layout(fsdp=2), "mixtral"),  # experts
@@ -82,6 +84,38 @@ def test_micro_batches_of_five_sizes_need_two_graphs(family: str) -> None:
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
     assert list(decoder.state_dict()) == names
+
+
+def dense_attend(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, borders_M: Tensor, longest: int, **options: Any
+) -> Tensor:
+    """Variable-length attention by a mask, without reading values, so that it can be compiled."""
+    tokens = len(query_THD)
+    document_T = torch.bucketize(torch.arange(tokens), borders_M.long(), right=True)
+    sees_TT = (document_T[:, None] == document_T) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    if options["window"] is not None:
+        sees_TT = sees_TT.triu(1 - options["window"])
+    heads = [heads_TD.transpose(0, 1)[None] for heads_TD in (query_THD, key_TGD, value_TGD)]
+    output = scaled_dot_product_attention(*heads, sees_TT, scale=options["scale"], enable_gqa=True)
+    return output[0].transpose(0, 1)
+
+
+@pytest.mark.slow
+def test_variable_length_attention_needs_a_graph_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "attend", dense_attend)
+    monkeypatch.setattr(varlen, "refusal", no_refusal)
+    config = tiny_config("gemma3_text", num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
+    activations = Activations(torch.device("cpu"))
+    decoder = Decoder(of_config(config), activations=activations, verify=False).train()
+    assert decoder.packing.attention.reads_lengths
+    expected = [gradients(decoder, *size) for size in SIZES]
+    compile_layers(decoder, backend="aot_eager")
+    for size, plain in zip(SIZES, expected, strict=True):
+        for gradient, of_plain in zip(gradients(decoder, *size), plain, strict=True):
+            assert (gradient - of_plain).norm() <= GRADIENT * of_plain.norm()
+    # for each of the two windows, one for a single row, and one for several rows, which are joined
+    assert counters["stats"]["unique_graphs"] == 4
+    assert not counters["graph_break"]
 
 
 def test_a_copy_of_a_compiled_layer_runs_the_copy() -> None:
