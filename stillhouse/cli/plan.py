@@ -1,10 +1,15 @@
 """`stillhouse plan`: the dry run of a job on devices that are not there."""
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
 from stillhouse.cli.arguments import configured, load, misused
+
+if TYPE_CHECKING:
+    from stillhouse.config import RunConfig
+    from stillhouse.tools.plan.layout_plan import Machine
 
 
 @click.command()
@@ -17,6 +22,7 @@ from stillhouse.cli.arguments import configured, load, misused
 @click.option(
     "--document-tokens", type=click.IntRange(2), default=512, show_default=True, help="Length of the documents."
 )
+@click.option("--fit", is_flag=True, help="Search layouts, micro-batches and recomputation; print the five fastest.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
     arguments: tuple[str, ...],
@@ -25,6 +31,7 @@ def plan(
     gpus_per_node: int,
     device: str,
     document_tokens: int,
+    fit: bool,
     as_json: bool,
     **flags: str | None,
 ) -> None:
@@ -37,22 +44,49 @@ def plan(
     \b
     stillhouse plan run.yaml --ranks 64
     stillhouse plan run.yaml parallel.tensor=2 --ranks 64 --device h200
+    stillhouse plan run.yaml --ranks 64 --fit
     """
     from stillhouse.tools.plan.devices import DEVICES
 
     if device not in DEVICES:
         raise misused(f"--device: got {device!r}, expected one of {', '.join(DEVICES)}")
     config = load(arguments, flags)
-    from stillhouse.config import ConfigError
     from stillhouse.tools.plan.layout_plan import Machine
-    from stillhouse.tools.plan.layout_plan import plan as planned
+
+    machine = Machine(ranks, gpus_per_node, device)
+    if fit:
+        _print_fits(config, machine, document_tokens, as_json)
+    else:
+        _print_plan(config, machine, document_tokens, as_json)
+
+
+def _print_plan(config: "RunConfig", machine: "Machine", document_tokens: int, as_json: bool) -> None:
+    """Print a plan. Raises ConfigError if it does not fit, so that the exit code is 2."""
+    from stillhouse.config import ConfigError
+    from stillhouse.tools.plan.layout_plan import plan
     from stillhouse.tools.plan.table import does_not_fit, lines
 
-    result = planned(config, Machine(ranks, gpus_per_node, device), document_tokens)
-    if as_json:
-        click.echo(json.dumps(result.as_json(), indent=2))
-    else:
-        for line in lines(result):
-            click.echo(line)
+    result = plan(config, machine, document_tokens)
+    click.echo(json.dumps(result.as_json(), indent=2) if as_json else "\n".join(lines(result)))
     if not result.fits:
         raise ConfigError(None, does_not_fit(result))
+
+
+def _print_fits(config: "RunConfig", machine: "Machine", document_tokens: int, as_json: bool) -> None:
+    """Print the fastest layouts that fit. Raises ConfigError if none fits."""
+    from stillhouse.config import ConfigError
+    from stillhouse.tools.plan.fit import fit
+    from stillhouse.tools.plan.table import fit_lines
+
+    fits = fit(config, machine, document_tokens)
+    if not fits:
+        raise ConfigError(
+            "parallel",
+            f"no layout of {machine.ranks} × {machine.device.title} fits: expected more --ranks, a --device with "
+            "more memory, smaller data.max_tokens, or larger train.tokens_per_step for more sequences than ranks",
+        )
+    if as_json:
+        plans = [{"overrides": fit.overrides} | fit.plan.as_json() for fit in fits]
+        click.echo(json.dumps(plans, indent=2))
+    else:
+        click.echo("\n".join(fit_lines([(fit.overrides, fit.plan) for fit in fits])))

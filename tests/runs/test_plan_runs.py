@@ -1,13 +1,17 @@
 """`stillhouse plan` as a command: dry runs in processes of their own, against closed formulas."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config
+from kit.plan_jobs import real_step
+from kit.shard_ranks import pool_of_meshes
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from stillhouse.config import ConfigError, load_config
-from stillhouse.tools.plan.layout_plan import Machine, planned_job, run_job, run_jobs
+from stillhouse.tools.plan.fit import fit
+from stillhouse.tools.plan.layout_plan import Machine, planned_job, run_jobs
 from stillhouse.tools.plan.rank_counts import RankCounts
 
 pytestmark = pytest.mark.slow
@@ -85,5 +89,50 @@ def _check_fsdp(rank: RankCounts, layer: int, rest: int) -> None:
 
 def test_a_layout_that_cannot_run_is_refused_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="parallel: tensor 3 needs 3 processes") as error:
-        run_job(job(tmp_path, 4, "parallel.tensor=3"))
+        run_jobs([job(tmp_path, 4, "parallel.tensor=3")])
     assert error.value.key == "parallel"
+
+
+def test_few_layers_give_the_counts_of_all(tmp_path: Path) -> None:
+    cases = [
+        job(tmp_path, 4, "train.activation_checkpointing=true"),
+        job(tmp_path, 2, "parallel.tensor=2"),
+        job(tmp_path, 4, "parallel.pipeline=2", rank=2),
+    ]
+    counts = run_jobs([case | {"kind": kind} for case in cases for kind in ("whole", "estimated")])
+    for case, whole, estimated in zip(cases, counts[::2], counts[1::2], strict=True):
+        name = f"{whole.layout}, rank {case['rank']}"
+        assert estimated.memory == pytest.approx(whole.memory, rel=0.02), name
+        assert replace(estimated, peak={}) == replace(whole, peak={}), name
+
+
+def test_a_fit_prints_no_layout_that_a_plan_refuses(tmp_path: Path) -> None:
+    settings = job(tmp_path, 2, "train.tokens_per_step=512", "train.micro_batch_tokens=64")["config"]
+    machine = Machine(2, 2, "h100")
+    fits = fit(load_config(None, settings=settings), machine, 32)
+    assert len(fits) == 5
+    seconds = [one.plan.prediction.seconds for one in fits]
+    assert seconds == sorted(seconds)
+    whole = run_jobs([planned_job(load_config(None, one.overrides, settings=settings), machine, 32) for one in fits])
+    for one, rank in zip(fits, whole, strict=True):
+        first = one.plan.ranks["first"]
+        assert rank.layout == first.layout
+        assert rank.memory == pytest.approx(first.memory, rel=0.05), one.overrides
+        assert rank.kernels == pytest.approx(first.kernels, rel=0.2), one.overrides
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "pipeline=2"])
+def test_a_real_step_sends_and_holds_the_same_bytes(tmp_path: Path, layout: str) -> None:
+    sdpa = ["student.attention=sdpa", "teacher.attention=sdpa", "train.precision=fp32", "teacher.dtype=float32"]
+    planned = job(tmp_path, 2, f"parallel.{layout}", "objective.chunk_tokens=32", *sdpa)
+    for section in ("student", "teacher"):
+        config = AutoConfig.from_pretrained(tmp_path / section)
+        AutoModelForCausalLM.from_config(config, dtype="float32").save_pretrained(tmp_path / section)
+    ranks = pool_of_meshes(2).call(real_step, planned, limit=300)
+    plans = run_jobs([planned | {"rank": rank} for rank in range(2)])
+    for real, plan in zip(ranks, plans, strict=True):
+        large = {key for key, size in real.sent.items() if size > 10_000}
+        assert large
+        for key in large:
+            assert plan.sent[key] == pytest.approx(real.sent[key], rel=0.1), key
+        assert plan.memory == pytest.approx(sum(real.peak.values()), rel=0.1)

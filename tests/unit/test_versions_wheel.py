@@ -35,6 +35,7 @@ def test_the_wheel_has_the_package_and_its_data_and_nothing_else(wheel: Path) ->
     assert tracked <= names, f"not in the wheel: {sorted(tracked - names)}"
     assert names <= tracked | untracked(), f"only in the wheel: {sorted(names - tracked)}"
     assert {"stillhouse/py.typed", "stillhouse/output/report/assets/report.js"} <= names
+    assert "stillhouse/tools/plan/hooks.cpp" in names
     assert "stillhouse/tools/demo/teacher/model.safetensors" in names
 
 

@@ -1,22 +1,27 @@
-"""The process that dry-runs one rank: reads a job as JSON from stdin, and writes the counts as JSON to stdout.
+"""The process that dry-runs ranks: reads a list of jobs as JSON from stdin, and writes the answers to stdout.
 
-    {"config": …, "ranks": 64, "rank": 0, "gpus_per_node": 8, "device": "h100", "document_tokens": 512}
+    [{"kind": "whole", "config": …, "ranks": 64, "rank": 0, "gpus_per_node": 8, "device": "h100", …}]
 
-The answer is `RankCounts`, or {"error": …, "key": …} for an error that the user can fix. The hooks are loaded before
-torch, so this file imports everything else later.
+An answer is that of the function with the kind's name, or {"error": …, "key": …} for an error that the user can fix.
+The hooks are loaded before torch, so this file imports everything else later.
 """
 
 import json
 import os
 import sys
+from typing import Any
 
 from stillhouse.tools.plan.hooks import load_hooks
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
-    # the answer is the only text on stdout, whatever libraries print
+    jobs = json.load(sys.stdin)
+    # the answers are the only text on stdout, whatever libraries print
     answers, sys.stdout = sys.stdout, sys.stderr
+    json.dump([_answer(job) for job in jobs], answers)
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
     rank, per_node = job["rank"], job["gpus_per_node"]
     os.environ |= {
         "RANK": str(rank),
@@ -25,14 +30,17 @@ def main() -> None:
         "LOCAL_WORLD_SIZE": str(min(per_node, job["ranks"])),
     }
     try:
-        load_hooks()
-        from stillhouse.tools.plan.dry_run import dry_run
+        if "torch" not in sys.modules:
+            load_hooks()
+        from stillhouse.tools.plan import few_layers
+        from stillhouse.tools.plan.dry_run import whole
 
-        answer = dry_run(job)
+        kinds = {"whole": whole, "shapes": few_layers.shapes, "parts": few_layers.parts}
+        kinds["estimated"] = few_layers.estimated
+        return kinds[job["kind"]](job)
     except (ValueError, OSError) as error:
         problem = getattr(error, "problem", None) or str(error) or type(error).__name__
-        answer = {"error": problem, "key": getattr(error, "key", None)}
-    json.dump(answer, answers)
+        return {"error": problem, "key": getattr(error, "key", None)}
 
 
 if __name__ == "__main__":

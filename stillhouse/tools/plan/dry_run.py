@@ -1,4 +1,4 @@
-"""The dry run of one rank in this process, from a job of `child.py` to its counts."""
+"""The dry run of one rank in this process, from a job of `child.py` to its answer."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -9,31 +9,46 @@ import torch
 from stillhouse.config import RunConfig, load_config
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.engine.schedule import make_step_schedule
+from stillhouse.libraries import imported
 from stillhouse.parallel import Layout, empty_decoder
 from stillhouse.parallel.stages import cost_of
+from stillhouse.run.preflight import require_adapters
 from stillhouse.run.setup import layout_of, require_sharing
 from stillhouse.tools.plan.devices import DEVICES
 from stillhouse.tools.plan.rank_counts import LayoutSize, RankCounts
 from stillhouse.tools.plan.rank_step import rank_step
 
 
-def dry_run(job: Mapping[str, Any]) -> dict[str, Any]:
+def whole(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the counts of a rank as JSON. Raises the errors of a run whose models do not fit their layout."""
+    config, layout = planned(job)
+    return counted(job, config, layout, operations_per_token(config)).as_json()
+
+
+def planned(job: Mapping[str, Any]) -> tuple[RunConfig, Layout]:
+    """Return the configuration with all degrees of its layout. Raises ConfigError for an impossible layout."""
     config = load_config(None, settings=job["config"])
     layout = layout_of(config.parallel, job["ranks"])
     parallel = config.parallel.model_copy(update={"fsdp": layout.degrees.fsdp})
     config = config.model_copy(update={"parallel": parallel})
     require_sharing(layout, torch.device("cuda"))
     require_optimizer(config.train, layout)
-    step = rank_step(config, job["rank"], DEVICES[job["device"]].properties(), job["document_tokens"])
-    counts = step.counts
+    if config.student.adapter is not None:
+        require_adapters(config.student)
+        imported("peft", "student.adapter")  # with bitsandbytes, which asks torch for CUDA when it is imported
+    return config, layout
+
+
+def counted(job: Mapping[str, Any], config: RunConfig, layout: Layout, model_operations: float = 0.0) -> RankCounts:
+    """Run a step of the job's rank under a configuration. model_operations: for each token."""
+    counts = rank_step(config, job["rank"], DEVICES[job["device"]].properties(), job["document_tokens"]).counts
     tokens, micro_batches = _micro_batches(config, layout)
     return RankCounts(
         rank=job["rank"],
         layout=LayoutSize(asdict(layout.degrees), layout.stages, layout.schedule, layout.last_rank),
         micro_batches=micro_batches,
         tokens=tokens,
-        model_operations=tokens * _operations_per_token(config),
+        model_operations=tokens * model_operations,
         kernels=sum(counts.kernels.values()),
         waits=dict(counts.waits),
         pageable=dict(counts.pageable),
@@ -42,7 +57,7 @@ def dry_run(job: Mapping[str, Any]) -> dict[str, Any]:
         messages=dict(counts.messages),
         sent=dict(counts.sent),
         peak=dict(counts.peak),
-    ).as_json()
+    )
 
 
 def _micro_batches(config: RunConfig, layout: Layout) -> tuple[int, int]:
@@ -53,7 +68,7 @@ def _micro_batches(config: RunConfig, layout: Layout) -> tuple[int, int]:
     return rows * max_tokens, -(-rows // (schedule.rows_per_micro_batch * data))
 
 
-def _operations_per_token(config: RunConfig) -> float:
+def operations_per_token(config: RunConfig) -> float:
     """Return two operations for each weight that a token uses: once in a teacher; in the student three times, or
     twice if an adapter is trained.
     """

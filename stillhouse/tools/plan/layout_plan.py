@@ -20,6 +20,8 @@ PROCESSES = 2
 #: the files of a model that a plan reads
 _FILES = ["config.json", "generation_config.json"]
 
+Job = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -75,14 +77,14 @@ def plan(config: RunConfig, machine: Machine, document_tokens: int) -> Plan:
     Raises ConfigError for a configuration that a plan or a run refuses.
     """
     job = planned_job(config, machine, document_tokens)
-    first = run_job(job)
+    [first] = run_jobs([job])
     others = [(name, rank) for name, rank in planned_ranks(first.layout).items() if name != FIRST]
     counts = run_jobs([job | {"rank": rank} for _, rank in others])
     ranks = {FIRST: first} | {name: rank for (name, _), rank in zip(others, counts, strict=True)}
     return Plan(machine, ranks, predict(ranks, machine.device, machine.gpus_per_node))
 
 
-def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> dict[str, Any]:
+def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Job:
     """Return the job of rank 0 (`child.py`). Models on the hub are replaced by folders with their configurations."""
     _require_planned(config)
     values = config.model_dump(mode="json")
@@ -100,6 +102,7 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> di
                 target = target[name]
             target |= {"model": _folder(section, teacher.model, teacher.revision), "revision": None}
     return {
+        "kind": "whole",
         "config": values,
         "ranks": machine.ranks,
         "rank": 0,
@@ -109,25 +112,36 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> di
     }
 
 
-def run_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[RankCounts]:
-    """Dry-run several ranks, some of them at a time."""
+def run_jobs(jobs: Sequence[Job]) -> list[RankCounts]:
+    """Dry-run several ranks, some of them at a time. Raises the first error of a job."""
+    return [RankCounts.from_json(successful(answer)) for answer in run_answers(jobs)]
+
+
+def run_answers(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Return the answers of several jobs (`child.py`) in their order; each process gets some of the jobs."""
+    shares = [jobs[number::PROCESSES] for number in range(min(PROCESSES, len(jobs)))]
     with ThreadPoolExecutor(PROCESSES) as pool:
-        return list(pool.map(run_job, jobs))
+        answers = list(pool.map(_run_child, shares))
+    return [answers[number % PROCESSES][number // PROCESSES] for number in range(len(jobs))]
 
 
-def run_job(job: Mapping[str, Any]) -> RankCounts:
-    """Dry-run one rank in a process of its own. Raises the error of that process."""
-    command = [sys.executable, "-m", "stillhouse.tools.plan.child"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, input=json.dumps(job), env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"the dry run of rank {job['rank']} ended with {done.returncode}:\n{done.stderr}")
-    answer = json.loads(done.stdout)
+def successful(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of a job. Raises the error of its process."""
     if "error" not in answer:
-        return RankCounts.from_json(answer)
+        return answer
     if answer["key"] is None:
         raise ValueError(answer["error"])
     raise ConfigError(answer["key"], answer["error"])
+
+
+def _run_child(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "stillhouse.tools.plan.child"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the process of a dry run ended with {done.returncode}:\n{done.stderr}")
+    answers: list[dict[str, Any]] = json.loads(done.stdout)
+    return answers
 
 
 def _require_planned(config: RunConfig) -> None:

@@ -1,7 +1,7 @@
 """A plan as plain text."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from stillhouse.display import escaped
 from stillhouse.tools.plan.devices import GIB, RESERVED, Device
@@ -86,13 +86,16 @@ def does_not_fit(plan: Plan) -> str:
     )
 
 
-def summary(plan: Plan) -> str:
-    """Return the figures of a plan in one line."""
-    prediction = plan.prediction
-    return (
-        f"{two_digits(prediction.seconds)} s, {two_digits(prediction.tokens_per_second)} tokens/s, "
-        f"{prediction.model_share:.0%} MFU, {_gib(plan.largest.memory)}"
-    )
+def fit_lines(fits: Sequence[tuple[Sequence[str], Plan]]) -> Iterator[str]:
+    """Return the lines of several plans with the overrides that give them, the best first."""
+    yield f"{'s per step':>10}{'tokens/s':>12}{'MFU':>6}{'peak memory':>14}{'bound by':>11}  overrides"
+    for overrides, plan in fits:
+        prediction = plan.prediction
+        bound = prediction.times[prediction.slowest].bound
+        figures = f"{two_digits(prediction.seconds):>10}{two_digits(prediction.tokens_per_second):>12}"
+        share, memory = f"{prediction.model_share:.0%}", _gib(plan.largest.memory)
+        yield f"{figures}{share:>6}{memory:>14}{bound:>11}  {' '.join(overrides)}"
+    yield "The figures are from steps of models with few layers; a plan of one of these lines runs all layers."
 
 
 def two_digits(value: float) -> str:
