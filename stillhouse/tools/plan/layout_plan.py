@@ -155,6 +155,10 @@ def _require_planned(config: RunConfig) -> None:
             )
         if teacher.quantize is not None:
             raise ConfigError(f"{section}.quantize", "a plan counts plain weights: expected null")
+    if config.train.compile:
+        raise ConfigError(
+            "train.compile", "got true: a plan counts the kernels of layers as they are written; expected false"
+        )
     if config.rollout is not None:
         raise ConfigError("rollout", "a plan has no completions: expected null, to plan the step that trains on them")
 
