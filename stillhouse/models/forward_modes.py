@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stillhouse.models.model_parts import text_config
@@ -51,3 +52,24 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
     """A context in which matrix products are computed in `dtype`; None: in the dtype of the weights."""
     # autocast's cache would keep bfloat16 copies of all weights, including gathered ones, until the end of a forward
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
+
+
+def _grouped_mm_under_autocast(left: Tensor, right: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Torch's grouped product, with which transformers computes experts, under autocast on a GPU.
+
+    It is not among the products that autocast converts. With float32 it has no kernel on a GPU: it waits for the
+    device to read where groups end, and launches a product for each group. The kernel for 16 bits needs widths that
+    are multiples of 8.
+    """
+    if left.shape[-1] % 8 == 0 and right.shape[-1] % 8 == 0:
+        dtype = torch.get_autocast_dtype("cuda")
+        left, right = left.to(dtype), right.to(dtype)
+    with torch.autocast("cuda", enabled=False):
+        product: Tensor = torch.ops.aten._grouped_mm(left, right, *arguments, **options)
+    return product
+
+
+#: keeps the registration
+_LIBRARY = torch.library.Library("aten", "IMPL")
+if hasattr(torch.ops.aten, "_grouped_mm"):  # not in the oldest versions
+    _LIBRARY.impl("_grouped_mm", _grouped_mm_under_autocast, "AutocastCUDA")

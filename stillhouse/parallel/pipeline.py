@@ -49,6 +49,8 @@ class Pipeline:
             for stage in self.stages.values():
                 fully_shard(stage, mesh=mesh.sharding)
         self.scheme, self.plan, self.group, self.device = scheme, plan, group, mesh.device
+        # FSDP moves a stage's inputs to the device, and would wait for each number that is in host memory
+        self._device_of_numbers = torch.device("cpu") if mesh.sharding is None else mesh.device
         self.reverse_groups = mesh.pipelines
         self.prefetch: TeacherPrefetch | None = None
         if scheme.prefetch:
@@ -63,7 +65,7 @@ class Pipeline:
         Returns the results of this rank's stages, stage by stage; only results of the last stage have an output.
         All micro-batches must have the same shape. Raises ValueError if the schedule does not support their number.
         """
-        step, numbers = _Step(inputs), torch.arange(len(inputs))
+        step, numbers = _Step(inputs), torch.arange(len(inputs), device=self._device_of_numbers)
         schedule = self._schedule_for(inputs, with_teacher=step.in_stage and self.prefetch is None)
         if self.prefetch is not None:
             order = self.prefetch.begin([batch.micro_batch for batch in inputs], step.request, runs=step.in_stage)
@@ -100,7 +102,8 @@ class Pipeline:
                     received = self._receive(batch.micro_batch, source, with_teacher=step.in_stage)
                 elif number:
                     received = outputs.pop((number - 1, index))
-                passed = stage(*received, number=torch.tensor([index]), step=step)
+                number_1 = torch.full((1,), index, device=self._device_of_numbers)
+                passed = stage(*received, number=number_1, step=step)
                 if number + 1 == self.count:
                     continue
                 if target == self.rank:
@@ -218,8 +221,8 @@ class _Step:
     def begin(self, stage: int, number: Tensor) -> int:
         """Return the micro-batch that a stage runs now. Every schedule runs a stage's micro-batches in order.
 
-        number: the micro-batch's number from the schedule. It is compared only on a CPU, because FSDP moves it to the
-        GPU, where reading it would wait for all work before it.
+        number: the micro-batch's number from the schedule. It is compared only on a CPU, because reading it from a
+        GPU would wait for all work before it.
         """
         index = self._begun[stage]
         self._begun[stage] += 1

@@ -9,13 +9,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stillhouse.config import ConfigError
 from stillhouse.parallel import watchdog
+from stillhouse.parallel.host_memory import copied_to
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+#: in `Ranks.exchange`: bytes of a content's length, and of its first part. The metrics of a step fit into it
+LENGTH_BYTES, FIRST_BYTES = 8, 1016
 #: the minimum timeout of a collective, because rank 0 may take hours to write a large model. The watchdog finds hung
 #: ranks earlier.
 GROUP_SECONDS = 6 * 3600.0
@@ -64,23 +67,25 @@ class Ranks:
         return [json.loads(content) for content in self.exchange(json.dumps(value).encode())]
 
     def exchange(self, content: bytes) -> list[bytes]:
-        """Return the contents of all processes of a group, by rank."""
-        lengths = self.exchange_lengths(content)
-        texts = self.exchange_padded(content, max(lengths)).numpy()
-        return [text[:length].tobytes() for text, length in zip(texts, lengths, strict=True)]
+        """Return the contents of all processes of a group, by rank.
 
-    def exchange_lengths(self, content: bytes) -> list[int]:
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        lengths[self.rank] = len(content)
-        dist.all_reduce(lengths, group=self.group)
-        return lengths.tolist()
+        The first message has the length and the first bytes of a content. There is a second one only for more bytes.
+        """
+        header = len(content).to_bytes(LENGTH_BYTES, "little")
+        first = _texts(self.exchange_padded(header + content[:FIRST_BYTES], LENGTH_BYTES + FIRST_BYTES))
+        lengths = [int.from_bytes(text[:LENGTH_BYTES], "little") for text in first]
+        rest = [b""] * self.size
+        if max(lengths) > FIRST_BYTES:
+            rest = _texts(self.exchange_padded(content[FIRST_BYTES:], max(lengths) - FIRST_BYTES))
+        texts = [text[LENGTH_BYTES:] + more for text, more in zip(first, rest, strict=True)]
+        return [text[:length] for text, length in zip(texts, lengths, strict=True)]
 
     def exchange_padded(self, content: bytes, longest: int) -> Tensor:
-        """Return the contents of all processes [ranks, longest] in host memory."""
-        encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        padded = nn.functional.pad(encoded, (0, longest - len(encoded))).to(self.device)
-        texts = padded.new_empty(self.size, longest)
-        dist.all_gather(list(texts), padded, group=self.group)
+        """Return the contents of all processes [ranks, longest] in host memory. It waits for the device once."""
+        encoded = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
+        sent = copied_to(encoded, self.device)
+        texts = sent.new_empty(self.size, longest)
+        dist.all_gather(list(texts), sent, group=self.group)
         return texts.cpu()
 
     def from_first(self, value: Any) -> Any:
@@ -178,6 +183,10 @@ class Ranks:
 
 #: only this process, also in a job of several processes
 ONE_PROCESS = Ranks(None, torch.device("cpu"))
+
+
+def _texts(encoded: Tensor) -> list[bytes]:
+    return [text.tobytes() for text in encoded.numpy()]
 
 
 def _attempt(function: Callable[[], Any], kinds: tuple[type[BaseException], ...]) -> tuple[Any, BaseException | None]:

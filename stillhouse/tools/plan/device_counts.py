@@ -3,10 +3,10 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ _READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "masked_select
 _PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "mm"))
 #: variable-length attention, whose operations depend on the lengths of the documents
 _ATTENTION = frozenset(("_varlen_attn", "_varlen_attn_backward"))
+Result = TypeVar("Result")
 _NONE = torch.empty(0)
 _COPIES = frozenset(("_to_copy", "copy_"))
 
@@ -37,6 +38,7 @@ class StepCounts:
     """What was counted.
 
     kernels: launches, by operation.
+    launches: launches, by the purpose of the block in which they are made (`DeviceCounts.labelled`).
     waits: how often the host waits for the device, by the place in the code.
     pageable: copies that are asked not to block, but wait because the host's memory is not pinned, by place.
     products: floating-point operations of matrix products and attention, by dtype.
@@ -47,6 +49,7 @@ class StepCounts:
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     pageable: Counter[str] = field(default_factory=Counter)
     products: Counter[str] = field(default_factory=Counter)
@@ -83,12 +86,17 @@ class DeviceCounts(TorchDispatchMode):
 
     @contextmanager
     def labelled(self, purpose: str) -> Iterator[None]:
-        """Count the memory that the block allocates under this purpose."""
+        """Count the memory that the block allocates, and the kernels that it launches, under this purpose."""
         self._labels.append(purpose)
         try:
             yield
         finally:
             self._labels.pop()
+
+    def call(self, purpose: str, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function within `labelled`."""
+        with self.labelled(purpose):
+            return function(*arguments)
 
     def relabel(self, tensors: Sequence[Tensor], purpose: str) -> None:
         """Count the memory of tensors under this purpose from now on."""
@@ -110,11 +118,17 @@ class DeviceCounts(TorchDispatchMode):
         if name == "is_pinned":
             return inputs[0].untyped_storage() in self._pinned
         pin = bool(options.pop("pin_memory", False)) or name == "_pin_memory"
-        if name == "_local_scalar_dense" and inputs[0].is_cuda:
-            self._wait(name)
-            return _zero(inputs[0].dtype)
+        if name == "_local_scalar_dense" and isinstance(inputs[0], FakeTensor):
+            if inputs[0].is_cuda:
+                self._wait(name)
+            return _number(inputs[0].dtype)
         self._count_wait(name, args, options, inputs)
-        outputs = torch.empty_like(inputs[0]) if name == "_pin_memory" else operation(*args, **options)
+        if name == "_pin_memory":
+            outputs: Any = torch.empty_like(inputs[0])
+        elif name == "_grouped_mm":
+            outputs = _grouped_mm(operation, args, options)
+        else:
+            outputs = operation(*args, **options)
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and self._is_counted(leaf)]
         if pin:
             self._pinned.update(result.untyped_storage() for result in results)
@@ -138,6 +152,7 @@ class DeviceCounts(TorchDispatchMode):
         if not all(self._is_counted(tensor) for tensor in tensors):
             return
         self.counts.kernels[name] += 1
+        self.counts.launches[self._labels[-1]] += 1
         operations, operand = self._operations(operation, name, args, options, outputs)
         if operations:
             self.counts.products[str(operand.dtype).removeprefix("torch.")] += operations
@@ -166,7 +181,9 @@ class DeviceCounts(TorchDispatchMode):
         is_masked = (name == "index" or (name in ("index_put", "index_put_") and args[2].numel() > 1)) and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        if on_device and (name in _READS or is_masked):
+        # CUDA has a kernel for bfloat16 alone; otherwise the host reads where groups end, and launches their products
+        is_looped = name == "_grouped_mm" and inputs[0].dtype != torch.bfloat16
+        if on_device and (name in _READS or is_masked or is_looped):
             self._wait(name)
         if name not in _COPIES:
             return
@@ -243,10 +260,18 @@ class DeviceCounts(TorchDispatchMode):
         super().__exit__(*error)
 
 
-def _zero(dtype: torch.dtype) -> float | int | bool:
+def _grouped_mm(operation: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
+    """Return the result of torch's grouped product, which fake CUDA tensors have for bfloat16 alone."""
+    left, right, *others = args
+    product: Tensor = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **options)
+    return product.to(left.dtype)
+
+
+def _number(dtype: torch.dtype) -> float | int | bool:
+    """Return what the host reads: a float is not 0, because Adam on the CPU divides by a power of its step."""
     if dtype == torch.bool:
         return False
-    return 0.0 if dtype.is_floating_point else 0
+    return 1.0 if dtype.is_floating_point else 0
 
 
 def _process_group(leaf: Any) -> ProcessGroup | None:

@@ -3,6 +3,7 @@
 All changes to torch that a dry run needs are in this file, with their reasons. `hooks.py` has the part in C++.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import _utils as tensor_utils
 
+_DATA: Any = torch.Tensor.data
 _OFFSETS = "_compute_local_shape_and_global_offset"
 
 
@@ -37,6 +39,10 @@ def fake_cuda(properties: SimpleNamespace, devices: int = 8) -> Iterator[None]:
     with ExitStack() as stack:
         for name, answer in _answers(properties, devices).items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
+        # packages for CUDA look for it when they are imported
+        stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
+        # a fake tensor keeps its device in an attribute, which another `data` would not change
+        stack.enter_context(patch.object(FakeTensor, "data", property(_data, _set_data), create=True))
         # torch.autocast and the gradient scaler ask whether CUDA exists in this build of torch
         stack.enter_context(patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
         for owner, name, replacement in _replacements():
@@ -83,7 +89,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # the stages exchange whether they need gradients; those of a training step do
         (schedules._PipelineSchedule, "_warmup_p2p", _stages_with_gradients),
         # a list of fake numbers is read one by one otherwise, which would count as many waits as numbers
-        (FakeTensor, "tolist", _zeros),
+        (FakeTensor, "tolist", _list),
     ]
 
 
@@ -97,16 +103,33 @@ def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     return real
 
 
+def _data(tensor: torch.Tensor) -> torch.Tensor:
+    data: torch.Tensor = _DATA.__get__(tensor)
+    return data
+
+
+def _set_data(tensor: Any, data: Any) -> None:
+    _DATA.__set__(tensor, data)
+    tensor.fake_device = data.fake_device
+
+
 def _stages_with_gradients(schedule: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
     for stage in stages:
         stage._inference_mode = schedules.InferenceMode.STATIC
 
 
-def _zeros(tensor: torch.Tensor) -> Any:
-    """Return zeros in the shape of the tensor, after one copy to the host."""
-    host = tensor.cpu()
+def _list(tensor: torch.Tensor) -> Any:
+    """Return zeros in the shape of the tensor, after one copy to the host.
+
+    The numbers of tokens that transformers sends to the experts of other processes are equal instead of 0.
+    """
+    host, value = tensor.cpu(), 0
+    caller = sys._getframe(1)
+    if caller.f_code.co_name == "_dispatch_tokens":
+        value = caller.f_locals["expert_ids"].numel() // host.shape[-1]
     with unset_fake_temporarily():
-        return torch.zeros(host.shape, dtype=host.dtype).tolist()
+        numbers: Any = torch.full(host.shape, value, dtype=host.dtype).tolist()
+    return numbers
 
 
 class _Event(torch.cpu.Event):

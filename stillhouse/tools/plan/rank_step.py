@@ -4,15 +4,14 @@ The weights are allocated and never read, and the documents have a length and no
 rank; the messages to other ranks go to torch's fake process group, which sends nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,34 +19,31 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stillhouse.config import RunConfig, StudentConfig, TeacherConfig
-from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.engine.engine import Engine
-from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import local
 from stillhouse.models.lm_head import Head
 from stillhouse.parallel import (
     Degrees,
-    Layout,
     Mesh,
     ModelSource,
-    ShardedMicroBatches,
     backbone_cut,
     pipeline,
-    shard_micro_batches,
 )
-from stillhouse.parallel.ranks import Ranks
+from stillhouse.parallel.ranks import FIRST_BYTES, LENGTH_BYTES, Ranks
 from stillhouse.parallel.sharded_loading import allocate
+from stillhouse.run import teacher_sources
 from stillhouse.run.models import ModelSources
 from stillhouse.run.setup import RunSetup, with_precision
-from stillhouse.signals import SignalSource
+from stillhouse.signals import RequestedSteps, SignalSource, SignalStore, StoredTeacher, separate_teacher
 from stillhouse.tools.plan.device_counts import DeviceCounts, StepCounts
 from stillhouse.tools.plan.fake_cuda import FakeCudaMode, fake_cuda, with_real_tensors
+from stillhouse.tools.plan.planned_data import PlannedStore, planned_micro_batches, planned_shards, planned_signals
 
 #: the device of every rank of a dry run
 _DEVICE = torch.device("cuda", 0)
-#: purposes of memory (`DeviceCounts.labelled`)
-STUDENT, TEACHER, OPTIMIZER, GRADIENTS = "student weights", "teacher weights", "optimizer", "gradients"
+#: purposes of memory and kernels (`DeviceCounts.labelled`)
+STUDENT, TEACHER, OPTIMIZER, GRADIENTS, CLIP = "student weights", "teacher weights", "optimizer", "gradients", "clip"
 STUDENT_ACTIVATIONS, TEACHER_ACTIVATIONS, OBJECTIVE, BATCH = "activations", "teacher activations", "tile", "batch"
 
 
@@ -62,45 +58,71 @@ class RankStep:
 def rank_step(config: RunConfig, rank: int, properties: SimpleNamespace, document_tokens: int) -> RankStep:
     """Run two steps of a rank and return what was counted in the second, in which nothing is done the first time.
 
+    See `rank_steps`.
+    """
+    return rank_steps(config, rank, properties, document_tokens, [config.train.tokens_per_step] * 2)[1]
+
+
+def rank_steps(
+    config: RunConfig, rank: int, properties: SimpleNamespace, document_tokens: int, tokens: Sequence[int]
+) -> list[RankStep]:
+    """Run steps of a rank and return what was counted in each of them.
+
     config: with `parallel.fsdp` set. properties: of the device, see `fake_cuda`. document_tokens: the length of
-    the documents; a packed row is filled with them. The environment of the process must be that of the rank
-    (`RANK`, `WORLD_SIZE`).
+    the documents; a packed row is filled with them. tokens: `train.tokens_per_step` of each step. The environment of
+    the process must be that of the rank (`RANK`, `WORLD_SIZE`).
 
     Raises the errors of a run whose models do not fit their layout.
     """
     cut = patch.object(backbone_cut, "_cut", with_real_tensors(backbone_cut._cut))  # computes with a small model
-    with cut, fake_cuda(properties), _fake_processes(rank, _degrees(config).processes):
+    signals = patch.object(StoredTeacher, "request", planned_signals)
+    shards = patch.object(separate_teacher, "shard_micro_batches", planned_shards)
+    meshes = patch.object(teacher_sources, "Mesh", with_real_tensors(Mesh))
+    with cut, signals, shards, meshes, fake_cuda(properties), _fake_processes(rank, _degrees(config).processes):
         setup = _PlannedSetup(with_precision(config))
         layout = setup.layout
         mesh = Mesh(layout.degrees, _DEVICE)
         mode = FakeCudaMode()
         device = DeviceCounts(mode, document_tokens, _axes(mesh))
-        steps = [_micro_batches(config, setup, layout, mesh, document_tokens, number) for number in range(2)]
+        counted: list[RankStep] = []
         with mode, device:
             engine, source = setup.engine(setup.planned_models(mesh, device), layout)
             _label_gradients(engine, device)
+            # as a run does, each step builds the next one's micro-batches and requests their signals
+            make = partial(planned_micro_batches, config, layout, mesh, document_tokens)
+            steps = (device.call(BATCH, make, count) for count in [*tokens, *[tokens[-1]] * (1 + source.steps_ahead)])
+            requests = RequestedSteps(source, steps)
             with _labelled(engine, source, device):
-                for step in steps:
+                for _ in tokens:
                     before = dict(device.now)
                     device.restart()
-                    _run(engine, source, device, step)
-            return RankStep(device.restart(), before)
+                    _run(engine, requests, device)
+                    counted.append(RankStep(device.restart(), before))
+        return counted
 
 
-def _run(engine: Engine, source: SignalSource, device: DeviceCounts, step: ShardedMicroBatches) -> None:
-    with device.labelled(BATCH):
-        on_device = ShardedMicroBatches([part.to(_DEVICE) for part in step], step.of_all_ranks)
-    on_device.uniform_shapes = step.uniform_shapes
+def _run(engine: Engine, requests: RequestedSteps, device: DeviceCounts) -> None:
+    """Run a step in the order of `loops/off_policy.py`."""
     with device.labelled(STUDENT_ACTIVATIONS):
-        signals = source.request(on_device).result()
-        output = engine.forward_backward(on_device, signals, step.of_all_ranks.normalizer)
-        _ = output.sums
+        micro_batches, signals = next(requests)
+        output = engine.forward_backward(micro_batches, signals.result(), micro_batches.of_all_ranks.normalizer)
+    requests.build_next()
     with device.labelled(OPTIMIZER):
-        engine.update(1e-5)
+        engine.update(1e-5, output)
+    _ = output.sums
 
 
 class _PlannedSetup(RunSetup):
-    """Builds the objects of a run with models that have no values."""
+    """Builds the objects of a run with models and signals that have no values."""
+
+    @cached_property
+    def stores(self) -> dict[str, SignalStore]:
+        temperature = self.config.objective.temperature
+        return {
+            section: PlannedStore(teacher, temperature)
+            for section, teacher in self.teachers.items()
+            if teacher.source_kind.is_store
+        }
 
     def planned_models(self, mesh: Mesh, device: DeviceCounts) -> "_PlannedModels":
         return _PlannedModels(**vars(self.models(mesh)), memory=device)
@@ -111,6 +133,11 @@ class _PlannedModels(ModelSources):
     """Models on the device that have shapes and no values. memory: counts them under the purpose of weights."""
 
     memory: DeviceCounts | None = None
+
+    @cached_property
+    def student_source(self) -> ModelSource:
+        source: ModelSource = super().student_source
+        return replace(source, build=with_real_tensors(source.build))
 
     def _whole_student(self) -> ModelSource:
         return self._sharded_student()
@@ -176,7 +203,8 @@ def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Ite
         (teacher, TEACHER_ACTIVATIONS) for teacher in teachers if teacher is not None
     ]
     modules += [(decoder.head, OBJECTIVE) for decoder in engine.student.decoders if decoder.has_head]
-    handles = []
+    runner: Any = engine.student
+    clip, handles = runner.clip, []
     for module, purpose in modules:
         contexts: list[Any] = []
 
@@ -188,8 +216,10 @@ def _labelled(engine: Engine, source: SignalSource, device: DeviceCounts) -> Ite
             contexts.pop().__exit__(None, None, None)
 
         handles += [module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)]
+
     try:
-        yield
+        with patch.object(runner, "clip", partial(device.call, CLIP, clip)):
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -214,8 +244,9 @@ def _fake_processes(rank: int, processes: int) -> Iterator[None]:
 
 def _exchange(ranks: Ranks, content: bytes) -> list[bytes]:
     """Send the messages of a real exchange. The other ranks answer what this rank says."""
-    ranks.exchange_lengths(content)
-    ranks.exchange_padded(content, len(content))
+    ranks.exchange_padded(content[:FIRST_BYTES], LENGTH_BYTES + FIRST_BYTES)
+    if rest := content[FIRST_BYTES:]:
+        ranks.exchange_padded(rest, len(rest))
     return [content] * ranks.size
 
 
@@ -231,32 +262,6 @@ def _axes(mesh: Mesh) -> dict[str, str]:
             if size > 1 and axis not in names:
                 names.append(axis)
     return {group: "/".join(names) for group, names in axes.items() if names}
-
-
-def _micro_batches(
-    config: RunConfig, setup: RunSetup, layout: Layout, mesh: Mesh, document_tokens: int, number: int
-) -> ShardedMicroBatches:
-    """Return the micro-batches of a step on this rank, on the CPU, because their selection reads values."""
-    train, max_tokens = config.train, config.data.max_tokens
-    rows = max(1, train.tokens_per_step // max_tokens)
-    packed = PackedSequences(_documents(rows * 2, max_tokens, document_tokens), max_tokens=max_tokens, seed=0)
-    schedule = make_step_schedule(train, len(packed), max_tokens, layout.degrees.data, layout.stages)
-    host: Any = SimpleNamespace(degrees=mesh.degrees, coordinate=mesh.coordinate, device=torch.device("cpu"))
-    return shard_micro_batches(schedule.micro_batches(packed, number), host, uniform_shapes=layout.stages > 1)
-
-
-def _documents(rows: int, max_tokens: int, document_tokens: int) -> Documents:
-    """Return documents that fill packed rows; the last document of a row is shorter if necessary."""
-    lengths = [document_tokens] * (max_tokens // document_tokens)
-    if rest := max_tokens % document_tokens:
-        lengths.append(rest)
-    starts = np.concatenate([[0], np.cumsum(lengths * rows)]).astype(np.int64)
-    targets_N = np.ones(starts[-1], dtype=bool)
-    targets_N[starts[:-1]] = False
-    count = len(starts) - 1
-    sources = [f"planned:{number}" for number in range(count)]
-    tokens_N = np.zeros(starts[-1], dtype=np.int32)
-    return Documents(tokens_N, targets_N, starts, np.arange(count, dtype=np.uint64), sources, DataReport("planned"))
 
 
 def _degrees(config: RunConfig) -> Degrees:

@@ -1,0 +1,144 @@
+"""Counts the steps of the cases on fake CUDA tensors, in processes of their own: the hooks are loaded before torch.
+
+    python tests/fake_cuda/fake_steps.py             writes golden.json and its table in docs/gpu.md
+    python tests/fake_cuda/fake_steps.py CASE …      prints these cases as JSON, one line for each
+
+Run it again after an intended change, and read the difference of golden.json. The entry of a case has what one rank
+does in a steady step:
+
+    micro_batches   of the rank. With half of them, the waits are the same (`waits_of_half` if they are not)
+    waits           how often the host waits for the device, by place and reason
+    pageable        copies that are asked not to block, but wait because the host's memory is not pinned, by place
+    kernels         launches by their purpose, backward included; `metrics` are those after the update. A micro-batch
+                    is one chunk of the objective
+    messages        number and bytes of collectives and messages, by axis and operation
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from stillhouse.tools.plan.hooks import load_hooks
+
+FILE = Path(__file__).with_name("golden.json")
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+#: the table is between these lines of the page
+BEGIN, END = "<!-- written by tests/fake_cuda/fake_steps.py -->\n", "<!-- end -->\n"
+#: what torch answers for an H100
+H100 = SimpleNamespace(
+    name="NVIDIA H100",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 * 10**9,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    regs_per_multiprocessor=65536,
+    L2_cache_size=50 * 2**20,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+)
+
+
+def main(names: Sequence[str]) -> None:
+    load_hooks()
+    import torch
+    from fake_cases import CASES
+
+    entries = dict(counted(names or list(CASES)))
+    if not names:
+        assert len(entries) == len(CASES), "a case has failed"
+        content = {"torch": torch.__version__.partition("+")[0], "cases": entries}
+        FILE.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}{table(entries)}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def counted(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield and print the entries of the cases that run. The error of another case is on stderr."""
+    from fake_cases import CASES
+
+    import stillhouse.tools.plan.rank_step  # noqa: F401 (once, not in each process)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            result = Path(folder) / "entry.json"
+            if in_a_process(lambda case=CASES[name], result=result: result.write_text(json.dumps(entry_of(case)))):
+                print(f"the case '{name}' has failed", file=sys.stderr, flush=True)
+                continue
+            entry = json.loads(result.read_text())
+            print(json.dumps({name: entry}), flush=True)
+            yield name, entry
+
+
+def in_a_process(function: Callable[[], Any]) -> int:
+    """Call a function in a copy of this process, so that cases are independent; return the exit status."""
+    sys.stdout.flush()
+    process = os.fork()
+    if process:
+        return os.waitpid(process, 0)[1]
+    status = 1
+    try:
+        function()
+        status = 0
+    finally:
+        if status:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def entry_of(case: Any) -> dict[str, Any]:
+    from stillhouse.tools.plan import rank_step
+
+    purposes = {
+        rank_step.STUDENT_ACTIVATIONS: "student",
+        rank_step.TEACHER_ACTIVATIONS: "teacher",
+        rank_step.OBJECTIVE: "objective",
+        rank_step.BATCH: "data",
+        rank_step.CLIP: "clip",
+        rank_step.OPTIMIZER: "update",
+        "other": "metrics",
+    }
+    os.environ |= {"RANK": str(case.rank), "WORLD_SIZE": str(case.processes), "LOCAL_RANK": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        config = case.config(Path(folder))
+        _, half, steady = rank_step.rank_steps(config, case.rank, H100, case.document_tokens, case.tokens_of_steps)
+    counts = steady.counts
+    entry = {
+        "micro_batches": case.micro_batches,
+        "waits": _lines(counts.waits),
+        "pageable": _lines(counts.pageable),
+        "kernels": {purposes[purpose]: count for purpose, count in sorted(counts.launches.items())},
+        "messages": [f"{counts.messages[key]} × {key}: {size} bytes" for key, size in sorted(counts.sent.items())],
+    }
+    return entry if half.counts.waits == counts.waits else entry | {"waits_of_half": _lines(half.counts.waits)}
+
+
+def table(entries: dict[str, Any]) -> str:
+    """Return the table of docs/gpu.md: for each case, the kernels and the waits of a step."""
+    kinds = ("student", "teacher", "objective", "clip", "update")
+    rows = [
+        [name, entry["micro_batches"], *(entry["kernels"].get(kind, 0) for kind in kinds), _number(entry["waits"])]
+        for name, entry in entries.items()
+    ]
+    head = ["", "micro-batches", *kinds, "waits"]
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in [head, ["---"] * len(head), *rows])
+
+
+def _number(lines: Sequence[str]) -> int:
+    return sum(int(line.partition(" ")[0]) for line in lines)
+
+
+def _lines(places: dict[str, int]) -> list[str]:
+    return [f"{count} × {place}" for place, count in sorted(places.items())]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
