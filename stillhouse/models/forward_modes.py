@@ -71,5 +71,6 @@ def _grouped_mm_under_autocast(left: Tensor, right: Tensor, *arguments: Any, **o
 
 #: keeps the registration
 _LIBRARY = torch.library.Library("aten", "IMPL")
-if hasattr(torch.ops.aten, "_grouped_mm"):  # not in the oldest versions
+# a later torch may have a rule of its own for it
+if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "AutocastCUDA"):
     _LIBRARY.impl("_grouped_mm", _grouped_mm_under_autocast, "AutocastCUDA")

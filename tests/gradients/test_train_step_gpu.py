@@ -119,6 +119,30 @@ def test_heads_in_host_memory_are_copied_without_a_wait(tied: bool) -> None:
     assert copied_T.tolist() == list(range(7))
 
 
+def test_experts_are_multiplied_in_bfloat16_under_autocast() -> None:
+    """T tokens of width D in three groups, one for each expert; F is the width of an expert."""
+    tokens_TD = torch.randn(48, 32, device=DEVICE, requires_grad=True)
+    weights_3DF = torch.randn(3, 32, 16, device=DEVICE, requires_grad=True)
+    ends = torch.tensor([16, 24, 48], dtype=torch.int32, device=DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            output_TF = torch.ops.aten._grouped_mm(tokens_TD, weights_3DF, ends)
+        output_TF.float().square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert output_TF.dtype == torch.bfloat16
+    computed = [output_TF.detach(), tokens_TD.grad, weights_3DF.grad]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (tokens_TD, weights_3DF)]
+    parts = zip(exact[0].split([16, 8, 24]), exact[1], strict=True)
+    exact_TF = torch.cat([part @ weight for part, weight in parts])
+    exact_TF.square().sum().backward()
+    for value, expected in zip(computed, [exact_TF.detach(), exact[0].grad, exact[1].grad], strict=True):
+        assert value is not None
+        assert expected is not None
+        assert float((value.double() - expected).norm() / expected.norm()) < 0.02
+
+
 def step_of(device: str, family: str, autocast: torch.dtype | None) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and the gradients of a step of two micro-batches with two rows each, and update the weights."""
     engine = engine_on(device, family, autocast)
