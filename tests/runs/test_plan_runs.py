@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from kit.plan_jobs import real_step
 from kit.shard_ranks import pool_of_meshes
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from stillhouse.config import ConfigError, load_config
 from stillhouse.tools.plan.fit import fit
@@ -138,3 +138,22 @@ def test_a_real_step_sends_and_holds_the_same_bytes(tmp_path: Path, layout: str)
             assert plan.sent[key] == pytest.approx(real.sent[key], rel=0.1), key
         if layout != "pipeline=2":  # gloo keeps buffers of messages that the plan's messages do not have
             assert plan.memory == pytest.approx(sum(real.peak.values()), rel=0.1)
+
+
+def test_the_published_memory_of_a_recipe(tmp_path: Path) -> None:
+    """torchtune's README: LoRA of Llama 3.1 8B, two rows of 2,048 tokens, bfloat16, recomputed layers: 16.2 GiB."""
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    adapter = {"type": "lora", "r": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}
+    train = {"tokens_per_step": 4096, "micro_batch_tokens": 4096, "steps": 2, "activation_checkpointing": True}
+    settings = {
+        "student": {"model": str(tmp_path), "dtype": "bfloat16", "adapter": adapter},
+        "data": {"train": "x", "max_tokens": 2048},
+        "objective": {"loss": "cross_entropy"},
+        "train": train,
+        "out": "runs/a",
+    }
+    config = load_config(None, settings=settings)
+    [rank] = run_jobs([planned_job(config, Machine(1, 8, "h100"), 2048)])
+    assert rank.memory / 2**30 == pytest.approx(16.2, rel=0.1)
