@@ -134,8 +134,8 @@ def _estimated(job: Job, candidates: list[Candidate], machine: Machine) -> Itera
     jobs, owners = [], []
     for candidate in candidates:
         values = candidate.settings(job["config"])
-        # more micro-batches than stages change no memory
-        shown = min(candidate.micro_batches, max(candidate.pipeline, 1))
+        # the first stage holds as many micro-batches as there are stages, and the gradients of one before them
+        shown = min(candidate.micro_batches, candidate.pipeline + 1)
         tokens = shown * candidate.rows * candidate.fsdp * candidate.max_tokens
         settings = values | {"train": values["train"] | {"tokens_per_step": tokens}}
         last = machine.ranks - machine.ranks // candidate.pipeline
