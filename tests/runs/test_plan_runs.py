@@ -138,7 +138,7 @@ def test_a_real_step_sends_and_holds_the_same_bytes(tmp_path: Path, layout: str)
         assert large
         for key in large:
             assert plan.sent[key] == pytest.approx(real.sent[key], rel=0.1), key
-        if layout != "pipeline=2":  # gloo keeps buffers of messages that the plan's messages do not have
+        if layout != "pipeline=2":  # there, the real step of this tiny model holds more, and why is not known
             assert plan.memory == pytest.approx(sum(real.peak.values()), rel=0.1)
 
 
