@@ -127,6 +127,8 @@ class DeviceCounts(TorchDispatchMode):
             outputs: Any = torch.empty_like(inputs[0])
         elif name == "_grouped_mm":
             outputs = _grouped_mm(operation, args, options)
+        elif name in ("addmm", "mm") and operation._overloadname in ("dtype", "dtype_out"):
+            outputs = _product_of_dtype(args, options)
         else:
             outputs = operation(*args, **options)
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and self._is_counted(leaf)]
@@ -258,6 +260,14 @@ class DeviceCounts(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
         super().__exit__(*error)
+
+
+def _product_of_dtype(args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
+    """Return a product whose result has another dtype. Torch before 2.13 has no rule for it with fake tensors."""
+    left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+    dtype = next(arg for arg in (*args, *options.values()) if isinstance(arg, torch.dtype))
+    out: Tensor | None = options.get("out")
+    return left.new_empty(left.shape[0], right.shape[1], dtype=dtype) if out is None else out
 
 
 def _grouped_mm(operation: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:

@@ -74,6 +74,7 @@ def _answers(properties: SimpleNamespace, devices: int) -> dict[str, Any]:
         "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda device=None: random_state,
         "set_rng_state": lambda *arguments: None,
     }

@@ -1,5 +1,5 @@
-// A CUDA device without a GPU, for torch builds that have no CUDA: what autograd asks of a device while all tensors are
-// fake. Every answer describes one idle device; no answer runs anything.
+// A CUDA device without a GPU: what autograd asks of a device while all tensors are fake. Every answer describes one
+// idle device; no answer runs anything.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -37,5 +37,6 @@ const c10::impl::DeviceGuardImplRegistrar guard_registrar(DeviceType::CUDA, new 
 }  // namespace
 
 namespace at {
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// a build with CUDA has registered hooks that need a device
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at

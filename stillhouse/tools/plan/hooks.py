@@ -1,7 +1,7 @@
-"""Compiles and loads `hooks.cpp`, which lets a build of torch without CUDA run autograd on fake CUDA tensors.
+"""Compiles and loads `hooks.cpp`, which lets torch run autograd on fake CUDA tensors, on a machine without a GPU.
 
-Torch keeps the first hooks that it finds, so they are loaded before torch is imported. This file
-does not import torch.
+Torch keeps the first hooks that it uses, so they are loaded before torch is imported, but after the libraries of a
+build with CUDA, which have hooks of their own. This file does not import torch.
 """
 
 import ctypes
@@ -15,6 +15,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+#: torch's libraries; a build without CUDA has only the first two
+_LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.so")
 _SOURCE = Path(__file__).with_name("hooks.cpp")
 
 
@@ -22,10 +24,9 @@ def load_hooks() -> None:
     """Load the hooks into this process. Raises ValueError if torch is loaded already, or without a C++ compiler."""
     if "torch" in sys.modules:
         raise ValueError("torch is loaded already: expected a process in which the hooks are loaded first")
-    if _has_cuda():
-        return
-    for name in ("libc10.so", "libtorch_cpu.so"):
-        ctypes.CDLL(str(_torch() / "lib" / name), ctypes.RTLD_GLOBAL)
+    for name in _LIBRARIES:
+        if (library := _torch() / "lib" / name).exists():
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(hooks_library()), ctypes.RTLD_GLOBAL)
 
 
@@ -71,8 +72,3 @@ def _torch() -> Path:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent
-
-
-def _has_cuda() -> bool:
-    """Whether this build of torch has its own hooks for CUDA."""
-    return any((_torch() / "lib").glob("*torch_cuda*"))
