@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.random_session import add_arguments, flops, make_session, synchronize, utilization
 from benchmarks.record import header, result_file
 from stillhouse.run.session import Session
-from stillhouse.signals import request_ahead
+from stillhouse.signals import RequestedSteps
 
 KERNELS, PLACES, CALLS = 40, 20, 20
 LARGEST_TRACE = 10 << 20
@@ -97,8 +97,10 @@ def training_steps(session: Session) -> Iterator[None]:
     """Run a step of the training loop at each request."""
     engine, schedule = session.engine, session.step_schedule
     sharded = (session.shard(schedule.micro_batches(session.train, step)) for step in range(schedule.steps))
-    for micro_batches, signals in request_ahead(session.source_for(engine), sharded):
+    requests = RequestedSteps(session.source_for(engine), sharded)
+    for micro_batches, signals in requests:
         output = engine.forward_backward(micro_batches, signals.result(), micro_batches.of_all_ranks.normalizer)
+        requests.build_next()
         engine.update(1e-5, output)
         assert output.sums["tokens"] > 0
         yield

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks.record import result_file, write_result
 from stillhouse.config import RunConfig, load_config
 from stillhouse.run.session import Session, prepare
-from stillhouse.signals import request_ahead
+from stillhouse.signals import RequestedSteps
 from stillhouse.tools.write_cache import write_cache
 
 TOP_K = 64
@@ -91,7 +91,7 @@ def steps(session: Session) -> list[tuple[float, float]]:
     """For each step the seconds of waiting for signals, and of the whole step."""
     schedule, seconds = session.step_schedule, []
     sharded = (session.shard(schedule.micro_batches(session.train, step)) for step in range(schedule.steps))
-    requests = request_ahead(session.source_for(session.engine), sharded)
+    requests = RequestedSteps(session.source_for(session.engine), sharded)
     for _ in range(schedule.steps):
         started = time.perf_counter()
         micro_batches, pending = next(requests)
@@ -99,6 +99,7 @@ def steps(session: Session) -> list[tuple[float, float]]:
         signals = pending.result()
         waited = time.perf_counter() - requested
         session.engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
+        requests.build_next()
         session.engine.update(1e-5)
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)
