@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,18 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.random_session import add_arguments, flops, make_session, synchronize, utilization
+from benchmarks.random_session import (
+    add_arguments,
+    flops,
+    make_session,
+    request_plan,
+    synchronize,
+    utilization,
+)
 from benchmarks.record import header, result_file
 from stillhouse.run.session import Session
 from stillhouse.signals import RequestedSteps
+from stillhouse.tools.plan.layout_plan import Plan
 
 KERNELS, PLACES, CALLS = 40, 20, 20
 LARGEST_TRACE = 10 << 20
@@ -51,8 +60,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
+        planned = request_plan(arguments, Path(folder))
         session = make_session(arguments, Path(folder), WARM_UP + TIMED + 2)
         sections = measure(session, arguments)
+        sections[-1] += plan_lines(planned)
     path = result_file("profile").with_suffix(".txt")
     path.parent.mkdir(parents=True, exist_ok=True)
     values = header(torch.device(arguments.device)) | vars(arguments)
@@ -150,6 +161,16 @@ def save_trace(profiler: profile) -> None:
     if path.stat().st_size > LARGEST_TRACE:
         print(f"the trace has {path.stat().st_size >> 20} MiB and is not kept")
         path.unlink()
+
+
+def plan_lines(planned: "Future[Plan] | None") -> list[str]:
+    if planned is None:
+        return []
+    largest, prediction = planned.result().largest, planned.result().prediction
+    return [
+        f"plan of this step: peak memory {largest.memory / 2**30:.2f} GiB, {prediction.seconds * 1e3:.1f} ms, "
+        f"{largest.kernels} kernels, {sum(largest.waits.values())} waits for the device"
+    ]
 
 
 def wait_lines(waits: Counter[str]) -> list[str]:

@@ -7,6 +7,7 @@ T tokens of a step, D student width, E teacher width, V vocabulary.
 """
 
 import argparse
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
 from stillhouse.run.session import Session
 from stillhouse.signals import InStageTeacher
+from stillhouse.tools.plan.devices import DEVICES
+from stillhouse.tools.plan.layout_plan import Machine, Plan, plan
 
 #: dense bf16 operations per second in the data sheets, by a part of the device's name
 PEAKS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}
@@ -84,17 +87,41 @@ def make_session(arguments: argparse.Namespace, folder: Path, steps: int) -> Ses
     )
 
 
+def request_plan(arguments: argparse.Namespace, folder: Path) -> "Future[Plan] | None":
+    """Start the plan of the session's step in a process of its own, which takes about a minute on one core.
+
+    A session with compiled layers, or on a device that plans do not know, has none.
+    """
+    name = next((name for name in DEVICES if name.upper() in device_name(arguments.device)), None)
+    if name is None or arguments.compile:
+        return None
+    config = make_config(arguments, folder, 1)
+    for section, (width, layers) in ((config.student, arguments.student), (config.teacher, arguments.teacher)):
+        model_config(arguments, width, layers).save_pretrained(section.model)
+    pool = ThreadPoolExecutor(1)
+    planned = pool.submit(plan, config, Machine(1, 1, name), arguments.max_tokens // arguments.documents)
+    pool.shutdown(wait=False)
+    return planned
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
+
+
 def make_config(arguments: argparse.Namespace, folder: Path, steps: int) -> RunConfig:
+    dtype = "bfloat16" if arguments.precision == "bf16" else "float32"
     tokens = {
         "micro_batch_tokens": arguments.micro_batch_tokens,
         "tokens_per_step": arguments.micro_batches * arguments.micro_batch_tokens,
     }
     settings = {
-        "student": {"model": "random"},
-        "teacher": {"model": "random"},
+        "student": {"model": str(folder / "student"), "attention": arguments.attention},
+        "teacher": {"model": str(folder / "teacher"), "attention": arguments.attention, "dtype": dtype},
         "data": {"train": "random", "eval": 0, "max_tokens": arguments.max_tokens},
         "objective": {"loss": arguments.loss},
-        "train": tokens | {"steps": steps, "precision": arguments.precision, "learning_rate": 1e-5},
+        "train": tokens
+        | {"steps": steps, "precision": arguments.precision, "residual_dtype": arguments.residual_dtype}
+        | {"learning_rate": 1e-5},
         "checkpoint": {"every": 0},
         "out": str(folder),
     }
@@ -122,23 +149,8 @@ def random_documents(arguments: argparse.Namespace, sequences: int) -> Documents
 
 
 def random_model(arguments: argparse.Namespace, width: int, layers: int, dtype: torch.dtype) -> Decoder:
-    """Make a model with heads of 128 numbers, or of `HEAD_DIM` if it is narrow, on the device."""
     torch.manual_seed(layers)
-    head_dim = 128 if width >= 1024 else HEAD_DIM
-    key_values = max(1, min(8, width // head_dim))
-    config = Qwen3Config(
-        vocab_size=arguments.vocabulary,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        # Qwen3-0.6B has 16 heads of 128 numbers at width 1,024
-        num_attention_heads=max(2 * key_values, width // head_dim),
-        num_key_value_heads=key_values,
-        head_dim=head_dim,
-        max_position_embeddings=arguments.max_tokens,
-        tie_word_embeddings=width < 4096,
-    )
-    before = torch.get_default_dtype()
+    config, before = model_config(arguments, width, layers), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(arguments.device):
@@ -152,6 +164,24 @@ def random_model(arguments: argparse.Namespace, width: int, layers: int, dtype: 
     else:
         model.set_attn_implementation(arguments.attention)
     return Decoder(model.eval(), activations=activations, verify=False)
+
+
+def model_config(arguments: argparse.Namespace, width: int, layers: int) -> Qwen3Config:
+    """Return the configuration of a model with heads of 128 numbers, or of `HEAD_DIM` if it is narrow."""
+    head_dim = 128 if width >= 1024 else HEAD_DIM
+    key_values = max(1, min(8, width // head_dim))
+    return Qwen3Config(
+        vocab_size=arguments.vocabulary,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        # Qwen3-0.6B has 16 heads of 128 numbers at width 1,024
+        num_attention_heads=max(2 * key_values, width // head_dim),
+        num_key_value_heads=key_values,
+        head_dim=head_dim,
+        max_position_embeddings=arguments.max_tokens,
+        tie_word_embeddings=width < 4096,
+    )
 
 
 def flops(session: Session, arguments: argparse.Namespace) -> float:

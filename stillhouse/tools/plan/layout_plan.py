@@ -136,7 +136,7 @@ def successful(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _run_child(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "stillhouse.tools.plan.child"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # without a GPU of this machine
     done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the process of a dry run ended with {done.returncode}:\n{done.stderr}")
