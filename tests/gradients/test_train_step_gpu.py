@@ -17,7 +17,7 @@ from torch import Tensor
 from stillhouse.config import TrainConfig
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.models import Decoder, NotFiniteError
+from stillhouse.models import Activations, Decoder, NotFiniteError
 from stillhouse.parallel import (
     BufferedHead,
     HeadBuffers,
@@ -60,8 +60,11 @@ def test_a_step_equals_that_of_a_cpu(family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_steady_step_waits_once_for_the_device(optimizer: str) -> None:
-    """The metrics are read together with the norm: after AdamW's step, before that of Muon."""
-    engine = engine_on(DEVICE, "qwen3", None, optimizer=optimizer, clip=1e-3)
+    """The metrics are read together with the norm: after AdamW's step, before that of Muon.
+
+    With variable-length attention; transformers builds the masks of the others, and waits once for each.
+    """
+    engine = engine_on(DEVICE, "qwen3", torch.bfloat16, varlen=True, optimizer=optimizer, clip=1e-3)
     inputs = inputs_of(engine, "qwen3")
     for _ in range(2):  # the first step proves kernels and allocates moments
         engine.update(1e-3, engine.forward_backward(*inputs))
@@ -152,9 +155,18 @@ def step_of(device: str, family: str, autocast: torch.dtype | None) -> tuple[flo
     return output.sums["loss"], gradients
 
 
-def engine_on(device: str, family: str, autocast: torch.dtype | None, **train: Any) -> TorchEngine:
+def engine_on(
+    device: str, family: str, autocast: torch.dtype | None, *, varlen: bool = False, **train: Any
+) -> TorchEngine:
     """Return an engine with a small student and teacher. train: the optimizer's settings."""
     student, teacher = (decoder(config, seed).to(device) for seed, config in enumerate(configurations(family)))
+    if varlen:
+        student = Decoder(student.pretrained, activations=Activations(torch.device(device), autocast), verify=False)
+        teacher = Decoder(
+            teacher.pretrained.to(autocast), activations=Activations(torch.device(device)), verify=False
+        )
+        assert student.packing.attention.reads_lengths
+        assert teacher.packing.attention.reads_lengths
     settings = TrainConfig(**{"betas": (0.9, 0.999), "clip": None} | train)
     return TorchEngine(single_process_runner(student, teacher), SPEC, train=settings, autocast=autocast)
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
@@ -82,16 +83,20 @@ def _answers(properties: SimpleNamespace, devices: int) -> dict[str, Any]:
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     """Functions of torch that read values of tensors which have none under `FakeTensorMode`."""
-    return [
+    replacements = [
         # they compute with small tensors of ranks that they make themselves, and read the results
         (tensor_utils, _OFFSETS, with_real_tensors(getattr(tensor_utils, _OFFSETS))),
         (DeviceMesh, "_concatenate", staticmethod(with_real_tensors(DeviceMesh._concatenate))),
         (DeviceMesh, "__getitem__", with_real_tensors(DeviceMesh.__getitem__)),
-        # the stages exchange whether they need gradients; those of a training step do
-        (schedules._PipelineSchedule, "_warmup_p2p", _stages_with_gradients),
+        # the first fake tensor starts the device otherwise
+        (fake_tensor, "init_gpu_context", lambda device: None),
         # a list of fake numbers is read one by one otherwise, which would count as many waits as numbers
         (FakeTensor, "tolist", _list),
     ]
+    if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # from torch 2.12 on
+        # the stages exchange whether they need gradients; those of a training step do
+        replacements.append((schedules._PipelineSchedule, "_warmup_p2p", _stages_with_gradients))
+    return replacements
 
 
 def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
