@@ -113,9 +113,9 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.dtypes.append(
-                (args[-3 if func.overloadpacket is torch.ops.aten.addmm else 0].dtype, args[1].dtype, result.dtype)
-            )
+            first = 1 if func.overloadpacket is torch.ops.aten.addmm else 0  # after the total
+            left, right = args[first : first + 2]
+            self.dtypes.append((left.dtype, right.dtype, result.dtype))
         return result
 
 
@@ -234,15 +234,18 @@ def test_float16_gradients_survive_until_the_loss_scale() -> None:
 def test_half_precision_operands_stay_and_logits_are_float32() -> None:
     with Products() as products:
         gradients(linear_objective, torch.bfloat16)
-    assert len(products.dtypes) == 4  # student logits, teacher logits, hidden gradient, weight gradient
+    # student logits, teacher logits, hidden gradient, weight gradient: each of the aligned columns and of the rest
+    assert len(products.dtypes) == 8
     assert set(products.dtypes) == {(torch.bfloat16, torch.bfloat16, torch.float32)}
 
 
-def test_autocast_takes_half_precision_operands_of_float32_weights() -> None:
+def test_autocast_takes_half_precision_operands_of_a_student_with_float32_weights() -> None:
     exact = gradients(dense_objective, torch.float64, "cpu")
     with torch.autocast("cuda", torch.bfloat16), Products() as products:
         actual = gradients(linear_objective, torch.float32)
-    assert {left for left, _, _ in products.dtypes} == {torch.bfloat16}
+    # the teacher's logits, of the aligned columns and of the rest, keep the teacher's dtype
+    assert [left for left, _, _ in products.dtypes].count(torch.float32) == 2
+    assert {left for left, _, _ in products.dtypes} == {torch.bfloat16, torch.float32}
     assert actual[1].dtype == actual[2].dtype == torch.float32
     for one, oracle in zip(actual, exact, strict=True):
         assert distance(one, oracle) < 8e-3
