@@ -8,7 +8,8 @@ B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +75,8 @@ class Pipeline:
                 step.prefetched = self.prefetch.now.hidden
         first = (numbers,) if 0 in self.stages else ()
         target = numbers if self.count - 1 in self.stages else None
-        schedule.step(*first, target=target, number=numbers, step=step, return_outputs=False)
+        with self._running(step):
+            schedule.step(*first, target=target, number=numbers, return_outputs=False)
         if self.prefetch is not None:
             self.prefetch.end()
         if self.plan.copies_embedding:
@@ -94,25 +96,35 @@ class Pipeline:
             self.prefetch.forget(step.request)
         outputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # only of stages whose next stage is on this rank
         sends = Sends()
-        for number, stage in sorted(self.stages.items()):
-            source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
-            for index, batch in enumerate(inputs):
-                received: tuple[Tensor, ...] = ()
-                if number and source != self.rank:
-                    received = self._receive(batch.micro_batch, source, with_teacher=step.in_stage)
-                elif number:
-                    received = outputs.pop((number - 1, index))
-                number_1 = torch.full((1,), index, device=self._device_of_numbers)
-                passed = stage(*received, number=number_1, step=step)
-                if number + 1 == self.count:
-                    continue
-                if target == self.rank:
-                    outputs[number, index] = passed
-                else:
-                    for hidden in passed:
-                        sends.send(hidden, self._message_group(self.rank, target), target)
+        with self._running(step):
+            for number, stage in sorted(self.stages.items()):
+                source, target = (self.scheme.rank_of(other, self.ranks) for other in (number - 1, number + 1))
+                for index, batch in enumerate(inputs):
+                    received: tuple[Tensor, ...] = ()
+                    if number and source != self.rank:
+                        received = self._receive(batch.micro_batch, source, with_teacher=step.in_stage)
+                    elif number:
+                        received = outputs.pop((number - 1, index))
+                    number_1 = torch.full((1,), index, device=self._device_of_numbers)
+                    passed = stage(*received, number=number_1)
+                    if number + 1 == self.count:
+                        continue
+                    if target == self.rank:
+                        outputs[number, index] = passed
+                    else:
+                        for hidden in passed:
+                            sends.send(hidden, self._message_group(self.rank, target), target)
         sends.wait()
         return [step.results[key] for key in sorted(step.results) if key[0] + 1 == self.count]
+
+    @contextmanager
+    def _running(self, step: "_Step") -> Iterator[None]:
+        """Give a step to the stages. It is not an argument of a stage: torch 2.11 takes all of these for tensors."""
+        for stage in self.stages.values():
+            stage.step = step
+        yield
+        for stage in self.stages.values():
+            stage.step = None
 
     def _sum_embedding_gradient(self) -> None:
         """Set the gradients of the first stage's embedding and of its copy on the last stage to their sum."""
@@ -201,7 +213,7 @@ class Pipeline:
 
 
 class _Step:
-    """The micro-batches and results of one call. A stage gets this object and the number of the micro-batch to run.
+    """The micro-batches and results of one call. A stage has this object, and gets the number of a micro-batch to run.
 
     inputs: by the micro-batch's number. results: by the numbers of the stage and of the micro-batch.
     prefetched: the teacher's final hidden states by micro-batch, filled on the last stage; None if the schedule does
@@ -238,6 +250,7 @@ class _Stage(nn.Module):
         super().__init__()
         self.number, self.pair = number, pair
         self.is_last = number + 1 == count
+        self.step: _Step | None = None
 
     def teacher_forward(self, micro_batch: MicroBatch, *received: Tensor) -> Tensor:
         """Run only the teacher. This calls `forward`, because its FSDP hooks gather the weights."""
@@ -247,13 +260,13 @@ class _Stage(nn.Module):
         self,
         *received: Tensor,
         number: Tensor | None = None,
-        step: _Step | None = None,
         teacher_of: MicroBatch | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         if teacher_of is not None:
             return self.pair.teacher_forward(teacher_of, *received)
         assert number is not None
-        assert step is not None
+        assert self.step is not None
+        step = self.step
         index = step.begin(self.number, number)
         hidden = received if self.number else ()
         if step.prefetched is not None and self.is_last:
