@@ -213,7 +213,7 @@ class Pipeline:
 
 
 class _Step:
-    """The micro-batches and results of one call. A stage has this object, and gets the number of a micro-batch to run.
+    """The micro-batches and results of one call. A stage has this object and gets the number of a micro-batch.
 
     inputs: by the micro-batch's number. results: by the numbers of the stage and of the micro-batch.
     prefetched: the teacher's final hidden states by micro-batch, filled on the last stage; None if the schedule does

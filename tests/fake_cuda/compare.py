@@ -49,10 +49,13 @@ def require_same(name: str, entries: dict[str, Any], errors: str) -> None:
 
 
 def _without_torch(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the waits of calls that torch makes itself."""
-    waits = ("waits", "waits_of_half", "pageable")
-    return values | {
-        key: [line for line in values[key] if not any(place in line for place in OF_TORCH)]
-        for key in waits
-        if values.get(key) is not None
+    """Leave out the waits of calls that torch makes itself. A step with half of the micro-batches is only listed if
+    its waits differ.
+    """
+    lists = {key: values[key] for key in ("waits", "waits_of_half", "pageable") if values.get(key) is not None}
+    shown = {
+        key: [line for line in lines if not any(place in line for place in OF_TORCH)] for key, lines in lists.items()
     }
+    if shown.get("waits_of_half") == shown.get("waits"):
+        shown["waits_of_half"] = None
+    return values | shown
