@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.overrides import TorchFunctionMode
 
 
@@ -30,14 +31,34 @@ class _CudaIsCpu(TorchFunctionMode):
         return function(*args, **options)
 
 
+class _Event:
+    """An event of a device that has completed all its work, and a stream of this device. All are the same."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Event)
+
+    def record_event(self) -> "_Event":
+        return _Event()
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _on_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return a tensor as the sizes of an exchange between experts; Megatron-Core converts only tensors of a GPU."""
+    return value.numpy() if as_numpy and torch.is_tensor(value) else value
+
+
 @contextmanager
 def cuda_is_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
         for name in ("Stream", "Event", "current_stream"):
-            stack.enter_context(patch(f"torch.cuda.{name}", type(name, (), {})))
+            stack.enter_context(patch(f"torch.cuda.{name}", _Event))
         # no random state is needed, because there is no dropout
         stack.enter_context(patch.object(get_cuda_rng_tracker(), "fork", nullcontext))
+        stack.enter_context(patch(f"{MoEAlltoAllTokenDispatcher.__module__}.maybe_move_tensor_to_cpu", _on_host))
         stack.enter_context(_CudaIsCpu())
         yield
 

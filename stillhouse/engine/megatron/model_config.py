@@ -1,0 +1,223 @@
+"""Converts the configuration of a transformers model to Megatron-Core's `TransformerConfig`.
+
+    config = AutoConfig.from_pretrained(folder)
+    transformer = transformer_config(config, tensor_model_parallel_size=2, sequence_parallel=True)
+
+The conversion is exact or refused: a setting that Megatron-Core does not compute in the same way raises ValueError
+with the configuration's key. `model.py` uses the rest of the configuration (vocabulary, rotary embedding, tied head).
+
+V vocabulary, C half of the width of a head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model family differs from Llama.
+
+    qkv_bias: whether the projections to queries, keys and values have a bias, but no other projection.
+    qk_norm: whether the queries and keys of each head are normalized.
+    experts: whether layers may have experts instead of one feed-forward network.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+
+
+#: by transformers' model type. A new family also needs an entry in `weights.NAMES`
+FAMILIES = {
+    "llama": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
+}
+
+#: settings for which only one value is exact
+_ONLY: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
+#: types of rotary embeddings whose frequencies do not depend on the number of tokens, and which scale nothing else
+_ROTARY = ("default", "linear", "llama3")
+
+
+def transformer_config(
+    config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> TransformerConfig:
+    """Return Megatron-Core's configuration of a model.
+
+    dtype: of the weights and of the hidden states that pipeline stages send. options: fields of `TransformerConfig`
+    for the layout, memory and speed; a field that the model or the loss determines is refused.
+    Raises ValueError, naming the key, for what Megatron-Core does not compute exactly as transformers does.
+    """
+    family = require_family(config)
+    _require_exact(config)
+    determined = _model_fields(config, family) | _loss_fields()
+    known = {field.name for field in fields(TransformerConfig)}
+    for name in options:
+        if name not in known or name in determined:
+            reason = "the model or the loss determines it" if name in determined else "there is no such field"
+            raise ValueError(f"{name}={options[name]!r}: {reason}; expected another field of TransformerConfig")
+    defaults: dict[str, Any] = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "moe_token_dispatcher_type": "alltoall",
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        # gloo has no batched sends and receives
+        "batch_p2p_comm": torch.cuda.is_available(),
+        # the weights are loaded, so they are only allocated
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "perform_initialization": False,
+    }
+    given = defaults | options
+    _require_even_shards(config, family, given)
+    return TransformerConfig(**determined, **given)
+
+
+def require_family(config: PreTrainedConfig) -> Family:
+    """Return the model's family. Raises ValueError for a model type without one."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type '{config.model_type}' has no conversion to Megatron-Core: expected {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[config.model_type]
+
+
+def head_width(config: PreTrainedConfig) -> int:
+    """The width of an attention head, which need not be the hidden size divided by the number of heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def padded_vocabulary(rows: int, tensor: int) -> int:
+    """Return the number of vocabulary rows with padding, so that each of the tensor ranks has the same number."""
+    return -(-rows // tensor) * tensor
+
+
+def inverse_frequencies(config: PreTrainedConfig) -> Tensor:
+    """Return the rotary embedding's inverse frequencies [C] in float32, as transformers computes them."""
+    rotary, width = config.rope_parameters, head_width(config)
+    if rotary["rope_type"] == "default":
+        return 1.0 / rotary["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    frequencies_C, _ = ROPE_INIT_FUNCTIONS[rotary["rope_type"]](config)
+    return frequencies_C
+
+
+def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
+    values = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": head_width(config),
+        "ffn_hidden_size": config.intermediate_size,
+        "add_bias_linear": False,
+        "add_qkv_bias": family.qkv_bias,
+        "qk_layernorm": family.qk_norm,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # transformers computes the softmax of attention in float32
+        "attention_softmax_in_fp32": True,
+    }
+    return values | (_expert_fields(config) if family.experts else {})
+
+
+def _expert_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    sparse = [
+        number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0
+        for number in range(config.num_hidden_layers)
+    ]
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_score_function": "softmax",
+        # the softmax of the chosen logits is the softmax of all logits, normalized over the chosen experts
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_layer_freq": [int(is_sparse) for is_sparse in sparse],
+    }
+
+
+def _loss_fields() -> dict[str, Any]:
+    """The loss is a sum that the engine has already divided, and Megatron-Core adds no loss of its own."""
+    return {
+        "calculate_per_token_loss": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        "mtp_num_layers": None,
+    }
+
+
+def _require_exact(config: PreTrainedConfig) -> None:
+    for key, value in _ONLY.items():
+        if getattr(config, key, value) != value:
+            raise _not_exact(config, key, getattr(config, key), repr(value))
+    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if windows:
+        raise _not_exact(config, "layer_types", sorted(windows), "full_attention for every layer")
+    if getattr(config, "sliding_window", None) is not None:
+        raise _not_exact(config, "sliding_window", config.sliding_window, "None")
+    kind = config.rope_parameters["rope_type"]
+    if kind not in _ROTARY:
+        raise _not_exact(config, "rope_parameters.rope_type", kind, f"one of {', '.join(_ROTARY)}")
+    part = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    if part != 1.0:
+        raise _not_exact(config, "rope_parameters.partial_rotary_factor", part, "1.0")
+    if getattr(config, "norm_topk_prob", False) and config.num_experts_per_tok == 1:
+        raise _not_exact(config, "num_experts_per_tok", 1, "2 or more with norm_topk_prob=True")
+
+
+def _not_exact(config: PreTrainedConfig, key: str, value: Any, expected: str) -> ValueError:
+    return ValueError(
+        f"{key}={value!r} of a {config.model_type} model: Megatron-Core would not compute it as transformers does; "
+        f"expected {expected}"
+    )
+
+
+def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapping[str, Any]) -> None:
+    tensor = options.get("tensor_model_parallel_size", 1)
+    if family.experts and tensor > 1 and not options.get("sequence_parallel", False):
+        raise ValueError(
+            f"sequence_parallel=False with tensor_model_parallel_size={tensor} for a {config.model_type} model: "
+            "Megatron-Core does not train experts this way; expected sequence_parallel=True"
+        )
+    pipeline = options.get("pipeline_model_parallel_size", 1)
+    chunks = options.get("virtual_pipeline_model_parallel_size") or 1
+    uneven = ("pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage")
+    sizes = {
+        "num_attention_heads": (config.num_attention_heads, tensor, "tensor ranks"),
+        "num_key_value_heads": (config.num_key_value_heads, tensor, "tensor ranks"),
+        "intermediate_size": (config.intermediate_size, tensor, "tensor ranks"),
+    }
+    if not any(options.get(name) for name in (*uneven, "num_layers_in_last_pipeline_stage")):
+        sizes["num_hidden_layers"] = (config.num_hidden_layers, pipeline * chunks, "pipeline stages")
+    if family.experts:
+        expert_tensor = options.get("expert_tensor_parallel_size") or tensor
+        experts = options.get("expert_model_parallel_size", 1)
+        sizes["moe_intermediate_size"] = (config.moe_intermediate_size, expert_tensor, "tensor ranks of an expert")
+        sizes["num_experts"] = (config.num_experts, experts, "expert ranks")
+    for key, (size, parts, what) in sizes.items():
+        if size % parts:
+            raise ValueError(f"{key}={size} over {parts} {what}: expected a multiple of {parts}")

@@ -1,0 +1,197 @@
+"""Transformers' models as GPTModels of megatron-core: hidden states, logits and gradients under every layout.
+
+The control is transformers itself in one process; the gradients are compared under transformers' names.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
+
+from kit import slow
+from kit.megatron_weights_jobs import Case, Difference, compare, make_tables, model_config
+from kit.shard_ranks import Failure, pool_of_meshes
+from torch import nn
+from transformers import LlamaConfig, LlamaModel
+
+from stillhouse.engine.megatron.model_config import FAMILIES, inverse_frequencies, transformer_config
+from stillhouse.engine.megatron.weights import (
+    NAMES,
+    Place,
+    Shard,
+    WeightTable,
+    load,
+    require_coverage,
+    weight_table,
+)
+from stillhouse.tools.parity import worst
+
+MOE = "qwen3_moe"
+#: all layers have experts, and their weights are normalized over the chosen experts
+NORMALIZED = {"norm_topk_prob": True, "mlp_only_layers": []}
+QUICK = [
+    Case("llama", data=2),
+    Case("qwen2", tensor=2, sequence=True),
+    Case("qwen3", tensor=2, tied=True),
+    Case("qwen3", pipeline=2, chunks=2, tied=True),
+    Case(MOE, expert=2, data=2),
+]
+LONG = [
+    Case("llama", data=2, tied=True),
+    Case("llama", pipeline=2),
+    Case("llama", tensor=2, pipeline=2, sequence=True, tied=True),
+    Case("qwen2", data=2, tied=True),
+    Case("qwen2", pipeline=2, tied=True),
+    Case("qwen3", data=2),
+    Case("qwen3", tensor=2, pipeline=2, chunks=2),
+    Case(MOE, data=2, tied=True, options=NORMALIZED),
+    Case(MOE, tensor=2, sequence=True),
+    Case(MOE, tensor=2, expert=2, sequence=True, tied=True, options=NORMALIZED),
+    Case(MOE, pipeline=2, expert=2, data=2, chunks=2),
+    Case(MOE, tensor=2, expert=2, data=2, sequence=True),
+]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *map(slow, LONG)], ids=lambda case: case.name)
+def test_a_step_is_that_of_transformers(case: Case) -> None:
+    (answer,) = pool_of_meshes(case.processes).run(compare, [case], limit=180)
+    assert not isinstance(answer, Failure), answer
+    differences: list[Difference] = answer
+    assert any(difference.hidden is not None for difference in differences)
+    for difference in differences:
+        assert difference.reloaded
+        assert difference.hidden is None or difference.hidden < 1e-5
+        assert difference.logits is None or difference.logits < 1e-5
+        assert worst(difference.gradients.items())[1] < 1e-5, difference.gradients
+
+
+@pytest.fixture(scope="module")
+def tables() -> tuple[list[WeightTable], dict[str, tuple[int, ...]]]:
+    """The tables of two tensor ranks of a model with a dense layer and a layer with experts, and the full shapes."""
+    case = Case(MOE, tensor=2, sequence=True, options={"num_hidden_layers": 2})
+    return pool_of_meshes(2).call(make_tables, case)[0]
+
+
+def test_each_block_is_needed_once(tables: tuple[list[WeightTable], dict[str, tuple[int, ...]]]) -> None:
+    of_ranks, shapes = tables
+    require_coverage(of_ranks, shapes)
+    first, second = of_ranks
+    for number, block in enumerate(first.blocks):
+        missing = (*first.blocks[:number], *first.blocks[number + 1 :])
+        for blocks in (missing, (*first.blocks, block)):
+            with pytest.raises(
+                ValueError, match=rf"^parameter '{block.parameter}' in chunk 0 of rank 0.* blocks; expe"
+            ):
+                require_coverage([replace(first, blocks=blocks), second], shapes)
+
+
+def test_a_tensor_that_ranks_share_wrongly_is_refused(
+    tables: tuple[list[WeightTable], dict[str, tuple[int, ...]]],
+) -> None:
+    of_ranks, shapes = tables
+    for wrong, message in (
+        # both ranks have the first half of the rows, or each has all layers as a pipeline stage of its own
+        ([of_ranks[0], of_ranks[0]], r"^tensor 'backbone\.embed_tokens\.weight' .* is in 0 blocks"),
+        ([*of_ranks, replace(of_ranks[0], stage=1)], r"^tensor 'backbone\.embed_tokens\.weight' .* is in 2 blocks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            require_coverage(wrong, shapes)
+    with pytest.raises(ValueError, match=r"^tensor 'head\.linear\.weight' of Megatron-Core's model is absent"):
+        require_coverage(of_ranks, {name: shape for name, shape in shapes.items() if "head" not in name})
+    with pytest.raises(ValueError, match=r"^tensor 'head\.linear\.bias' .* is in 0 blocks"):
+        require_coverage(of_ranks, shapes | {"head.linear.bias": (251,)})
+    with pytest.raises(ValueError, match=r"^tensor 'head\.linear\.weight' .* a block is outside"):
+        require_coverage(of_ranks, shapes | {"head.linear.weight": (250, 32)})
+
+
+class OneLayer(nn.Module):
+    """The parameters of Megatron-Core's model that a test needs, without process groups."""
+
+    def __init__(self, parameter: str, *shape: int):
+        super().__init__()
+        layer = nn.Module()
+        layer.layer_number = 3
+        layer.add_module("norm", nn.Module())
+        layer.norm.register_parameter(parameter, nn.Parameter(torch.ones(shape)))
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList([layer])
+
+
+def test_a_parameter_without_a_name_in_the_family_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^parameter 'decoder\.layers\.0\.norm\.scale' .* no name in a llama model"):
+        weight_table([OneLayer("scale", 4)], model_config(Case("llama")), Place())
+
+
+def test_padding_rows_are_zero_and_tensors_of_another_shape_are_refused() -> None:
+    chunk = nn.ModuleDict({"embedding": nn.ModuleDict({"word_embeddings": nn.Embedding(126, 32)})})
+    table = weight_table([chunk], model_config(Case("llama")), Place(tensor=Shard(1, 2)))
+    weight_VD = torch.rand(251, 32)
+    load([chunk], table, {"backbone.embed_tokens.weight": weight_VD}.__getitem__)
+    (loaded,) = chunk.parameters()
+    assert torch.equal(loaded[:125], weight_VD[126:])
+    assert not loaded[125:].any()
+    with pytest.raises(ValueError, match=r"^tensor 'backbone\.embed_tokens\.weight' has shape \(250, 32\)"):
+        load([chunk], table, lambda _: weight_VD[1:])
+
+
+def test_all_families_have_names() -> None:
+    assert NAMES.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "layout", "message"),
+    [
+        ("gemma", {}, {}, r"^model_type 'gemma' has no conversion .* llama, qwen2, qwen3, qwen3_moe$"),
+        ("llama", {"hidden_act": "gelu"}, {}, r"^hidden_act='gelu' .* expected 'silu'"),
+        ("llama", {"attention_bias": True}, {}, r"^attention_bias=True"),
+        ("llama", {"mlp_bias": True}, {}, r"^mlp_bias=True"),
+        ("llama", {"attention_dropout": 0.1}, {}, r"^attention_dropout=0\.1"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 4}, {}, r"^layer_types=\['sliding_attention'\]"),
+        (MOE, {"use_sliding_window": True}, {}, r"^sliding_window=5"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            {},
+            r"^rope_param",
+        ),
+        (MOE, {"norm_topk_prob": True, "num_experts_per_tok": 1}, {}, r"^num_experts_per_tok=1"),
+        ("llama", {}, {"num_layers": 3}, r"^num_layers=3: the model or the loss determines it"),
+        (MOE, {}, {"moe_aux_loss_coeff": 0.1}, r"^moe_aux_loss_coeff=0\.1: the model or the loss determines it"),
+        ("llama", {}, {"tensor": 2}, r"^tensor=2: there is no such field; expected another field"),
+        ("llama", {}, {"tensor_model_parallel_size": 4}, r"^num_key_value_heads=2 over 4 tensor ranks"),
+        ("llama", {}, {"pipeline_model_parallel_size": 3}, r"^num_hidden_layers=4 over 3 pipeline stages"),
+        (MOE, {}, {"expert_model_parallel_size": 3}, r"^num_experts=4 over 3 expert ranks"),
+        (MOE, {}, {"tensor_model_parallel_size": 2}, r"^sequence_parallel=False with tensor_model_parallel_size=2"),
+    ],
+)
+def test_what_megatron_does_not_compute_exactly_is_refused(
+    model_type: str, options: dict[str, Any], layout: dict[str, Any], message: str
+) -> None:
+    config = model_config(Case(model_type, options=options))
+    with pytest.raises(ValueError, match=message):
+        transformer_config(config, **layout)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {},
+        {"rope_type": "linear", "factor": 3.0},
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+)
+def test_rotary_frequencies_are_transformers_own(scaling: dict[str, Any]) -> None:
+    rotary = {"rope_type": "default", "rope_theta": 5e5} | scaling
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, head_dim=12, vocab_size=9, rope_parameters=rotary)
+    transformer_config(config)
+    config.num_hidden_layers = 0
+    assert torch.equal(inverse_frequencies(config), LlamaModel(config).rotary_emb.inv_freq)
