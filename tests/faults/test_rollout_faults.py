@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from kit import slow
 from kit.stub_servers import Fault, StubHandler, StubServer, broken, busy, reset, stub_server
 from kit.stub_vllm import Vllm
 from kit.writer_cases import TEMPERATURE, VOCABULARY, Student, engine_of, requests_of, wait_for_tokens
@@ -74,7 +75,7 @@ DAMAGED: dict[str, tuple[Fault, str]] = {
 FAILED: dict[str, Fault] = {"busy": busy, "broken": broken, "reset": reset}
 
 
-@pytest.mark.parametrize("fault", [*FAILED, *DAMAGED])
+@pytest.mark.parametrize("fault", [FAILED[0], DAMAGED[0], *map(slow, [*FAILED[1:], *DAMAGED[1:]])])
 def test_a_failed_request_is_sent_again(
     student: Student, server: StubServer, engine: ServedEngine, fault: str
 ) -> None:
@@ -85,7 +86,7 @@ def test_a_failed_request_is_sent_again(
     assert not server.faults
 
 
-@pytest.mark.parametrize("fault", DAMAGED)
+@pytest.mark.parametrize("fault", [DAMAGED[0], *map(slow, DAMAGED[1:])])
 def test_answers_that_are_damaged_every_time_end_the_run(
     server: StubServer, engine: ServedEngine, fault: str
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_server_that_says_nothing_ends_the_run(student: Student, server: StubS
             future.result(30)
 
 
+@pytest.mark.slow
 def test_a_server_that_restarts_is_given_the_weights_again(student: Student, server: StubServer) -> None:
     server.options["seconds"] = server.model.seconds = 0.05
     lines: list[str] = []
@@ -153,7 +155,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [MOMENTS[0], *map(slow, MOMENTS[1:])])
 def test_a_server_that_restarts_during_an_update(student: Student, server: StubServer, moment: str) -> None:
     """Whatever it has forgotten: what it writes as version 1 is written by version 1 and not by its first weights."""
     first, path = MOMENTS[moment]

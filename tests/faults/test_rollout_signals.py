@@ -33,9 +33,9 @@ def stop_before(step: int, pid: int, marker: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("which", ["writer", "teacher"])
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize(
+    ("after", "which", "processes"), [(0, "writer", 1), (0, "teacher", 2), (3, "writer", 2), (3, "teacher", 1)]
+)
 def test_a_signal_ends_a_run_whose_server_does_not_answer(
     tmp_path: Path, which: str, after: int, processes: int
 ) -> None:

@@ -141,6 +141,7 @@ def test_ctrl_c_prints_the_command_that_continues_the_run(here: Path) -> None:
     assert metrics(here / "out")[-1]["step"] == 60
 
 
+@pytest.mark.slow
 def test_the_installed_module_does_it_too(here: Path) -> None:
     """This test starts the module in a new process, as a shell does. Libraries print nothing."""
     command = [sys.executable, "-m", "stillhouse", "distill", str(here / "run.yaml"), "train.steps=2"]

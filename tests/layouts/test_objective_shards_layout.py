@@ -144,6 +144,7 @@ def test_two_collectives_per_chunk(pool: RankPool) -> None:
         assert in_one.largest <= 4 * TOKENS * 40 or name == "all"
 
 
+@pytest.mark.slow
 def test_values_alone_need_no_more_collectives(pool: RankPool) -> None:
     named = {name: partial(problems.counted, name) for name in ("forward_kl on full", "all")}
     outcomes = counted_passes(pool, named, jobs.values_only)

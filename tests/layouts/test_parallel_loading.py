@@ -158,7 +158,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float, 
 
 @pytest.mark.skipif(not loading_memory.SUPPORTED, reason="no /proc to read the peak from")
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(fsdp=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("degrees", [Degrees(fsdp=2, tensor=2)], ids=str)
 def test_a_process_holds_its_share_and_a_layer(large: tuple[Path, Path, float, float], degrees: Degrees) -> None:
     small, folder, whole, layer = large
     # new processes, because memory that a process has used before would hide growth

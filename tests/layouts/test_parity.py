@@ -65,19 +65,19 @@ QUICK = [
     Case(layout("zbv", pipeline=2), "qwen3", micro_batches=4),
     Case(layout(fsdp=2, pipeline=2), "llama"),
     Case(layout(fsdp=2, expert=2), "qwen3_moe"),
-    Case(layout(pipeline=2), "llama", teacher=layout(context=2), other_tokens=True),
-    Case(layout(pipeline=2), hidden=HIDDEN),
     Case(layout(fsdp=2), hidden=HIDDEN, checkpointing=True),
-    Case(layout(pipeline=2), top_k=8),
     Case(layout(fsdp=2), lora="base", other_tokens=True),
-    Case(layout(pipeline=2), mtp="teacher"),
-    Case(layout(fsdp=2), optimizer="muon"),
-    Case(layout(pipeline=2), "llama", optimizer="adafactor"),
 ]
 #: Each pair of a layout and an option, such as a tied head (llama) or recomputed layers, occurs in at least one case;
 #: a case has several options where they can be combined.
 SLOW = [
     Case(layout(fsdp=2)),
+    Case(layout(pipeline=2), "llama", teacher=layout(context=2), other_tokens=True),
+    Case(layout(pipeline=2), hidden=HIDDEN),
+    Case(layout(pipeline=2), top_k=8),
+    Case(layout(pipeline=2), mtp="teacher"),
+    Case(layout(fsdp=2), optimizer="muon"),
+    Case(layout(pipeline=2), "llama", optimizer="adafactor"),
     # models in rows, packed with masks, and with layers of unlike kinds; test_refused_layouts has the other layouts
     *(
         Case(layout(**dict.fromkeys(axes.split("+"), 2)), family)

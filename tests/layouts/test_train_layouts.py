@@ -83,7 +83,6 @@ def test_steps_of_one_sequence_leave_a_process_without_one(workspace: Path, shor
 @pytest.mark.parametrize(
     "layouts",
     [
-        ["parallel.fsdp=2", "teacher.parallel.tensor=2"],
         ["parallel.pipeline=2", "teacher.parallel.context=2"],
         ["parallel.tensor=2", "teacher.parallel.pipeline=2"],
     ],
@@ -247,7 +246,7 @@ def running(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "killed"), [("fsdp", 1), ("pipeline", 0)])
+@pytest.mark.parametrize(("layout", "killed"), [("pipeline", 0)])
 def test_a_job_that_torchrun_restarts_continues(workspace: Path, layout: str, killed: int) -> None:
     """It resumes from its last checkpoint and ends with the model of an undisturbed job. Rank 0 is the writer."""
     quiet, disturbed = workspace / f"quiet {layout}", workspace / f"disturbed {layout}"

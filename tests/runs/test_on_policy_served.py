@@ -135,6 +135,7 @@ def test_a_trainer_that_is_killed_asks_again_for_what_was_under_way(
     assert all(line["rollout/staleness_max"] <= 2 for line in lines)
 
 
+@pytest.mark.slow
 def test_without_any_server_the_run_saves_and_stops_and_goes_on_later(in_process: Path, server: Server) -> None:
     out = in_process / "stopped"
     with Server(in_process / "student", "--generate") as killed:

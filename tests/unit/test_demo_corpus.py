@@ -47,6 +47,7 @@ def test_a_name_has_the_same_split_for_ever(split, names):
     assert {corpus.split_of(name) for name in names} == {split}
 
 
+@pytest.mark.slow
 def test_a_split_is_collected_without_reading_the_others(documents):
     assert corpus.collect_split("held_out") == of_split(documents, "held_out")
 

@@ -27,7 +27,6 @@ def shifted(handler: StubHandler, content: dict[str, Any]) -> None:
         ("sync", {}, 0.01, "with the same weights"),
         pytest.param("one_step_off", {}, 0.005, "", marks=pytest.mark.slow),
         pytest.param("async", {"mixes_weights": True}, 0.01, "with the same weights", marks=pytest.mark.slow),
-        pytest.param("async", {"mixes_weights": True}, 0.005, "", marks=pytest.mark.slow),
         pytest.param("one_step_off", {}, 0.02, "at most 1 steps older, differ by", marks=pytest.mark.slow),
     ],
 )
