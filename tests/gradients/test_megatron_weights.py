@@ -14,10 +14,12 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: `ma
 from kit import slow
 from kit.megatron_weights_jobs import Case, Difference, compare, make_tables, model_config
 from kit.shard_ranks import Failure, pool_of_meshes
+from megatron.core import parallel_state
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
-from stillhouse.engine.megatron.model_config import FAMILIES, inverse_frequencies, transformer_config
+from stillhouse.engine.megatron.attention import CausalAttention, context_positions
+from stillhouse.engine.megatron.model_config import FAMILIES, rotary_frequencies, transformer_config
 from stillhouse.engine.megatron.weights import (
     NAMES,
     Place,
@@ -29,7 +31,9 @@ from stillhouse.engine.megatron.weights import (
 )
 from stillhouse.tools.parity import worst
 
-MOE = "qwen3_moe"
+MOE, LATENT = "qwen3_moe", "deepseek_v3"
+#: its frequencies depend on the number of tokens of pretraining, and it scales the products of queries and keys
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 #: all layers have experts, and their weights are normalized over the chosen experts
 NORMALIZED = {"norm_topk_prob": True, "mlp_only_layers": []}
 QUICK = [
@@ -37,21 +41,29 @@ QUICK = [
     Case("qwen2", tensor=2, sequence=True),
     Case("qwen3", tensor=2, tied=True),
     Case("qwen3", pipeline=2, chunks=2, tied=True),
-    Case(MOE, expert=2, data=2),
+    Case(MOE, context=2, expert=2),
+    Case(LATENT, tensor=2, sequence=True),
 ]
 LONG = [
     Case("llama", data=2, tied=True),
     Case("llama", pipeline=2),
+    Case("llama", context=2, options={"rope_parameters": YARN}),
     Case("llama", tensor=2, pipeline=2, sequence=True, tied=True),
     Case("qwen2", data=2, tied=True),
     Case("qwen2", pipeline=2, tied=True),
     Case("qwen3", data=2),
     Case("qwen3", tensor=2, pipeline=2, chunks=2),
     Case(MOE, data=2, tied=True, options=NORMALIZED),
+    Case(MOE, expert=2, data=2),
     Case(MOE, tensor=2, sequence=True),
     Case(MOE, tensor=2, expert=2, sequence=True, tied=True, options=NORMALIZED),
     Case(MOE, pipeline=2, expert=2, data=2, chunks=2),
     Case(MOE, tensor=2, expert=2, data=2, sequence=True),
+    Case(LATENT, data=2, options={"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    Case(LATENT, context=2, tied=True),
+    Case(LATENT, expert=2, data=2, options={"q_lora_rank": None}),
+    Case(LATENT, pipeline=2, chunks=2, tied=True),
+    Case(LATENT, tensor=2, pipeline=2, sequence=True),
 ]
 
 
@@ -144,7 +156,7 @@ def test_all_families_have_names() -> None:
 @pytest.mark.parametrize(
     ("model_type", "options", "layout", "message"),
     [
-        ("gemma", {}, {}, r"^model_type 'gemma' has no conversion .* llama, qwen2, qwen3, qwen3_moe$"),
+        ("gemma", {}, {}, r"^model_type 'gemma' has no conversion .* llama, qwen2, qwen3, qwen3_moe, deepseek_v3$"),
         ("llama", {"hidden_act": "gelu"}, {}, r"^hidden_act='gelu' .* expected 'silu'"),
         ("llama", {"attention_bias": True}, {}, r"^attention_bias=True"),
         ("llama", {"mlp_bias": True}, {}, r"^mlp_bias=True"),
@@ -158,12 +170,18 @@ def test_all_families_have_names() -> None:
             r"^rope_param",
         ),
         (MOE, {"norm_topk_prob": True, "num_experts_per_tok": 1}, {}, r"^num_experts_per_tok=1"),
+        (LATENT, {"norm_topk_prob": False}, {}, r"^norm_topk_prob=False"),
+        (LATENT, {"num_experts_per_tok": 4}, {}, r"^topk_group=1 .* expected 2, half of num_experts_per_tok=4"),
+        (LATENT, {"rms_norm_eps": 1e-5}, {}, r"^rms_norm_eps=1e-05"),
+        (LATENT, {"rope_interleave": False}, {}, r"^rope_interleave=False"),
+        (LATENT, {"num_key_value_heads": 2}, {}, r"^num_key_value_heads=2"),
+        (LATENT, {"rope_parameters": YARN}, {}, r"^rope_parameters=.* expected equal mscale and mscale_all_dim"),
         ("llama", {}, {"num_layers": 3}, r"^num_layers=3: the model or the loss determines it"),
         (MOE, {}, {"moe_aux_loss_coeff": 0.1}, r"^moe_aux_loss_coeff=0\.1: the model or the loss determines it"),
         ("llama", {}, {"tensor": 2}, r"^tensor=2: there is no such field; expected another field"),
         ("llama", {}, {"tensor_model_parallel_size": 4}, r"^num_key_value_heads=2 over 4 tensor ranks"),
         ("llama", {}, {"pipeline_model_parallel_size": 3}, r"^num_hidden_layers=4 over 3 pipeline stages"),
-        (MOE, {}, {"expert_model_parallel_size": 3}, r"^num_experts=4 over 3 expert ranks"),
+        (MOE, {}, {"expert_model_parallel_size": 3}, r"^num_local_experts=4 over 3 expert ranks"),
         (MOE, {}, {"tensor_model_parallel_size": 2}, r"^sequence_parallel=False with tensor_model_parallel_size=2"),
     ],
 )
@@ -179,6 +197,7 @@ def test_what_megatron_does_not_compute_exactly_is_refused(
     "scaling",
     [
         {},
+        YARN,
         {"rope_type": "linear", "factor": 3.0},
         {
             "rope_type": "llama3",
@@ -192,6 +211,22 @@ def test_what_megatron_does_not_compute_exactly_is_refused(
 def test_rotary_frequencies_are_transformers_own(scaling: dict[str, Any]) -> None:
     rotary = {"rope_type": "default", "rope_theta": 5e5} | scaling
     config = LlamaConfig(hidden_size=32, num_attention_heads=4, head_dim=12, vocab_size=9, rope_parameters=rotary)
-    transformer_config(config)
     config.num_hidden_layers = 0
-    assert torch.equal(inverse_frequencies(config), LlamaModel(config).rotary_emb.inv_freq)
+    embedding = LlamaModel(config).rotary_emb
+    frequencies_C, factor = rotary_frequencies(config)
+    assert torch.equal(frequencies_C, embedding.inv_freq)
+    assert factor == embedding.attention_scaling
+
+
+def test_rows_that_attention_cannot_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = CausalAttention(transformer_config(model_config(Case("llama"))))
+    heads_SBHC = torch.zeros(4, 1, 2, 12)
+    with pytest.raises(
+        ValueError, match=r"^packed documents without Transformer Engine: expected one document per row"
+    ):
+        attention(heads_SBHC, heads_SBHC, heads_SBHC, packed_seq_params=object())
+    monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    assert context_positions(8).tolist() == [2, 3, 4, 5]
+    with pytest.raises(ValueError, match=r"^rows of 6 tokens over 2 context ranks: expected a multiple of 4"):
+        context_positions(6)

@@ -24,6 +24,7 @@ class _CudaIsCpu(TorchFunctionMode):
         device = options.get("device")
         if device is not None and torch.device(device).type == "cuda":
             options["device"] = "cpu"
+        options.pop("pin_memory", None)
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.type and len(args) == 1:

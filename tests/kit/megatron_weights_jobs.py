@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from stillhouse.engine.loss import StepLoss
+from stillhouse.engine.megatron.attention import context_positions
 from stillhouse.engine.megatron.model import build_chunks
 from stillhouse.engine.megatron.model_config import transformer_config
 from stillhouse.engine.megatron.weights import Place, WeightTable, gather, load, require_full_coverage, weight_table
@@ -47,16 +48,19 @@ class Case:
     chunks: int = 1  # model chunks per pipeline rank
     expert: int = 1
     data: int = 1
+    context: int = 1
     sequence: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def processes(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def name(self) -> str:
-        degrees = {name: getattr(self, name) for name in ("tensor", "pipeline", "chunks", "expert", "data")}
+        degrees = {
+            name: getattr(self, name) for name in ("tensor", "pipeline", "chunks", "context", "expert", "data")
+        }
         parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
         flags = ["sequence"] * self.sequence + ["tied"] * self.tied + list(self.options)
         return "-".join([self.model_type, *parts, *flags])
@@ -67,6 +71,7 @@ class Case:
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
             "virtual_pipeline_model_parallel_size": self.chunks if self.chunks > 1 else None,
+            "context_parallel_size": self.context,
             "expert_model_parallel_size": self.expert,
             "expert_tensor_parallel_size": 1 if self.expert > 1 else None,
         }
@@ -89,9 +94,11 @@ class Difference:
 def model_config(case: Case) -> PreTrainedConfig:
     """Return a tiny configuration with grouped heads, an odd vocabulary and, if the family has it, a wide head."""
     options: dict[str, Any] = {"num_hidden_layers": 4, "tie_word_embeddings": case.tied, "use_sliding_window": False}
-    if case.model_type != "qwen2":
+    if case.model_type not in ("qwen2", "deepseek_v3"):
         options["head_dim"] = 12
-    if case.model_type == "llama":
+    if case.model_type == "deepseek_v3":
+        options |= {"qk_nope_head_dim": 12, "v_head_dim": 16, "n_group": 2}
+    if case.model_type in ("llama", "deepseek_v3"):
         options.pop("use_sliding_window")
     if case.model_type in ("qwen2", "qwen3"):
         options["layer_types"] = 4 * ["full_attention"]
@@ -120,7 +127,8 @@ class Compared:
         self, *, hidden_states: Tensor, head: OutputHead, context: tuple[int, DistillTargets], depth: int = 0
     ) -> ObjectiveOutput:
         number, targets = context
-        hidden_BSD, logits_BSV = (expected[number] for expected in self.expected)
+        positions_S = context_positions(S)
+        hidden_BSD, logits_BSV = (expected[number][:, positions_S] for expected in self.expected)
         shard = slice(None) if head.shard is None else slice(head.shard.start, head.shard.stop)
         logits_BSV = logits_BSV[..., shard]
         made = (hidden_states @ head.weight_VD.T)[..., : logits_BSV.shape[-1]]
@@ -144,11 +152,11 @@ def compare(rank: Rank, case: Case) -> Difference:
         table = weight_table(chunks, config, Place.current())
         require_full_coverage(table, shapes)
         load(chunks, table, weights.__getitem__)
-        loaded = gather(chunks, table, shapes, lambda parameter: parameter)
+        loaded = gather(chunks, table, shapes, lambda tensor: tensor)
         processor = Compared(dict(enumerate(hidden)), dict(enumerate(logits)))
         first = parallel_state.get_data_parallel_rank() * MICRO_BATCHES
         step(chunks, processor, ids[first : first + MICRO_BATCHES], first, config.vocab_size)
-        made = gather(chunks, table, shapes, lambda parameter: parameter.main_grad)
+        made = gather(chunks, table, shapes, lambda tensor: getattr(tensor, "main_grad", None))
         is_last = any(chunk.post_process for chunk in chunks)
     scale = 1e-3 * torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     return Difference(
@@ -197,11 +205,11 @@ def step(chunks: list[Any], processor: Compared, ids: list[Tensor], first: int, 
 
     def forward_step(data: Iterator[tuple[int, Tensor]], model: Any) -> tuple[Any, Any]:
         number, ids_BS = next(data)
-        positions_BS = torch.arange(S).expand(B, S)
+        positions_S = context_positions(S)
         hook = MegatronProcessor(model, processor, vocab_size=vocabulary)
-        context = number, DistillTargets(ids_BS[:, 1:])
+        context = number, DistillTargets(ids_BS[:, 1:][:, positions_S])
         inputs = {"output_processor": hook, "output_processor_context": context}
-        return model(ids_BS[:, :-1], positions_BS, None, **inputs), loss_of
+        return model(ids_BS[:, positions_S], positions_S.expand(B, -1), None, **inputs), loss_of
 
     def loss_of(output: ObjectiveOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         return output.loss.clone(), torch.tensor(1), {}

@@ -6,9 +6,9 @@
     load(chunks, weight_table(chunks, config, Place.current()), tensors)
 
 The weights are allocated, not initialized. With Transformer Engine installed, the layers are those of its layer spec.
-Without it they are Megatron-Core's local layers with the norm below, on a CPU or a GPU; their attention has no
-context parallelism and no packed documents, so each row of a micro-batch must be one document. The path with
-Transformer Engine has not been run: it needs a GPU.
+Without it they are Megatron-Core's local layers, on a CPU or a GPU, with the norm below and `CausalAttention`, for
+which each row of a micro-batch must be one document. The path with Transformer Engine has not been run: it needs a
+GPU.
 
 B rows, S tokens per row, D width.
 """
@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from stillhouse.engine.megatron.model_config import inverse_frequencies, padded_vocabulary
+from stillhouse.engine.megatron.attention import CausalAttention, LatentAttention
+from stillhouse.engine.megatron.model_config import padded_vocabulary, rotary_frequencies
 from stillhouse.models.megatron import MultiTokenGPTModel
 
 
@@ -54,11 +56,6 @@ def build_chunks(config: PreTrainedConfig, transformer: TransformerConfig) -> li
     config: the transformers configuration from which `transformer` was made. Megatron-Core's process groups must
     exist. A tied head under a pipeline makes this a collective of the first and the last stage.
     """
-    if transformer.context_parallel_size > 1 and not HAVE_TE:
-        raise ValueError(
-            f"context_parallel_size={transformer.context_parallel_size} without Transformer Engine: the local "
-            "attention of Megatron-Core has no context parallelism; expected 1"
-        )
     stages: list[int | None] = [None]
     if transformer.virtual_pipeline_model_parallel_size is not None:
         stages = [*range(transformer.virtual_pipeline_model_parallel_size)]
@@ -80,8 +77,11 @@ def _build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    # GPTModel's own arguments express only the scaling of Llama 3.1 with its default numbers
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(config).to(model.rotary_pos_emb.inv_freq.device)
+    frequencies_C, _ = rotary_frequencies(config)
+    for module in model.modules():
+        # GPTModel's own arguments express only the scaling of Llama 3.1 with its default numbers
+        if isinstance(module, RotaryEmbedding):
+            module.inv_freq = frequencies_C.to(module.inv_freq.device)
     # with a GPU, Megatron-Core creates the router's weight in host memory
     return model if transformer.use_cpu_initialization else model.to(torch.cuda.current_device())
 
@@ -95,7 +95,11 @@ def _block_spec(transformer: TransformerConfig, vp_stage: int | None) -> Transfo
     block.layer_norm = RmsNorm
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm
-        if transformer.qk_layernorm:
-            attention = layer.submodules.self_attention.submodules
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = CausalAttention
+        if transformer.multi_latent_attention:
+            layer.submodules.self_attention.module = LatentAttention
+            attention.q_layernorm = attention.kv_layernorm = RmsNorm
+        elif transformer.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
     return block

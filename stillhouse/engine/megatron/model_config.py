@@ -9,12 +9,12 @@ with the configuration's key. `model.py` uses the rest of the configuration (voc
 V vocabulary, C half of the width of a head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
@@ -27,12 +27,50 @@ class Family:
 
     qkv_bias: whether the projections to queries, keys and values have a bias, but no other projection.
     qk_norm: whether the queries and keys of each head are normalized.
-    experts: whether layers may have experts instead of one feed-forward network.
+    experts: returns the fields for layers with experts; None: no layer has experts.
+    latent: whether queries, keys and values are computed from latent vectors (multi-head latent attention).
     """
 
     qkv_bias: bool = False
     qk_norm: bool = False
-    experts: bool = False
+    experts: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
+    latent: bool = False
+
+
+def _qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    sparse = [
+        number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0
+        for number in range(config.num_hidden_layers)
+    ]
+    if config.norm_topk_prob and config.num_experts_per_tok == 1:
+        raise _not_exact(config, "num_experts_per_tok", 1, "2 or more with norm_topk_prob=True")
+    return {
+        "moe_router_score_function": "softmax",
+        # the softmax of the chosen logits is the softmax of all logits, normalized over the chosen experts
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_layer_freq": [int(is_sparse) for is_sparse in sparse],
+    }
+
+
+def _deepseek_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    chosen, groups = config.num_experts_per_tok, config.topk_group
+    if not config.norm_topk_prob or chosen == 1:
+        raise _not_exact(config, "norm_topk_prob", config.norm_topk_prob, "True, and num_experts_per_tok 2 or more")
+    # transformers ranks groups of experts by their two best experts, Megatron-Core by chosen // groups
+    if groups < config.n_group and chosen // groups != 2:
+        raise _not_exact(config, "topk_group", groups, f"{chosen / 2:g}, half of num_experts_per_tok={chosen}")
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_router_num_groups": config.n_group if groups < config.n_group else None,
+        "moe_router_group_topk": groups if groups < config.n_group else None,
+        # the correction of the scores is loaded, and stays as it is
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_shared_expert_intermediate_size": config.n_shared_experts * config.moe_intermediate_size,
+        "moe_layer_freq": [int(number >= config.first_k_dense_replace) for number in range(config.num_hidden_layers)],
+    }
 
 
 #: by transformers' model type. A new family also needs an entry in `weights.NAMES`
@@ -40,7 +78,8 @@ FAMILIES = {
     "llama": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
+    "qwen3_moe": Family(qk_norm=True, experts=_qwen_experts),
+    "deepseek_v3": Family(qk_norm=True, experts=_deepseek_experts, latent=True),
 }
 
 #: settings for which only one value is exact
@@ -50,9 +89,10 @@ _ONLY: Mapping[str, Any] = {
     "mlp_bias": False,
     "attention_dropout": 0.0,
     "quantization_config": None,
+    "rope_interleave": True,
 }
-#: types of rotary embeddings whose frequencies do not depend on the number of tokens, and which scale nothing else
-_ROTARY = ("default", "linear", "llama3")
+#: types of rotary embeddings whose frequencies do not depend on the number of tokens
+_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 def transformer_config(
@@ -67,7 +107,8 @@ def transformer_config(
     family = require_family(config)
     _require_exact(config)
     determined = _model_fields(config, family) | _loss_fields()
-    known = {field.name for field in fields(TransformerConfig)}
+    kind = MLATransformerConfig if family.latent else TransformerConfig
+    known = {field.name for field in fields(kind)}
     for name in options:
         if name not in known or name in determined:
             reason = "the model or the loss determines it" if name in determined else "there is no such field"
@@ -89,7 +130,7 @@ def transformer_config(
     }
     given = defaults | options
     _require_even_shards(config, family, given)
-    return TransformerConfig(**determined, **given)
+    return kind(**determined, **given)
 
 
 def require_family(config: PreTrainedConfig) -> Family:
@@ -111,13 +152,16 @@ def padded_vocabulary(rows: int, tensor: int) -> int:
     return -(-rows // tensor) * tensor
 
 
-def inverse_frequencies(config: PreTrainedConfig) -> Tensor:
-    """Return the rotary embedding's inverse frequencies [C] in float32, as transformers computes them."""
+def rotary_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
+    """Return the rotary embedding's inverse frequencies [C] in float32, and the factor of rotated queries and keys.
+
+    Both are computed by transformers itself, except for the formula without scaling, which each model has.
+    """
     rotary, width = config.rope_parameters, head_width(config)
     if rotary["rope_type"] == "default":
-        return 1.0 / rotary["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-    frequencies_C, _ = ROPE_INIT_FUNCTIONS[rotary["rope_type"]](config)
-    return frequencies_C
+        return 1.0 / rotary["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
+    frequencies_C, factor = ROPE_INIT_FUNCTIONS[rotary["rope_type"]](config)
+    return frequencies_C, float(factor)
 
 
 def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
@@ -125,8 +169,6 @@ def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.num_key_value_heads,
-        "kv_channels": head_width(config),
         "ffn_hidden_size": config.intermediate_size,
         "add_bias_linear": False,
         "add_qkv_bias": family.qkv_bias,
@@ -140,22 +182,47 @@ def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
         # transformers computes the softmax of attention in float32
         "attention_softmax_in_fp32": True,
     }
-    return values | (_expert_fields(config) if family.experts else {})
+    values |= _latent_fields(config) if family.latent else _attention_fields(config)
+    if family.experts is not None:
+        values |= family.experts(config) | {
+            "num_moe_experts": config.num_local_experts,
+            "moe_ffn_hidden_size": config.moe_intermediate_size,
+            "moe_router_topk": config.num_experts_per_tok,
+        }
+    return values
 
 
-def _expert_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    sparse = [
-        number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0
-        for number in range(config.num_hidden_layers)
-    ]
+def _attention_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    _, factor = rotary_frequencies(config)
     return {
-        "num_moe_experts": config.num_experts,
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_score_function": "softmax",
-        # the softmax of the chosen logits is the softmax of all logits, normalized over the chosen experts
-        "moe_router_pre_softmax": not config.norm_topk_prob,
-        "moe_layer_freq": [int(is_sparse) for is_sparse in sparse],
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": head_width(config),
+        # the whole head is rotated, so that a factor of queries and keys is a factor of their products
+        "softmax_scale": None if factor == 1.0 else factor**2 / head_width(config) ** 0.5,
+    }
+
+
+def _latent_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    rotary = config.rope_parameters
+    _, factor = rotary_frequencies(config)
+    if factor != 1.0:
+        raise _not_exact(config, "rope_parameters", rotary, "equal mscale and mscale_all_dim, or no attention_factor")
+    if config.rms_norm_eps != 1e-6:  # transformers' norms of latent vectors ignore the configuration
+        raise _not_exact(config, "rms_norm_eps", config.rms_norm_eps, "1e-06")
+    if config.num_key_value_heads != config.num_attention_heads:
+        raise _not_exact(config, "num_key_value_heads", config.num_key_value_heads, f"{config.num_attention_heads}")
+    is_scaled = rotary["rope_type"] != "default"
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        # the frequencies are replaced after construction; these two numbers scale the products of queries and keys
+        "rope_type": "rope",
+        "rotary_scaling_factor": rotary["factor"] if is_scaled else 1.0,
+        "mscale_all_dim": rotary.get("mscale_all_dim", 0.0) if is_scaled else 0.0,
     }
 
 
@@ -185,8 +252,6 @@ def _require_exact(config: PreTrainedConfig) -> None:
     part = config.rope_parameters.get("partial_rotary_factor", 1.0)
     if part != 1.0:
         raise _not_exact(config, "rope_parameters.partial_rotary_factor", part, "1.0")
-    if getattr(config, "norm_topk_prob", False) and config.num_experts_per_tok == 1:
-        raise _not_exact(config, "num_experts_per_tok", 1, "2 or more with norm_topk_prob=True")
 
 
 def _not_exact(config: PreTrainedConfig, key: str, value: Any, expected: str) -> ValueError:
@@ -217,7 +282,11 @@ def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapp
         expert_tensor = options.get("expert_tensor_parallel_size") or tensor
         experts = options.get("expert_model_parallel_size", 1)
         sizes["moe_intermediate_size"] = (config.moe_intermediate_size, expert_tensor, "tensor ranks of an expert")
-        sizes["num_experts"] = (config.num_experts, experts, "expert ranks")
+        sizes["num_local_experts"] = (config.num_local_experts, experts, "expert ranks")
+    if family.latent:
+        latent = config.kv_lora_rank + config.qk_rope_head_dim
+        sizes["kv_lora_rank + qk_rope_head_dim"] = (latent, tensor, "tensor ranks")
+        sizes["q_lora_rank"] = (config.q_lora_rank or 0, tensor, "tensor ranks")
     for key, (size, parts, what) in sizes.items():
         if size % parts:
             raise ValueError(f"{key}={size} over {parts} {what}: expected a multiple of {parts}")

@@ -122,17 +122,31 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class GateUp:
-    """This rank's rows of the gate projection, then its rows of the up projection."""
+class Rows:
+    """This rank's rows of each of the tensors, one tensor after the other."""
 
-    gate: str
-    up: str
+    names: tuple[str, ...]
 
     def pieces(self, shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
-        rows = shape[0] // 2
-        for number, name in enumerate((self.gate, self.up)):
+        rows = shape[0] // len(self.names)
+        for number, name in enumerate(self.names):
             local = _rows(number * rows, (number + 1) * rows, shape)
             yield local, name, _rows(shard.rank * rows, (shard.rank + 1) * rows, shape)
+
+
+@dataclass(frozen=True)
+class LatentRows:
+    """This rank's rows of a projection to latent vectors; with Transformer Engine, each rank has all rows.
+
+    sizes: the configuration's keys whose sum is the number of all rows.
+    """
+
+    name: str
+    sizes: tuple[str, ...]
+
+    def pieces(self, shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+        has_all = shape[0] == sum(getattr(config, size) for size in self.sizes)
+        return Rows((self.name,)).pieces(shape, Shard() if has_all else shard, config)
 
 
 @dataclass(frozen=True)
@@ -200,7 +214,7 @@ _DENSE: dict[str, Rule] = {
     "self_attention.linear_proj.weight": Columns("self_attn.o_proj.weight"),
     "pre_mlp_layernorm.weight": Whole("post_attention_layernorm.weight"),
     "mlp.linear_fc1.layer_norm_weight": Whole("post_attention_layernorm.weight"),
-    "mlp.linear_fc1.weight": GateUp("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc1.weight": Rows(("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": Columns("mlp.down_proj.weight"),
 }
 #: the parameters of an expert have a * for its number
@@ -209,12 +223,32 @@ _EXPERTS: dict[str, Rule] = {
     "mlp.experts.*.linear_fc1.weight": ExpertGateUp("mlp.experts.gate_up_proj"),
     "mlp.experts.*.linear_fc2.weight": Columns("mlp.experts.down_proj"),
 }
+#: DeepSeek's latent attention, the correction of its router's scores, and its shared experts
+_LATENT: dict[str, Rule] = {
+    "self_attention.linear_q_proj.weight": Rows(("self_attn.q_proj.weight",)),
+    "self_attention.linear_q_down_proj.weight": LatentRows("self_attn.q_a_proj.weight", ("q_lora_rank",)),
+    "self_attention.q_layernorm.weight": Whole("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.layer_norm_weight": Whole("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.weight": Rows(("self_attn.q_b_proj.weight",)),
+    "self_attention.linear_kv_down_proj.weight": LatentRows(
+        "self_attn.kv_a_proj_with_mqa.weight", ("kv_lora_rank", "qk_rope_head_dim")
+    ),
+    "self_attention.kv_layernorm.weight": Whole("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": Whole("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.weight": Rows(("self_attn.kv_b_proj.weight",)),
+    "mlp.router.expert_bias": Whole("mlp.gate.e_score_correction_bias"),
+    "mlp.shared_experts.linear_fc1.weight": Rows(
+        ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
+    ),
+    "mlp.shared_experts.linear_fc2.weight": Columns("mlp.shared_experts.down_proj.weight"),
+}
 #: by transformers' model type
 NAMES: dict[str, Mapping[str, Rule]] = {
     "llama": _DENSE,
     "qwen2": _DENSE,
     "qwen3": _DENSE,
     "qwen3_moe": _DENSE | _EXPERTS,
+    "deepseek_v3": _DENSE | _EXPERTS | _LATENT,
 }
 
 _EMBEDDING, _HEAD = "backbone.embed_tokens.weight", "head.linear.weight"
@@ -231,7 +265,7 @@ def weight_table(chunks: Sequence[nn.Module], config: PreTrainedConfig, place: P
     blocks: list[Block] = []
     shapes: dict[tuple[int, str], tuple[int, ...]] = {}
     for number, chunk in enumerate(chunks):
-        for parameter, tensor in chunk.named_parameters():
+        for parameter, tensor in _named_tensors(chunk):
             shape = tuple(tensor.shape)
             is_copy = parameter == "output_layer.weight" and bool(config.tie_word_embeddings)
             for local, name, index in _pieces(chunk, parameter, shape, config, place):
@@ -277,11 +311,17 @@ def require_full_coverage(table: WeightTable, shapes: Mapping[str, Sequence[int]
 
 
 def local_blocks(
-    chunks: Sequence[nn.Module], table: WeightTable, value: Callable[[nn.Parameter], Tensor]
+    chunks: Sequence[nn.Module], table: WeightTable, value: Callable[[Tensor], Tensor | None]
 ) -> Iterator[tuple[Block, Tensor]]:
-    """Yield each block with its part of a parameter's value, a view. value: of the parameter's shape."""
+    """Yield each block with its part of a parameter's value, a view.
+
+    value: returns a tensor of the parameter's shape, or None to leave the parameter out. A family with corrections of
+    router scores has buffers among its parameters, which have no gradient.
+    """
     for block in table.blocks:
-        yield block, value(chunks[block.chunk].get_parameter(block.parameter))[block.local]
+        of_parameter = value(_tensor(chunks[block.chunk], block.parameter))
+        if of_parameter is not None:
+            yield block, of_parameter[block.local]
 
 
 @torch.no_grad()
@@ -290,9 +330,8 @@ def load(chunks: Sequence[nn.Module], table: WeightTable, tensors: Callable[[str
 
     tensors: returns a tensor by its name; called once for each name. Raises ValueError for another shape.
     """
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.zero_()
+    for chunk, name in table.shapes:
+        _tensor(chunks[chunk], name).zero_()
     targets = sorted(local_blocks(chunks, table, lambda parameter: parameter), key=lambda target: target[0].name)
     for name, of_name in groupby(targets, key=lambda target: target[0].name):
         tensor = tensors(name)
@@ -310,7 +349,7 @@ def gather(
     chunks: Sequence[nn.Module],
     table: WeightTable,
     shapes: Mapping[str, Sequence[int]],
-    value: Callable[[nn.Parameter], Tensor],
+    value: Callable[[Tensor], Tensor | None],
 ) -> dict[str, Tensor]:
     """Return the full tensors on every rank, for models that fit into the memory of one process.
 
@@ -355,9 +394,22 @@ def _pieces(
     shard = place.tensor if expert is None else place.expert_tensor
     for local, relative, index in rule.pieces(shape, shard, config):
         if expert is not None:
-            first = place.expert.rank * config.num_experts // place.expert.size
+            first = place.expert.rank * config.num_local_experts // place.expert.size
             index = (first + int(expert["module"] or expert["tensor"]), *index)
         yield local, f"backbone.layers.{layer}.{relative}", index
+
+
+def _named_tensors(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, and the buffers that a checkpoint contains."""
+    yield from chunk.named_parameters()
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(".expert_bias"):
+            yield name, buffer
+
+
+def _tensor(chunk: nn.Module, name: str) -> Tensor:
+    module, _, leaf = name.rpartition(".")
+    return getattr(chunk.get_submodule(module), leaf)
 
 
 def _rows(start: int, stop: int, shape: Sequence[int]) -> tuple[slice, ...]:

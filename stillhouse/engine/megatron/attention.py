@@ -1,0 +1,111 @@
+"""Causal attention for Megatron-Core's layers where Transformer Engine is not installed.
+
+    attention.submodules.core_attention = CausalAttention
+    positions_S = context_positions(tokens)                  # the tokens of each row that this context rank has
+
+Megatron-Core's own local attention keeps all attention probabilities, and it has neither context parallelism nor
+values of another width than the keys. This one calls torch's `scaled_dot_product_attention`, for rows of one document
+each.
+
+S tokens of a row on this rank, K tokens of the row on all context ranks, B rows, H heads, C width of a head, L
+width of the latent vectors.
+"""
+
+from math import sqrt
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class CausalAttention(nn.Module):
+    """The core attention of a layer. Context ranks gather the keys and values of the row; backward reduces them."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *_: Any,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        **__: Any,
+    ):
+        super().__init__()
+        self.scale = 1 / sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query_SBHC: Tensor,
+        key_SBHC: Tensor,
+        value_SBHC: Tensor,
+        *_: Any,
+        packed_seq_params: Any = None,
+        **__: Any,
+    ) -> Tensor:
+        """Return the heads' outputs [S, B, H·C], with the width of the values."""
+        if packed_seq_params is not None:
+            raise ValueError("packed documents without Transformer Engine: expected one document per row")
+        group, mask_SK = parallel_state.get_context_parallel_group(), None
+        if group.size() > 1:
+            key_SBHC, value_SBHC = (
+                gather_from_sequence_parallel_region(heads.contiguous(), group=group)
+                for heads in (key_SBHC, value_SBHC)
+            )
+            positions = [_positions(len(key_SBHC), rank, group.size()) for rank in range(group.size())]
+            mask_SK = (positions[group.rank()][:, None] >= torch.cat(positions)).to(query_SBHC.device)
+        query_BHSC, key_BHSC, value_BHSC = (heads.permute(1, 2, 0, 3) for heads in (query_SBHC, key_SBHC, value_SBHC))
+        output_BHSC = nn.functional.scaled_dot_product_attention(
+            query_BHSC,
+            key_BHSC,
+            value_BHSC,
+            attn_mask=mask_SK,
+            is_causal=mask_SK is None,
+            scale=self.scale,
+            enable_gqa=query_BHSC.shape[1] != key_BHSC.shape[1],
+        )
+        return output_BHSC.permute(2, 0, 1, 3).flatten(2)
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-head latent attention whose gradients are exact under tensor parallelism.
+
+    The tensor ranks share the rotated part of the keys, but each rank's heads give only a part of its gradient.
+    Megatron-Core's local layers do not add these parts. Here the projections are sharded over the tokens again, as
+    with Transformer Engine, so that the gather that follows adds them. Tensor parallelism needs sequence parallelism.
+    """
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        query_SBL, key_value_SBL = super()._qkv_down_projection(hidden_states)
+        if self.config.sequence_parallel:
+            key_value_SBL = scatter_to_sequence_parallel_region(
+                gather_from_tensor_model_parallel_region(key_value_SBL)
+            )
+        return query_SBL, key_value_SBL
+
+
+def context_positions(tokens: int) -> Tensor:
+    """Return the positions of a row's tokens that this context rank has, in their order.
+
+    The row is divided into two chunks per rank, and rank r has chunk r and the r-th chunk from the end, so that all
+    ranks have the same work. tokens: of the full row, a multiple of twice the number of context ranks if there are
+    several.
+    """
+    return _positions(
+        tokens, parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    )
+
+
+def _positions(tokens: int, rank: int, size: int) -> Tensor:
+    if size == 1:
+        return torch.arange(tokens)
+    if tokens % (2 * size):
+        raise ValueError(f"rows of {tokens} tokens over {size} context ranks: expected a multiple of {2 * size}")
+    chunks = torch.arange(tokens).chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[-1 - rank]])
