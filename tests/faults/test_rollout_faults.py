@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from kit import slow
+from kit import first_is_quick
 from kit.stub_servers import Fault, StubHandler, StubServer, broken, busy, reset, stub_server
 from kit.stub_vllm import Vllm
 from kit.writer_cases import TEMPERATURE, VOCABULARY, Student, engine_of, requests_of, wait_for_tokens
@@ -75,7 +75,7 @@ DAMAGED: dict[str, tuple[Fault, str]] = {
 FAILED: dict[str, Fault] = {"busy": busy, "broken": broken, "reset": reset}
 
 
-@pytest.mark.parametrize("fault", [FAILED[0], DAMAGED[0], *map(slow, [*FAILED[1:], *DAMAGED[1:]])])
+@pytest.mark.parametrize("fault", [*first_is_quick(FAILED), *first_is_quick(DAMAGED)])
 def test_a_failed_request_is_sent_again(
     student: Student, server: StubServer, engine: ServedEngine, fault: str
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_failed_request_is_sent_again(
     assert not server.faults
 
 
-@pytest.mark.parametrize("fault", [DAMAGED[0], *map(slow, DAMAGED[1:])])
+@pytest.mark.parametrize("fault", first_is_quick(DAMAGED))
 def test_answers_that_are_damaged_every_time_end_the_run(
     server: StubServer, engine: ServedEngine, fault: str
 ) -> None:
@@ -155,7 +155,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", [MOMENTS[0], *map(slow, MOMENTS[1:])])
+@pytest.mark.parametrize("moment", first_is_quick(MOMENTS))
 def test_a_server_that_restarts_during_an_update(student: Student, server: StubServer, moment: str) -> None:
     """Whatever it has forgotten: what it writes as version 1 is written by version 1 and not by its first weights."""
     first, path = MOMENTS[moment]

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from kit import slow
+from kit import first_is_quick
 from kit.ranks import free_port
 from kit.runs import Command, wait_for
 from kit.serving import GENERATION, SCORING, Server, slow_down
@@ -191,7 +191,7 @@ ROLES: dict[str, tuple[list[str], tuple[str, float], dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("path", [*list(ROLES)[:1], *map(slow, list(ROLES)[1:])])
+@pytest.mark.parametrize("path", first_is_quick(ROLES))
 def test_sigterm_answers_what_was_accepted_and_refuses_what_comes_later(folder: Path, path: str) -> None:
     options, delay, body, tokens = ROLES[path]
 

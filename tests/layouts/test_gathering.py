@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit import slow
+from kit import first_is_quick, slow
 from kit.gathering import LOSS_FACTORS, Errors, compare_gathered, sum_over_ranks
 from kit.parity_cases import Case
 from kit.shard_ranks import Failure, pool_of_meshes
@@ -43,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [CASES[0], *map(slow, CASES[1:])], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", first_is_quick(CASES), ids=[case.name for case in CASES])
 def test_gradients_are_as_near_to_float32s_as_autocasts(case: Case) -> None:
     (answer,) = pool_of_meshes(case.layout.degrees.processes).run(compare_gathered, [case], limit=LIMIT)
     assert not isinstance(answer, Failure), answer.text

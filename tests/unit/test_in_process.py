@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit import slow
+from kit import first_is_quick
 from kit.generation_jobs import Problem, an_error_on_one_rank, on_ranks, one_process, student
 from kit.generation_requests import CPU, requests
 from kit.shard_ranks import shared_pool
@@ -40,7 +40,7 @@ def same(actual: list[Any], expected: list[Any]) -> None:
         np.testing.assert_allclose(log_probs, expected_log_probs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("problem", [PROBLEMS[0], *map(slow, PROBLEMS[1:])], ids=str)
+@pytest.mark.parametrize("problem", first_is_quick(PROBLEMS), ids=str)
 def test_every_rank_has_the_completions_of_one_process(problem: Problem) -> None:
     before, after = one_process(problem)
     assert [ids for ids, *_ in before] != [ids for ids, *_ in after]

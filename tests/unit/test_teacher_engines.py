@@ -12,7 +12,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from kit import slow
+from kit import first_is_quick
 from kit.faulty_proxy import proxy_to
 from kit.runs import save_model, session_of, write_run
 from kit.stub_model import StubModel
@@ -133,7 +133,7 @@ def test_an_engines_signals_give_the_gradients_of_the_teacher_in_the_job(
         assert_close(from_engine, gradients_of_signals(folder, ids_signal(signal, temperature)))
 
 
-@pytest.mark.parametrize("wrong", ["shifted", *map(slow, ["few", "pickle", "above one"])])
+@pytest.mark.parametrize("wrong", first_is_quick(["shifted", "few", "pickle", "above one"]))
 def test_wrong_scores_of_chosen_ids_are_refused(
     folder: Path, settings: dict[str, Any], wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
