@@ -31,9 +31,11 @@ from stillhouse.engine.megatron.weights import (
 )
 from stillhouse.tools.parity import worst
 
-MOE, LATENT = "qwen3_moe", "deepseek_v3"
+MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 #: its frequencies depend on the number of tokens of pretraining, and it scales the products of queries and keys
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+#: every second layer has a window of 5 tokens
+WINDOWS = {"use_sliding_window": True, "layer_types": 2 * ["full_attention", "sliding_attention"]}
 #: all layers have experts, and their weights are normalized over the chosen experts
 NORMALIZED = {"norm_topk_prob": True, "mlp_only_layers": []}
 QUICK = [
@@ -43,6 +45,7 @@ QUICK = [
     Case("qwen3", pipeline=2, chunks=2, tied=True),
     Case(MOE, context=2, expert=2),
     Case(LATENT, tensor=2, sequence=True),
+    Case(GEMMA, tensor=2, sequence=True, tied=True),
 ]
 LONG = [
     Case("llama", data=2, tied=True),
@@ -53,17 +56,23 @@ LONG = [
     Case("qwen2", pipeline=2, tied=True),
     Case("qwen3", data=2),
     Case("qwen3", tensor=2, pipeline=2, chunks=2),
+    Case("qwen3", pipeline=2, options=WINDOWS),
     Case(MOE, data=2, tied=True, options=NORMALIZED),
     Case(MOE, expert=2, data=2),
     Case(MOE, tensor=2, sequence=True),
     Case(MOE, tensor=2, expert=2, sequence=True, tied=True, options=NORMALIZED),
     Case(MOE, pipeline=2, expert=2, data=2, chunks=2),
     Case(MOE, tensor=2, expert=2, data=2, sequence=True),
+    Case(MOE, context=2, expert=2, options={"use_sliding_window": True}),
     Case(LATENT, data=2, options={"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     Case(LATENT, context=2, tied=True),
-    Case(LATENT, expert=2, data=2, options={"q_lora_rank": None}),
+    Case(LATENT, expert=2, data=2),
     Case(LATENT, pipeline=2, chunks=2, tied=True),
     Case(LATENT, tensor=2, pipeline=2, sequence=True),
+    Case(GEMMA, data=2),
+    Case(GEMMA, tensor=2),
+    Case(GEMMA, context=2, tied=True),
+    Case(GEMMA, pipeline=2, chunks=2, tied=True),
 ]
 
 
@@ -156,13 +165,16 @@ def test_all_families_have_names() -> None:
 @pytest.mark.parametrize(
     ("model_type", "options", "layout", "message"),
     [
-        ("gemma", {}, {}, r"^model_type 'gemma' has no conversion .* llama, qwen2, qwen3, qwen3_moe, deepseek_v3$"),
+        ("gemma", {}, {}, r"^model_type 'gemma' has no .* qwen2, qwen3, qwen3_moe, deepseek_v3, gemma3_text$"),
         ("llama", {"hidden_act": "gelu"}, {}, r"^hidden_act='gelu' .* expected 'silu'"),
         ("llama", {"attention_bias": True}, {}, r"^attention_bias=True"),
         ("llama", {"mlp_bias": True}, {}, r"^mlp_bias=True"),
         ("llama", {"attention_dropout": 0.1}, {}, r"^attention_dropout=0\.1"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 4}, {}, r"^layer_types=\['sliding_attention'\]"),
-        (MOE, {"use_sliding_window": True}, {}, r"^sliding_window=5"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 4}, {}, r"^layer_types=\['chunked_attention'\]"),
+        (GEMMA, {"hidden_activation": "gelu"}, {}, r"^hidden_activation='gelu'"),
+        (GEMMA, {"final_logit_softcapping": 30.0}, {}, r"^final_logit_softcapping=30\.0"),
+        (GEMMA, {"attn_logit_softcapping": 50.0}, {}, r"^attn_logit_softcapping=50\.0"),
+        (GEMMA, {"use_bidirectional_attention": True}, {}, r"^use_bidirectional_attention=True"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -172,6 +184,7 @@ def test_all_families_have_names() -> None:
         (MOE, {"norm_topk_prob": True, "num_experts_per_tok": 1}, {}, r"^num_experts_per_tok=1"),
         (LATENT, {"norm_topk_prob": False}, {}, r"^norm_topk_prob=False"),
         (LATENT, {"num_experts_per_tok": 4}, {}, r"^topk_group=1 .* expected 2, half of num_experts_per_tok=4"),
+        (LATENT, {"q_lora_rank": None}, {}, r"^q_lora_rank=None"),
         (LATENT, {"rms_norm_eps": 1e-5}, {}, r"^rms_norm_eps=1e-05"),
         (LATENT, {"rope_interleave": False}, {}, r"^rope_interleave=False"),
         (LATENT, {"num_key_value_heads": 2}, {}, r"^num_key_value_heads=2"),
@@ -219,7 +232,7 @@ def test_rotary_frequencies_are_transformers_own(scaling: dict[str, Any]) -> Non
 
 
 def test_rows_that_attention_cannot_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = CausalAttention(transformer_config(model_config(Case("llama"))))
+    attention = CausalAttention(transformer_config(model_config(Case("llama"))), 1)
     heads_SBHC = torch.zeros(4, 1, 2, 12)
     with pytest.raises(
         ValueError, match=r"^packed documents without Transformer Engine: expected one document per row"

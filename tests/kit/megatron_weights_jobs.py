@@ -98,7 +98,7 @@ def model_config(case: Case) -> PreTrainedConfig:
         options["head_dim"] = 12
     if case.model_type == "deepseek_v3":
         options |= {"qk_nope_head_dim": 12, "v_head_dim": 16, "n_group": 2}
-    if case.model_type in ("llama", "deepseek_v3"):
+    if case.model_type in ("llama", "deepseek_v3", "gemma3_text"):
         options.pop("use_sliding_window")
     if case.model_type in ("qwen2", "qwen3"):
         options["layer_types"] = 4 * ["full_attention"]

@@ -23,15 +23,20 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 
 class CausalAttention(nn.Module):
-    """The core attention of a layer. Context ranks gather the keys and values of the row; backward reduces them."""
+    """The core attention of a layer, with a window if the layer has one.
+
+    Context ranks gather the keys and values of the row; backward reduces their gradients.
+    """
 
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
         *_: Any,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
@@ -39,6 +44,9 @@ class CausalAttention(nn.Module):
     ):
         super().__init__()
         self.scale = 1 / sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        # the number of keys before its own that a query sees
+        self.window = config.window_size[0] if has_window else None
 
     def forward(
         self,
@@ -52,14 +60,20 @@ class CausalAttention(nn.Module):
         """Return the heads' outputs [S, B, H·C], with the width of the values."""
         if packed_seq_params is not None:
             raise ValueError("packed documents without Transformer Engine: expected one document per row")
-        group, mask_SK = parallel_state.get_context_parallel_group(), None
+        group = parallel_state.get_context_parallel_group()
         if group.size() > 1:
             key_SBHC, value_SBHC = (
                 gather_from_sequence_parallel_region(heads.contiguous(), group=group)
                 for heads in (key_SBHC, value_SBHC)
             )
+        mask_SK = None
+        if group.size() > 1 or self.window is not None:
             positions = [_positions(len(key_SBHC), rank, group.size()) for rank in range(group.size())]
-            mask_SK = (positions[group.rank()][:, None] >= torch.cat(positions)).to(query_SBHC.device)
+            distance_SK = positions[group.rank()][:, None] - torch.cat(positions)
+            mask_SK = distance_SK >= 0
+            if self.window is not None:
+                mask_SK &= distance_SK <= self.window
+            mask_SK = mask_SK.to(query_SBHC.device)
         query_BHSC, key_BHSC, value_BHSC = (heads.permute(1, 2, 0, 3) for heads in (query_SBHC, key_SBHC, value_SBHC))
         output_BHSC = nn.functional.scaled_dot_product_attention(
             query_BHSC,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,12 +30,14 @@ class Family:
     qk_norm: whether the queries and keys of each head are normalized.
     experts: returns the fields for layers with experts; None: no layer has experts.
     latent: whether queries, keys and values are computed from latent vectors (multi-head latent attention).
+    gemma: whether the layers are those of Gemma 3 (see `gemma.py`).
     """
 
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
     latent: bool = False
+    gemma: bool = False
 
 
 def _qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
@@ -80,11 +83,16 @@ FAMILIES = {
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, experts=_qwen_experts),
     "deepseek_v3": Family(qk_norm=True, experts=_deepseek_experts, latent=True),
+    "gemma3_text": Family(qk_norm=True, gemma=True),
 }
 
 #: settings for which only one value is exact
 _ONLY: Mapping[str, Any] = {
     "hidden_act": "silu",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
     "attention_bias": False,
     "mlp_bias": False,
     "attention_dropout": 0.0,
@@ -119,6 +127,7 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "moe_token_dispatcher_type": "alltoall",
+        "transformer_impl": "transformer_engine" if uses_transformer_engine(family) else "local",
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -142,6 +151,11 @@ def require_family(config: PreTrainedConfig) -> Family:
     return FAMILIES[config.model_type]
 
 
+def uses_transformer_engine(family: Family) -> bool:
+    """Whether the layers are those of Transformer Engine, whose projections have no norm of their output (Gemma)."""
+    return HAVE_TE and not family.gemma
+
+
 def head_width(config: PreTrainedConfig) -> int:
     """The width of an attention head, which need not be the hidden size divided by the number of heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -152,16 +166,25 @@ def padded_vocabulary(rows: int, tensor: int) -> int:
     return -(-rows // tensor) * tensor
 
 
-def rotary_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
+def rotary_frequencies(config: PreTrainedConfig, layer_type: str = "full_attention") -> tuple[Tensor, float]:
     """Return the rotary embedding's inverse frequencies [C] in float32, and the factor of rotated queries and keys.
 
     Both are computed by transformers itself, except for the formula without scaling, which each model has.
+    layer_type: for families whose layer types have different embeddings; other families ignore it.
     """
-    rotary, width = config.rope_parameters, head_width(config)
+    by_type = "full_attention" in config.rope_parameters
+    rotary = config.rope_parameters[layer_type] if by_type else config.rope_parameters
+    width = head_width(config)
     if rotary["rope_type"] == "default":
         return 1.0 / rotary["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
-    frequencies_C, factor = ROPE_INIT_FUNCTIONS[rotary["rope_type"]](config)
+    scaled = ROPE_INIT_FUNCTIONS[rotary["rope_type"]]
+    frequencies_C, factor = scaled(config, layer_type=layer_type) if by_type else scaled(config)
     return frequencies_C, float(factor)
+
+
+def gelu_tanh(input_: Tensor) -> Tensor:
+    """The activation that transformers calls gelu_pytorch_tanh."""
+    return F.gelu(input_, approximate="tanh")
 
 
 def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
@@ -174,9 +197,10 @@ def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
         "add_qkv_bias": family.qkv_bias,
         "qk_layernorm": family.qk_norm,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": gelu_tanh if family.gemma else F.silu,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
+        "layernorm_zero_centered_gamma": family.gemma,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         # transformers computes the softmax of attention in float32
@@ -193,13 +217,25 @@ def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
 
 
 def _attention_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    _, factor = rotary_frequencies(config)
-    return {
+    layer_types = getattr(config, "layer_types", None)
+    factors = {rotary_frequencies(config, layer_type)[1] for layer_type in set(layer_types or ["full_attention"])}
+    if len(factors) > 1:
+        raise _not_exact(config, "rope_parameters", config.rope_parameters, "one attention_factor for all layers")
+    (factor,) = factors
+    # the whole head is rotated, so that a factor of queries and keys is a factor of their products
+    scale = factor**2 / getattr(config, "query_pre_attn_scalar", head_width(config)) ** 0.5
+    fields: dict[str, Any] = {
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": head_width(config),
-        # the whole head is rotated, so that a factor of queries and keys is a factor of their products
-        "softmax_scale": None if factor == 1.0 else factor**2 / head_width(config) ** 0.5,
+        "softmax_scale": scale,
     }
+    window = getattr(config, "sliding_window", None)
+    has_window = [window is not None and layer_type == "sliding_attention" for layer_type in layer_types or ()]
+    if window is not None and (any(has_window) or layer_types is None):
+        # the window of transformers includes the token itself
+        fields["window_size"] = (window - 1, 0)
+        fields["window_attn_skip_freq"] = [int(is_window) for is_window in has_window] or None
+    return fields
 
 
 def _latent_fields(config: PreTrainedConfig) -> dict[str, Any]:
@@ -207,6 +243,8 @@ def _latent_fields(config: PreTrainedConfig) -> dict[str, Any]:
     _, factor = rotary_frequencies(config)
     if factor != 1.0:
         raise _not_exact(config, "rope_parameters", rotary, "equal mscale and mscale_all_dim, or no attention_factor")
+    if config.q_lora_rank is None:  # Megatron-Core would normalize the input of the queries' projection
+        raise _not_exact(config, "q_lora_rank", None, "a number")
     if config.rms_norm_eps != 1e-6:  # transformers' norms of latent vectors ignore the configuration
         raise _not_exact(config, "rms_norm_eps", config.rms_norm_eps, "1e-06")
     if config.num_key_value_heads != config.num_attention_heads:
@@ -239,19 +277,24 @@ def _loss_fields() -> dict[str, Any]:
 
 def _require_exact(config: PreTrainedConfig) -> None:
     for key, value in _ONLY.items():
-        if getattr(config, key, value) != value:
+        if getattr(config, key, None) not in (value, None):
             raise _not_exact(config, key, getattr(config, key), repr(value))
-    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if windows:
-        raise _not_exact(config, "layer_types", sorted(windows), "full_attention for every layer")
-    if getattr(config, "sliding_window", None) is not None:
-        raise _not_exact(config, "sliding_window", config.sliding_window, "None")
-    kind = config.rope_parameters["rope_type"]
-    if kind not in _ROTARY:
-        raise _not_exact(config, "rope_parameters.rope_type", kind, f"one of {', '.join(_ROTARY)}")
-    part = config.rope_parameters.get("partial_rotary_factor", 1.0)
-    if part != 1.0:
-        raise _not_exact(config, "rope_parameters.partial_rotary_factor", part, "1.0")
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise _not_exact(config, "layer_types", sorted(unknown), "full_attention or sliding_attention")
+    for rotary in _rotary_sections(config):
+        if rotary["rope_type"] not in _ROTARY:
+            expected = f"one of {', '.join(_ROTARY)}"
+            raise _not_exact(config, "rope_parameters.rope_type", rotary["rope_type"], expected)
+        part = rotary.get("partial_rotary_factor", 1.0)
+        if part != 1.0:
+            raise _not_exact(config, "rope_parameters.partial_rotary_factor", part, "1.0")
+
+
+def _rotary_sections(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of the rotary embedding; of each layer type, if they differ."""
+    rotary = config.rope_parameters
+    return [rotary] if "rope_type" in rotary else [*rotary.values()]
 
 
 def _not_exact(config: PreTrainedConfig, key: str, value: Any, expected: str) -> ValueError:
@@ -286,7 +329,7 @@ def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapp
     if family.latent:
         latent = config.kv_lora_rank + config.qk_rope_head_dim
         sizes["kv_lora_rank + qk_rope_head_dim"] = (latent, tensor, "tensor ranks")
-        sizes["q_lora_rank"] = (config.q_lora_rank or 0, tensor, "tensor ranks")
+        sizes["q_lora_rank"] = (config.q_lora_rank, tensor, "tensor ranks")
     for key, (size, parts, what) in sizes.items():
         if size % parts:
             raise ValueError(f"{key}={size} over {parts} {what}: expected a multiple of {parts}")

@@ -225,7 +225,6 @@ _EXPERTS: dict[str, Rule] = {
 }
 #: DeepSeek's latent attention, the correction of its router's scores, and its shared experts
 _LATENT: dict[str, Rule] = {
-    "self_attention.linear_q_proj.weight": Rows(("self_attn.q_proj.weight",)),
     "self_attention.linear_q_down_proj.weight": LatentRows("self_attn.q_a_proj.weight", ("q_lora_rank",)),
     "self_attention.q_layernorm.weight": Whole("self_attn.q_a_layernorm.weight"),
     "self_attention.linear_q_up_proj.layer_norm_weight": Whole("self_attn.q_a_layernorm.weight"),
@@ -242,6 +241,11 @@ _LATENT: dict[str, Rule] = {
     ),
     "mlp.shared_experts.linear_fc2.weight": Columns("mlp.shared_experts.down_proj.weight"),
 }
+_GEMMA: dict[str, Rule] = {
+    "self_attention.linear_proj.post_norm.weight": Whole("post_attention_layernorm.weight"),
+    "pre_mlp_layernorm.weight": Whole("pre_feedforward_layernorm.weight"),
+    "mlp.linear_fc2.post_norm.weight": Whole("post_feedforward_layernorm.weight"),
+}
 #: by transformers' model type
 NAMES: dict[str, Mapping[str, Rule]] = {
     "llama": _DENSE,
@@ -249,6 +253,7 @@ NAMES: dict[str, Mapping[str, Rule]] = {
     "qwen3": _DENSE,
     "qwen3_moe": _DENSE | _EXPERTS,
     "deepseek_v3": _DENSE | _EXPERTS | _LATENT,
+    "gemma3_text": _DENSE | _GEMMA,
 }
 
 _EMBEDDING, _HEAD = "backbone.embed_tokens.weight", "head.linear.weight"
