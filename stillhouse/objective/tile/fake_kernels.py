@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @torch.library.custom_op("stillhouse::kernel", mutates_args=["written"])
@@ -48,8 +49,9 @@ def call_as_one_kernel(
         copies.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
         return copies[-1]
 
-    with torch.inference_mode(False):  # inference tensors do not count how often they were written
-        # on the meta device, the function's own operations are not counted as kernels of the GPU
+    # without the dispatch modes, the function's own operations are neither fake nor counted as kernels of the GPU;
+    # inference tensors do not count how often they were written
+    with _disable_current_modes(), torch.inference_mode(False):
         copied = _mapped(as_meta, arguments)
         versions = [copy._version for copy in copies]
         result = function(plan, *copied)

@@ -59,40 +59,15 @@ class TermLayout:
     def build(self, tensors: Sequence[Tensor]) -> list[Term]:
         """Return the terms with these tensors."""
         built: dict[int, Any] = {}
-
-        def value_of(entry: Any) -> Any:
-            if isinstance(entry, _Slot):
-                return tensors[entry.number]
-            if not isinstance(entry, _Object):
-                return entry
-            if entry.number not in built:
-                # the checks of __post_init__ were made for the whole pass
-                made: Any = object.__new__(entry.kind)
-                built[entry.number] = made
-                for name, value in entry.fields:
-                    object.__setattr__(made, name, value_of(value))
-            return built[entry.number]
-
-        return [value_of(term) for term in self.terms]
+        return [_with_tensors(term, tensors, built) for term in self.terms]
 
 
 def layout_of(terms: Sequence[Term], plan: Plan, provider: LogitsProvider) -> tuple[TermLayout, list[Tensor]]:
     """Return the layout of the terms and their tensors, which have one row per token."""
     numbers: dict[int, int] = {}
     slots: dict[Tensor, int] = {}  # a tensor as a key is compared by identity
-
-    def described(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return _Slot(slots.setdefault(value, len(slots)), tuple(value.shape[1:]), value.dtype)
-        if not isinstance(value, Term | Signal):
-            return value
-        number = numbers.setdefault(id(value), len(numbers))
-        if value in plan.signals:  # terms read a dense signal's tile, and not its tensors
-            return _Object(number, Signal, ())
-        return _Object(number, type(value), tuple((name, described(entry)) for name, entry in vars(value).items()))
-
     buffer_0V = provider.rounded_buffer(0)
-    descriptions = tuple(described(term) for term in terms)
+    descriptions = tuple(_described(term, plan, numbers, slots) for term in terms)
     layout = TermLayout(
         descriptions,
         len(slots),
@@ -106,6 +81,34 @@ def layout_of(terms: Sequence[Term], plan: Plan, provider: LogitsProvider) -> tu
         provider.dtype if buffer_0V is None else buffer_0V.dtype,
     )
     return _first_equal(layout), list(slots)
+
+
+# functions that call themselves are not within others, where they would hold tensors until the garbage collector runs
+def _with_tensors(entry: Any, tensors: Sequence[Tensor], built: dict[int, Any]) -> Any:
+    """Return an entry of a layout with its tensors. built: the objects by number."""
+    if isinstance(entry, _Slot):
+        return tensors[entry.number]
+    if not isinstance(entry, _Object):
+        return entry
+    if entry.number not in built:
+        # the checks of __post_init__ were made for the whole pass
+        made: Any = object.__new__(entry.kind)
+        built[entry.number] = made
+        for name, value in entry.fields:
+            object.__setattr__(made, name, _with_tensors(value, tensors, built))
+    return built[entry.number]
+
+
+def _described(value: Any, plan: Plan, numbers: dict[int, int], slots: dict[Tensor, int]) -> Any:
+    if isinstance(value, Tensor):
+        return _Slot(slots.setdefault(value, len(slots)), tuple(value.shape[1:]), value.dtype)
+    if not isinstance(value, Term | Signal):
+        return value
+    number = numbers.setdefault(id(value), len(numbers))
+    if value in plan.signals:  # terms read a dense signal's tile, and not its tensors
+        return _Object(number, Signal, ())
+    entries = [(name, _described(entry, plan, numbers, slots)) for name, entry in vars(value).items()]
+    return _Object(number, type(value), tuple(entries))
 
 
 @cache

@@ -5,6 +5,7 @@ T tokens, C rows of a chunk, K sums, N terms.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Totals:
         self.scales = [term.scale for term in terms]
         self.per_token = {name: torch.zeros(tokens, dtype=dtype, device=device) for name in self.names}
         self.loss = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(self.loss))
+        self.sums: dict[str, Tensor] = defaultdict(partial(torch.zeros_like, self.loss))
         self.chunk_tokens = 0
 
     def plus(self, other: "Totals") -> "Totals":

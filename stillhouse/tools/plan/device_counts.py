@@ -119,7 +119,7 @@ class DeviceCounts(TorchDispatchMode):
             return inputs[0].untyped_storage() in self._pinned
         pin = bool(options.pop("pin_memory", False)) or name == "_pin_memory"
         if name == "_local_scalar_dense" and isinstance(inputs[0], FakeTensor):
-            if inputs[0].is_cuda:
+            if _is_on_device(inputs[0]):
                 self._wait(name)
             return _number(inputs[0].dtype)
         self._count_wait(name, args, options, inputs)
@@ -134,13 +134,13 @@ class DeviceCounts(TorchDispatchMode):
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and self._is_counted(leaf)]
         if pin:
             self._pinned.update(result.untyped_storage() for result in results)
-        is_on_device = any(tensor.is_cuda for tensor in [*inputs, *results])
+        is_on_device = any(map(_is_on_device, [*inputs, *results]))
         if operation.namespace in ("c10d", "_c10d_functional"):
             self._count_message(name, args, inputs)
         elif is_on_device and operation.namespace != "prim" and name not in _WITHOUT_KERNEL:
             self._count_kernel(operation, name, args, options, outputs, [*inputs, *results])
         for result in results:
-            if result.is_cuda:
+            if _is_on_device(result):
                 self._hold(result)
         return outputs
 
@@ -178,7 +178,7 @@ class DeviceCounts(TorchDispatchMode):
     def _count_wait(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], inputs: Sequence[Tensor]
     ) -> None:
-        on_device = any(tensor.is_cuda for tensor in inputs)
+        on_device = any(map(_is_on_device, inputs))
         # a mask with a single value is filled without a list of its elements
         is_masked = (name == "index" or (name in ("index_put", "index_put_") and args[2].numel() > 1)) and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
@@ -260,6 +260,10 @@ class DeviceCounts(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
         super().__exit__(*error)
+
+
+def _is_on_device(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"  # a fake tensor dispatches an operation to answer `is_cuda`
 
 
 def _product_of_dtype(args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
