@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from stillhouse.objective.tile.fake_kernels import are_fake, call_as_one_kernel
+from stillhouse.objective.tile.fake_kernels import are_fake, call_as_one_kernel, tensors_of
 from stillhouse.objective.tile.tile_plan import PointwisePlan
 
 #: functions are compiled if a tile has at least this many columns
@@ -48,7 +48,7 @@ def of_rows(function: Callable[..., Any], plan: Hashable, *arguments: Any, partl
 
     plan: what the function's code depends on. partly: the tiles of which the function reads a few columns.
     """
-    if _tensors(arguments)[0].device.type not in ROW_DEVICES:
+    if tensors_of(arguments)[0].device.type not in ROW_DEVICES:
         return function(plan, *arguments)
     return _fused(function, plan, *arguments, partly=partly)
 
@@ -71,7 +71,7 @@ def _in_graph(function: Callable[..., Any], plan: Hashable) -> Callable[..., Any
 
 def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Sequence[Tensor] = ()) -> Any:
     """The first dim of every tensor is that of the rows, whose number varies; the other sizes are constants."""
-    tensors = _tensors(arguments)
+    tensors = tensors_of(arguments)
     # the terms' own code can fail to compile where the other functions do not
     where = tensors[0].device.type, function.__name__ if plan is None else "pointwise"
     # torch treats a size of 1 as a constant, so it would compile again for a block of one row
@@ -94,10 +94,6 @@ def _fused(function: Callable[..., Any], plan: Any, *arguments: Any, partly: Seq
             stacklevel=2,
         )
         return function(plan, *arguments)
-
-
-def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
-    return [tensor for entry in arguments for tensor in (entry if isinstance(entry, list) else [entry])]
 
 
 def _failures() -> tuple[type[Exception], ...]:

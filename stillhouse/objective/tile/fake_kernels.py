@@ -7,7 +7,8 @@ dispatch mode sees one launch.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ def _(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
     return None
 
 
+def tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
+    """Return all tensors among tensors and lists of them."""
+    return [tensor for entry in arguments for tensor in (entry if isinstance(entry, list) else [entry])]
+
+
 def are_fake(tensors: Sequence[Tensor]) -> bool:
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
@@ -41,43 +47,67 @@ def call_as_one_kernel(
     arguments: fake tensors and lists of them. partly: those of which it reads a few columns only, so that they are
     not among the tensors that the kernel reads.
     """
-    tensors: list[Tensor] = []
-    copies: list[Tensor] = []
-
-    def as_meta(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        copies.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
-        return copies[-1]
-
-    # without the dispatch modes, the function's own operations are neither fake nor counted as kernels of the GPU;
-    # inference tensors do not count how often they were written
-    with _disable_current_modes(), torch.inference_mode(False):
-        copied = _mapped(as_meta, arguments)
-        versions = [copy._version for copy in copies]
-        result = function(plan, *copied)
-    is_written = [copy._version > version for copy, version in zip(copies, versions, strict=True)]
+    tensors = tensors_of(arguments)
+    shapes = [_mapped(Tensor, _Shape.of, tuple(entry) if isinstance(entry, list) else entry) for entry in arguments]
+    result, is_written = _on_meta(function, plan, tuple(shapes))
     read = [tensor for tensor, written in zip(tensors, is_written, strict=True) if not written]
     read = [tensor for tensor in read if all(tensor is not other for other in partly)]
     written = [tensor for tensor, written in zip(tensors, is_written, strict=True) if written]
-    device = tensors[0].device
 
-    def allocated(copy: Tensor) -> Tensor:
-        written.append(torch.empty_strided(copy.shape, copy.stride(), dtype=copy.dtype, device=device))
+    def allocated(shape: _Shape) -> Tensor:
+        written.append(shape.empty(tensors[0].device))
         return written[-1]
 
-    result = _mapped(allocated, result)
+    result = _mapped(_Shape, allocated, result)
     fake_kernel(function.__name__, read, written)
     return result
 
 
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return the value with every tensor in it changed."""
-    if isinstance(value, Tensor):
+@dataclass(frozen=True)
+class _Shape:
+    """What `torch.empty_strided` needs of a tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Shape":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+
+
+@cache
+def _on_meta(function: Callable[..., Any], plan: Any, shapes: tuple[Any, ...]) -> tuple[Any, list[bool]]:
+    """Return the function's results with a `_Shape` for each tensor, and which of its arguments it overwrites.
+
+    shapes: of its arguments; those of a list are a tuple. The function is called once for all arguments of these
+    shapes, as a compiled one is traced once.
+    """
+    # without the dispatch modes, its operations are neither fake nor counted as kernels of the GPU;
+    # inference tensors do not count how often they were written
+    with _disable_current_modes(), torch.inference_mode(False):
+        arguments = [
+            [shape.empty("meta") for shape in entry] if isinstance(entry, tuple) else entry.empty("meta")
+            for entry in shapes
+        ]
+        copies = tensors_of(arguments)
+        versions = [copy._version for copy in copies]
+        result = _mapped(Tensor, _Shape.of, function(plan, *arguments))
+        return result, [copy._version > version for copy, version in zip(copies, versions, strict=True)]
+
+
+def _mapped(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
+    """Return the value with every object of a kind in it changed."""
+    if isinstance(value, kind):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(change, entry) for entry in value)
+        return type(value)(_mapped(kind, change, entry) for entry in value)
     if isinstance(value, dict):
-        return {key: _mapped(change, entry) for key, entry in value.items()}
+        return {key: _mapped(kind, change, entry) for key, entry in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: _mapped(change, getattr(value, field.name)) for field in fields(value)})
+        changed = {field.name: _mapped(kind, change, getattr(value, field.name)) for field in fields(value)}
+        return replace(value, **changed)
     return value
