@@ -16,7 +16,7 @@ from stillhouse.run.preflight import require_adapters
 from stillhouse.run.setup import layout_of, require_sharing
 from stillhouse.tools.plan.devices import DEVICES
 from stillhouse.tools.plan.rank_counts import LayoutSize, RankCounts
-from stillhouse.tools.plan.rank_step import rank_step
+from stillhouse.tools.plan.rank_step import rank_steps
 
 
 def whole(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,8 +41,11 @@ def planned(job: Mapping[str, Any]) -> tuple[RunConfig, Layout]:
 
 def counted(job: Mapping[str, Any], config: RunConfig, layout: Layout, model_operations: float = 0.0) -> RankCounts:
     """Run a step of the job's rank under a configuration. model_operations: for each token."""
-    counts = rank_step(config, job["rank"], DEVICES[job["device"]].properties(), job["document_tokens"]).counts
-    tokens, micro_batches = _micro_batches(config, layout)
+    tokens, micro_batches, fewest_tokens = _sizes(config, layout)
+    properties = DEVICES[job["device"]].properties()
+    # what is done in a first step alone is not counted
+    _, steady = rank_steps(config, job["rank"], properties, job["document_tokens"], [fewest_tokens, tokens])
+    counts = steady.counts
     return RankCounts(
         rank=job["rank"],
         layout=LayoutSize(asdict(layout.degrees), layout.stages, layout.schedule, layout.last_rank),
@@ -60,12 +63,15 @@ def counted(job: Mapping[str, Any], config: RunConfig, layout: Layout, model_ope
     )
 
 
-def _micro_batches(config: RunConfig, layout: Layout) -> tuple[int, int]:
-    """Return the tokens of a step over all ranks, and the micro-batches of a data rank."""
+def _sizes(config: RunConfig, layout: Layout) -> tuple[int, int, int]:
+    """Return the tokens of a step over all ranks, the micro-batches of a data rank, and the tokens of a step with as
+    few micro-batches as there are stages.
+    """
     max_tokens, data = config.data.max_tokens, layout.degrees.data
     rows = max(1, config.train.tokens_per_step // max_tokens)
     schedule = make_step_schedule(config.train, rows, max_tokens, data, layout.stages)
-    return rows * max_tokens, -(-rows // (schedule.rows_per_micro_batch * data))
+    rows_of_all = schedule.rows_per_micro_batch * data
+    return rows * max_tokens, -(-rows // rows_of_all), min(rows, rows_of_all * layout.stages) * max_tokens
 
 
 def operations_per_token(config: RunConfig) -> float:

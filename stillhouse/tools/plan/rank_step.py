@@ -55,14 +55,6 @@ class RankStep:
     before: dict[str, int]
 
 
-def rank_step(config: RunConfig, rank: int, properties: SimpleNamespace, document_tokens: int) -> RankStep:
-    """Run two steps of a rank and return what was counted in the second, in which nothing is done the first time.
-
-    See `rank_steps`.
-    """
-    return rank_steps(config, rank, properties, document_tokens, [config.train.tokens_per_step] * 2)[1]
-
-
 def rank_steps(
     config: RunConfig, rank: int, properties: SimpleNamespace, document_tokens: int, tokens: Sequence[int]
 ) -> list[RankStep]:
