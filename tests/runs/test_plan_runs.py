@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Con
 
 from stillhouse.config import ConfigError, load_config
 from stillhouse.tools.plan.fit import fit
-from stillhouse.tools.plan.layout_plan import Machine, planned_job, run_jobs
+from stillhouse.tools.plan.layout_plan import DryRuns, Job, Machine, planned_job
 from stillhouse.tools.plan.rank_counts import RankCounts
 
 pytestmark = pytest.mark.slow
@@ -51,6 +51,11 @@ def job(folder: Path, ranks: int, *overrides: str, rank: int = 0) -> dict[str, A
     }
     config = load_config(None, overrides, settings=settings)
     return planned_job(config, Machine(ranks, 8, "h100"), 32) | {"rank": rank}
+
+
+def run_jobs(jobs: list[Job]) -> list[RankCounts]:
+    with DryRuns() as runs:
+        return runs.counts(jobs)
 
 
 def test_bytes_are_those_of_the_formula(tmp_path: Path) -> None:

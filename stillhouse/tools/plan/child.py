@@ -1,6 +1,6 @@
-"""The process that dry-runs ranks: reads a list of jobs as JSON from stdin, and writes the answers to stdout.
+"""A process that dry-runs ranks: reads jobs as lines of JSON from stdin, and writes each answer as a line to stdout.
 
-    [{"kind": "whole", "config": …, "ranks": 64, "rank": 0, "gpus_per_node": 8, "device": "h100", …}]
+    {"kind": "whole", "config": …, "ranks": 64, "rank": 0, "gpus_per_node": 8, "device": "h100", …}
 
 An answer is that of the function with the kind's name, or {"error": …, "key": …} for an error that the user can fix.
 The hooks are loaded before torch, so this file imports everything else later.
@@ -15,10 +15,10 @@ from stillhouse.tools.plan.hooks import load_hooks
 
 
 def main() -> None:
-    jobs = json.load(sys.stdin)
     # the answers are the only text on stdout, whatever libraries print
     answers, sys.stdout = sys.stdout, sys.stderr
-    json.dump([_answer(job) for job in jobs], answers)
+    for line in sys.stdin:
+        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
 
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:

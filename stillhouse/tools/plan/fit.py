@@ -11,7 +11,7 @@ from typing import Any
 
 from stillhouse.config import ParallelConfig, RunConfig
 from stillhouse.tools.plan.devices import LAUNCH, LINKS, PRODUCTS, TRAFFIC, Device
-from stillhouse.tools.plan.layout_plan import Job, Machine, Plan, planned_job, run_answers, successful
+from stillhouse.tools.plan.layout_plan import DryRuns, Job, Machine, Plan, planned_job, successful
 from stillhouse.tools.plan.prediction import bubble_share, predict
 from stillhouse.tools.plan.rank_counts import FIRST, LAST, LayoutSize, RankCounts
 
@@ -81,12 +81,13 @@ def fit(config: RunConfig, machine: Machine, document_tokens: int) -> list[Fit]:
     Raises ConfigError for models that no layout can run.
     """
     job = planned_job(config, machine, document_tokens)
-    rough = _measured(job, config)
-    candidates = _candidates(config, machine, rough)
-    ranked = sorted((rough.seconds(candidate, machine), number) for number, candidate in enumerate(candidates))
-    limit = _ROUGH * machine.device.usable
-    chosen = [candidates[number] for _, number in ranked if rough.memory(candidates[number]) <= limit]
-    plans = _estimated(job, chosen[:TRIED], machine)
+    with DryRuns() as runs:
+        rough = _measured(job, config, runs)
+        candidates = _candidates(config, machine, rough)
+        ranked = sorted((rough.seconds(candidate, machine), number) for number, candidate in enumerate(candidates))
+        limit = _ROUGH * machine.device.usable
+        chosen = [candidates[number] for _, number in ranked if rough.memory(candidates[number]) <= limit]
+        plans = list(_estimated(job, chosen[:TRIED], machine, runs))
     fits = [Fit(candidate.overrides(config.parallel), plan) for candidate, plan in plans if plan.fits]
     return sorted(fits, key=lambda fit: fit.plan.prediction.seconds)[:BEST]
 
@@ -113,7 +114,7 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _measured(job: Job, config: RunConfig) -> "Rough":
+def _measured(job: Job, config: RunConfig, runs: DryRuns) -> "Rough":
     """Run short steps on one device, with and without recomputation."""
     values = job["config"]
     of_one = dict.fromkeys(("pipeline", "fsdp", "context", "tensor", "replicate", "expert"), 1)
@@ -124,12 +125,14 @@ def _measured(job: Job, config: RunConfig) -> "Rough":
         train = {"micro_batch_tokens": tokens, "tokens_per_step": 2 * tokens, "activation_checkpointing": recompute}
         settings = values | {"parallel": parallel, "train": values["train"] | train}
         jobs.append(job | {"kind": "parts", "ranks": 1, "config": settings})
-    *steps, shapes = [successful(answer) for answer in run_answers([*jobs, jobs[0] | {"kind": "shapes"}])]
+    *steps, shapes = [successful(answer) for answer in runs.answers([*jobs, jobs[0] | {"kind": "shapes"}])]
     counts = [{name: RankCounts.from_json(part) for name, part in answer.items()} for answer in steps]
     return Rough(counts[0], counts[1], shapes, config.data.max_tokens)
 
 
-def _estimated(job: Job, candidates: list[Candidate], machine: Machine) -> Iterator[tuple[Candidate, Plan]]:
+def _estimated(
+    job: Job, candidates: list[Candidate], machine: Machine, runs: DryRuns
+) -> Iterator[tuple[Candidate, Plan]]:
     """Run candidates with few layers. Layouts that a run refuses are left out."""
     jobs, owners = [], []
     for candidate in candidates:
@@ -142,7 +145,7 @@ def _estimated(job: Job, candidates: list[Candidate], machine: Machine) -> Itera
         for rank in dict.fromkeys((0, last)):
             jobs.append(job | {"kind": "estimated", "rank": rank, "config": settings})
             owners.append((candidate, rank))
-    answers = run_answers(jobs)
+    answers = runs.answers(jobs)
     for candidate in candidates:
         of_this = {rank: answer for (owner, rank), answer in zip(owners, answers, strict=True) if owner is candidate}
         if any("error" in answer for answer in of_this.values()):

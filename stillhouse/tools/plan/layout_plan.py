@@ -1,13 +1,15 @@
-"""`stillhouse plan`: dry-runs the ranks of a layout whose stages differ, in a process each. Needs no torch itself."""
+"""`stillhouse plan`: dry-runs the ranks of a layout whose stages differ, in other processes. Needs no torch here."""
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from queue import LifoQueue
+from typing import Any, Self
 
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.libraries import reading
@@ -77,9 +79,10 @@ def plan(config: RunConfig, machine: Machine, document_tokens: int) -> Plan:
     Raises ConfigError for a configuration that a plan or a run refuses.
     """
     job = planned_job(config, machine, document_tokens)
-    [first] = run_jobs([job])
-    others = [(name, rank) for name, rank in planned_ranks(first.layout).items() if name != FIRST]
-    counts = run_jobs([job | {"rank": rank} for _, rank in others])
+    with DryRuns() as runs:
+        [first] = runs.counts([job])
+        others = [(name, rank) for name, rank in planned_ranks(first.layout).items() if name != FIRST]
+        counts = runs.counts([job | {"rank": rank} for _, rank in others])
     ranks = {FIRST: first} | {name: rank for (name, _), rank in zip(others, counts, strict=True)}
     return Plan(machine, ranks, predict(ranks, machine.device, machine.gpus_per_node))
 
@@ -112,17 +115,50 @@ def planned_job(config: RunConfig, machine: Machine, document_tokens: int) -> Jo
     }
 
 
-def run_jobs(jobs: Sequence[Job]) -> list[RankCounts]:
-    """Dry-run several ranks, some of them at a time. Raises the first error of a job."""
-    return [RankCounts.from_json(successful(answer)) for answer in run_answers(jobs)]
+class DryRuns:
+    """Processes that dry-run ranks. A process starts when a job finds no idle one; all of them end with the block."""
 
+    def __enter__(self) -> Self:
+        self._idle: LifoQueue[subprocess.Popen[str] | None] = LifoQueue()
+        for _ in range(PROCESSES):
+            self._idle.put(None)
+        self._errors = tempfile.TemporaryFile("w+")
+        return self
 
-def run_answers(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Return the answers of several jobs (`child.py`) in their order; each process gets some of the jobs."""
-    shares = [jobs[number::PROCESSES] for number in range(min(PROCESSES, len(jobs)))]
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        answers = list(pool.map(_run_child, shares))
-    return [answers[number % PROCESSES][number // PROCESSES] for number in range(len(jobs))]
+    def __exit__(self, *error: Any) -> None:
+        for _ in range(PROCESSES):
+            if (process := self._idle.get()) is not None:
+                process.communicate()
+        self._errors.close()
+
+    def counts(self, jobs: Sequence[Job]) -> list[RankCounts]:
+        """Return the counts of several ranks. Raises the first error of a job."""
+        return [RankCounts.from_json(successful(answer)) for answer in self.answers(jobs)]
+
+    def answers(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """Return the answers of several jobs (`child.py`) in their order."""
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            return list(pool.map(self._answer, jobs))
+
+    def _answer(self, job: Job) -> dict[str, Any]:
+        process = self._idle.get() or self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            print(json.dumps(job), file=process.stdin, flush=True)
+            if line := process.stdout.readline():
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        finally:
+            self._idle.put(process)
+        self._errors.seek(0)
+        raise RuntimeError(f"the process of a dry run ended with {process.wait()}:\n{self._errors.read()}")
+
+    def _started(self) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "stillhouse.tools.plan.child"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # without this machine's GPU
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment, text=True)
 
 
 def successful(answer: dict[str, Any]) -> dict[str, Any]:
@@ -132,16 +168,6 @@ def successful(answer: dict[str, Any]) -> dict[str, Any]:
     if answer["key"] is None:
         raise ValueError(answer["error"])
     raise ConfigError(answer["key"], answer["error"])
-
-
-def _run_child(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "stillhouse.tools.plan.child"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # without a GPU of this machine
-    done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"the process of a dry run ended with {done.returncode}:\n{done.stderr}")
-    answers: list[dict[str, Any]] = json.loads(done.stdout)
-    return answers
 
 
 def _require_planned(config: RunConfig) -> None:
