@@ -36,6 +36,7 @@ MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 #: every second layer has a window of 5 tokens
 WINDOWS = {"use_sliding_window": True, "layer_types": 2 * ["full_attention", "sliding_attention"]}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 #: all layers have experts, and their weights are normalized over the chosen experts
 NORMALIZED = {"norm_topk_prob": True, "mlp_only_layers": []}
 QUICK = [
@@ -49,9 +50,10 @@ QUICK = [
 ]
 LONG = [
     Case("llama", data=2, tied=True),
-    Case("llama", pipeline=2),
+    Case("llama", pipeline=2, settings=RECOMPUTE),
     Case("llama", context=2, options={"rope_parameters": YARN}),
     Case("llama", tensor=2, pipeline=2, sequence=True, tied=True),
+    Case("mistral", tensor=2, options={"sliding_window": 5}),
     Case("qwen2", data=2, tied=True),
     Case("qwen2", pipeline=2, tied=True),
     Case("qwen3", data=2),
@@ -59,7 +61,7 @@ LONG = [
     Case("qwen3", pipeline=2, options=WINDOWS),
     Case(MOE, data=2, tied=True, options=NORMALIZED),
     Case(MOE, expert=2, data=2),
-    Case(MOE, tensor=2, sequence=True),
+    Case(MOE, tensor=2, sequence=True, settings={"recompute_granularity": "selective"}),
     Case(MOE, tensor=2, expert=2, sequence=True, tied=True, options=NORMALIZED),
     Case(MOE, pipeline=2, expert=2, data=2, chunks=2),
     Case(MOE, tensor=2, expert=2, data=2, sequence=True),
@@ -165,7 +167,12 @@ def test_all_families_have_names() -> None:
 @pytest.mark.parametrize(
     ("model_type", "options", "layout", "message"),
     [
-        ("gemma", {}, {}, r"^model_type 'gemma' has no .* qwen2, qwen3, qwen3_moe, deepseek_v3, gemma3_text$"),
+        (
+            "gemma",
+            {},
+            {},
+            r"^model_type 'gemma' has no .* mistral, qwen2, qwen3, qwen3_moe, deepseek_v3, gemma3_text$",
+        ),
         ("llama", {"hidden_act": "gelu"}, {}, r"^hidden_act='gelu' .* expected 'silu'"),
         ("llama", {"attention_bias": True}, {}, r"^attention_bias=True"),
         ("llama", {"mlp_bias": True}, {}, r"^mlp_bias=True"),

@@ -59,6 +59,8 @@ def cuda_is_cpu() -> Iterator[None]:
             stack.enter_context(patch(f"torch.cuda.{name}", _Event))
         # no random state is needed, because there is no dropout
         stack.enter_context(patch.object(get_cuda_rng_tracker(), "fork", nullcontext))
+        for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+            stack.enter_context(patch(f"megatron.core.tensor_parallel.random.{name}", lambda *_, **__: None))
         stack.enter_context(patch(f"{MoEAlltoAllTokenDispatcher.__module__}.maybe_move_tensor_to_cpu", _on_host))
         stack.enter_context(_CudaIsCpu())
         yield

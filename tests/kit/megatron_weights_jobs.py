@@ -38,7 +38,7 @@ B, S, MICRO_BATCHES = 2, 12, 2
 class Case:
     """sizes: of the axes, by the names of `initialize_model_parallel` without `_model_parallel_size`.
 
-    options: of the configuration.
+    options: of the model's configuration. settings: further fields of `TransformerConfig`.
     """
 
     model_type: str
@@ -51,6 +51,7 @@ class Case:
     context: int = 1
     sequence: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def processes(self) -> int:
@@ -62,7 +63,7 @@ class Case:
             name: getattr(self, name) for name in ("tensor", "pipeline", "chunks", "context", "expert", "data")
         }
         parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
-        flags = ["sequence"] * self.sequence + ["tied"] * self.tied + list(self.options)
+        flags = ["sequence"] * self.sequence + ["tied"] * self.tied + [*self.options, *self.settings]
         return "-".join([self.model_type, *parts, *flags])
 
     @property
@@ -98,7 +99,7 @@ def model_config(case: Case) -> PreTrainedConfig:
         options["head_dim"] = 12
     if case.model_type == "deepseek_v3":
         options |= {"qk_nope_head_dim": 12, "v_head_dim": 16, "n_group": 2}
-    if case.model_type in ("llama", "deepseek_v3", "gemma3_text"):
+    if case.model_type not in ("qwen2", "qwen3", "qwen3_moe"):
         options.pop("use_sliding_window")
     if case.model_type in ("qwen2", "qwen3"):
         options["layer_types"] = 4 * ["full_attention"]
@@ -146,7 +147,7 @@ def compare(rank: Rank, case: Case) -> Difference:
     hidden, logits, gradients = reference(decoder, ids)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     with laid_out(case):
-        options = case.sizes | {"sequence_parallel": case.sequence}
+        options = case.sizes | {"sequence_parallel": case.sequence, **case.settings}
         transformer = transformer_config(config, **options)
         chunks = build_chunks(config, transformer)
         table = weight_table(chunks, config, Place.current())

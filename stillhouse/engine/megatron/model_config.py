@@ -79,6 +79,7 @@ def _deepseek_experts(config: PreTrainedConfig) -> dict[str, Any]:
 #: by transformers' model type. A new family also needs an entry in `weights.NAMES`
 FAMILIES = {
     "llama": Family(),
+    "mistral": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, experts=_qwen_experts),

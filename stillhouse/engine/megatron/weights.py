@@ -241,6 +241,7 @@ _LATENT: dict[str, Rule] = {
     ),
     "mlp.shared_experts.linear_fc2.weight": Columns("mlp.shared_experts.down_proj.weight"),
 }
+#: Gemma 3 has four norms in a layer; the names of the second and third differ in meaning from those of other families
 _GEMMA: dict[str, Rule] = {
     "self_attention.linear_proj.post_norm.weight": Whole("post_attention_layernorm.weight"),
     "pre_mlp_layernorm.weight": Whole("pre_feedforward_layernorm.weight"),
@@ -249,6 +250,7 @@ _GEMMA: dict[str, Rule] = {
 #: by transformers' model type
 NAMES: dict[str, Mapping[str, Rule]] = {
     "llama": _DENSE,
+    "mistral": _DENSE,
     "qwen2": _DENSE,
     "qwen3": _DENSE,
     "qwen3_moe": _DENSE | _EXPERTS,
