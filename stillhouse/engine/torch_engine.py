@@ -1,43 +1,38 @@
 """The engine on FSDP2, tensor, context, expert and pipeline parallelism of PyTorch, with the interface `Engine`."""
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
-from stillhouse.engine.engine import SavedTensors, StepOutput, add_up
+from stillhouse.engine.engine import SavedTensors, StepOutput
+from stillhouse.engine.engine_passes import DEFAULT_TRAIN, EnginePasses, named_metrics
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.optimizer import embedding_weights, make_optimizer, make_step, skips_by_flag
 from stillhouse.engine.parts import LossPart
 from stillhouse.engine.state_folder import write_state
 from stillhouse.engine.torch_state import TorchState
-from stillhouse.models import NotFiniteError, OutputProcessor, evaluating
+from stillhouse.models import NotFiniteError
 from stillhouse.models.dtensors import gathered_tensor, local
-from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
-from stillhouse.objective.formulas import forward_kl
-from stillhouse.objective.signals import SparseSignal
+from stillhouse.objective import Signals
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import Runner, StageInputs
+from stillhouse.parallel import Runner
 from stillhouse.signals.weight_average import WeightAverage
 
-#: AdamW with torch's default betas, without weight decay and clipping
-DEFAULT_TRAIN = TrainConfig(betas=(0.9, 0.999), clip=None)
 
-
-class TorchEngine:
+class TorchEngine(EnginePasses):
     """train: the optimizer's settings, and the norm above which the gradient is clipped.
     autocast: the dtype of matrix products; the weights keep their own dtype. None: the dtype of the weights.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
     parts: the losses beside the objective.
     average: the moving average of the student's weights, if a teacher needs it. `update` also updates it.
     """
+
+    student: Runner
 
     def __init__(
         self,
@@ -50,9 +45,8 @@ class TorchEngine:
         parts: Sequence[LossPart] = (),
         average: WeightAverage | None = None,
     ):
-        self.student, self.objective, self.parts = student, objective, tuple(parts)
-        self._train, self.autocast = train, autocast
-        self._chunk_tokens, self.average = chunk_tokens, average
+        super().__init__(student, objective, train=train, autocast=autocast, chunk_tokens=chunk_tokens, parts=parts)
+        self.average = average
 
     # ---- the step
 
@@ -75,7 +69,7 @@ class TorchEngine:
             output.loss.detach_()
         losses = [named for result in results for named in result.losses] if runner.is_counted else []
         outputs = outputs if runner.has_results else []
-        return StepOutput(outputs, [*_named_metrics(outputs), *losses], partial(self._total, normalizer))
+        return StepOutput(outputs, [*named_metrics(outputs), *losses], partial(self._total, normalizer))
 
     def update(self, learning_rate: float, output: StepOutput | None = None) -> float:
         output = StepOutput() if output is None else output
@@ -95,117 +89,10 @@ class TorchEngine:
             self.average.update()
         return norm
 
-    def _not_finite(self, norm: Tensor, output: StepOutput) -> Tensor:
-        """Return 1.0 if the gradient's norm or the step's loss is not finite on any process, otherwise 0.0.
-
-        The result is a 0-D tensor on the device; the host does not wait for it.
-        """
-        terms = {"loss", *(name for part in self.parts for name in part.terms)}
-        numbers = [norm, *(value for name, value in output.named if name in terms)]
-        is_finite = torch.stack(numbers).isfinite().all()
-        return (self.student.ranks.sum(1.0 - is_finite.float()) > 0).float()
-
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         parameters = (parameter for _, parameter in self.student.named_parameters())
         return make_optimizer(parameters, self._train, embedding_weights(self.student.decoders))
-
-    def _inputs(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        signals: Sequence[Signals],
-        processor: OutputProcessor,
-        parts: Sequence[LossPart] = (),
-        normalizer: float = 1.0,
-    ) -> list[StageInputs]:
-        """Raises ValueError unless there are signals for each micro-batch."""
-        if not micro_batches or len(micro_batches) != len(signals):
-            raise ValueError(
-                f"{len(signals)} signals for {len(micro_batches)} micro-batches: expected one for each, and at least "
-                "one"
-            )
-        return [
-            StageInputs(micro_batch, of_teachers, processor, parts, normalizer, self.autocast)
-            for micro_batch, of_teachers in zip(micro_batches, signals, strict=True)
-        ]
-
-    def _total(self, normalizer: float, sums_of_process: dict[str, float]) -> dict[str, float]:
-        """Return `StepOutput.sums`."""
-        sums = self._over_ranks(sums_of_process)
-        terms = [term for part in self.parts for term in part.terms.items()]
-        for name, term in terms if "loss" in sums else ():
-            sums["loss"] += term.scale * sums.get(name, 0.0) / normalizer
-        return sums
-
-    def _over_ranks(self, sums_of_process: dict[str, float]) -> dict[str, float]:
-        return add_up(self.student.ranks.gather(sums_of_process))
-
-    # ---- passes without gradients
-
-    def evaluate(
-        self, held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
-    ) -> dict[str, float]:
-        outputs: list[ObjectiveOutput] = []
-        parts = tuple(measured for part in self.parts if (measured := part.held_out()) is not None)
-        for micro_batches, signals in held_out:
-            loss = StepLoss(
-                self._held_out_objective(signals),
-                chunk_tokens=self._chunk_tokens,
-                parts=parts,
-                with_teacher_cross_entropy=of_teacher,
-            )
-            outputs += self.process(loss, micro_batches, signals, parts)
-            del micro_batches, signals  # free a teacher's large hidden states before the next ones are computed
-        return StepOutput(outputs, _named_metrics(outputs), self._over_ranks).sums
-
-    def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
-        """Return the cross-entropy; with signals, also the forward KL or, for `SortedTopK` signals, `uld`."""
-        # a micro-batch has no signal of a teacher that scores none of its documents
-        named = {
-            name: signal.signal if isinstance(signal, RoutedSignal) else signal
-            for of_teachers in signals
-            for name, signal in of_teachers.items()
-        }
-        if not named:
-            return ObjectiveSpec(cross_entropy=1.0)
-        first, shares = next(iter(named.values())), self.objective.teachers
-        if isinstance(first, SortedTopK):
-            return ObjectiveSpec(cross_entropy=1.0, uld=1.0, temperature=self.objective.temperature)
-        return ObjectiveSpec(
-            cross_entropy=1.0,
-            divergence=forward_kl(),
-            temperature=1.0 if shares else _temperature(first),
-            teachers={
-                name: replace(shares[name], temperature=_temperature(signal))
-                for name, signal in named.items()
-                if name in shares
-            },
-            is_mixture=self.objective.is_mixture,
-        )
-
-    def process(
-        self,
-        processor: OutputProcessor,
-        micro_batches: Sequence[MicroBatch],
-        signals: Sequence[Signals],
-        parts: Sequence[LossPart] = (),
-    ) -> list[Any]:
-        with evaluating(*self.student.decoders):
-            results = self.student.forward(self._inputs(micro_batches, signals, processor, parts))
-        return results if self.student.has_results else []
-
-    # ---- single losses
-
-    @property
-    def needs_teacher(self) -> bool:
-        return self.objective.needs_teacher or any(part.needs_teacher for part in self.parts)
-
-    def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
-        other = copy.copy(self)
-        other.optimizer, other.objective = self.optimizer, objective
-        others = [part for part in self.parts if type(part) not in {type(part) for part in parts}]
-        other.parts = *parts, *(silent for part in others if (silent := part.silent()) is not None)
-        return other
 
     # ---- gradients
 
@@ -245,14 +132,3 @@ class TorchEngine:
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:
         self._state.read(folder, without_moments)
-
-
-def _named_metrics(outputs: Sequence[ObjectiveOutput]) -> list[tuple[str, Tensor]]:
-    return [pair for output in outputs for pair in [("loss", output.loss), *output.metrics.items()]]
-
-
-def _temperature(signal: Signal) -> float:
-    """Return the temperature of a held-out divergence: that of a sparse signal, if it is known; otherwise 1."""
-    sparse = signal.first if isinstance(signal, SpanSignal) else signal
-    known = sparse.temperature if isinstance(sparse, SparseSignal) else None
-    return 1.0 if known is None else known

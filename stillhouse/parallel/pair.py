@@ -144,7 +144,7 @@ class TeacherStudentPair(nn.Module):
             assert len(signals) == 1, "a teacher in the stages is the only one"
             signals = {in_stage: self._exact(teacher_BSE)}
         arguments = model_inputs(micro_batch, student_BSD)
-        context = _targets(micro_batch, signals) if self.student.has_head else None
+        context = distill_targets(micro_batch, signals) if self.student.has_head else None
         with ExitStack() as running:
             running.enter_context(autocast(micro_batch.input_ids_BS.device, inputs.autocast))
             for part, loss in zip(inputs.losses, losses, strict=True):
@@ -182,7 +182,8 @@ class TeacherStudentPair(nn.Module):
         return teacher
 
 
-def _targets(micro_batch: MicroBatch, signals: Signals) -> DistillTargets:
+def distill_targets(micro_batch: MicroBatch, signals: Signals) -> DistillTargets:
+    """Return the context of the student's output processor."""
     return DistillTargets(
         micro_batch.labels_T,
         micro_batch.weights_T,

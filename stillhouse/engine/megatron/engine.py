@@ -1,0 +1,126 @@
+"""The engine on Megatron-Core, with the interface `Engine`.
+
+Megatron-Core's schedules run the passes, its `DistributedDataParallel` adds up the gradients, and its optimizer
+(AdamW) makes the step. The loss of a micro-batch is a sum divided by the step's normalizer, as in the other engine.
+So nothing is divided by the number of micro-batches or of data ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
+
+from stillhouse.config import TrainConfig
+from stillhouse.data import MicroBatch
+from stillhouse.engine.engine import StepOutput
+from stillhouse.engine.engine_passes import DEFAULT_TRAIN, EnginePasses, named_metrics
+from stillhouse.engine.loss import StepLoss
+from stillhouse.engine.megatron.student import MegatronStudent
+from stillhouse.engine.megatron.weights import gather, local_blocks
+from stillhouse.models import NotFiniteError
+from stillhouse.objective import Signals
+from stillhouse.objective.spec import ObjectiveSpec
+
+
+class MegatronEngine(EnginePasses):
+    """The arguments are those of `TorchEngine`. The optimizer is AdamW."""
+
+    student: MegatronStudent
+
+    def __init__(
+        self,
+        student: MegatronStudent,
+        objective: ObjectiveSpec,
+        *,
+        train: TrainConfig = DEFAULT_TRAIN,
+        chunk_tokens: int | None = None,
+    ):
+        if train.optimizer != "adamw":
+            raise ValueError(f"train.optimizer={train.optimizer} with Megatron-Core: expected adamw")
+        super().__init__(student, objective, train=train, autocast=None, chunk_tokens=chunk_tokens, parts=())
+        self._has_gradient = False
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
+    ) -> StepOutput:
+        loss = StepLoss(self.objective, normalizer, self._chunk_tokens)
+        inputs = self._inputs(micro_batches, signals, loss, (), normalizer)
+        # at the end of a pass all ranks' gradients are added up, so those of an earlier pass must not be there
+        earlier = [gradient.clone() for gradient in self.student.gradients] if self._has_gradient else []
+        self._zero_buffers()
+        outputs = self.student.run(inputs, backward=True)
+        for gradient, of_earlier in zip(self.student.gradients, earlier, strict=bool(earlier)):
+            gradient.add_(of_earlier)
+        self._has_gradient = True
+        for output in outputs:
+            output.loss.detach_()
+        outputs = outputs if self.student.has_results else []
+        return StepOutput(outputs, named_metrics(outputs), partial(self._total, normalizer))
+
+    def update(self, learning_rate: float, output: StepOutput | None = None) -> float:
+        output = StepOutput() if output is None else output
+        device_norm = self._device_norm()
+        norm, is_not_finite = output.read(device_norm, self._not_finite(device_norm, output))
+        if is_not_finite:
+            raise NotFiniteError.of_gradient(norm)
+        if self._train.clip:
+            scale = min(1.0, self._train.clip / (norm + 1e-6))
+            for gradient in self.student.gradients:
+                gradient.mul_(scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step_with_ready_grads()
+        self.zero_grad()
+        return norm
+
+    @cached_property
+    def optimizer(self) -> Any:
+        train = self._train
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=train.learning_rate,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.betas[0],
+            adam_beta2=train.betas[1],
+            clip_grad=0.0,
+        )
+        return get_megatron_optimizer(settings, [*self.student.student.wrapped])
+
+    # ---- gradients
+
+    def zero_grad(self) -> None:
+        self._zero_buffers()
+        self._has_gradient = False
+
+    def gradient_norm(self) -> float:
+        return float(self._device_norm())
+
+    def gradients_not_finite(self) -> list[str]:
+        chunks = self.student.student
+        names = [
+            block.name
+            for block, gradient in local_blocks(chunks.models, chunks.table, _gradient)
+            if not bool(gradient.isfinite().all())
+        ]
+        return list(dict.fromkeys(name for of_rank in self.student.ranks.gather(names) for name in of_rank))
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        chunks = self.student.student
+        shapes = {name: tensor.shape for name, tensor in self.student.decoders[0].state_dict().items()}
+        yield from gather(chunks.models, chunks.table, shapes, _gradient).items()
+
+    def _zero_buffers(self) -> None:
+        for model in self.student.student.wrapped:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _device_norm(self) -> Tensor:
+        self.optimizer.prepare_grads()
+        return torch.as_tensor(self.optimizer.get_grad_norm(), dtype=torch.float32, device=self.student.device)
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    return getattr(parameter, "main_grad", None)

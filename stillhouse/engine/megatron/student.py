@@ -1,0 +1,222 @@
+"""A student in Megatron-Core's GPTModels, with the teacher's GPTModels in the same stages.
+
+    student = MegatronStudent(layout, mesh, Chunks.build(decoder, transformer), teacher, decoder)
+    results = student.forward(inputs)            one result of the output processor for each micro-batch
+
+Megatron-Core's own schedules run the micro-batches. The teacher's forward runs before the student's; its hidden
+states stay on the last stage.
+
+B rows, S tokens per row of a micro-batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as reduce_gradients
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from stillhouse.data import StepMicroBatches
+from stillhouse.engine.megatron.model import build_chunks
+from stillhouse.engine.megatron.weights import Place, WeightTable, load, require_full_coverage, weight_table
+from stillhouse.models import Decoder, OutputProcessor
+from stillhouse.models.megatron import MegatronProcessor
+from stillhouse.models.processors import full_vocab
+from stillhouse.parallel import (
+    DistributedStudent,
+    Layout,
+    Mesh,
+    ShardedMicroBatches,
+    StageInputs,
+    shard_micro_batches,
+)
+from stillhouse.parallel.pair import InStage, distill_targets
+from stillhouse.parallel.teacher_head import DecoderHead
+from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A model's chunks on this rank: those of its pipeline stages.
+
+    table: the places of the chunks' parameters in the full model. processor: calls the output processor of a pass.
+    wrapped: the chunks in wrappers that add up the gradients of the data ranks; empty for a frozen model.
+    """
+
+    config: PreTrainedConfig
+    transformer: TransformerConfig
+    models: Sequence[nn.Module]
+    table: WeightTable
+    processor: MegatronProcessor
+    wrapped: Sequence[Any] = ()
+
+    @classmethod
+    def build(cls, decoder: Decoder, transformer: TransformerConfig) -> "Chunks":
+        """Build the chunks of a full model and copy its weights. A collective of all ranks.
+
+        decoder: the full model in host memory, with the weights.
+        Raises ValueError for a weight that the chunks do not have exactly once.
+        """
+        models = build_chunks(decoder.config, transformer)
+        table = weight_table(models, decoder.config, Place.current())
+        tensors = decoder.state_dict()
+        names = {*tensors} - {*decoder.shared_names()}
+        require_full_coverage(table, {name: tensors[name].shape for name in names})
+        load(models, table, tensors.__getitem__)
+        processor = MegatronProcessor(models[-1], full_vocab, vocab_size=decoder.config.vocab_size)
+        return cls(decoder.config, transformer, models, table, processor)
+
+    def trained(self) -> "Chunks":
+        self.transformer.finalize_model_grads_func = _sum_gradients
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        wrapped = [
+            DistributedDataParallel(self.transformer, settings, model, disable_bucketing=number > 0)
+            for number, model in enumerate(self.models)
+        ]
+        return replace(self, wrapped=wrapped)
+
+    def frozen(self) -> "Chunks":
+        for model in self.models:
+            model.eval().requires_grad_(False)
+        return self
+
+    def run(
+        self, inputs: Sequence[StageInputs], contexts: Sequence[Any], processor: OutputProcessor, *, backward: bool
+    ) -> list[Any]:
+        """Run micro-batches of one shape through Megatron-Core's schedule.
+
+        Returns the processor's result for each micro-batch on the last stage, otherwise an empty list. backward:
+        also add the gradient of the results' losses.
+        """
+        pairs = [(entry.micro_batch, context) for entry, context in zip(inputs, contexts, strict=True)]
+        rows, tokens = inputs[0].micro_batch.shape_BS
+        results: list[Any] = []
+
+        def collected(**arguments: Any) -> Tensor:
+            """Keep the processor's result; Megatron-Core's schedules expect a tensor."""
+            results.append(processor(**arguments))
+            return results[-1].loss if backward else torch.zeros((), device=arguments["hidden_states"].device)
+
+        def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
+            batch, context = next(data)
+            hook = {"output_processor": self.processor, "output_processor_context": context}
+            # no mask: attention is causal, and each row has one document
+            return model(batch.input_ids_BS, batch.position_ids_BS, None, **hook), loss_of
+
+        def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, None]:
+            # the number of tokens is not used: the loss is divided already, by the step's normalizer
+            return loss, torch.ones((), dtype=torch.int, device=loss.device), None
+
+        self.processor.processor = collected
+        models = [*(self.wrapped or self.models)]
+        iterators = [iter(pairs) for _ in models]
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(models) > 1 else iterators[0],
+            model=models if len(models) > 1 else models[0],
+            num_microbatches=len(pairs),
+            seq_length=tokens,
+            micro_batch_size=rows,
+            forward_only=not backward,
+        )
+        return results
+
+
+class MegatronStudent(DistributedStudent):
+    """student, teacher: the chunks of both models. decoder, teacher_decoder: the full models without values."""
+
+    prefetch: TeacherPrefetch | None = None
+    teacher_head: DecoderHead | None = None
+
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: Mesh,
+        student: Chunks,
+        teacher: Chunks | None,
+        decoder: Decoder,
+        teacher_decoder: Decoder | None = None,
+    ):
+        self.layout, self.mesh = layout, mesh
+        self.student, self.teacher_chunks = student.trained(), None if teacher is None else teacher.frozen()
+        self._decoder, self._teacher_decoder = decoder, teacher_decoder
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        return [self._decoder]
+
+    @property
+    def teacher(self) -> Decoder | None:
+        return self._teacher_decoder
+
+    @property
+    def has_last_stage(self) -> bool:
+        return self.mesh.coordinate("pipeline") == self.layout.degrees.pipeline - 1
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of the chunks, whose names are Megatron-Core's."""
+        for number, model in enumerate(self.student.models):
+            for name, parameter in model.named_parameters():
+                yield f"{number}.{name}", parameter
+
+    def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
+        """As in the interface. Under a pipeline, micro-batches without gradients have one shape, too."""
+        return shard_micro_batches(micro_batches, self.mesh, uniform_shapes=self.layout.stages > 1)
+
+    def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
+        with torch.no_grad():
+            return self.run(inputs, backward=False)
+
+    def run(self, inputs: Sequence[StageInputs], *, backward: bool) -> list[Any]:
+        """Run the teacher if the signals ask for it, then the student (see `Chunks.run`)."""
+        results: list[Any] = []
+        for group in _of_equal_shape(inputs):
+            signals = self._signals(group)
+            contexts = [
+                distill_targets(entry.micro_batch, of_one) for entry, of_one in zip(group, signals, strict=True)
+            ]
+            results += self.student.run(group, contexts, group[0].processor, backward=backward)
+        return results
+
+    def _signals(self, inputs: Sequence[StageInputs]) -> list[Any]:
+        """Return the signals of the micro-batches, with the teacher's hidden states in place of `InStage`."""
+        given = [dict(entry.signals) for entry in inputs]
+        name = next((name for name, signal in given[0].items() if isinstance(signal, InStage)), None)
+        if name is None:
+            return given
+        assert self.teacher_chunks is not None
+        read = [replace(entry, micro_batch=entry.micro_batch.as_read_by_teacher) for entry in inputs]
+        with torch.no_grad():
+            exact = self.teacher_chunks.run(read, [None] * len(read), full_vocab, backward=False)
+        return [{**of_one, name: signal} for of_one, signal in zip(given, exact, strict=True)] if exact else given
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The buffers of this rank's gradients."""
+        return [
+            buffer.grad_data
+            for model in self.student.wrapped
+            for buffer in (*model.buffers, *model.expert_parallel_buffers)
+        ]
+
+
+def _of_equal_shape(inputs: Sequence[StageInputs]) -> Iterator[list[StageInputs]]:
+    """Divide micro-batches into groups of neighbours of one shape, because a schedule's messages have one shape."""
+    group: list[StageInputs] = []
+    for entry in inputs:
+        if group and entry.micro_batch.shape_BS != group[0].micro_batch.shape_BS:
+            yield group
+            group = []
+        group.append(entry)
+    if group:
+        yield group
+
+
+def _sum_gradients(models: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Add up gradients over ranks without a division: losses are sums, divided by the step's normalizer."""
+    reduce_gradients(models, None, **options)

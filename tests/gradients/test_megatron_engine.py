@@ -1,0 +1,45 @@
+"""Steps of the engine on Megatron-Core equal those of the other engine in one process.
+
+Compared are each step's loss, metrics, gradient norm and held-out metrics, the first step's gradients, and the
+weights after three steps with clipping and weight decay. megatron-core is the real one, on a CPU.
+"""
+
+import pytest
+from kit import slow
+from kit.shard_ranks import Failure, pool_of_meshes
+
+pytest.importorskip("megatron.core")
+
+from kit.megatron_engine_jobs import Difference, Job, compare
+from kit.megatron_weights_jobs import Case
+
+from stillhouse.tools.parity import worst
+
+LIMIT = 180.0
+CASES = [
+    Job(Case("qwen3", tied=True, tensor=2)),
+    Job(Case("llama", pipeline=2)),
+    slow(Job(Case("qwen3"))),
+    slow(Job(Case("qwen3", data=2))),
+    slow(Job(Case("llama", tied=True, pipeline=2), "reverse_kl")),
+    slow(Job(Case("qwen3", pipeline=2, chunks=2), "forward_kl")),
+    slow(Job(Case("qwen3", tensor=2, sequence=True), "forward_kl + reverse_kl")),
+    slow(Job(Case("qwen3", tensor=2, pipeline=2), "0.5*cross_entropy + reverse_kl")),
+    slow(Job(Case("qwen3", pipeline=2), "forward_kl", top_k=8)),
+    slow(Job(Case("qwen3", tensor=2, data=2), "cross_entropy")),
+    slow(Job(Case("qwen3_moe", data=2, expert=2))),
+    slow(Job(Case("qwen3_moe", tensor=2, sequence=True))),
+]
+
+
+@pytest.mark.parametrize("job", CASES, ids=lambda job: job.name)
+def test_steps_are_those_of_the_other_engine(job: Job) -> None:
+    (answer,) = pool_of_meshes(job.case.processes).run(compare, [job], limit=LIMIT)
+    assert not isinstance(answer, Failure), answer.text
+    differences: list[Difference] = answer
+    for rank, difference in enumerate(differences):
+        for sums in (*difference.sums, *difference.evaluation):
+            assert worst(sums.items())[1] <= 1e-5, (rank, sums)
+        assert difference.norm <= 1e-4, rank
+        assert worst(difference.gradients.items())[1] <= 1e-5, (rank, difference.gradients)
+        assert worst(difference.weights.items())[1] <= 1e-4, (rank, difference.weights)

@@ -1,0 +1,175 @@
+"""Jobs for ranks: steps of `MegatronEngine` against those of `TorchEngine` in one process, from the same weights.
+
+B rows of one document each, S tokens per row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kit.causal_families import of_config
+from kit.megatron_weights_jobs import Case, laid_out, model_config
+from kit.shard_ranks import Rank
+from torch import Tensor
+
+from stillhouse.config import TrainConfig
+from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.engine import Engine
+from stillhouse.engine.megatron.engine import MegatronEngine
+from stillhouse.engine.megatron.model_config import transformer_config
+from stillhouse.engine.megatron.student import Chunks, MegatronStudent
+from stillhouse.engine.megatron.weights import gather
+from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.models import Decoder
+from stillhouse.objective import TEACHER, TopK
+from stillhouse.objective.metric_keys import CHUNK_TOKENS
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+from stillhouse.parallel import Degrees, Layout, Mesh, single_process_runner
+from stillhouse.signals import InStageTeacher
+from stillhouse.tools.parity import relative_difference
+
+B, S, STEPS, LEARNING_RATE = 2, 12, 3, 1e-4
+TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), clip=0.5)
+
+
+@dataclass(frozen=True)
+class Job:
+    """case: the student and its layout. loss: the objective. top_k: entries of a stored signal; 0: a teacher that
+    runs in the stages, if the objective needs one.
+    """
+
+    case: Case
+    loss: str = "0.3*cross_entropy + 0.7*jsd(0.5)"
+    top_k: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name} {self.loss}" + f" top {self.top_k}" * bool(self.top_k)
+
+
+@dataclass
+class Step:
+    sums: dict[str, float]
+    norm: float
+    evaluation: dict[str, float]
+
+
+@dataclass
+class Difference:
+    """Relative differences: of each step's metric sums and held-out sums, by name; the largest of the gradient's
+    norm; of the first step's gradients and of the last weights, by name.
+    """
+
+    sums: list[dict[str, float]]
+    norm: float
+    evaluation: list[dict[str, float]]
+    gradients: dict[str, float]
+    weights: dict[str, float]
+
+
+def compare(rank: Rank, job: Job) -> Difference:
+    spec, case = parse_objective(job.loss), job.case
+    student, teacher = (decoder(case, seed) for seed in range(2))
+    exact = run(TorchEngine(single_process_runner(student, teacher), spec, train=TRAIN), job)
+    expected = {name: tensor.detach() for name, tensor in student.state_dict().items()}
+    with laid_out(case):
+        engine = megatron_engine(case, spec)
+        steps, gradients = run(engine, job)
+        weights = values(engine)
+    of_exact, exact_gradients = exact
+    pairs = [*zip(steps, of_exact, strict=True)]
+    least = 1e-3 * of_exact[0].norm
+    return Difference(
+        [apart(one.sums, other.sums) for one, other in pairs],
+        max(abs(one.norm / other.norm - 1) for one, other in pairs),
+        [apart(one.evaluation, other.evaluation) for one, other in pairs],
+        {name: relative_difference(gradients[name], gradient, least) for name, gradient in exact_gradients.items()},
+        {name: relative_difference(weights[name], expected[name]) for name in weights},
+    )
+
+
+def apart(sums: dict[str, float], expected: dict[str, float]) -> dict[str, float]:
+    """Return the differences of metric sums, relative to those larger than 1."""
+    assert sums.keys() == expected.keys()
+    return {
+        name: abs(sums[name] - value) / max(abs(value), 1.0)
+        for name, value in expected.items()
+        if name != CHUNK_TOKENS
+    }
+
+
+def decoder(case: Case, seed: int) -> Decoder:
+    return Decoder(of_config(model_config(case), seed=seed), verify=False)
+
+
+def megatron_engine(case: Case, spec: ObjectiveSpec) -> MegatronEngine:
+    options = case.sizes | {"sequence_parallel": case.sequence}
+    degrees = Degrees(pipeline=case.pipeline, fsdp=case.data, context=case.context, tensor=case.tensor)
+    layout = Layout(degrees, "interleaved" if case.chunks > 1 else "1f1b")
+    decoders = [decoder(case, seed) for seed in range(2)]
+    chunks = [Chunks.build(one, transformer_config(one.config, **options)) for one in decoders]
+    student = MegatronStudent(layout, Mesh(degrees, torch.device("cpu")), *chunks, *decoders)
+    return MegatronEngine(student, spec, train=TRAIN)
+
+
+def values(engine: MegatronEngine) -> dict[str, Tensor]:
+    """Return the full weights. A collective of all ranks."""
+    chunks = engine.student.student
+    shapes = {name: tensor.shape for name, tensor in engine.student.decoders[0].state_dict().items()}
+    return gather(chunks.models, chunks.table, shapes, lambda parameter: parameter)
+
+
+def run(engine: Engine, job: Job) -> tuple[list[Step], dict[str, Tensor]]:
+    """Return what each step logs, and the full gradients of the first step, which is made of two passes."""
+    steps: list[Step] = []
+    gradients: dict[str, Tensor] = {}
+    for number in range(STEPS):
+        step = StepMicroBatches(micro_batches(number))
+        shards = engine.student.shard(step)
+        held_out = engine.student.shard(step, training=False)
+        evaluation = engine.evaluate([(held_out, signals(engine, held_out, job))])
+        output = engine.forward_backward(shards, signals(engine, shards, job), step.normalizer)
+        sums = dict(output.sums)
+        if not gradients:
+            gradients = {name: gradient.clone() for name, gradient in engine.gradients() if gradient is not None}
+        steps.append(Step(sums, engine.update(LEARNING_RATE, output), evaluation))
+    return steps, gradients
+
+
+def signals(engine: Engine, micro_batches: Sequence[MicroBatch], job: Job) -> Any:
+    if not engine.needs_teacher:
+        return [{}] * len(micro_batches)
+    if not job.top_k:
+        return InStageTeacher(engine.student).request(micro_batches).result()  # type: ignore[arg-type]
+    if not engine.student.has_last_stage:
+        return [{}] * len(micro_batches)
+    return [{TEACHER: top_k(job.top_k, batch)} for batch in micro_batches]
+
+
+def top_k(entries: int, batch: MicroBatch) -> TopK:
+    """A stored signal, which depends on the tokens alone."""
+    vocabulary = 251
+    ids_TK = (batch.input_ids_BS.flatten()[:, None] + torch.arange(entries) * 7) % vocabulary
+    log_probs_K = torch.log_softmax(-torch.arange(entries, dtype=torch.float32), 0) + torch.tensor(0.9).log()
+    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
+
+
+def micro_batches(step: int) -> list[MicroBatch]:
+    """Return four micro-batches, the second of them without targets."""
+    return [micro_batch(10 * step + number, empty=number == 1) for number in range(4)]
+
+
+def micro_batch(seed: int, *, empty: bool) -> MicroBatch:
+    random = torch.Generator().manual_seed(seed)
+    ids_BS = torch.randint(200, (B, S), generator=random)
+    has_BS = (torch.rand(B, S, generator=random) > 0.3) & torch.tensor(not empty)
+    has_BS[:, -1] = False
+    labels_T = torch.where(has_BS, ids_BS.roll(-1, 1), -1).flatten()
+    return MicroBatch(
+        inputs={"input_ids": ids_BS, "position_ids": torch.arange(S).repeat(B, 1)},
+        labels_T=labels_T,
+        weights_T=(labels_T >= 0).float(),
+        valid_index=(labels_T >= 0).nonzero()[:, 0],
+        document_T=torch.zeros(B * S, dtype=torch.int64),
+    )
