@@ -19,7 +19,6 @@ LIMIT = 180.0
 CASES = [
     Job(Case("qwen3", tied=True, tensor=2)),
     Job(Case("llama", pipeline=2)),
-    slow(Job(Case("qwen3"))),
     slow(Job(Case("qwen3", data=2))),
     slow(Job(Case("llama", tied=True, pipeline=2), "reverse_kl")),
     slow(Job(Case("qwen3", pipeline=2, chunks=2), "forward_kl")),

@@ -71,7 +71,9 @@ class MegatronEngine(EnginePasses):
             for gradient in self.student.gradients:
                 gradient.mul_(scale)
         for group in self.optimizer.param_groups:
+            # what Megatron-Core's own scheduler would set: vectors (norms and biases) have no weight decay
             group["lr"] = learning_rate
+            group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
         self.zero_grad()
         return norm

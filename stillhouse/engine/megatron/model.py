@@ -13,12 +13,16 @@ been run: it needs a GPU.
 S tokens of a row on this rank, B rows, D width, C half of the width of a head.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from stillhouse.engine.megatron.attention import CausalAttention, LatentAttention
@@ -68,11 +72,22 @@ def _build_chunk(
             layer_type = "sliding_attention" if name.endswith("window_rotary_pos_emb") else "full_attention"
             frequencies_C, _ = rotary_frequencies(config, layer_type)
             module.inv_freq = frequencies_C.to(module.inv_freq.device)
+    if model.pre_process and config.pad_token_id is not None:
+        model.embedding.word_embeddings.register_forward_hook(partial(_frozen_padding, config.pad_token_id))
     if model.pre_process and family.gemma:
         scale = torch.tensor(config.hidden_size**0.5).to(transformer.params_dtype)
         model.embedding.register_forward_hook(lambda module, inputs, hidden_SBD: hidden_SBD * scale.to(hidden_SBD))
     # with a GPU, Megatron-Core creates the router's weight in host memory
     return model if transformer.use_cpu_initialization else model.to(torch.cuda.current_device())
+
+
+def _frozen_padding(pad: int, embedding: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """Give the padding token's embedding no gradient, as `torch.nn.Embedding` does. A forward hook."""
+    is_padding = inputs[0] == pad
+    if embedding.reduce_scatter_embeddings:  # then the output is this rank's part, [S, B, D]
+        group = embedding.tp_group
+        is_padding = is_padding.T.chunk(group.size())[group.rank()].contiguous()
+    return torch.where(is_padding[..., None], output.detach(), output)
 
 
 def _block_spec(transformer: TransformerConfig, family: Family, vp_stage: int | None) -> TransformerBlockSubmodules:
