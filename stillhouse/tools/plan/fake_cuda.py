@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import _utils as tensor_utils
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 _DATA: Any = torch.Tensor.data
+_SHAPES = "_propagate_tensor_meta_non_cached"
 _OFFSETS = "_compute_local_shape_and_global_offset"
 
 
@@ -88,6 +90,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (tensor_utils, _OFFSETS, with_real_tensors(getattr(tensor_utils, _OFFSETS))),
         (DeviceMesh, "_concatenate", staticmethod(with_real_tensors(DeviceMesh._concatenate))),
         (DeviceMesh, "__getitem__", with_real_tensors(DeviceMesh.__getitem__)),
+        # it works out the shapes of an operation by calling it once on full tensors, which would count as kernels
+        (ShardingPropagator, _SHAPES, with_real_tensors(getattr(ShardingPropagator, _SHAPES))),
         # the first fake tensor starts the device otherwise
         (fake_tensor, "init_gpu_context", lambda device: None),
         # a list of fake numbers is read one by one otherwise, which would count as many waits as numbers
