@@ -359,6 +359,31 @@ RULES: tuple[Rule, ...] = (
         for key in ("train.micro_batch_tokens", "train.tokens_per_step", "eval.micro_batch_tokens")
     ),
     excludes("train.optimizer", "parallel.offload"),
+    # the engine on Megatron-Core
+    *(
+        excludes(key, "parallel.engine=megatron", because="Megatron-Core does not have it here")
+        for key in (
+            *("student.adapter", "student.mtp", "student.attention", "teachers", "teacher.parallel", "rollout"),
+            *("teacher.offload", "teacher.quantize", "teacher.attention", "train.optimizer", "train.compile"),
+            *("train.residual_dtype", "train.activation_checkpointing", "objective.hidden", "eval.tasks"),
+            *("objective.router_aux_loss", "eval.samples", "parallel.offload", "parallel.gather_dtype"),
+            "parallel.context",
+        )
+    ),
+    excludes("train.precision=bf16", "parallel.engine=megatron", expected="fp32"),
+    excludes("data.packing=packed", "parallel.engine=megatron", expected="auto or rows"),
+    Rule(
+        ("parallel.schedule", "parallel.engine"),
+        lambda schedule, engine: schedule not in ("1f1b", "interleaved") and engine == "megatron",
+        "1f1b or interleaved",
+    ),
+    Rule(
+        ("parallel.sequence", "parallel.engine"),
+        lambda sequence, engine: sequence and engine != "megatron",
+        "false, or parallel.engine=megatron",
+    ),
+    Rule(("teacher.parallel.engine",), lambda engine: engine == "megatron", "torch"),
+    Rule(("teacher.parallel.sequence",), bool, "false"),
     excludes(
         "parallel.gather_dtype",
         "train.precision=fp32",

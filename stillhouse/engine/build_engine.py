@@ -1,7 +1,7 @@
 """The engines that can train a student. To add one, add a file beside `torch_engine.py` and an entry in `ENGINES`."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.torch_engine import TorchEngine
@@ -17,4 +17,20 @@ class EngineKind(NamedTuple):
     engine: Callable[..., Engine]
 
 
-ENGINES = {"torch": EngineKind(build_runner, TorchEngine)}
+def _megatron_student(*arguments: Any, **options: Any) -> DistributedStudent:
+    from stillhouse.engine.megatron.build import build_megatron_student  # needs Megatron-Core
+
+    return build_megatron_student(*arguments, **options)
+
+
+def _megatron_engine(*arguments: Any, **options: Any) -> Engine:
+    from stillhouse.engine.megatron.engine import MegatronEngine
+
+    return MegatronEngine(*arguments, **options)
+
+
+#: by `parallel.engine`
+ENGINES = {
+    "torch": EngineKind(build_runner, TorchEngine),
+    "megatron": EngineKind(_megatron_student, _megatron_engine),
+}

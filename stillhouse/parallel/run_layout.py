@@ -61,6 +61,7 @@ class Layout:
 
     schedule: the pipeline's schedule, a key of `SCHEMES`. gather_dtype (student only), offload: see `apply_fsdp`.
     residual_dtype (student only): see `apply_residual_dtype`. compile: whether the layers are compiled.
+    sequence: whether tensor ranks share the tokens between the matrix products (Megatron-Core only).
     autocast: with one of these two, the dtype of the student's matrix products in its proof.
     """
 
@@ -71,6 +72,7 @@ class Layout:
     residual_dtype: torch.dtype | None = None
     compile: bool = False
     autocast: torch.dtype | None = None
+    sequence: bool = False
 
     def __str__(self) -> str:
         schedule = f", {self.schedule}" if self.degrees.pipeline > 1 else ""

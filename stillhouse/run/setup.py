@@ -15,6 +15,7 @@ from stillhouse.config.rules import check_rules
 from stillhouse.engine.build_engine import ENGINES
 from stillhouse.engine.engine import Engine
 from stillhouse.models import ProofError
+from stillhouse.models.document_packing import ROWS
 from stillhouse.objective import use_kernels
 from stillhouse.parallel import (
     Degrees,
@@ -117,16 +118,16 @@ class RunSetup:
 
     def models(self, mesh: Mesh) -> ModelSources:
         """The sources of the models, for the processes of a mesh."""
-        config = self.config
+        config, is_megatron = self.config, self.config.parallel.engine == "megatron"
         return ModelSources(
             config.student,
             self.teachers,
             self.objective.parts,
             mesh,
             config.seed,
-            config.parallel.offload,
+            config.parallel.offload or is_megatron,  # its parts are copied from models in host memory
             config.train.activation_checkpointing,
-            config.data.packing,
+            ROWS if is_megatron else config.data.packing,
             self._autocast,
         )
 
@@ -135,7 +136,8 @@ class RunSetup:
 
         Raises ConfigError if a model does not fit its layout.
         """
-        config, mesh, kind = self.config, models.mesh, ENGINES["torch"]
+        config, mesh = self.config, models.mesh
+        kind = ENGINES[config.parallel.engine]
         use_kernels(config.objective.kernels, log_rank0)
         separate = self._separate_layout(mesh)
         head_only = separate is not None or bool(self.stores) or config.teachers is not None
@@ -227,7 +229,7 @@ def layout_of(parallel: ParallelConfig, processes: int, key: str = "parallel") -
             "expected a divisor of the first and a multiple of the second",
         )
     gather_dtype = None if parallel.gather_dtype is None else torch.bfloat16
-    return Layout(degrees, parallel.schedule, gather_dtype, parallel.offload)
+    return Layout(degrees, parallel.schedule, gather_dtype, parallel.offload, sequence=parallel.sequence)
 
 
 def require_sharing(layout: Layout, device: torch.device) -> None:

@@ -10,6 +10,13 @@ from stillhouse.config.section import Section
 class ParallelConfig(Section):
     """The layout of the processes that torchrun starts. Their number is the product of all degrees except expert."""
 
+    engine: Literal["torch", "megatron"] = "torch"
+    """The library that trains the student. megatron: Megatron-Core (pip install 'stillhouse[megatron]'), with tensor,
+    pipeline, expert and data parallelism of its own; fsdp and replicate are then its data parallelism. The other keys
+    stay as they are; what it does not have is refused by its key. A run may resume with the other engine."""
+    sequence: bool = False
+    """Sequence parallelism of Megatron-Core: tensor ranks share the tokens between the matrix products. Experts need
+    it under tensor parallelism."""
     fsdp: int | None = Field(default=None, ge=1)
     """FSDP degree: weights, gradients and optimizer state are sharded over this many processes, and each of them gets
     other data. null: the number of processes divided by the other degrees."""

@@ -7,6 +7,7 @@ So nothing is divided by the number of micro-batches or of data ranks.
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +16,18 @@ from torch import Tensor
 
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch
-from stillhouse.engine.engine import StepOutput
+from stillhouse.engine.engine import SavedTensors, StepOutput
 from stillhouse.engine.engine_passes import DEFAULT_TRAIN, EnginePasses, named_metrics
 from stillhouse.engine.loss import StepLoss
+from stillhouse.engine.megatron.state import MegatronState
 from stillhouse.engine.megatron.student import MegatronStudent
 from stillhouse.engine.megatron.weights import gather, local_blocks
+from stillhouse.engine.parts import LossPart
+from stillhouse.engine.state_folder import write_state
 from stillhouse.models import NotFiniteError
 from stillhouse.objective import Signals
 from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.signals.weight_average import WeightAverage
 
 
 class MegatronEngine(EnginePasses):
@@ -36,10 +41,17 @@ class MegatronEngine(EnginePasses):
         objective: ObjectiveSpec,
         *,
         train: TrainConfig = DEFAULT_TRAIN,
+        autocast: torch.dtype | None = None,
         chunk_tokens: int | None = None,
+        parts: Sequence[LossPart] = (),
+        average: WeightAverage | None = None,
     ):
-        if train.optimizer != "adamw":
-            raise ValueError(f"train.optimizer={train.optimizer} with Megatron-Core: expected adamw")
+        # the rules of the configuration refuse these before a model is loaded
+        if train.optimizer != "adamw" or autocast is not None or parts or average is not None:
+            raise ValueError(
+                "parallel.engine: megatron with another optimizer than adamw, autocast, a loss beside the objective, "
+                "or averaged weights: expected none of them"
+            )
         super().__init__(student, objective, train=train, autocast=None, chunk_tokens=chunk_tokens, parts=())
         self._has_gradient = False
 
@@ -111,8 +123,24 @@ class MegatronEngine(EnginePasses):
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         chunks = self.student.student
-        shapes = {name: tensor.shape for name, tensor in self.student.decoders[0].state_dict().items()}
-        yield from gather(chunks.models, chunks.table, shapes, _gradient).items()
+        yield from gather(chunks.models, chunks.table, self.student.shapes, _gradient).items()
+
+    # ---- state
+
+    @property
+    def _state(self) -> MegatronState:
+        return MegatronState(self.student, self.optimizer)
+
+    def bytes_to_save(self) -> int:
+        return self._state.bytes_to_write()
+
+    def save(self, folder: Path) -> SavedTensors:
+        state = self._state
+        write_state(folder, state.tensors(), self.student.ranks)
+        return SavedTensors(state.element_count(), state.parameters_without_moments())
+
+    def load(self, folder: Path, without_moments: Sequence[str]) -> None:
+        self._state.read(folder, without_moments)
 
     def _zero_buffers(self) -> None:
         for model in self.student.student.wrapped:

@@ -21,12 +21,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from stillhouse.data import StepMicroBatches
+from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.megatron.model import build_chunks
 from stillhouse.engine.megatron.weights import Place, WeightTable, load, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.models.megatron import MegatronProcessor
-from stillhouse.models.processors import full_vocab
+from stillhouse.models.processors import full_vocab, replicated_hidden
+from stillhouse.objective import OutputHead
 from stillhouse.parallel import (
     DistributedStudent,
     Layout,
@@ -84,6 +85,20 @@ class Chunks:
         for model in self.models:
             model.eval().requires_grad_(False)
         return self
+
+    def hidden_states(self, ids_BS: Tensor, micro_batches: int) -> list[Tensor]:
+        """Return the final hidden states [B, S, D] of equal micro-batches on the last stage, without gradients."""
+        positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+        labels_T = torch.full_like(ids_BS.flatten(), -1)
+        batch = MicroBatch(
+            {"input_ids": ids_BS, "position_ids": positions_BS},
+            labels_T,
+            weights_T=torch.zeros(labels_T.shape, device=ids_BS.device),
+            document_T=torch.zeros_like(labels_T),
+            valid_index=labels_T[:0],
+        )
+        inputs = [StageInputs(batch, {}, _hidden)] * micro_batches
+        return self.run(inputs, [None] * micro_batches, _hidden, backward=False)
 
     def run(
         self, inputs: Sequence[StageInputs], contexts: Sequence[Any], processor: OutputProcessor, *, backward: bool
@@ -145,6 +160,9 @@ class MegatronStudent(DistributedStudent):
         self.layout, self.mesh = layout, mesh
         self.student, self.teacher_chunks = student.trained(), None if teacher is None else teacher.frozen()
         self._decoder, self._teacher_decoder = decoder, teacher_decoder
+        tensors, shared = decoder.state_dict(), decoder.shared_names()
+        #: of the tensors of the full model; a tied head has the embedding's name
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in shared}
 
     @property
     def decoders(self) -> list[Decoder]:
@@ -166,7 +184,8 @@ class MegatronStudent(DistributedStudent):
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """As in the interface. Under a pipeline, micro-batches without gradients have one shape, too."""
-        return shard_micro_batches(micro_batches, self.mesh, uniform_shapes=self.layout.stages > 1)
+        multiple = self.layout.degrees.tensor if self.layout.sequence else 1
+        return shard_micro_batches(micro_batches, self.mesh, uniform_shapes=self.layout.stages > 1, multiple=multiple)
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
         with torch.no_grad():
@@ -203,6 +222,10 @@ class MegatronStudent(DistributedStudent):
             for model in self.student.wrapped
             for buffer in (*model.buffers, *model.expert_parallel_buffers)
         ]
+
+
+def _hidden(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
+    return replicated_hidden(hidden_states, head)
 
 
 def _of_equal_shape(inputs: Sequence[StageInputs]) -> Iterator[list[StageInputs]]:

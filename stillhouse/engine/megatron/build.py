@@ -1,0 +1,94 @@
+"""Builds a student, and a teacher in its stages, on Megatron-Core: process groups, chunks, weights and their proof.
+
+B rows, S tokens per row, D width.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from stillhouse.engine.megatron.model_config import transformer_config
+from stillhouse.engine.megatron.student import Chunks, MegatronStudent
+from stillhouse.models import Decoder, ProofError
+from stillhouse.parallel import Layout, Mesh, ModelSource
+from stillhouse.parallel.run_layout import SCHEMES
+
+#: the tokens of the proof, and the largest error of its hidden states relative to their norm, in float32
+PROOF_SHAPE_BS, LARGEST_ERROR = (2, 24), 1e-4
+
+
+def build_megatron_student(
+    layout: Layout,
+    mesh: Mesh,
+    student_source: ModelSource,
+    teacher_source: ModelSource | None,
+    *,
+    teacher_head_only: bool = False,
+    prove: bool = True,
+) -> MegatronStudent:
+    """Build this process's part of the models, and prove it. A collective of all processes.
+
+    Every process reads each full model into host memory, one after the other, and keeps its part.
+    Raises ValueError for a model or a layout that Megatron-Core does not have, ProofError for wrong hidden states.
+    """
+    if mesh.ranks.group is None:
+        raise ValueError("parallel.engine: megatron in one process: expected torchrun with at least 2 processes")
+    if teacher_head_only and teacher_source is not None:
+        raise ValueError(
+            "hidden states of a teacher's store with parallel.engine: megatron: expected signals of another kind, "
+            "such as top_k, or teacher.model in the job"
+        )
+    sizes = _sizes(layout)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(**sizes)
+    options = sizes | {"sequence_parallel": layout.sequence}
+    models: list[tuple[Chunks, Decoder]] = []
+    for source in (student_source, teacher_source):
+        if source is None:
+            continue
+        decoder = source.build()
+        if source.load_weights is not None:
+            source.load_weights(decoder)
+        chunks = Chunks.build(decoder, transformer_config(decoder.config, **options))
+        if prove and source.has_values:
+            _prove(chunks, decoder, mesh, source.name)
+        models.append((chunks, decoder.to("meta")))
+    (student, decoder), *others = models
+    teacher, teacher_decoder = others[0] if others else (None, None)
+    return MegatronStudent(layout, mesh, student, teacher, decoder, teacher_decoder)
+
+
+def _sizes(layout: Layout) -> dict[str, Any]:
+    """Return Megatron-Core's sizes of the axes. Its ranks have the order of those of `Mesh`."""
+    degrees, chunks = layout.degrees, SCHEMES[layout.schedule].per_rank
+    return {
+        "tensor_model_parallel_size": degrees.tensor,
+        "pipeline_model_parallel_size": degrees.pipeline,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 and degrees.pipeline > 1 else None,
+        "expert_model_parallel_size": degrees.experts if degrees.expert > 1 else 1,
+        "expert_tensor_parallel_size": 1 if degrees.expert > 1 else None,
+    }
+
+
+@torch.no_grad()
+def _prove(chunks: Chunks, decoder: Decoder, mesh: Mesh, name: str) -> None:
+    """Compare the chunks' hidden states, under the run's layout, with those of transformers' model in this process.
+
+    Raises ProofError on all processes.
+    """
+    rows, tokens = PROOF_SHAPE_BS
+    random = torch.Generator().manual_seed(0)
+    ids_BS = torch.randint(chunks.config.vocab_size, (rows, tokens), generator=random)
+    hidden: list[Tensor] = chunks.hidden_states(ids_BS.to(mesh.device), mesh.degrees.pipeline)
+    error = 0.0
+    if hidden:
+        expected_BSD = decoder(ids_BS.to(next(decoder.parameters()).device), head=False)
+        error = float((hidden[0].to(expected_BSD) - expected_BSD).norm() / expected_BSD.norm())
+    largest = max(mesh.ranks.gather(error if error == error else float("inf")))
+    if largest > LARGEST_ERROR:
+        raise ProofError(
+            f"{name}: the hidden states of Megatron-Core differ from those of transformers by {largest:.1e} of their "
+            f"norm, expected at most {LARGEST_ERROR:.0e}; parallel.engine: torch trains this model"
+        )
