@@ -16,7 +16,7 @@ from torch import Tensor
 from stillhouse.document_lengths import DocumentLengths, document_starts
 
 #: the number of columns is a multiple of this: fewer shapes, and matrix products of aligned sizes on a GPU
-_MULTIPLE = 8
+COLUMNS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class DocumentRows:
         document_T = document_starts(position_ids_BS).cumsum(0) - 1
         start_N, length_N = lengths.borders_M[:-1].long(), lengths.borders_M.diff().long()
         filled_K = lengths.filled_K
-        column_L = torch.arange(-(-lengths.longest_filled // _MULTIPLE) * _MULTIPLE, device=start_N.device)
+        column_L = torch.arange(-(-lengths.longest_filled // COLUMNS) * COLUMNS, device=start_N.device)
         index_NL = start_N[filled_K, None] + torch.where(column_L < length_N[filled_K, None], column_L, 0)
         has_row_N = torch.zeros_like(start_N).index_fill_(0, filled_K, 1)
         row_N = has_row_N.cumsum(0) - 1

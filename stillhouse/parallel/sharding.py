@@ -27,16 +27,14 @@ class ShardedMicroBatches(list[MicroBatch]):
         self.on_cpu: Sequence[MicroBatch] = parts if on_cpu is None else on_cpu
 
 
-def shard_micro_batches(
-    step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False, multiple: int = 1
-) -> ShardedMicroBatches:
+def shard_micro_batches(step: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
     """Return this process's part of a step.
 
     All data ranks get the same number of micro-batches; if necessary, the first micro-batch is repeated without
-    targets. uniform_shapes, multiple: see `padded_shapes`.
+    targets. uniform_shapes: see `padded_shapes`.
     """
     degrees, parts = mesh.degrees, []
-    shapes_BS = padded_shapes(step.shapes_BS, degrees, uniform_shapes=uniform_shapes, multiple=multiple)
+    shapes_BS = padded_shapes(step.shapes_BS, degrees, uniform_shapes=uniform_shapes)
     for number in range(mesh.coordinate("data"), len(shapes_BS), degrees.data):
         micro_batch = step[number] if number < len(step) else step[0].without_targets()
         parts.append(micro_batch.padded(*shapes_BS[number]).part(mesh.coordinate("context"), degrees.context))
@@ -45,13 +43,13 @@ def shard_micro_batches(
 
 
 def padded_shapes(
-    shapes_BS: Sequence[tuple[int, int]], degrees: Degrees, *, uniform_shapes: bool = False, multiple: int = 1
+    shapes_BS: Sequence[tuple[int, int]], degrees: Degrees, *, uniform_shapes: bool = False
 ) -> list[tuple[int, int]]:
     """Return the padded rows and columns of a step's micro-batches, before they are sharded over context ranks.
 
     The list includes the repeated micro-batches, so it may be longer than `shapes_BS`. uniform_shapes: all
     micro-batches get one shape, and the number of micro-batches per data rank becomes a multiple of the number of
-    pipeline ranks. The pipeline schedules require both. multiple: of which the columns of a context rank are one.
+    pipeline ranks. The pipeline schedules require both.
     """
     count = _rounded_up(len(shapes_BS), degrees.data * (degrees.pipeline if uniform_shapes else 1))
     shapes = list(shapes_BS)
@@ -59,7 +57,7 @@ def padded_shapes(
         rows_B, tokens_S = zip(*shapes, strict=True)
         shapes = [(max(rows_B), max(tokens_S))] * len(shapes)
     shapes += shapes[:1] * (count - len(shapes))
-    return [(rows, _rounded_up(tokens, degrees.context * multiple)) for rows, tokens in shapes]
+    return [(rows, _rounded_up(tokens, degrees.context)) for rows, tokens in shapes]
 
 
 def _rounded_up(length: int, divisor: int) -> int:

@@ -54,6 +54,7 @@ def _on_host(value: Any, as_numpy: bool = False, record_stream: bool = False) ->
 @contextmanager
 def cuda_is_cpu() -> Iterator[None]:
     with ExitStack() as stack:
+        stack.enter_context(patch("torch.cuda.synchronize", lambda device=None: None))
         stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
         for name in ("Stream", "Event", "current_stream"):
             stack.enter_context(patch(f"torch.cuda.{name}", _Event))

@@ -104,7 +104,7 @@ def decoder(case: Case, seed: int) -> Decoder:
 
 
 def megatron_engine(case: Case, spec: ObjectiveSpec) -> MegatronEngine:
-    options = case.sizes | {"sequence_parallel": case.sequence}
+    options = case.sizes | {"sequence_parallel": case.sequence, "variable_seq_lengths": case.pipeline > 1}
     degrees = Degrees(pipeline=case.pipeline, fsdp=case.data, context=case.context, tensor=case.tensor)
     layout = Layout(degrees, "interleaved" if case.chunks > 1 else "1f1b")
     decoders = [decoder(case, seed) for seed in range(2)]

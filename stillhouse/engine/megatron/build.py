@@ -9,9 +9,10 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from stillhouse.engine.megatron.model_config import transformer_config
+from stillhouse.engine.megatron.model_config import require_family, transformer_config
 from stillhouse.engine.megatron.student import Chunks, MegatronStudent
 from stillhouse.models import Decoder, ProofError
+from stillhouse.models.document_rows import COLUMNS
 from stillhouse.parallel import Layout, Mesh, ModelSource
 from stillhouse.parallel.run_layout import SCHEMES
 
@@ -35,6 +36,11 @@ def build_megatron_student(
     """
     if mesh.ranks.group is None:
         raise ValueError("parallel.engine: megatron in one process: expected torchrun with at least 2 processes")
+    if layout.sequence and COLUMNS % layout.degrees.tensor:
+        raise ValueError(
+            f"parallel.sequence with tensor {layout.degrees.tensor}: expected a divisor of {COLUMNS}, because the "
+            "columns of the documents' rows are a multiple of it"
+        )
     if teacher_head_only and teacher_source is not None:
         raise ValueError(
             "hidden states of a teacher's store with parallel.engine: megatron: expected signals of another kind, "
@@ -43,7 +49,7 @@ def build_megatron_student(
     sizes = _sizes(layout)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(**sizes)
-    options = sizes | {"sequence_parallel": layout.sequence}
+    options = sizes | {"sequence_parallel": layout.sequence, "variable_seq_lengths": layout.stages > 1}
     models: list[tuple[Chunks, Decoder]] = []
     for source in (student_source, teacher_source):
         if source is None:
@@ -51,7 +57,9 @@ def build_megatron_student(
         decoder = source.build()
         if source.load_weights is not None:
             source.load_weights(decoder)
-        chunks = Chunks.build(decoder, transformer_config(decoder.config, **options))
+        has_experts = require_family(decoder.config).experts is not None
+        of_model = {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
+        chunks = Chunks.build(decoder, transformer_config(decoder.config, **of_model))
         if prove and source.has_values:
             _prove(chunks, decoder, mesh, source.name)
         models.append((chunks, decoder.to("meta")))

@@ -27,42 +27,67 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class BlockTensor(Tensor):
-    """A tensor of the full model, without memory, of which this process has some blocks.
+    """A tensor of the full model, without memory, of which this process has some blocks. DCP needs a tensor here.
 
-    parts: the blocks by their first element's place. DCP needs a tensor here.
+    blocks: parts of parameters or moments, by their first element's place. offsets, region: the rectangle that the
+    blocks fill, since a file has at most one part of a tensor; a copy, unless there is only one block.
     """
 
-    parts: dict[tuple[int, ...], Tensor]
+    blocks: dict[tuple[int, ...], Tensor]
+    offsets: tuple[int, ...]
+    region: Tensor
 
     @classmethod
     def of_shape(cls, shape: Sequence[int]) -> "BlockTensor":
-        tensor = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(cls)
-        tensor.parts = {}
+        tensor = torch.zeros(()).expand(tuple(shape)).as_subclass(cls)  # DCP allocates tensors on "meta"
+        tensor.blocks = {}
         return tensor
 
-    def add(self, block: Block, part: Tensor) -> None:
+    def include(self, block: Block, part: Tensor) -> None:
         """Add a block. A number in the index removes a dim, which the part gets again."""
         for dim, entry in enumerate(block.index):
             if isinstance(entry, int):
                 part = part.unsqueeze(dim)
-        self.parts[tuple(entry if isinstance(entry, int) else entry.start for entry in block.index)] = part
+        self.blocks[tuple(entry if isinstance(entry, int) else entry.start for entry in block.index)] = part
+
+    def join(self) -> None:
+        """Copy the blocks to the region. Raises ValueError unless they fill a rectangle."""
+        self.offsets = tuple(map(min, zip(*self.blocks, strict=True)))
+        ends = zip(*(map(sum, zip(at, part.shape, strict=True)) for at, part in self.blocks.items()), strict=True)
+        shape = [max(of_dim) - start for of_dim, start in zip(ends, self.offsets, strict=True)]
+        if prod(shape) != sum(part.numel() for part in self.blocks.values()):
+            raise ValueError(f"the blocks of a tensor of shape {tuple(self.shape)} do not fill a rectangle")
+        first = next(iter(self.blocks.values()))
+        self.region = first if len(self.blocks) == 1 else first.new_empty(shape)
+        if len(self.blocks) > 1:
+            for place, part in self._places():
+                place.copy_(part)
+
+    def spread(self) -> None:
+        """Copy the region to the blocks."""
+        if len(self.blocks) > 1:
+            for place, part in self._places():
+                part.copy_(place)
+
+    def _places(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for at, part in self.blocks.items():
+            starts = [start - first for start, first in zip(at, self.offsets, strict=True)]
+            yield self.region[tuple(slice(a, a + n) for a, n in zip(starts, part.shape, strict=True))], part
+
+    @property
+    def _chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.region.shape)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(name, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(part), torch.Size(self.shape)),
-            )
-            for chunk, part in zip(self.__create_chunk_list__(), self.parts.values(), strict=True)
-        ]
+        properties = TensorProperties.create_from_tensor(self.region)
+        data = TensorWriteData(self._chunk, properties, torch.Size(self.shape))
+        return [WriteItem(MetadataIndex(name, self._chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), part.shape) for offsets, part in self.parts.items()]
+        return [self._chunk]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self.parts[tuple(index.offset)]
+    def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
+        return self.region
 
 
 @dataclass(frozen=True)
@@ -74,7 +99,7 @@ class MegatronState:
 
     def tensors(self) -> dict[str, Any]:
         """Return this process's blocks and its random state, by name. The copy of a tied embedding is left out."""
-        held = {name: tensor for name, tensor in self._blocks(copies=False).items() if tensor.parts}
+        held = _joined(self._blocks(copies=False))
         return held | self._steps() | self._random()
 
     def parameters_without_moments(self) -> list[str]:
@@ -94,9 +119,11 @@ class MegatronState:
             part.state[parameter] = empty_state(part, parameter)
         stored, wanted, steps = stored_tensors(folder), self._blocks(copies=True), self._steps()
         require_fit(folder.parent, stored, wanted | steps, is_complete=True)
-        here = {name: tensor for name, tensor in wanted.items() if tensor.parts}
+        here = _joined(wanted)
         random = {name: value for name, value in self._random().items() if name in stored}
         read_in_place(folder, here | steps | random)
+        for tensor in here.values():
+            tensor.spread()
         for part, parameter in self._parameters():
             part.state[parameter]["step"].fill_(_only_value(steps))
         for name, value in random.items():
@@ -108,7 +135,7 @@ class MegatronState:
         names = [
             name
             for name, tensor in tensors.items()
-            if not all(bool(part.isfinite().all()) for part in tensor.parts.values())
+            if not all(bool(part.isfinite().all()) for part in tensor.blocks.values())
         ]
         names = sorted({name for of_rank in self.student.ranks.gather(names) for name in of_rank})
         if names:
@@ -138,11 +165,11 @@ class MegatronState:
         states = {parameter: part.state.get(parameter, {}) for part, parameter in self._parameters()}
         for block, weight in self._local(lambda parameter: parameter.detach()):
             if copies or not block.is_copy:
-                tensors[f"{WEIGHT}{block.name}"].add(block, weight)
+                tensors[f"{WEIGHT}{block.name}"].include(block, weight)
         for moment in MOMENTS:
             for block, value in self._local(lambda parameter, key=moment: states.get(parameter, {}).get(key)):
                 if copies or not block.is_copy:
-                    tensors[f"{MOMENT}{block.name}.{moment}"].add(block, value)
+                    tensors[f"{MOMENT}{block.name}.{moment}"].include(block, value)
         return tensors
 
     def _local(self, value: Any) -> Iterator[tuple[Block, Tensor]]:
@@ -175,6 +202,14 @@ class MegatronState:
         if device.type == "cuda":
             states[f"{RANDOM}cuda.{rank}"] = torch.cuda.get_rng_state(device)
         return states
+
+
+def _joined(tensors: Mapping[str, BlockTensor]) -> dict[str, BlockTensor]:
+    """Return the tensors of which this process has blocks, with their regions."""
+    held = {name: tensor for name, tensor in tensors.items() if tensor.blocks}
+    for tensor in held.values():
+        tensor.join()
+    return held
 
 
 def _only_value(steps: Mapping[str, Tensor]) -> float:

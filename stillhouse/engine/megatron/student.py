@@ -6,7 +6,7 @@
 Megatron-Core's own schedules run the micro-batches. The teacher's forward runs before the student's; its hidden
 states stay on the last stage.
 
-B rows, S tokens per row of a micro-batch.
+B rows, S tokens per row of a micro-batch; N documents, L columns of their rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,6 +25,7 @@ from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.megatron.model import build_chunks
 from stillhouse.engine.megatron.weights import Place, WeightTable, load, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
+from stillhouse.models.document_rows import DocumentRows
 from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processors import full_vocab, replicated_hidden
 from stillhouse.objective import OutputHead
@@ -103,25 +104,26 @@ class Chunks:
     def run(
         self, inputs: Sequence[StageInputs], contexts: Sequence[Any], processor: OutputProcessor, *, backward: bool
     ) -> list[Any]:
-        """Run micro-batches of one shape through Megatron-Core's schedule.
+        """Run micro-batches through Megatron-Core's schedule, each as rows of one document.
 
         Returns the processor's result for each micro-batch on the last stage, otherwise an empty list. backward:
         also add the gradient of the results' losses.
         """
-        pairs = [(entry.micro_batch, context) for entry, context in zip(inputs, contexts, strict=True)]
-        rows, tokens = inputs[0].micro_batch.shape_BS
+        batches = [_rows_of(entry.micro_batch, context) for entry, context in zip(inputs, contexts, strict=True)]
         results: list[Any] = []
 
-        def collected(**arguments: Any) -> Tensor:
+        def collected(*, hidden_states: Tensor, context: Any, **others: Any) -> Tensor:
             """Keep the processor's result; Megatron-Core's schedules expect a tensor."""
-            results.append(processor(**arguments))
-            return results[-1].loss if backward else torch.zeros((), device=arguments["hidden_states"].device)
+            rows, of_batch = context
+            results.append(processor(hidden_states=rows.pack(hidden_states), context=of_batch, **others))
+            return results[-1].loss if backward else torch.zeros((), device=hidden_states.device)
 
         def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
-            batch, context = next(data)
-            hook = {"output_processor": self.processor, "output_processor_context": context}
-            # no mask: attention is causal, and each row has one document
-            return model(batch.input_ids_BS, batch.position_ids_BS, None, **hook), loss_of
+            rows, ids_NL, context = next(data)
+            positions_NL = torch.arange(ids_NL.shape[1], device=ids_NL.device).expand_as(ids_NL)
+            hook = {"output_processor": self.processor, "output_processor_context": (rows, context)}
+            # no mask: attention is causal, and the padding of a row is behind its document
+            return model(ids_NL, positions_NL, None, **hook), loss_of
 
         def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, None]:
             # the number of tokens is not used: the loss is divided already, by the step's normalizer
@@ -129,14 +131,15 @@ class Chunks:
 
         self.processor.processor = collected
         models = [*(self.wrapped or self.models)]
-        iterators = [iter(pairs) for _ in models]
+        iterators = [iter(batches) for _ in models]
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=models if len(models) > 1 else models[0],
-            num_microbatches=len(pairs),
-            seq_length=tokens,
-            micro_batch_size=rows,
+            num_microbatches=len(batches),
+            # these two have no effect, because the stages send the shapes of their messages
+            seq_length=batches[0][1].shape[1],
+            micro_batch_size=batches[0][1].shape[0],
             forward_only=not backward,
         )
         return results
@@ -183,9 +186,8 @@ class MegatronStudent(DistributedStudent):
                 yield f"{number}.{name}", parameter
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        """As in the interface. Under a pipeline, micro-batches without gradients have one shape, too."""
-        multiple = self.layout.degrees.tensor if self.layout.sequence else 1
-        return shard_micro_batches(micro_batches, self.mesh, uniform_shapes=self.layout.stages > 1, multiple=multiple)
+        """As in the interface. Under a pipeline, evaluations have a multiple of its ranks as micro-batches, too."""
+        return shard_micro_batches(micro_batches, self.mesh, uniform_shapes=self.layout.stages > 1)
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
         with torch.no_grad():
@@ -193,14 +195,9 @@ class MegatronStudent(DistributedStudent):
 
     def run(self, inputs: Sequence[StageInputs], *, backward: bool) -> list[Any]:
         """Run the teacher if the signals ask for it, then the student (see `Chunks.run`)."""
-        results: list[Any] = []
-        for group in _of_equal_shape(inputs):
-            signals = self._signals(group)
-            contexts = [
-                distill_targets(entry.micro_batch, of_one) for entry, of_one in zip(group, signals, strict=True)
-            ]
-            results += self.student.run(group, contexts, group[0].processor, backward=backward)
-        return results
+        named = zip(inputs, self._signals(inputs), strict=True)
+        contexts = [distill_targets(entry.micro_batch, signals) for entry, signals in named]
+        return self.student.run(inputs, contexts, inputs[0].processor, backward=backward)
 
     def _signals(self, inputs: Sequence[StageInputs]) -> list[Any]:
         """Return the signals of the micro-batches, with the teacher's hidden states in place of `InStage`."""
@@ -228,16 +225,11 @@ def _hidden(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int
     return replicated_hidden(hidden_states, head)
 
 
-def _of_equal_shape(inputs: Sequence[StageInputs]) -> Iterator[list[StageInputs]]:
-    """Divide micro-batches into groups of neighbours of one shape, because a schedule's messages have one shape."""
-    group: list[StageInputs] = []
-    for entry in inputs:
-        if group and entry.micro_batch.shape_BS != group[0].micro_batch.shape_BS:
-            yield group
-            group = []
-        group.append(entry)
-    if group:
-        yield group
+def _rows_of(batch: MicroBatch, context: Any) -> tuple[DocumentRows, Tensor, Any]:
+    """Return the rows of a micro-batch, its tokens [N, L] in rows of one document, and the context."""
+    shape_BS, position_ids_BS = batch.shape_BS, batch.position_ids_BS
+    rows = DocumentRows.of(position_ids_BS.expand(shape_BS), batch.is_padding_BS, batch.lengths)
+    return rows, rows.unpack(batch.input_ids_BS), context
 
 
 def _sum_gradients(models: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
