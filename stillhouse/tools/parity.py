@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from stillhouse.config import RolloutConfig, RunConfig
+from stillhouse.config import ConfigError, RolloutConfig, RunConfig
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.engine import Engine
 from stillhouse.generation import PromptPlan, step_documents
@@ -94,6 +94,10 @@ def parity(config: RunConfig) -> Iterator[Row]:
         "teachers": config.teachers and config.teachers.model_copy(update=several),
     }
     config = config.model_copy(update=in_float32)
+    if config.parallel.engine != "torch":
+        raise ConfigError(
+            "parallel.engine", "got megatron: the layouts that are compared are torch's; expected torch"
+        )
     setup = RunSetup(config)
     _ = setup.objective.spec, setup.stores  # raise their errors first
     require_adapters(config.student)

@@ -111,7 +111,9 @@ def test_a_killed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path) -> No
     assert contents(killed / "model") == contents(undisturbed / "model")
 
 
-def test_one_process_is_refused(tmp_path: Path) -> None:
-    write_run(tmp_path, family="qwen3")
-    refused = run("distill", tmp_path / "run.yaml", "parallel.engine=megatron", code=1)
+def test_one_process_and_the_layouts_of_torch_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, family="qwen3", **{"parallel.engine": "megatron"})
+    refused = run("distill", tmp_path / "run.yaml", code=1)
     assert "parallel.engine: megatron in one process: expected torchrun with at least 2 processes" in refused.err
+    refused = run("parity", tmp_path / "run.yaml", code=2)
+    assert "parallel.engine: got megatron: the layouts that are compared are torch's; expected torch" in refused.err

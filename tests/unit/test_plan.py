@@ -156,6 +156,7 @@ def test_a_job_names_the_folders_of_the_models(tmp_path: Path) -> None:
         (["student.model=./no such model"], "student.model"),
         (["rollout.max_new_tokens=8"], "rollout"),
         (["train.compile=true"], "train.compile"),
+        (["parallel.engine=megatron"], "parallel.engine"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_its_key(tmp_path: Path, overrides: list[str], key: str) -> None:

@@ -53,7 +53,6 @@ class MegatronEngine(EnginePasses):
                 "or averaged weights: expected none of them"
             )
         super().__init__(student, objective, train=train, autocast=None, chunk_tokens=chunk_tokens, parts=())
-        self._has_gradient = False
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
@@ -61,12 +60,12 @@ class MegatronEngine(EnginePasses):
         loss = StepLoss(self.objective, normalizer, self._chunk_tokens)
         inputs = self._inputs(micro_batches, signals, loss, (), normalizer)
         # at the end of a pass all ranks' gradients are added up, so those of an earlier pass must not be there
-        earlier = [gradient.clone() for gradient in self.student.gradients] if self._has_gradient else []
+        earlier = [gradient.clone() for gradient in self.student.gradients] if self.student.has_gradient else []
         self._zero_buffers()
         outputs = self.student.run(inputs, backward=True)
         for gradient, of_earlier in zip(self.student.gradients, earlier, strict=bool(earlier)):
             gradient.add_(of_earlier)
-        self._has_gradient = True
+        self.student.has_gradient = True
         for output in outputs:
             output.loss.detach_()
         outputs = outputs if self.student.has_results else []
@@ -107,7 +106,7 @@ class MegatronEngine(EnginePasses):
 
     def zero_grad(self) -> None:
         self._zero_buffers()
-        self._has_gradient = False
+        self.student.has_gradient = False
 
     def gradient_norm(self) -> float:
         return float(self._device_norm())

@@ -164,6 +164,7 @@ class MegatronStudent(DistributedStudent):
         self.student, self.teacher_chunks = student.trained(), None if teacher is None else teacher.frozen()
         self._decoder, self._teacher_decoder = decoder, teacher_decoder
         tensors, shared = decoder.state_dict(), decoder.shared_names()
+        self.has_gradient = False  # whether a pass has added to the gradients since they were set to zero
         #: of the tensors of the full model; a tied head has the embedding's name
         self.shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in shared}
 
