@@ -38,7 +38,7 @@ from stillhouse.objective import (
 from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.objective.tile.tile import Tile
-from stillhouse.parallel.pair import _targets
+from stillhouse.parallel.pair import distill_targets
 
 
 def plain(spec: ObjectiveSpec, leaves: Leaves, batch: Batch, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -247,7 +247,7 @@ def test_the_engine_passes_on_what_a_micro_batch_holds() -> None:
         batch.weights_T.nonzero()[:, 0],
         per_token=batch.per_token,
     ).padded(2, T + 3)
-    targets = _targets(micro_batch, {})
+    targets = distill_targets(micro_batch, {})
     assert targets.document_T is micro_batch.document_T
     assert targets.per_token.keys() == batch.per_token.keys()
     for name, each_T in micro_batch.per_token.items():
