@@ -57,6 +57,10 @@ def build_megatron_student(
         decoder = source.build()
         if source.load_weights is not None:
             source.load_weights(decoder)
+        if (dtype := next(decoder.parameters()).dtype) != torch.float32:
+            raise ValueError(
+                f"{source.name}.dtype: the weights are {dtype}; expected float32 with parallel.engine: megatron"
+            )
         has_experts = require_family(decoder.config).experts is not None
         of_model = {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
         chunks = Chunks.build(decoder, transformer_config(decoder.config, **of_model))
