@@ -20,15 +20,15 @@ GREEDY = replace(SAMPLED, temperature=0.0)
 
 PROBLEMS = [
     Problem(Degrees(fsdp=2), SAMPLED),
-    pytest.param(Problem(Degrees(fsdp=2), GREEDY), marks=pytest.mark.slow),
+    Problem(Degrees(fsdp=2), GREEDY),
     Problem(Degrees(tensor=2), SAMPLED, family="qwen3", batch_tokens=40),
     Problem(Degrees(tensor=2), GREEDY, tied=True),
     Problem(Degrees(pipeline=2), SAMPLED, tied=True, on_meta=False),
-    pytest.param(Problem(Degrees(pipeline=2), GREEDY, family="qwen3"), marks=pytest.mark.slow),
+    Problem(Degrees(pipeline=2), GREEDY, family="qwen3"),
     Problem(Degrees(fsdp=2), SAMPLED, family="qwen3_moe"),
     Problem(Degrees(pipeline=2), SAMPLED, lora=True),
-    pytest.param(Problem(Degrees(pipeline=2, fsdp=2), SAMPLED), marks=pytest.mark.slow),
-    pytest.param(Problem(Degrees(fsdp=2, tensor=2), SAMPLED, lora=True), marks=pytest.mark.slow),
+    Problem(Degrees(pipeline=2, fsdp=2), SAMPLED),
+    Problem(Degrees(fsdp=2, tensor=2), SAMPLED, lora=True),
 ]
 
 
