@@ -14,6 +14,7 @@ this rank's part of each row, and the context must contain the same tokens.
 S tokens per row, B rows, D width, n depths of multi-token prediction.
 """
 
+import dis
 import inspect
 from typing import Any
 
@@ -39,6 +40,8 @@ _MTP_INPUTS = (
     "packed_seq_params",
     "sequence_len_offset",
 )
+#: the instructions of Python that read an argument
+_READS = ("LOAD_FAST", "LOAD_DEREF")
 
 
 class MegatronProcessor:
@@ -179,11 +182,11 @@ class MultiTokenGPTModel(GPTModel):
 
 def _require_hook(model: nn.Module) -> None:
     name = f"{type(model).__name__} of megatron-core {megatron.core.__version__}"
-    for part in (model.forward, getattr(model, "_postprocess", None)):
-        if part is None or "output_processor" not in inspect.signature(part).parameters:
-            raise ValueError(
-                f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
-            )
+    functions = [model.forward, *([model._postprocess] if hasattr(model, "_postprocess") else [])]
+    if not all(_reads(function, "output_processor") for function in functions):
+        raise ValueError(
+            f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
+        )
     config = getattr(model, "config", None)
     if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
         raise ValueError(
@@ -195,6 +198,15 @@ def _require_hook(model: nn.Module) -> None:
             "defer_embedding_wgrad_compute=True keeps the inputs of the output layer, but an output processor does "
             "not call this layer; expected False"
         )
+
+
+def _reads(function: Any, argument: str) -> bool:
+    """Whether a function has the argument and reads it. A function that drops it would compute another loss."""
+    if argument not in inspect.signature(function).parameters:
+        return False
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    reads = [] if code is None else [step for step in dis.get_instructions(code) if step.opname.startswith(_READS)]
+    return any(argument in (step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

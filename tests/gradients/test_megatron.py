@@ -126,9 +126,8 @@ def test_a_model_that_would_not_call_the_processor_is_refused() -> None:
 
 def test_a_flat_result_of_something_else_is_refused() -> None:
     class Hooked(nn.Module):
-        def forward(self, output_processor: Any) -> None: ...
-
-        def _postprocess(self, output_processor: Any) -> None: ...
+        def forward(self, output_processor: Any) -> None:
+            output_processor()
 
     hook = MegatronProcessor(Hooked(), lambda **_: {"loss": 1.0}, flat=True)
     layer = nn.Linear(2, 3, bias=False)

@@ -173,3 +173,18 @@ def micro_batch(seed: int, *, empty: bool) -> MicroBatch:
         valid_index=(labels_T >= 0).nonzero()[:, 0],
         document_T=torch.zeros(B * S, dtype=torch.int64),
     )
+
+
+def silent_model(rank: Rank, case: Case) -> str:
+    """A job: the message for a model that drops the output processor, at the first pass of the proof."""
+    with laid_out(case):
+        one = decoder(case, 0)
+        chunks = Chunks.build(one, transformer_config(one.config, **case.sizes))
+        model = chunks.models[-1]
+        called = model.forward
+        model.forward = lambda *inputs, **hook: called(*inputs)
+        try:
+            chunks.hidden_states(torch.zeros(B, S, dtype=torch.int64), 2)
+        except ValueError as error:
+            return str(error)
+    return ""

@@ -13,7 +13,7 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for p
 OTHERS = ["Makefile", "mkdocs.yml", "pyproject.toml", ".ci/run", "examples", "benchmarks"]
 #: files of other projects
 FOREIGN = {"models/mcore/model_forward_fused.py", "models/mcore/mtp_patch.py", "distributed/model_utils.py"}
-FOREIGN |= {"recipes/llm/kd.py"}
+FOREIGN |= {"recipes/llm/kd.py", "megatron/core/models/hybrid/hybrid_model.py"}
 FOLDERS = (ROOT, ROOT / "stillhouse", ROOT / "stillhouse" / "objective", ROOT / "tests")
 NAMES = {
     path: {

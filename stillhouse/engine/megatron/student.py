@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as reduce_gradients
@@ -107,7 +108,7 @@ class Chunks:
         """Run micro-batches through Megatron-Core's schedule, each as rows of one document.
 
         Returns the processor's result for each micro-batch on the last stage, otherwise an empty list. backward:
-        also add the gradient of the results' losses.
+        also add the gradient of the results' losses. Raises ValueError if the model did not call the processor.
         """
         batches = [_rows_of(entry.micro_batch, context) for entry, context in zip(inputs, contexts, strict=True)]
         results: list[Any] = []
@@ -142,6 +143,11 @@ class Chunks:
             micro_batch_size=batches[0][1].shape[0],
             forward_only=not backward,
         )
+        if self.models[-1].post_process and len(results) != len(batches):
+            raise ValueError(
+                f"{type(self.models[-1]).__name__} of megatron-core {megatron.core.__version__} called the output "
+                f"processor {len(results)} times for {len(batches)} micro-batches: expected one call for each"
+            )
         return results
 
 
