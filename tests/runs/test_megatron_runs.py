@@ -1,55 +1,25 @@
-"""Runs of `stillhouse distill` on Megatron-Core equal those of the other engine, and either engine resumes the other.
-
-megatron-core is the real one, on a CPU; every rank replaces the CUDA devices that it requests (`cuda_is_cpu.py`).
-"""
+"""Runs of `stillhouse distill` on Megatron-Core equal those of the other engine, and either engine resumes the other."""
 
 import shutil
 import signal
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit import slow
 from kit.layout_runs import assert_same_weights
+from kit.megatron_runs import LIMIT, assert_same_steps, megatron, without_cuda
 from kit.ranks import Ranks
-from kit.runs import contents, metrics, run, write_run
+from kit.runs import contents, run, write_run
 from kit.signal_hooks import kill_at, signal_at
 
 pytest.importorskip("megatron.core")
-
-#: the context manager stays open until the process ends
-_OPEN = ExitStack()
-LIMIT = 240
-
-
-def without_cuda() -> None:
-    from kit.cuda_is_cpu import cuda_is_cpu
-
-    _OPEN.enter_context(cuda_is_cpu())
-
-
-def megatron(folder: Path, out: str, processes: int, *overrides: str) -> Path:
-    """Run the configuration of a folder on Megatron-Core, and return the run's folder."""
-    arguments = ("distill", folder / "run.yaml", f"out={folder / out}", "parallel.engine=megatron", *overrides)
-    ranks = Ranks(processes, *arguments, hook=without_cuda)
-    assert ranks.wait(LIMIT) == [0] * processes, ranks.texts
-    return folder / out
 
 
 def write(folder: Path, family: str, **settings: Any) -> Path:
     write_run(folder, family=family, **{"train.steps": 4, "checkpoint.every": 2, "data.packing": "rows"} | settings)
     run("distill", folder / "run.yaml", f"out={folder / 'torch'}")
     return folder / "torch"
-
-
-def assert_same_steps(one: Path, other: Path) -> None:
-    """Compare what the steps of two runs have logged."""
-    for line, expected in zip(metrics(one), metrics(other), strict=True):
-        for name, value in expected.items():
-            if name.startswith(("loss/", "eval/")) or name == "train/gradient_norm":
-                tolerance = 1e-4 if name == "train/gradient_norm" else 1e-5
-                assert line[name] == pytest.approx(value, rel=tolerance, abs=1e-7), (name, expected["step"])
 
 
 @pytest.mark.parametrize(

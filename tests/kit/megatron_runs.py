@@ -1,0 +1,47 @@
+"""Runs of `stillhouse distill` on Megatron-Core, for the comparison with runs of the other engine.
+
+megatron-core is the real one, on a CPU; every rank replaces the CUDA devices that it requests (`cuda_is_cpu.py`).
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from kit.layout_runs import assert_same_weights
+from kit.ranks import Ranks
+from kit.runs import metrics, run
+
+#: the context manager stays open until the process ends
+_OPEN = ExitStack()
+LIMIT = 240
+
+
+def without_cuda() -> None:
+    from kit.cuda_is_cpu import cuda_is_cpu
+
+    _OPEN.enter_context(cuda_is_cpu())
+
+
+def megatron(folder: Path, out: str, processes: int, *overrides: str) -> Path:
+    """Run the configuration of a folder on Megatron-Core, and return the run's folder."""
+    arguments = ("distill", folder / "run.yaml", f"out={folder / out}", "parallel.engine=megatron", *overrides)
+    ranks = Ranks(processes, *arguments, hook=without_cuda)
+    assert ranks.wait(LIMIT) == [0] * processes, ranks.texts
+    return folder / out
+
+
+def assert_same_runs(folder: Path, *layout: str) -> None:
+    """Run the configuration of a folder with both engines: in this process, and on Megatron-Core in two."""
+    run("distill", folder / "run.yaml", f"out={folder / 'torch'}")
+    out = megatron(folder, "megatron", 2, *layout)
+    assert_same_steps(out, folder / "torch")
+    assert_same_weights(out, folder / "torch")
+
+
+def assert_same_steps(one: Path, other: Path) -> None:
+    """Compare what the steps of two runs have logged."""
+    for line, expected in zip(metrics(one), metrics(other), strict=True):
+        for name, value in expected.items():
+            if name.startswith(("loss/", "eval/")) or name == "train/gradient_norm":
+                tolerance = 1e-4 if name == "train/gradient_norm" else 1e-5
+                assert line[name] == pytest.approx(value, rel=tolerance, abs=1e-7), (name, expected["step"])
