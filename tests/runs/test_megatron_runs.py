@@ -1,4 +1,4 @@
-"""Runs of `stillhouse distill` on Megatron-Core equal those of the other engine, and either engine resumes the other."""
+"""Runs of `stillhouse distill` on Megatron-Core equal those of torch, and either engine resumes the other."""
 
 import shutil
 import signal
