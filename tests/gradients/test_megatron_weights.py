@@ -20,15 +20,8 @@ from transformers import LlamaConfig, LlamaModel
 
 from stillhouse.engine.megatron.attention import CausalAttention, context_positions
 from stillhouse.engine.megatron.model_config import FAMILIES, rotary_frequencies, transformer_config
-from stillhouse.engine.megatron.weights import (
-    NAMES,
-    Place,
-    Shard,
-    WeightTable,
-    load,
-    require_coverage,
-    weight_table,
-)
+from stillhouse.engine.megatron.weight_names import NAMES, Place, Shard
+from stillhouse.engine.megatron.weights import WeightTable, load, require_coverage, weight_table
 from stillhouse.tools.parity import worst
 
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"

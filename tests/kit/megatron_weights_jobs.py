@@ -24,7 +24,8 @@ from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.megatron.attention import context_positions
 from stillhouse.engine.megatron.model import build_chunks
 from stillhouse.engine.megatron.model_config import transformer_config
-from stillhouse.engine.megatron.weights import Place, WeightTable, gather, load, require_full_coverage, weight_table
+from stillhouse.engine.megatron.weight_names import Place
+from stillhouse.engine.megatron.weights import WeightTable, gather, load, require_full_coverage, weight_table
 from stillhouse.models import Decoder
 from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processor_targets import DistillTargets

@@ -76,7 +76,7 @@ def _deepseek_experts(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-#: by transformers' model type. A new family also needs an entry in `weights.NAMES`
+#: by transformers' model type. A new family also needs an entry in `weight_names.NAMES`
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(),

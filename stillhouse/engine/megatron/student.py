@@ -24,7 +24,8 @@ from transformers import PreTrainedConfig
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.megatron.model import build_chunks
-from stillhouse.engine.megatron.weights import Place, WeightTable, load, require_full_coverage, weight_table
+from stillhouse.engine.megatron.weight_names import Place
+from stillhouse.engine.megatron.weights import WeightTable, load, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.models.document_rows import DocumentRows
 from stillhouse.models.megatron import MegatronProcessor
