@@ -7,7 +7,7 @@ from stillhouse.parallel.apply.context_parallel import NextTokens
 from stillhouse.parallel.build_runner import (
     build_runner,
     needs_proof,
-    only_head,
+    load_head,
     only_layers,
     single_process_runner,
 )
@@ -75,7 +75,7 @@ __all__ = [
     "local_rank",
     "log_rank0",
     "needs_proof",
-    "only_head",
+    "load_head",
     "only_layers",
     "padded_shapes",
     "pin_weights",

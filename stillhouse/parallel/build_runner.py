@@ -115,6 +115,18 @@ def only_head(build: Callable[[], Decoder]) -> Decoder:
     return decoder
 
 
+def load_head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
+    """Build and load a frozen teacher's head, sharded as a student's head under torch's layout.
+
+    Raises ValueError as `only_head` does.
+    """
+    decoder = only_head(source.build).requires_grad_(False).eval()
+    apply_parallelism(decoder, replace(layout, gather_dtype=None), mesh)
+    assert source.load_weights is not None
+    source.load_weights(decoder)
+    return decoder
+
+
 def _build(
     degrees: Degrees, student_source: ModelSource, teacher_source: ModelSource | None
 ) -> tuple[Decoder, Decoder | None]:

@@ -38,8 +38,8 @@ from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
 from stillhouse.parallel.apply.compiled_layers import layers_not_compiled
 from stillhouse.parallel.apply.context_parallel import NextTokens, gather_sequences
 from stillhouse.parallel.compiled_proof import prove_compiled
-from stillhouse.parallel.distributed_student import DistributedStudent
 from stillhouse.parallel.layer_loss_interface import MtpLayersRun
+from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.pair import IN_STAGE, StageInputs, model_inputs
 from stillhouse.parallel.partial_gradients import cross_entropies, partial_gradients
 from stillhouse.parallel.runner import Runner, reshard
@@ -107,14 +107,14 @@ def prove_runner(
                 )
 
 
-def prove_heads(runner: DistributedStudent, decoders: Mapping[str, Decoder]) -> None:
-    """Prove the heads of decoders that have no layers. A collective of all processes of the runner.
+def prove_heads(mesh: Mesh, decoders: Mapping[str, Decoder]) -> None:
+    """Prove the heads of decoders that have no layers. A collective of all processes of the mesh.
 
     decoders: by name; empty on processes without the student's last stage. Raises ProofError on all processes.
     """
-    with runner.ranks.all_raise(ProofError):
+    with mesh.ranks.all_raise(ProofError):
         for name, decoder in decoders.items():
-            device = runner.device if isinstance(decoder, FSDPModule) else decoder.output_weight.device
+            device = mesh.device if isinstance(decoder, FSDPModule) else decoder.output_weight.device
             columns = ProbeDocuments.of(decoder.vocabulary_rows).ids_BS.shape[1]
             position_ids_BS = torch.arange(columns, device=device)[None]
             with prefixed(name, ProofError), evaluating(decoder):

@@ -125,10 +125,11 @@ class RunSetup:
             self.objective.parts,
             mesh,
             config.seed,
-            config.parallel.offload or is_megatron,  # its parts are copied from models in host memory
+            config.parallel.offload,
             config.train.activation_checkpointing,
             ROWS if is_megatron else config.data.packing,
             self._autocast,
+            are_copied=is_megatron,
         )
 
     def engine(self, models: ModelSources, layout: Layout) -> tuple[Engine, SignalSource]:

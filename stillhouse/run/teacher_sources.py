@@ -19,8 +19,7 @@ from stillhouse.parallel import (
     Mesh,
     ModelSource,
     TeacherHead,
-    apply_parallelism,
-    only_head,
+    load_head,
     pin_weights,
     prove_heads,
 )
@@ -62,7 +61,7 @@ def teacher_of_stages(
         return None
     if layout.degrees.processes == 1 and not head_only:
         return models.whole_teacher("teacher")
-    waits = not head_only and teacher.offload
+    waits = not head_only and (teacher.offload or models.are_copied)
     return models.teacher("teacher", offload=layout.offload or waits)
 
 
@@ -157,10 +156,10 @@ class TeacherSources:
                 source = self.models.teacher(section, device, offload=self.models.offload)
             else:
                 continue
-            decoders[name] = _head(source, runner.layout, runner.mesh)
+            decoders[name] = load_head(source, runner.layout, runner.mesh)
             has_values = source.has_values
         if has_values:
-            prove_heads(runner, {f"teachers.{name}": decoder for name, decoder in decoders.items()})
+            prove_heads(runner.mesh, {f"teachers.{name}": decoder for name, decoder in decoders.items()})
         if is_sharded:
             return {name: DecoderHead(decoder) for name, decoder in decoders.items()}
         for decoder in decoders.values():
@@ -208,11 +207,3 @@ def _can_be_cut(teacher: TeacherConfig) -> bool:
     if teacher.trust_remote_code:
         return False
     return is_cuttable(read_configuration(str(teacher.model), teacher.revision))
-
-
-def _head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
-    decoder = only_head(source.build).requires_grad_(False).eval()
-    apply_parallelism(decoder, replace(layout, gather_dtype=None), mesh)
-    assert source.load_weights is not None
-    source.load_weights(decoder)
-    return decoder

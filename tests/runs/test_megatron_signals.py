@@ -59,6 +59,9 @@ def server(teacher: Path) -> Iterator[str]:
         slow("top_k", "llama", ["parallel.tensor=2", "parallel.sequence=true"]),
         slow("top_k", "qwen3", ["parallel.pipeline=2"]),
         slow("sampled", "qwen3_moe", ["parallel.fsdp=2"]),
+        ("hidden", "qwen3", ["parallel.tensor=2"]),
+        slow("hidden", "llama", ["parallel.pipeline=2"]),
+        slow("hidden", "qwen3_moe", ["parallel.fsdp=2", "parallel.expert=2"]),
     ],
 )
 def test_signals_of_a_cache(
@@ -79,6 +82,9 @@ def test_signals_of_a_cache(
         ("top_k", "llama", ["parallel.pipeline=2"]),
         ("top_k", "qwen3_moe", ["parallel.fsdp=2", "parallel.expert=2"]),
         ("chosen", "qwen3", ["parallel.tensor=2"]),
+        ("hidden", "qwen3", ["parallel.fsdp=2"]),
+        ("hidden", "llama", ["parallel.tensor=2", "parallel.sequence=true"]),
+        ("hidden", "qwen3_moe", ["parallel.pipeline=2"]),
     ],
 )
 def test_signals_of_a_server(tmp_path: Path, server: str, signal: str, family: str, layout: list[str]) -> None:

@@ -13,7 +13,7 @@ from stillhouse.engine.megatron.model_config import require_family, transformer_
 from stillhouse.engine.megatron.student import Chunks, MegatronStudent
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_rows import COLUMNS
-from stillhouse.parallel import Layout, Mesh, ModelSource
+from stillhouse.parallel import DecoderHead, Layout, Mesh, ModelSource, load_head, prove_heads
 from stillhouse.parallel.run_layout import SCHEMES
 
 #: the tokens of the proof, and the largest error of its hidden states relative to their norm, in float32
@@ -41,17 +41,12 @@ def build_megatron_student(
             f"parallel.sequence with tensor {layout.degrees.tensor}: expected a divisor of {COLUMNS}, because the "
             "columns of the documents' rows are a multiple of it"
         )
-    if teacher_head_only and teacher_source is not None:
-        raise ValueError(
-            "hidden states of a teacher's store with parallel.engine: megatron: expected signals of another kind, "
-            "such as top_k, or teacher.model in the job"
-        )
     sizes = _sizes(layout)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(**sizes)
     options = sizes | {"sequence_parallel": layout.sequence, "variable_seq_lengths": layout.stages > 1}
     models: list[tuple[Chunks, Decoder]] = []
-    for source in (student_source, teacher_source):
+    for source in (student_source, None if teacher_head_only else teacher_source):
         if source is None:
             continue
         decoder = source.build()
@@ -69,7 +64,21 @@ def build_megatron_student(
         models.append((chunks, decoder.to("meta")))
     (student, decoder), *others = models
     teacher, teacher_decoder = others[0] if others else (None, None)
-    return MegatronStudent(layout, mesh, student, teacher, decoder, teacher_decoder)
+    head = None
+    if teacher_head_only and teacher_source is not None:
+        head = _teacher_head(layout, mesh, teacher_source)
+    return MegatronStudent(layout, mesh, student, teacher, decoder, teacher_decoder, teacher_head=head)
+
+
+def _teacher_head(layout: Layout, mesh: Mesh, source: ModelSource) -> DecoderHead | None:
+    """Load and prove a teacher's head on the last stage. A collective of all processes."""
+    heads = {}
+    with mesh.ranks.all_raise(ProofError):
+        if mesh.coordinate("pipeline") == layout.last_rank:
+            heads[source.name] = load_head(source, layout, mesh)
+    if source.has_values:
+        prove_heads(mesh, heads)
+    return DecoderHead(heads[source.name]) if heads else None
 
 
 def _sizes(layout: Layout) -> dict[str, Any]:

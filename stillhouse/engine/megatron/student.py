@@ -153,10 +153,12 @@ class Chunks:
 
 
 class MegatronStudent(DistributedStudent):
-    """student, teacher: the chunks of both models. decoder, teacher_decoder: the full models without values."""
+    """student, teacher: the chunks of both models. decoder, teacher_decoder: the full models without values.
+
+    teacher_head: the head of a teacher that is not in the stages, on ranks with the last stage.
+    """
 
     prefetch: TeacherPrefetch | None = None
-    teacher_head: DecoderHead | None = None
 
     def __init__(
         self,
@@ -166,8 +168,10 @@ class MegatronStudent(DistributedStudent):
         teacher: Chunks | None,
         decoder: Decoder,
         teacher_decoder: Decoder | None = None,
+        *,
+        teacher_head: DecoderHead | None = None,
     ):
-        self.layout, self.mesh = layout, mesh
+        self.layout, self.mesh, self._teacher_head = layout, mesh, teacher_head
         self.student, self.teacher_chunks = student.trained(), None if teacher is None else teacher.frozen()
         self._decoder, self._teacher_decoder = decoder, teacher_decoder
         tensors, shared = decoder.state_dict(), decoder.shared_names()
@@ -181,7 +185,11 @@ class MegatronStudent(DistributedStudent):
 
     @property
     def teacher(self) -> Decoder | None:
-        return self._teacher_decoder
+        return self._teacher_decoder if self._teacher_head is None else self._teacher_head.decoder
+
+    @property
+    def teacher_head(self) -> DecoderHead | None:
+        return self._teacher_head
 
     @property
     def has_last_stage(self) -> bool:
