@@ -6,8 +6,8 @@ from stillhouse.parallel.apply import apply_parallelism
 from stillhouse.parallel.apply.context_parallel import NextTokens
 from stillhouse.parallel.build_runner import (
     build_runner,
-    needs_proof,
     load_head,
+    needs_proof,
     only_layers,
     single_process_runner,
 )
@@ -69,13 +69,13 @@ __all__ = [
     "gathered_tensor",
     "is_first",
     "join",
+    "load_head",
     "load_weights",
     "local_folder",
     "local_processes",
     "local_rank",
     "log_rank0",
     "needs_proof",
-    "load_head",
     "only_layers",
     "padded_shapes",
     "pin_weights",
