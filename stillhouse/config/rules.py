@@ -367,7 +367,6 @@ RULES: tuple[Rule, ...] = (
             *("teacher.offload", "teacher.quantize", "teacher.attention", "train.optimizer", "train.compile"),
             *("train.residual_dtype", "train.activation_checkpointing", "objective.hidden", "eval.tasks"),
             *("objective.router_aux_loss", "eval.samples", "parallel.offload", "parallel.gather_dtype"),
-            "parallel.context",
         )
     ),
     excludes("train.precision=bf16", "parallel.engine=megatron", expected="fp32"),

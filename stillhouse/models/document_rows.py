@@ -38,12 +38,14 @@ class DocumentRows:
         position_ids_BS: Tensor,
         is_padding_BS: Tensor | None = None,
         lengths: DocumentLengths | None = None,
+        multiple: int = COLUMNS,
     ) -> Self:
         """Return the rows of all documents. A document begins where position ids do not continue.
 
         is_padding_BS: bool. Documents of padding alone get no row, except for the first document if all are padding:
             the backbone runs on one row. None: all documents get one.
         lengths: those of the documents, with this padding; None: they are read, which waits for the device.
+        multiple: the number of the rows' columns is a multiple of this.
         """
         if lengths is None or is_padding_BS is None:
             lengths = DocumentLengths.of(position_ids_BS, is_padding_BS)
@@ -51,7 +53,7 @@ class DocumentRows:
         document_T = document_starts(position_ids_BS).cumsum(0) - 1
         start_N, length_N = lengths.borders_M[:-1].long(), lengths.borders_M.diff().long()
         filled_K = lengths.filled_K
-        column_L = torch.arange(-(-lengths.longest_filled // COLUMNS) * COLUMNS, device=start_N.device)
+        column_L = torch.arange(-(-lengths.longest_filled // multiple) * multiple, device=start_N.device)
         index_NL = start_N[filled_K, None] + torch.where(column_L < length_N[filled_K, None], column_L, 0)
         has_row_N = torch.zeros_like(start_N).index_fill_(0, filled_K, 1)
         row_N = has_row_N.cumsum(0) - 1

@@ -19,6 +19,7 @@ LIMIT = 180.0
 CASES = [
     Job(Case("qwen3", tied=True, tensor=2)),
     Job(Case("llama", pipeline=2)),
+    Job(Case("qwen3", context=2), uneven=True),
     slow(Job(Case("qwen3", data=2))),
     slow(Job(Case("llama", tied=True, pipeline=2), "reverse_kl")),
     slow(Job(Case("qwen3", pipeline=2, chunks=2), "forward_kl")),
@@ -28,6 +29,14 @@ CASES = [
     slow(Job(Case("qwen3", tensor=2, data=2), "cross_entropy")),
     slow(Job(Case("qwen3_moe", data=2, expert=2))),
     slow(Job(Case("qwen3_moe", tensor=2, sequence=True))),
+    slow(Job(Case("qwen3", data=2), uneven=True)),
+    slow(Job(Case("llama", context=2), "forward_kl", top_k=8, uneven=True)),
+    slow(Job(Case("llama", tied=True, context=4), uneven=True)),
+    slow(Job(Case("qwen3", tensor=2, context=2), uneven=True)),
+    slow(Job(Case("qwen3", tensor=2, sequence=True, context=2, tied=True), "reverse_kl", uneven=True)),
+    slow(Job(Case("llama", pipeline=2, context=2), uneven=True)),
+    slow(Job(Case("gemma3_text", pipeline=2, chunks=2, context=2, tied=True), uneven=True)),
+    slow(Job(Case("qwen3_moe", context=2, expert=2), uneven=True)),
 ]
 
 

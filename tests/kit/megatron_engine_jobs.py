@@ -1,10 +1,11 @@
 """Jobs for ranks: steps of `MegatronEngine` against those of `TorchEngine` in one process, from the same weights.
 
-B rows of one document each, S tokens per row.
+B rows, S tokens per row.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,16 +37,18 @@ TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0
 @dataclass(frozen=True)
 class Job:
     """case: the student and its layout. loss: the objective. top_k: entries of a stored signal; 0: a teacher that
-    runs in the stages, if the objective needs one.
+    runs in the stages, if the objective needs one. uneven: whether rows of odd length have several documents of other
+    lengths, and padding; otherwise, each row is a document.
     """
 
     case: Case
     loss: str = "0.3*cross_entropy + 0.7*jsd(0.5)"
     top_k: int = 0
+    uneven: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.case.name} {self.loss}" + f" top {self.top_k}" * bool(self.top_k)
+        return f"{self.case.name} {self.loss}" + f" top {self.top_k}" * bool(self.top_k) + " uneven" * self.uneven
 
 
 @dataclass
@@ -125,7 +128,7 @@ def run(engine: Engine, job: Job) -> tuple[list[Step], dict[str, Tensor]]:
     steps: list[Step] = []
     gradients: dict[str, Tensor] = {}
     for number in range(STEPS):
-        step = StepMicroBatches(micro_batches(number))
+        step = StepMicroBatches(micro_batches(number, job.uneven))
         shards = engine.student.shard(step)
         held_out = engine.student.shard(step, training=False)
         evaluation = engine.evaluate([(held_out, signals(engine, held_out, job))])
@@ -155,23 +158,32 @@ def top_k(entries: int, batch: MicroBatch) -> TopK:
     return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
 
 
-def micro_batches(step: int) -> list[MicroBatch]:
+def micro_batches(step: int, uneven: bool) -> list[MicroBatch]:
     """Return four micro-batches, the second of them without targets."""
-    return [micro_batch(10 * step + number, empty=number == 1) for number in range(4)]
+    return [micro_batch(10 * step + number, empty=number == 1, uneven=uneven) for number in range(4)]
 
 
-def micro_batch(seed: int, *, empty: bool) -> MicroBatch:
+def micro_batch(seed: int, *, empty: bool, uneven: bool) -> MicroBatch:
+    # where the documents of each row end; the rest is padding
+    ends = ((5, 9, 11), (2, 12)) if uneven else ((S,), (S,))
+    tokens = S + uneven
     random = torch.Generator().manual_seed(seed)
-    ids_BS = torch.randint(200, (B, S), generator=random)
-    has_BS = (torch.rand(B, S, generator=random) > 0.3) & torch.tensor(not empty)
-    has_BS[:, -1] = False
-    labels_T = torch.where(has_BS, ids_BS.roll(-1, 1), -1).flatten()
+    ids_BS = torch.randint(200, (B, tokens), generator=random)
+    has_BS = (torch.rand(B, tokens, generator=random) > 0.3) & torch.tensor(not empty)
+    positions_BS, document_BS = torch.zeros_like(ids_BS), torch.full_like(ids_BS, -1)
+    for row, borders in enumerate(ends):
+        for number, (start, end) in enumerate(pairwise((0, *borders, tokens))):
+            positions_BS[row, start:end] = torch.arange(end - start)
+            has_BS[row, end - 1 : end] = False
+            if number < len(borders):
+                document_BS[row, start:end] = 10 * row + number
+    labels_T = torch.where(has_BS & (document_BS >= 0), ids_BS.roll(-1, 1), -1).flatten()
     return MicroBatch(
-        inputs={"input_ids": ids_BS, "position_ids": torch.arange(S).repeat(B, 1)},
+        inputs={"input_ids": ids_BS, "position_ids": positions_BS},
         labels_T=labels_T,
         weights_T=(labels_T >= 0).float(),
         valid_index=(labels_T >= 0).nonzero()[:, 0],
-        document_T=torch.zeros(B * S, dtype=torch.int64),
+        document_T=document_BS.flatten(),
     )
 
 

@@ -28,6 +28,7 @@ def write(folder: Path, family: str, **settings: Any) -> Path:
         ("qwen3", ["parallel.tensor=2"]),
         slow("llama", ["parallel.pipeline=2"]),
         slow("qwen3", ["parallel.fsdp=2"]),
+        slow("llama", ["parallel.context=2"]),
         slow("qwen3_moe", ["parallel.fsdp=2", "parallel.expert=2"]),
     ],
 )

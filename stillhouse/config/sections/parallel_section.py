@@ -12,8 +12,9 @@ class ParallelConfig(Section):
 
     engine: Literal["torch", "megatron"] = "torch"
     """The library that trains the student. megatron: Megatron-Core (pip install 'stillhouse[megatron]'), with tensor,
-    pipeline, expert and data parallelism of its own; fsdp and replicate are then its data parallelism. The other keys
-    stay as they are; what it does not have is refused by its key. A run may resume with the other engine."""
+    pipeline, context, expert and data parallelism of its own; fsdp and replicate are then its data parallelism. The
+    other keys stay as they are; what it does not have is refused by its key. A run may resume with the other engine.
+    """
     sequence: bool = False
     """Sequence parallelism of Megatron-Core: tensor ranks share the tokens between the matrix products. Experts need
     it under tensor parallelism."""

@@ -68,8 +68,7 @@ class CausalAttention(nn.Module):
             )
         mask_SK = None
         if group.size() > 1 or self.window is not None:
-            positions = [_positions(len(key_SBHC), rank, group.size()) for rank in range(group.size())]
-            distance_SK = positions[group.rank()][:, None] - torch.cat(positions)
+            distance_SK = context_positions(len(key_SBHC))[:, None] - all_positions(len(key_SBHC))
             mask_SK = distance_SK >= 0
             if self.window is not None:
                 mask_SK &= distance_SK <= self.window
@@ -114,6 +113,12 @@ def context_positions(tokens: int) -> Tensor:
     return _positions(
         tokens, parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     )
+
+
+def all_positions(tokens: int) -> Tensor:
+    """Return the positions of a row's tokens in the order in which the parts of all context ranks are gathered."""
+    size = parallel_state.get_context_parallel_world_size()
+    return torch.cat([_positions(tokens, rank, size) for rank in range(size)])
 
 
 def _positions(tokens: int, rank: int, size: int) -> Tensor:

@@ -88,6 +88,7 @@ def _sizes(layout: Layout) -> dict[str, Any]:
         "tensor_model_parallel_size": degrees.tensor,
         "pipeline_model_parallel_size": degrees.pipeline,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 and degrees.pipeline > 1 else None,
+        "context_parallel_size": degrees.context,
         "expert_model_parallel_size": degrees.experts if degrees.expert > 1 else 1,
         "expert_tensor_parallel_size": 1 if degrees.expert > 1 else None,
     }
@@ -100,12 +101,14 @@ def _prove(chunks: Chunks, decoder: Decoder, mesh: Mesh, name: str) -> None:
     Raises ProofError on all processes.
     """
     rows, tokens = PROOF_SHAPE_BS
+    tokens += -tokens % mesh.degrees.context  # context ranks divide the columns
     random = torch.Generator().manual_seed(0)
     ids_BS = torch.randint(chunks.config.vocab_size, (rows, tokens), generator=random)
     hidden: list[Tensor] = chunks.hidden_states(ids_BS.to(mesh.device), mesh.degrees.pipeline)
     error = 0.0
     if hidden:
         expected_BSD = decoder(ids_BS.to(next(decoder.parameters()).device), head=False)
+        expected_BSD = expected_BSD.chunk(mesh.degrees.context, dim=1)[mesh.coordinate("context")]
         error = float((hidden[0].to(expected_BSD) - expected_BSD).norm() / expected_BSD.norm())
     largest = max(mesh.ranks.gather(error if error == error else float("inf")))
     if largest > LARGEST_ERROR:

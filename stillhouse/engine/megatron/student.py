@@ -6,7 +6,7 @@
 Megatron-Core's own schedules run the micro-batches. The teacher's forward runs before the student's; its hidden
 states stay on the last stage.
 
-B rows, S tokens per row of a micro-batch; N documents, L columns of their rows.
+B rows, S tokens per row of a micro-batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +15,7 @@ from typing import Any
 
 import megatron.core
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as reduce_gradients
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -24,10 +25,10 @@ from transformers import PreTrainedConfig
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.megatron.model import build_chunks
+from stillhouse.engine.megatron.rows import LayerRows
 from stillhouse.engine.megatron.weight_names import Place
 from stillhouse.engine.megatron.weights import WeightTable, load, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
-from stillhouse.models.document_rows import DocumentRows
 from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processors import full_vocab, replicated_hidden
 from stillhouse.objective import OutputHead
@@ -90,7 +91,10 @@ class Chunks:
         return self
 
     def hidden_states(self, ids_BS: Tensor, micro_batches: int) -> list[Tensor]:
-        """Return the final hidden states [B, S, D] of equal micro-batches on the last stage, without gradients."""
+        """Return the final hidden states [B, S, D] of equal micro-batches on the last stage, without gradients.
+
+        ids_BS: the tokens of all context ranks, which divide the columns; each gets the hidden states of its own.
+        """
         positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
         labels_T = torch.full_like(ids_BS.flatten(), -1)
         batch = MicroBatch(
@@ -100,7 +104,10 @@ class Chunks:
             document_T=torch.zeros_like(labels_T),
             valid_index=labels_T[:0],
         )
-        inputs = [StageInputs(batch, {}, _hidden)] * micro_batches
+        part = batch.part(
+            parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        )
+        inputs = [StageInputs(part, {}, _hidden)] * micro_batches
         return self.run(inputs, [None] * micro_batches, _hidden, backward=False)
 
     def run(
@@ -111,21 +118,22 @@ class Chunks:
         Returns the processor's result for each micro-batch on the last stage, otherwise an empty list. backward:
         also add the gradient of the results' losses. Raises ValueError if the model did not call the processor.
         """
-        batches = [_rows_of(entry.micro_batch, context) for entry, context in zip(inputs, contexts, strict=True)]
+        rows = [LayerRows.of(entry.micro_batch) for entry in inputs]
+        batches = [*zip(rows, contexts, strict=True)]
         results: list[Any] = []
 
         def collected(*, hidden_states: Tensor, context: Any, **others: Any) -> Tensor:
             """Keep the processor's result; Megatron-Core's schedules expect a tensor."""
             rows, of_batch = context
-            results.append(processor(hidden_states=rows.pack(hidden_states), context=of_batch, **others))
+            hidden_BSD = rows.micro_batch_order(hidden_states)
+            results.append(processor(hidden_states=hidden_BSD, context=of_batch, **others))
             return results[-1].loss if backward else torch.zeros((), device=hidden_states.device)
 
         def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
-            rows, ids_NL, context = next(data)
-            positions_NL = torch.arange(ids_NL.shape[1], device=ids_NL.device).expand_as(ids_NL)
+            rows, context = next(data)
             hook = {"output_processor": self.processor, "output_processor_context": (rows, context)}
             # no mask: attention is causal, and the padding of a row is behind its document
-            return model(ids_NL, positions_NL, None, **hook), loss_of
+            return model(rows.ids_NL, rows.positions_NL, None, **hook), loss_of
 
         def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, None]:
             # the number of tokens is not used: the loss is divided already, by the step's normalizer
@@ -140,8 +148,8 @@ class Chunks:
             model=models if len(models) > 1 else models[0],
             num_microbatches=len(batches),
             # these two have no effect, because the stages send the shapes of their messages
-            seq_length=batches[0][1].shape[1],
-            micro_batch_size=batches[0][1].shape[0],
+            seq_length=rows[0].ids_NL.shape[1],
+            micro_batch_size=rows[0].ids_NL.shape[0],
             forward_only=not backward,
         )
         if self.models[-1].post_process and len(results) != len(batches):
@@ -239,13 +247,6 @@ class MegatronStudent(DistributedStudent):
 
 def _hidden(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
     return replicated_hidden(hidden_states, head)
-
-
-def _rows_of(batch: MicroBatch, context: Any) -> tuple[DocumentRows, Tensor, Any]:
-    """Return the rows of a micro-batch, its tokens [N, L] in rows of one document, and the context."""
-    shape_BS, position_ids_BS = batch.shape_BS, batch.position_ids_BS
-    rows = DocumentRows.of(position_ids_BS.expand(shape_BS), batch.is_padding_BS, batch.lengths)
-    return rows, rows.unpack(batch.input_ids_BS), context
 
 
 def _sum_gradients(models: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
