@@ -76,7 +76,7 @@ class Layout:
 
     def __str__(self) -> str:
         schedule = f", {self.schedule}" if self.degrees.pipeline > 1 else ""
-        return f"{self.degrees}{schedule}"
+        return f"{self.degrees}{schedule}" + ", sequence" * self.sequence
 
     @property
     def changes_results(self) -> bool:

@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
 
+The layouts are those of the engine that the run has (`parallel.engine`); the step in one process is always torch's.
+
 It uses the run's own models and data, in float32, so that a difference comes from the layout and not from rounding.
 For an on-policy run, every process generates the same completions once. Every process also computes the reference,
 so both models and the student's gradients must fit into one process.
@@ -9,13 +11,13 @@ so both models and the student's gradients must fit into one process.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from stillhouse.config import ConfigError, RolloutConfig, RunConfig
+from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.engine import Engine
 from stillhouse.generation import PromptPlan, step_documents
@@ -80,6 +82,17 @@ def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
     return result
 
 
+def megatron_layouts(processes: int, *, experts: bool = False) -> list[Layout]:
+    """As `layouts`, for Megatron-Core, which has two schedules, and needs sequence parallelism for experts."""
+    result: list[Layout] = []
+    for layout in layouts(processes, experts=experts):
+        if layout.degrees.replicate == 1 and layout.schedule in ("1f1b", "interleaved"):
+            sequence = [True] * (layout.degrees.tensor > 1)
+            choices = sequence if experts and sequence else [False, *sequence]
+            result += [replace(layout, sequence=choice) for choice in choices]
+    return result
+
+
 def parity(config: RunConfig) -> Iterator[Row]:
     """One row per layout, replicated on all processes. Raises ConfigError and ValueError as a run does."""
     exact = {"dtype": "float32"}
@@ -94,11 +107,8 @@ def parity(config: RunConfig) -> Iterator[Row]:
         "teachers": config.teachers and config.teachers.model_copy(update=several),
     }
     config = config.model_copy(update=in_float32)
-    if config.parallel.engine != "torch":
-        raise ConfigError(
-            "parallel.engine", "got megatron: the layouts that are compared are torch's; expected torch"
-        )
-    setup = RunSetup(config)
+    setup, alone = RunSetup(config), config.parallel.model_copy(update={"engine": "torch", "sequence": False})
+    in_one_process = RunSetup(config.model_copy(update={"parallel": alone}))
     _ = setup.objective.spec, setup.stores  # raise their errors first
     require_adapters(config.student)
     device, processes = setup.device, process_count()
@@ -106,7 +116,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     data = setup.load_data()
     start(device, config.train.timeout)
     one_process = Mesh(Degrees(), device, of_one_process=True)
-    reference, source = setup.engine(setup.models(one_process), Layout())
+    reference, source = in_one_process.engine(in_one_process.models(one_process), Layout())
     if config.rollout is None:
         numbers = data.train.order(0)[: MICRO_BATCHES * processes]
         step: StepMicroBatches = data.train.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
@@ -120,7 +130,8 @@ def parity(config: RunConfig) -> Iterator[Row]:
     models = (*reference.student.decoders, reference.student.teacher)
     has_experts = any(dispatched_experts(model) for model in models if model)
     del reference, source, models
-    for layout in layouts(processes, experts=has_experts):
+    of_engine = megatron_layouts if config.parallel.engine == "megatron" else layouts
+    for layout in of_engine(processes, experts=has_experts):
         try:
             mesh = Mesh(layout.degrees, device)
             engine, source = setup.engine(setup.models(mesh), layout)
@@ -190,9 +201,9 @@ def relative_difference(value: Tensor, reference: Tensor, least: float = 0.0) ->
     return float((value - reference).norm()) / max(float(reference.norm()), least)
 
 
-HEADER = f"{'layout':<28}{'loss':>10}{'gradient':>10}  verdict"
+HEADER = f"{'layout':<40}{'loss':>10}{'gradient':>10}  verdict"
 
 
 def line(row: Row) -> str:
     figures = f"{'':>20}" if row.refused else f"{row.loss:>10.1e}{row.gradient:>10.1e}"
-    return f"{row.layout:<28}{figures}  {row.verdict}"
+    return f"{row.layout:<40}{figures}  {row.verdict}"

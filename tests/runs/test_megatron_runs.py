@@ -82,9 +82,38 @@ def test_a_killed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path) -> No
     assert contents(killed / "model") == contents(undisturbed / "model")
 
 
-def test_one_process_and_the_layouts_of_torch_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "processes", "layouts"),
+    [
+        ("qwen3", 2, ["fsdp 2", "tensor 2", "tensor 2, sequence", "context 2", "pipeline 2, 1f1b"]),
+        slow(
+            "qwen3",
+            4,
+            [
+                *("fsdp 4", "fsdp 2 × tensor 2", "fsdp 2 × tensor 2, sequence", "fsdp 2 × context 2"),
+                *("context 2 × tensor 2", "context 2 × tensor 2, sequence", "pipeline 2 × fsdp 2, 1f1b"),
+                *(
+                    "pipeline 2 × context 2, 1f1b",
+                    "pipeline 2 × tensor 2, 1f1b",
+                    "pipeline 2 × tensor 2, 1f1b, sequence",
+                ),
+            ],
+        ),
+        slow("qwen3_moe", 2, ["fsdp 2", "fsdp 2 × expert 2", "tensor 2, sequence", "context 2", "pipeline 2, 1f1b"]),
+    ],
+)
+def test_parity_compares_the_layouts_of_megatron_core(
+    tmp_path: Path, family: str, processes: int, layouts: list[str]
+) -> None:
+    write_run(tmp_path, family=family)
+    ranks = Ranks(processes, "parity", tmp_path / "run.yaml", "parallel.engine=megatron", hook=without_cuda)
+    assert ranks.wait(LIMIT) == [0] * processes, ranks.texts
+    rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]
+    assert {line.split("  ")[0] for line in rows} >= {*layouts}, ranks[0].out
+    assert all(float(line.split()[-2]) <= 1e-5 for line in rows), rows
+
+
+def test_one_process_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, family="qwen3", **{"parallel.engine": "megatron"})
     refused = run("distill", tmp_path / "run.yaml", code=1)
     assert "parallel.engine: megatron in one process: expected torchrun with at least 2 processes" in refused.err
-    refused = run("parity", tmp_path / "run.yaml", code=2)
-    assert "parallel.engine: got megatron: the layouts that are compared are torch's; expected torch" in refused.err

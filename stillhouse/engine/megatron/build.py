@@ -42,8 +42,9 @@ def build_megatron_student(
             "columns of the documents' rows are a multiple of it"
         )
     sizes = _sizes(layout)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(**sizes)
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()  # the groups of another layout, whose student is not used any more
+    parallel_state.initialize_model_parallel(**sizes)
     options = sizes | {"sequence_parallel": layout.sequence, "variable_seq_lengths": layout.stages > 1}
     models: list[tuple[Chunks, Decoder]] = []
     for source in (student_source, None if teacher_head_only else teacher_source):
