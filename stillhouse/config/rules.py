@@ -363,7 +363,7 @@ RULES: tuple[Rule, ...] = (
     *(
         excludes(key, "parallel.engine=megatron", because="Megatron-Core does not have it here")
         for key in (
-            *("student.adapter", "student.mtp", "student.attention", "teachers", "teacher.parallel", "rollout"),
+            *("student.adapter", "student.mtp", "student.attention", "rollout"),
             *("teacher.offload", "teacher.quantize", "teacher.attention", "train.optimizer", "train.compile"),
             *("train.residual_dtype", "train.activation_checkpointing", "objective.hidden", "eval.tasks"),
             *("objective.router_aux_loss", "eval.samples", "parallel.offload", "parallel.gather_dtype"),

@@ -3,6 +3,7 @@
 Compared are each step's losses, held-out metrics and gradient norm, and the exported weights.
 """
 
+import shutil
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 from kit import slow
-from kit.megatron_runs import assert_same_runs
-from kit.runs import write_run
+from kit.layout_runs import assert_same_weights
+from kit.megatron_runs import assert_same_runs, assert_same_steps, megatron
+from kit.runs import run, write_run
 from kit.serving import Server
+from kit.subject_teachers import SUBJECTS, write_subject_teachers
+from kit.two_tokenizers import GOLD, ULD, write_pair
 
 from stillhouse.signals.signal_spec import SignalKind
 from stillhouse.tools.write_cache import write_cache
@@ -35,7 +39,7 @@ def write(folder: Path, **settings: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "loss"), [*product(LAYOUTS, LOSSES)])
 def test_losses(tmp_path: Path, family: str, loss: str) -> None:
-    write(tmp_path, family=family, **{"objective.loss": loss})
+    write(tmp_path, family=family, tied=family == "llama", **{"objective.loss": loss})
     assert_same_runs(tmp_path, *LAYOUTS[family])
 
 
@@ -61,6 +65,7 @@ def server(teacher: Path) -> Iterator[str]:
         slow("sampled", "qwen3_moe", ["parallel.fsdp=2"]),
         ("hidden", "qwen3", ["parallel.tensor=2"]),
         slow("hidden", "llama", ["parallel.pipeline=2"]),
+        slow("hidden", "llama", ["parallel.context=2"]),
         slow("hidden", "qwen3_moe", ["parallel.fsdp=2", "parallel.expert=2"]),
     ],
 )
@@ -91,3 +96,75 @@ def test_signals_of_a_server(tmp_path: Path, server: str, signal: str, family: s
     served = {"teacher.url": server, "teacher.signal": signal, "teacher.top_k": 9}
     write(tmp_path, family=family, cached=True, **served, **{"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"})
     assert_same_runs(tmp_path, *layout)
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a run with two teachers of different widths."""
+    return write_subject_teachers(tmp_path_factory.mktemp("several"), tied=True)
+
+
+PREFIXED = {"prefix": "{answer}! "}
+ITSELF = {"teachers.slow": {"student": "ema", "ema_decay": 0.5}, "teachers.self": {"student": "live", **PREFIXED}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sources", "settings", "layout"),
+    [
+        ("models", {"teachers.route": "subject"}, ["parallel.tensor=2"]),
+        ("models", {"teachers.sum": "distributions"}, ["parallel.fsdp=2"]),
+        ("models", ITSELF, ["parallel.pipeline=2"]),
+        ("models", ITSELF, ["parallel.context=2", *(f"teachers.{name}.parallel.fsdp=2" for name in SUBJECTS)]),
+        ("stores", {"teachers.route": "subject"}, ["parallel.pipeline=2"]),
+        ("stores", {"teachers.sum": "distributions"}, ["parallel.tensor=2", "parallel.sequence=true"]),
+        ("own layout", {}, ["parallel.tensor=2", "teachers.math.parallel.fsdp=2"]),
+    ],
+)
+def test_several_teachers(
+    tmp_path: Path, several: Path, sources: str, settings: dict[str, Any], layout: list[str]
+) -> None:
+    folder = shutil.copytree(several, tmp_path, dirs_exist_ok=True)
+    weighted = {"weight": 2.0, **({} if sources == "stores" else PREFIXED)}
+    teachers = {"teachers.math": {"model": str(folder / "math")}, "teachers.code": {"model": str(folder / "code")}}
+    run_settings = {"cached": True, "data.eval": 0.2, **settings}
+    if sources != "stores":
+        write(folder, **run_settings, **teachers | {"teachers.code": teachers["teachers.code"] | weighted})
+        assert_same_runs(folder, *layout)
+        return
+    write_cache(write_run(folder, **{"teacher.model": str(folder / "math"), "data.eval": 0.2}), folder / "cache")
+    with Server(folder / "code") as server:
+        stores = {"teachers.math": {"cache": str(folder / "cache")}, "teachers.code": {"url": server.url} | weighted}
+        write(folder, **run_settings, **stores)
+        assert_same_runs(folder, *layout)
+
+
+@pytest.mark.slow
+def test_a_run_with_an_average_of_the_other_engine_resumes(tmp_path: Path, several: Path) -> None:
+    folder = shutil.copytree(several, tmp_path, dirs_exist_ok=True)
+    settings = {"checkpoint.every": 2, "train.steps": 4, "data.eval": 0.2}
+    write(folder, cached=True, **settings, **{"teachers.slow": {"student": "ema", "ema_decay": 0.5}})
+    run("distill", folder / "run.yaml", f"out={folder / 'torch'}")
+    step = folder / "torch" / "checkpoints" / "step-00000002"
+    out = megatron(folder, "megatron", 2, "parallel.pipeline=2", f"checkpoint.resume={step}")
+    assert_same_weights(out, folder / "torch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "of_teacher"), [("tensor=2", "fsdp=2"), ("pipeline=2", "tensor=2")])
+def test_a_teacher_with_its_own_layout(tmp_path: Path, layout: str, of_teacher: str) -> None:
+    write(tmp_path)
+    run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'torch'}")
+    out = megatron(tmp_path, "megatron", 2, f"parallel.{layout}", f"teacher.parallel.{of_teacher}")
+    assert_same_steps(out, tmp_path / "torch")
+    assert_same_weights(out, tmp_path / "torch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [GOLD, ULD], ids=["gold", "uld"])
+def test_a_teacher_with_another_tokenizer(tmp_path: Path, settings: dict[str, Any]) -> None:
+    write_pair(tmp_path)
+    write(
+        tmp_path, **{"data.max_tokens": 64, "train.micro_batch_tokens": 128, "train.tokens_per_step": 256} | settings
+    )
+    assert_same_runs(tmp_path, "parallel.tensor=2")

@@ -62,7 +62,9 @@ def build_megatron_student(
         chunks = Chunks.build(decoder, transformer_config(decoder.config, **of_model))
         if prove and source.has_values:
             _prove(chunks, decoder, mesh, source.name)
-        models.append((chunks, decoder.to("meta")))
+        shared = decoder.shared_names()
+        decoder.to("meta").share(shared)  # the move makes two parameters of a tied one
+        models.append((chunks, decoder))
     (student, decoder), *others = models
     teacher, teacher_decoder = others[0] if others else (None, None)
     head = None

@@ -47,12 +47,13 @@ class MegatronEngine(EnginePasses):
         average: WeightAverage | None = None,
     ):
         # the rules of the configuration refuse these before a model is loaded
-        if train.optimizer != "adamw" or autocast is not None or parts or average is not None:
+        if train.optimizer != "adamw" or autocast is not None or parts:
             raise ValueError(
-                "parallel.engine: megatron with another optimizer than adamw, autocast, a loss beside the objective, "
-                "or averaged weights: expected none of them"
+                "parallel.engine: megatron with another optimizer than adamw, autocast, or a loss beside the "
+                "objective: expected none of them"
             )
         super().__init__(student, objective, train=train, autocast=None, chunk_tokens=chunk_tokens, parts=())
+        self.average = average
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
@@ -87,6 +88,8 @@ class MegatronEngine(EnginePasses):
             group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
         self.zero_grad()
+        if self.average is not None:
+            self.average.update()
         return norm
 
     @cached_property
@@ -128,7 +131,7 @@ class MegatronEngine(EnginePasses):
 
     @property
     def _state(self) -> MegatronState:
-        return MegatronState(self.student, self.optimizer)
+        return MegatronState(self.student, self.optimizer, self.average)
 
     def bytes_to_save(self) -> int:
         return self._state.bytes_to_write()

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from stillhouse.engine.megatron.student import MegatronStudent
 from stillhouse.engine.megatron.weights import Block, local_blocks
 from stillhouse.engine.optimizer import empty_state
-from stillhouse.engine.state_folder import MOMENT, RANDOM, WEIGHT, read_in_place, require_fit, stored_tensors
+from stillhouse.engine.state_folder import AVERAGE, MOMENT, RANDOM, WEIGHT, read_in_place, require_fit, stored_tensors
+from stillhouse.signals.weight_average import WeightAverage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -92,10 +93,11 @@ class BlockTensor(Tensor):
 
 @dataclass(frozen=True)
 class MegatronState:
-    """optimizer: Megatron-Core's, whose parts are AdamW of torch."""
+    """optimizer: Megatron-Core's, whose parts are AdamW of torch. average: of the weights, if there is one."""
 
     student: MegatronStudent
     optimizer: Any
+    average: WeightAverage | None = None
 
     def tensors(self) -> dict[str, Any]:
         """Return this process's blocks and its random state, by name. The copy of a tied embedding is left out."""
@@ -157,9 +159,11 @@ class MegatronState:
         shapes = self.student.shapes
         names = [f"{WEIGHT}{name}" for name in shapes]
         names += [f"{MOMENT}{name}.{moment}" for name in self._trained() for moment in MOMENTS]
+        if self.average is not None:
+            names += [f"{AVERAGE}{name}" for name in self._trained()]
         tensors: dict[str, BlockTensor] = {}
         for key in names:
-            name = key.removeprefix(WEIGHT).removeprefix(MOMENT)
+            name = key.removeprefix(WEIGHT).removeprefix(MOMENT).removeprefix(AVERAGE)
             shape = shapes[name] if name in shapes else shapes[name.rpartition(".")[0]]
             tensors[key] = BlockTensor.of_shape(shape)
         states = {parameter: part.state.get(parameter, {}) for part, parameter in self._parameters()}
@@ -170,7 +174,17 @@ class MegatronState:
             for block, value in self._local(lambda parameter, key=moment: states.get(parameter, {}).get(key)):
                 if copies or not block.is_copy:
                     tensors[f"{MOMENT}{block.name}.{moment}"].include(block, value)
+        averages = self._averages()
+        for block, value in self._local(averages.get):
+            if copies or not block.is_copy:
+                tensors[f"{AVERAGE}{block.name}"].include(block, value)
         return tensors
+
+    def _averages(self) -> dict[Tensor, Tensor]:
+        """Return the averages by their parameters."""
+        of_names = {} if self.average is None else self.average.tensors
+        named = self.student.named_parameters()
+        return {parameter: of_names[name] for name, parameter in named if name in of_names}
 
     def _local(self, value: Any) -> Iterator[tuple[Block, Tensor]]:
         chunks = self.student.student
