@@ -363,10 +363,10 @@ RULES: tuple[Rule, ...] = (
     *(
         excludes(key, "parallel.engine=megatron", because="Megatron-Core does not have it here")
         for key in (
-            *("student.adapter", "student.mtp", "student.attention", "rollout"),
+            *("student.adapter", "student.mtp", "student.attention"),
             *("teacher.offload", "teacher.quantize", "teacher.attention", "train.optimizer", "train.compile"),
-            *("train.residual_dtype", "train.activation_checkpointing", "objective.hidden", "eval.tasks"),
-            *("objective.router_aux_loss", "eval.samples", "parallel.offload", "parallel.gather_dtype"),
+            *("train.residual_dtype", "train.activation_checkpointing", "objective.hidden"),
+            *("objective.router_aux_loss", "parallel.offload", "parallel.gather_dtype"),
         )
     ),
     excludes("train.precision=bf16", "parallel.engine=megatron", expected="fp32"),

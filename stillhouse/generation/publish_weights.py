@@ -35,7 +35,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, save_lora
 from stillhouse.models.checkpoint_names import save_as, saved_names
 from stillhouse.models.pretrained import auto_class
-from stillhouse.parallel import DistributedStudent, gathered_tensor
+from stillhouse.parallel import DistributedStudent, StageWeight
 
 #: the largest size of one file, unless a single tensor is larger. To publish, a rank needs this much host memory plus
 #: the memory for all-gathering one tensor
@@ -97,8 +97,9 @@ def version_folder(folder: Path, version: int) -> Path:
 def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) -> None:
     full_decoder = _full_student(student)
     names = saved_names(full_decoder)
-    held = _held(student, names)
-    shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
+    # on the last stage of a pipeline, the copy of a tied embedding has no name, because the first stage writes it
+    held = {names[name]: weight for name, weight in student.stage_weights().items() if name in names}
+    shapes = {name: weight.empty for name, weight in held.items()}
     buckets = _buckets(full_decoder.pretrained, shapes, bucket_bytes)
     counts = student.ranks.gather(len(buckets) if _collects(student) else 0)
     rank = student.ranks.rank
@@ -132,8 +133,8 @@ def _write_model(partial: Path, student: DistributedStudent, bucket_bytes: int) 
 
 def _write_adapter(partial: Path, student: DistributedStudent, bucket_bytes: int) -> None:
     """Each stage writes its matrices to the shared folder; rank 0 reads them and writes them in peft's format."""
-    weights = [pair for part in student.decoders for pair in part.state_dict().items()]
-    matrices = {name: _gather(tensor, student) for name, tensor in weights if is_lora(name)}
+    weights = student.stage_weights()
+    matrices = {name: _gather(weight, student) for name, weight in weights.items() if is_lora(name)}
     number = student.ranks.rank if _collects(student) else -1
     with _errors_on_all_ranks(student):
         if number >= 0:
@@ -158,19 +159,9 @@ def _full_student(student: DistributedStudent) -> Decoder:
     return Decoder(model, verify=False)
 
 
-def _held(student: DistributedStudent, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """This rank's tensors of the student, by their names in files. On the last stage of a pipeline, the copy of a
-    tied embedding is left out, because the first stage writes it.
-    """
-    held: dict[str, Tensor] = {}
-    for part in student.decoders:
-        held |= {names[name]: tensor for name, tensor in part.state_dict().items() if name in names}
-    return held
-
-
-def _gather(tensor: Tensor, student: DistributedStudent) -> Tensor:
+def _gather(weight: StageWeight, student: DistributedStudent) -> Tensor:
     """All-gather a tensor from the ranks that hold its shards; on a rank that collects, move it to host memory."""
-    tensor = gathered_tensor(tensor, student.device)
+    tensor = weight.gather()
     return tensor.detach().cpu().contiguous() if _collects(student) else tensor
 
 

@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from stillhouse.models import Decoder, ProofError, prove_decoder
-from stillhouse.parallel import DistributedStudent, gathered_tensor
+from stillhouse.parallel import DistributedStudent
 from stillhouse.parallel.sharded_loading import allocate
 
 
@@ -52,26 +51,19 @@ class StudentCopy:
 
     @torch.no_grad()
     def _copy(self, owners: dict[str, int]) -> None:
-        held = self._held()
+        held = self._student.stage_weights()
         here = self.mesh.weights.get_local_rank("pipeline")
         group = self.mesh.weights.get_group("pipeline")
         weights = self.decoder.state_dict()
         for name, owner in owners.items():
-            value = (
-                gathered_tensor(held[name], self.mesh.device).contiguous()
-                if owner == here
-                else torch.empty_like(weights[name])
-            )
+            value = held[name].gather().contiguous() if owner == here else torch.empty_like(weights[name])
             if group.size() > 1:
                 dist.broadcast(value, group=group, group_src=owner)
             weights[name].copy_(value)
 
-    def _held(self) -> dict[str, Tensor]:
-        return {name: tensor for part in self._student.decoders for name, tensor in part.state_dict().items()}
-
     def _find_owners(self) -> dict[str, int]:
         """For each tensor of the copy, the first coordinate on the pipeline axis whose ranks have it."""
-        stage_and_names = self.mesh.weights.get_local_rank("pipeline"), sorted(self._held())
+        stage_and_names = self.mesh.weights.get_local_rank("pipeline"), sorted(self._student.stage_weights())
         owners: dict[str, int] = {}
         for coordinate, names in sorted(self.mesh.ranks.gather(stage_and_names)):
             for name in names:

@@ -1,6 +1,5 @@
 """Distributes student and teacher over processes, without changes to the models' code (see `runner.py`)."""
 
-from stillhouse.models.dtensors import gathered_tensor
 from stillhouse.parallel import watchdog
 from stillhouse.parallel.apply import apply_parallelism
 from stillhouse.parallel.apply.context_parallel import NextTokens
@@ -12,7 +11,7 @@ from stillhouse.parallel.build_runner import (
     single_process_runner,
 )
 from stillhouse.parallel.devices import best_precision, choose_device
-from stillhouse.parallel.distributed_student import DistributedStudent
+from stillhouse.parallel.distributed_student import DistributedStudent, StageWeight
 from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights, copied_to, pin_weights
 from stillhouse.parallel.mesh import Degrees, Mesh, join
 from stillhouse.parallel.pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
@@ -55,6 +54,7 @@ __all__ = [
     "ShardedMicroBatches",
     "StageInputs",
     "StageResults",
+    "StageWeight",
     "TeacherHead",
     "TeacherHidden",
     "TeacherStudentPair",
@@ -66,7 +66,6 @@ __all__ = [
     "copied_to",
     "destroy_process_group",
     "empty_decoder",
-    "gathered_tensor",
     "is_first",
     "join",
     "load_head",

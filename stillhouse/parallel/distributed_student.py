@@ -1,10 +1,11 @@
 """The interface of a student that is distributed over processes; `Runner` implements it for torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stillhouse.data import StepMicroBatches
 from stillhouse.models import Decoder
@@ -15,6 +16,18 @@ from stillhouse.parallel.run_layout import Layout
 from stillhouse.parallel.sharding import ShardedMicroBatches, shard_micro_batches
 from stillhouse.parallel.teacher_head import DecoderHead
 from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
+
+
+@dataclass(frozen=True)
+class StageWeight:
+    """A tensor of the full student, of which the ranks of a pipeline stage have shards.
+
+    empty: the full tensor on the meta device. gather: returns the full tensor on the student's device; a collective
+    of the ranks that have its shards.
+    """
+
+    empty: Tensor
+    gather: Callable[[], Tensor]
 
 
 class DistributedStudent(Protocol):
@@ -66,6 +79,14 @@ class DistributedStudent(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the student's parameters on this rank, with their names in the full model."""
+        ...
+
+    def stage_weights(self) -> dict[str, StageWeight]:
+        """Return the tensors of this rank's pipeline stages, by their names in the full model.
+
+        May be a collective of all ranks. The ranks of a stage get the same names in the same order, and gather the
+        tensors in one order.
+        """
         ...
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:

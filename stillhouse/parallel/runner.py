@@ -7,6 +7,7 @@ norm = runner.clip(1.0)
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.models import Decoder
-from stillhouse.parallel.distributed_student import DistributedStudent
+from stillhouse.models.dtensors import gathered_tensor
+from stillhouse.parallel.distributed_student import DistributedStudent, StageWeight
 from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.pair import StageInputs, StageResults, TeacherStudentPair
@@ -110,6 +112,16 @@ class Runner(DistributedStudent):
         """
         for student in self.decoders:
             yield from student.named_parameters()
+
+    def stage_weights(self) -> dict[str, StageWeight]:
+        tensors = {name: tensor for student in self.decoders for name, tensor in student.state_dict().items()}
+        return {
+            name: StageWeight(
+                torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"),
+                partial(gathered_tensor, tensor, self.device),
+            )
+            for name, tensor in tensors.items()
+        }
 
     def shared_name(self, name: str) -> str:
         """Return a parameter's name in the full model; a tied head has the embedding's name there."""

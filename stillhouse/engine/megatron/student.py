@@ -11,6 +11,7 @@ B rows, S tokens per row of a micro-batch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import megatron.core
@@ -26,6 +27,7 @@ from transformers import PreTrainedConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.megatron.model import build_chunks
 from stillhouse.engine.megatron.rows import LayerRows
+from stillhouse.engine.megatron.stage_tensors import StageTensor, stage_tensors, stage_weights
 from stillhouse.engine.megatron.weight_names import Place
 from stillhouse.engine.megatron.weights import WeightTable, load, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
@@ -38,6 +40,7 @@ from stillhouse.parallel import (
     Mesh,
     ShardedMicroBatches,
     StageInputs,
+    StageWeight,
     shard_micro_batches,
 )
 from stillhouse.parallel.pair import InStage, distill_targets
@@ -208,6 +211,13 @@ class MegatronStudent(DistributedStudent):
         for number, model in enumerate(self.student.models):
             for name, parameter in model.named_parameters():
                 yield f"{number}.{name}", parameter
+
+    @cached_property
+    def _stage_tensors(self) -> list[StageTensor]:
+        return stage_tensors(self.student.models, self.student.table, self.shapes)
+
+    def stage_weights(self) -> dict[str, StageWeight]:
+        return stage_weights(self.student.models, self.student.table, self._stage_tensors)
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """As in the interface. Under a pipeline, evaluations have a multiple of its ranks as micro-batches, too."""

@@ -1,0 +1,105 @@
+"""Megatron-Core's shards are published with the names, dtypes and bytes of the Hugging Face folder.
+
+megatron-core is the real one, on a CPU. The control is the folder from which the student was loaded.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from kit import loading_memory, slow
+from kit.shard_ranks import Failure, RankPool, pool_of_meshes
+from safetensors.torch import load_file
+from torch import Tensor
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
+
+from kit.causal_families import of_config
+from kit.megatron_publish_jobs import growth_of_publishing, publish_with_unequal_replicas, published
+from kit.megatron_weights_jobs import Case, model_config
+from kit.weights_jobs import read_manifest
+from transformers import AutoModelForCausalLM
+
+from stillhouse.generation.publish_weights import BUCKET_BYTES
+from stillhouse.models import Decoder
+
+MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
+QUICK = [Case("qwen3", tied=True, tensor=2)]
+LONG = [
+    Case("llama", data=2),
+    Case("llama", pipeline=2),
+    Case("llama", pipeline=2, tied=True),
+    Case("qwen2", tensor=2, sequence=True),
+    Case("qwen3", tensor=2, pipeline=2, tied=True),
+    Case("qwen3", pipeline=2, chunks=2, tied=True),
+    Case(MOE, expert=2, data=2),
+    Case(MOE, tensor=2, sequence=True),
+    Case(MOE, tensor=2, expert=2, data=2, sequence=True),
+    Case(MOE, pipeline=2, expert=2, data=2),
+    Case(LATENT, expert=2, data=2),
+    Case(LATENT, tensor=2, sequence=True),
+    Case(GEMMA, tensor=2, tied=True),
+]
+
+
+def save(folder: Path, case: Case) -> Path:
+    of_config(model_config(case)).save_pretrained(folder)
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("case", [*QUICK, *map(slow, LONG)], ids=lambda case: case.name)
+def test_the_bytes_are_those_of_the_folder(tmp_path: Path, case: Case) -> None:
+    """Each weight was doubled after loading, so that a version of the weights in files would be found.
+
+    The full copies for generation on each rank have the same bytes.
+    """
+    model = save(tmp_path / "model", case)
+    # the corrections of router scores are not parameters
+    expected = {
+        name: tensor if name.endswith("e_score_correction_bias") else 2 * tensor
+        for name, tensor in tensors(model).items()
+    }
+    for bucket_bytes in (BUCKET_BYTES, 20_000):
+        folder = tmp_path / str(bucket_bytes)
+        (answer,) = pool_of_meshes(case.processes).run(published, [(case, model, folder, bucket_bytes)], limit=180)
+        assert not isinstance(answer, Failure), answer.text
+        path = Path(answer[0][0])
+        assert_same_bytes(tensors(path), expected)
+        assert read_manifest(path).tensors.keys() == expected.keys()
+        read = Decoder(AutoModelForCausalLM.from_pretrained(path)).state_dict()
+        for _, copy in answer:
+            assert_same_bytes(copy, read)
+    assert len([*path.glob("*.safetensors")]) > 2
+
+
+def assert_same_bytes(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_replicas_that_differ_are_refused_and_nothing_is_published(tmp_path: Path) -> None:
+    case = QUICK[0]
+    job = (case, save(tmp_path / "model", case), tmp_path / "weights", BUCKET_BYTES)
+    (answer,) = pool_of_meshes(2).run(publish_with_unequal_replicas, [job], limit=120)
+    assert isinstance(answer, Failure)
+    assert "tensor 'backbone.norm.weight': the copies of its part" in answer.text
+    assert not [path for path in (tmp_path / "weights").iterdir() if not path.name.endswith(".partial")]
+
+
+@pytest.mark.skipif(not loading_memory.SUPPORTED, reason="no /proc to read the peak from")
+@pytest.mark.slow
+def test_a_rank_needs_the_memory_of_one_file_and_of_gathering_one_tensor(tmp_path: Path) -> None:
+    loading_memory.save(tmp_path / "small", 64)
+    model_mib, _ = loading_memory.save(tmp_path / "large", 1024)
+    bucket, gathering = 32, 5 * 32  # the embedding has 32 MiB
+    with RankPool(2) as pool:
+        job = (Case("llama", tensor=2), tmp_path / "small", tmp_path / "large", tmp_path / "weights", bucket * 2**20)
+        growths = pool.call(growth_of_publishing, job, limit=120)
+    print(f"a model of {model_mib:.0f} MiB, files of {bucket} MiB: {growths} MiB")
+    assert max(growths) <= bucket + gathering + 16 < model_mib
