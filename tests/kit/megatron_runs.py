@@ -3,8 +3,10 @@
 megatron-core is the real one, on a CPU; every rank replaces the CUDA devices that it requests (`cuda_is_cpu.py`).
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit.layout_runs import assert_same_weights
@@ -22,10 +24,15 @@ def without_cuda() -> None:
     _OPEN.enter_context(cuda_is_cpu())
 
 
-def megatron(folder: Path, out: str, processes: int, *overrides: str) -> Path:
-    """Run the configuration of a folder on Megatron-Core, and return the run's folder."""
+def megatron(
+    folder: Path, out: str, processes: int, *overrides: str, hook: Callable[..., None] | None = None, **options: Any
+) -> Path:
+    """Run the configuration of a folder on Megatron-Core, and return the run's folder.
+
+    hook: a function that calls `without_cuda`. options: of `Ranks`.
+    """
     arguments = ("distill", folder / "run.yaml", f"out={folder / out}", "parallel.engine=megatron", *overrides)
-    ranks = Ranks(processes, *arguments, hook=without_cuda)
+    ranks = Ranks(processes, *arguments, hook=hook or without_cuda, **options)
     assert ranks.wait(LIMIT) == [0] * processes, ranks.texts
     return folder / out
 

@@ -10,6 +10,16 @@ from kit.runs import metrics, write_records, write_run
 
 from stillhouse.config import RunConfig
 
+#: the figures that do not depend on the batches in which completions were written
+SAME = (
+    "step",
+    "tokens",
+    "rollout/completion_tokens",
+    "rollout/truncated",
+    "rollout/staleness",
+    "rollout/staleness_max",
+)
+
 
 def write_on_policy_run(folder: Path, **settings: Any) -> RunConfig:
     """Write a run with prompts. Its steps have four prompts with two completions each."""

@@ -8,22 +8,12 @@ from typing import Any
 
 import pytest
 from kit import slow
-from kit.on_policy_runs import assert_same_rollouts, rollout_figures, write_on_policy_run
+from kit.on_policy_runs import SAME, assert_same_rollouts, rollout_figures, write_on_policy_run
 from kit.ranks import run_ranks
 from kit.run_logs import last_step
 from kit.runs import Command, run, wait_for
 from kit.serving import Server
 from kit.signal_hooks import signal_at
-
-#: what does not depend on the batches in which completions were written
-SAME = (
-    "step",
-    "tokens",
-    "rollout/completion_tokens",
-    "rollout/truncated",
-    "rollout/staleness",
-    "rollout/staleness_max",
-)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """All-gathers the full tensors of a pipeline stage, one at a time, from the blocks on its ranks (see `weights.py`).
 
-    tensors = stage_tensors(chunks, table, shapes)
+    tensors = stage_tensors(table, empty)
     for name, weight in stage_weights(chunks, table, tensors).items():
         full = weight.gather()                              # on each rank of the stage
 
@@ -45,7 +45,7 @@ class StageTensor:
         sizes = [sum(full[index].numel() for index in of_rank) for of_rank in self.places]
         sent = full.new_zeros(max(sizes))
         if parts:
-            torch.cat([part.flatten() for part in parts], out=sent[: sizes[self.group.rank()]])
+            torch.cat([part.flatten().to(full.dtype) for part in parts], out=sent[: sizes[self.group.rank()]])
         received = sent
         if len(sizes) > 1:
             received = sent.new_empty(len(sizes) * len(sent))
@@ -67,20 +67,16 @@ class StageTensor:
         return full
 
 
-def stage_tensors(
-    chunks: Sequence[nn.Module], table: WeightTable, shapes: Mapping[str, Sequence[int]]
-) -> list[StageTensor]:
-    """Return the tensors of this rank's stages. A collective of all ranks. shapes: of all tensors of the full model.
+def stage_tensors(table: WeightTable, empty: Mapping[str, Tensor]) -> list[StageTensor]:
+    """Return the tensors of this rank's stages. A collective of all ranks.
 
-    The last stage's copy of a tied embedding is left out.
+    empty: all tensors of the full model, on the meta device. The last stage's copy of a tied embedding is left out.
     """
     dense, experts = dict[str, list[Index]](), dict[str, list[Index]]()
-    dtypes: dict[str, torch.dtype] = {}
-    for block, part in local_blocks(chunks, table, Tensor.detach):
+    for block in table.blocks:
         if not block.is_copy:
             of_kind = experts if ".experts." in block.parameter else dense
             of_kind.setdefault(block.name, []).append(block.index)
-            dtypes[block.name] = part.dtype
     groups = (
         (parallel_state.get_tensor_model_parallel_group(), dense),
         (parallel_state.get_expert_tensor_and_model_parallel_group(), experts),
@@ -88,12 +84,11 @@ def stage_tensors(
     tensors: dict[str, StageTensor] = {}
     for group, of_kind in groups:
         of_ranks: list[Any] = [None] * group.size()
-        dist.all_gather_object(of_ranks, (of_kind, dtypes), group=group)
+        dist.all_gather_object(of_ranks, of_kind, group=group)
         # a tensor rank whose rows of the vocabulary are only padding has no block of it
-        for name, dtype in {name: of[1][name] for of in of_ranks for name in of[0]}.items():
-            empty = torch.empty(tuple(shapes[name]), dtype=dtype, device="meta")
-            tensors[name] = StageTensor(name, empty, group, [of[0].get(name, []) for of in of_ranks])
-    return [tensors[name] for name in shapes if name in tensors]
+        for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+            tensors[name] = StageTensor(name, empty[name], group, [of_rank.get(name, []) for of_rank in of_ranks])
+    return [tensors[name] for name in empty if name in tensors]
 
 
 def stage_weights(

@@ -214,7 +214,8 @@ class MegatronStudent(DistributedStudent):
 
     @cached_property
     def _stage_tensors(self) -> list[StageTensor]:
-        return stage_tensors(self.student.models, self.student.table, self.shapes)
+        tensors = self._decoder.state_dict()
+        return stage_tensors(self.student.table, {name: tensors[name] for name in self.shapes})
 
     def stage_weights(self) -> dict[str, StageWeight]:
         return stage_weights(self.student.models, self.student.table, self._stage_tensors)
