@@ -23,7 +23,9 @@ LAYOUTS = {
     "llama": ["parallel.pipeline=2"],
     "qwen3_moe": ["parallel.fsdp=2", "parallel.expert=2"],
 }
-TOP_K = ["teacher.signal=top_k", "teacher.top_k=8"]
+SIGNALS = {"top_k": ["teacher.signal=top_k", "teacher.top_k=8"], "hidden": ["teacher.signal=hidden"]}
+#: the first one also runs with hidden states
+CASES = [*((family, "top_k") for family in LAYOUTS), ("qwen3", "hidden")]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
