@@ -59,7 +59,9 @@ def publish_with_unequal_replicas(rank: Rank, job: PublishJob) -> None:
 
 def of_folder(case: Case, model: Path) -> MegatronStudent:
     options = case.sizes | {"sequence_parallel": case.sequence, "variable_seq_lengths": case.pipeline > 1}
-    degrees = Degrees(pipeline=case.pipeline, fsdp=case.data, tensor=case.tensor, expert=case.expert)
+    degrees = Degrees(
+        pipeline=case.pipeline, fsdp=case.data, context=case.context, tensor=case.tensor, expert=case.expert
+    )
     layout = Layout(degrees, "interleaved" if case.chunks > 1 else "1f1b")
     decoder = Decoder.from_pretrained(model, dtype="float32")
     chunks = Chunks.build(decoder, transformer_config(decoder.config, **options))

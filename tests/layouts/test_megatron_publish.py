@@ -36,6 +36,7 @@ LONG = [
     Case(MOE, tensor=2, sequence=True),
     Case(MOE, tensor=2, expert=2, data=2, sequence=True),
     Case(MOE, pipeline=2, expert=2, data=2),
+    Case(MOE, context=2, expert=2),
     Case(LATENT, expert=2, data=2),
     Case(LATENT, tensor=2, sequence=True),
     Case(GEMMA, tensor=2, tied=True),

@@ -1,4 +1,4 @@
-"""On-policy runs on Megatron-Core equal those of torch, with servers and with the job's own processes as the writer."""
+"""On-policy runs on Megatron-Core equal those of torch, with servers as writers and with the job's own processes."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,20 +12,19 @@ from kit.runs import run
 from kit.serving import Server
 from kit.trained_record import record_trained, trained, wrong_in
 from safetensors.torch import load_file
+from torch import Tensor
 
 pytest.importorskip("megatron.core")
 
 pytestmark = pytest.mark.slow
 
-STEPS, SAMPLES, LOSS = 10, 8, "loss/total_nats_per_token"
+STEPS, SAMPLES_PER_STEP, LOSS = 10, 8, "loss/total_nats_per_token"
 LAYOUTS = {
     "qwen3": ["parallel.tensor=2"],
     "llama": ["parallel.pipeline=2"],
     "qwen3_moe": ["parallel.fsdp=2", "parallel.expert=2"],
 }
 SIGNALS = {"top_k": ["teacher.signal=top_k", "teacher.top_k=8"], "hidden": ["teacher.signal=hidden"]}
-#: the first one also runs with hidden states
-CASES = [*((family, "top_k") for family in LAYOUTS), ("qwen3", "hidden")]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -55,42 +54,43 @@ def recorded(path: str) -> None:
     record_trained(path)
 
 
-def assert_each_sample_once(folder: Path, out: str, staleness: int) -> None:
-    assert not wrong_in(trained(folder / f"{out}.trained"), STEPS, STEPS * SAMPLES, staleness)
+def run_recorded(folder: Path, out: str, staleness: int, *overrides: str) -> Path:
+    """Run on Megatron-Core, and assert that each sample was trained once, with versions that are not too old."""
+    record = folder / f"{out}.trained"
+    path = megatron(folder, out, 2, *overrides, hook=recorded, hook_arguments=(str(record),))
+    assert not wrong_in(trained(record), STEPS, STEPS * SAMPLES_PER_STEP, staleness)
+    return path
 
 
-@pytest.mark.parametrize("signal", [TOP_K])
-def test_a_run_with_servers_is_that_of_torch(
-    family: str, folder: Path, servers: list[str], signal: list[str]
-) -> None:
-    run("distill", folder / "run.yaml", f"out={folder / 'torch'}", *servers, *signal)
-    path = folder / "sync.trained"
-    layout = [*LAYOUTS[family], *servers, *signal]
-    out = megatron(folder, "sync", 2, *layout, hook=recorded, hook_arguments=(str(path),))
-    assert_same_rollouts(out, folder / "torch", SAME, LOSS)
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_a_run_with_servers_is_that_of_torch(family: str, folder: Path, servers: list[str], signal: str) -> None:
+    overrides = [*servers, *SIGNALS[signal]]
+    expected = folder / f"torch {signal}"
+    run("distill", folder / "run.yaml", f"out={expected}", *overrides)
+    out = run_recorded(folder, signal, 0, *LAYOUTS[family], *overrides)
+    assert_same_rollouts(out, expected, SAME, LOSS)
     assert all(line["rollout/log_ratio_max"] < 1e-4 for line in rollout_figures(out))
-    assert_each_sample_once(folder, "sync", 0)
-    # the last published version has the bytes of the export of the same step
-    run("export", out, "--step", STEPS - 1, "--out", folder / "export")
-    exported = load_file(folder / "export" / "model.safetensors")
-    published = load_file(out / "weights" / f"version-{STEPS - 1:08d}" / "model.safetensors")
+    # the last version that was published has the bytes of the same step's export
+    run("export", out, "--step", STEPS - 1, "--out", out / "exported")
+    exported, published = tensors(out / "exported"), tensors(out / "weights" / f"version-{STEPS - 1:08d}")
     assert published.keys() == exported.keys()
     assert all(published[name].equal(tensor) for name, tensor in exported.items())
 
 
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
 def test_one_step_off_with_servers(family: str, folder: Path, servers: list[str]) -> None:
-    path, schedule = folder / "off.trained", ["rollout.schedule=one_step_off", *TOP_K]
-    out = megatron(
-        folder, "off", 2, *LAYOUTS[family], *servers, *schedule, hook=recorded, hook_arguments=(str(path),)
-    )
-    assert_each_sample_once(folder, "off", 1)
+    schedule = ["rollout.schedule=one_step_off", *SIGNALS["top_k"]]
+    out = run_recorded(folder, "one_step_off", 1, *LAYOUTS[family], *servers, *schedule)
     assert [line["rollout/staleness_max"] for line in rollout_figures(out)] == [0] + (STEPS - 1) * [1]
 
 
-def test_a_run_that_generates_and_evaluates_in_its_own_processes_is_that_of_torch(family: str, folder: Path) -> None:
-    evaluation = ["eval.samples=2", "eval.tasks=[sums(2:3)]", "eval.every=5"]
-    run("distill", folder / "run.yaml", f"out={folder / 'torch in job'}", *evaluation)
-    out = megatron(folder, "in job", 2, *LAYOUTS[family], *evaluation)
+def test_a_run_that_generates_and_evaluates_in_its_processes_is_that_of_torch(family: str, folder: Path) -> None:
+    settings = ["train.steps=3", "eval.samples=2", "eval.task_tokens=6", "eval.tasks=[sums(2:2)]"]
+    run("distill", folder / "run.yaml", f"out={folder / 'torch in job'}", *settings)
+    out = megatron(folder, "in job", 2, *LAYOUTS[family], *settings)
     assert_same_rollouts(out, folder / "torch in job", SAME, LOSS)
     shown = (folder / "torch in job" / "eval_samples.jsonl").read_text()
     assert (out / "eval_samples.jsonl").read_text() == shown
