@@ -32,7 +32,6 @@ TOGETHER = {
     "test_objective_shards_layout": "ranks of shards",
     "test_exchange": "ranks of shards",
     "test_megatron": "ranks of megatron",
-    "test_megatron_example": "ranks of megatron",
     "test_megatron_weights": "ranks of megatron",
     "test_teacher_cache": "cache",
     "test_teacher_cache_layouts": "cache",
