@@ -49,15 +49,13 @@ def test_the_command_trains_and_ends_its_servers(tmp_path: Path, signal: str) ->
         *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=11"),
         *("train.epochs=null", "train.steps=3", "parallel.pipeline=1", f"teacher.signal={signal}", "seed=3"),
     ]
+    python = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         ["bash", ROOT / "examples" / "megatron_gkd.sh", ROOT / "examples" / "megatron_gkd.yaml", *small],
-        env=os.environ
-        | ports
-        | models
-        | {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+        env=os.environ | ports | models | python,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=400,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
