@@ -24,6 +24,8 @@ from stillhouse.generation.publish_weights import BUCKET_BYTES
 from stillhouse.models import Decoder
 
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
+#: of three rows of the vocabulary each, the fourth tensor rank has only padding
+FEW_TOKENS = {"vocab_size": 9, "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": None}
 QUICK = [Case("qwen3", tied=True, tensor=2)]
 LONG = [
     Case("llama", data=2),
@@ -31,6 +33,7 @@ LONG = [
     Case("llama", pipeline=2, tied=True),
     Case("qwen2", tensor=2, sequence=True),
     Case("qwen3", tensor=2, pipeline=2, tied=True),
+    Case("qwen3", tensor=4, options=FEW_TOKENS),
     Case("qwen3", pipeline=2, chunks=2, tied=True),
     Case(MOE, expert=2, data=2),
     Case(MOE, tensor=2, sequence=True),
