@@ -33,6 +33,7 @@ TOGETHER = {
     "test_exchange": "ranks of shards",
     "test_megatron": "ranks of megatron",
     "test_megatron_weights": "ranks of megatron",
+    "test_megatron_loading": "ranks of megatron",
     "test_teacher_cache": "cache",
     "test_teacher_cache_layouts": "cache",
     "test_checkpoints": "faults of checkpoints",

@@ -41,8 +41,6 @@ class ModelSources:
     recompute: whether the student uses activation checkpointing
     packing: `data.packing`
     autocast: the dtype of the student's activations under autocast; None: the dtype of its weights
-    are_copied: whether the engine copies its parts from full models in host memory, of the student and of a teacher
-        in its stages
     """
 
     student: StudentConfig
@@ -54,7 +52,6 @@ class ModelSources:
     recompute: bool
     packing: str
     autocast: torch.dtype | None
-    are_copied: bool = False
 
     @property
     def teacher_is_base(self) -> bool:
@@ -119,14 +116,13 @@ class ModelSources:
     def _sharded_student(self) -> ModelSource:
         """The source of this process's shard of the student. The weights are from files or from `student.init`."""
         student = self.student
-        offload = self.offload or self.are_copied
-        source = self._source("student", student.model, student, None, offload, self.autocast)
+        source = self._source("student", student.model, student, None, self.offload, self.autocast)
         if student.init is None:
             return source
         read = initial_weights(student, self.teachers.get("teacher"), self.seed)
 
         def weights(decoder: Decoder) -> None:
-            allocate(decoder, self.mesh.device, offload=offload)
+            allocate(decoder, self.mesh.device, offload=self.offload)
             read(decoder)
             self._draw(decoder)
             check_finite_weights(decoder, "student")

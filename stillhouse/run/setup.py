@@ -129,7 +129,6 @@ class RunSetup:
             config.train.activation_checkpointing,
             ROWS if is_megatron else config.data.packing,
             self._autocast,
-            are_copied=is_megatron,
         )
 
     def engine(self, models: ModelSources, layout: Layout) -> tuple[Engine, SignalSource]:

@@ -61,7 +61,7 @@ def teacher_of_stages(
         return None
     if layout.degrees.processes == 1 and not head_only:
         return models.whole_teacher("teacher")
-    waits = not head_only and (teacher.offload or models.are_copied)
+    waits = not head_only and teacher.offload
     return models.teacher("teacher", offload=layout.offload or waits)
 
 

@@ -19,9 +19,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
 from stillhouse.engine.megatron.attention import CausalAttention, context_positions
+from stillhouse.engine.megatron.loading import load
 from stillhouse.engine.megatron.model_config import FAMILIES, rotary_frequencies, transformer_config
 from stillhouse.engine.megatron.weight_names import NAMES, Place, Shard
-from stillhouse.engine.megatron.weights import WeightTable, load, require_coverage, weight_table
+from stillhouse.engine.megatron.weights import WeightTable, require_coverage, weight_table
 from stillhouse.tools.parity import worst
 
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
@@ -145,12 +146,14 @@ def test_padding_rows_are_zero_and_tensors_of_another_shape_are_refused() -> Non
     chunk = nn.ModuleDict({"embedding": nn.ModuleDict({"word_embeddings": nn.Embedding(126, 32)})})
     table = weight_table([chunk], model_config(Case("llama")), Place(tensor=Shard(1, 2)))
     weight_VD = torch.rand(251, 32)
-    load([chunk], table, {"backbone.embed_tokens.weight": weight_VD}.__getitem__)
+    load([chunk], table, [("backbone.embed_tokens.weight", weight_VD)])
     (loaded,) = chunk.parameters()
     assert torch.equal(loaded[:125], weight_VD[126:])
     assert not loaded[125:].any()
     with pytest.raises(ValueError, match=r"^tensor 'backbone\.embed_tokens\.weight' has shape \(250, 32\)"):
-        load([chunk], table, lambda _: weight_VD[1:])
+        load([chunk], table, [("backbone.embed_tokens.weight", weight_VD[1:])])
+    with pytest.raises(ValueError, match=r"^there is no tensor 'backbone\.embed_tokens\.weight', and parameter"):
+        load([chunk], table, [])
 
 
 def test_all_families_have_names() -> None:

@@ -5,6 +5,7 @@ B rows, S tokens per row.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ from stillhouse.models import Decoder
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
-from stillhouse.parallel import Degrees, Layout, Mesh, single_process_runner
+from stillhouse.parallel import Layout, Mesh, ModelSource, single_process_runner
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.parity import relative_difference
 
@@ -107,13 +108,18 @@ def decoder(case: Case, seed: int) -> Decoder:
 
 
 def megatron_engine(case: Case, spec: ObjectiveSpec) -> MegatronEngine:
-    options = case.sizes | {"sequence_parallel": case.sequence, "variable_seq_lengths": case.pipeline > 1}
-    degrees = Degrees(pipeline=case.pipeline, fsdp=case.data, context=case.context, tensor=case.tensor)
-    layout = Layout(degrees, "interleaved" if case.chunks > 1 else "1f1b")
-    decoders = [decoder(case, seed) for seed in range(2)]
-    chunks = [Chunks.build(one, transformer_config(one.config, **options)) for one in decoders]
-    student = MegatronStudent(layout, Mesh(degrees, torch.device("cpu")), *chunks, *decoders)
+    layout = Layout(case.degrees, "interleaved" if case.chunks > 1 else "1f1b")
+    mesh = Mesh(case.degrees, torch.device("cpu"))
+    models = [build_chunks(case, mesh, ModelSource(partial(decoder, case, seed))) for seed in range(2)]
+    student = MegatronStudent(layout, mesh, *(chunks for chunks, _ in models), *(empty for _, empty in models))
     return MegatronEngine(student, spec, train=TRAIN)
+
+
+def build_chunks(case: Case, mesh: Mesh, source: ModelSource) -> tuple[Chunks, Decoder]:
+    options = case.sizes | {"sequence_parallel": case.sequence, "variable_seq_lengths": case.pipeline > 1}
+    empty = source.build()
+    transformer = transformer_config(empty.config, dtype=next(empty.parameters()).dtype, **options)
+    return Chunks.build(source, empty, transformer, mesh), empty
 
 
 def values(engine: MegatronEngine) -> dict[str, Tensor]:
@@ -190,13 +196,14 @@ def micro_batch(seed: int, *, empty: bool, uneven: bool) -> MicroBatch:
 def silent_model(rank: Rank, case: Case) -> str:
     """A job: the message for a model that drops the output processor, at the first pass of the proof."""
     with laid_out(case):
-        one = decoder(case, 0)
-        chunks = Chunks.build(one, transformer_config(one.config, **case.sizes))
+        chunks, _ = build_chunks(
+            case, Mesh(case.degrees, torch.device("cpu")), ModelSource(partial(decoder, case, 0))
+        )
         model = chunks.models[-1]
         called = model.forward
         model.forward = lambda *inputs, **hook: called(*inputs)
         try:
-            chunks.hidden_states(torch.zeros(B, S, dtype=torch.int64), 2)
+            chunks.logits(torch.zeros(B, S, dtype=torch.int64), 2)
         except ValueError as error:
             return str(error)
     return ""

@@ -4,17 +4,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from kit.loading_memory import growth
+from kit.loading_memory import growth, source
+from kit.megatron_engine_jobs import build_chunks
 from kit.megatron_weights_jobs import Case, laid_out
 from kit.shard_ranks import Rank
 from torch import Tensor
 
-from stillhouse.engine.megatron.model_config import transformer_config
-from stillhouse.engine.megatron.student import Chunks, MegatronStudent
+from stillhouse.engine.megatron.student import MegatronStudent
 from stillhouse.generation.publish_weights import publish
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.models import Decoder
-from stillhouse.parallel import Degrees, Layout, Mesh
+from stillhouse.parallel import Layout, Mesh
 
 #: a job: the layout, the student's folder, the folder of the versions, and the largest size of a file
 PublishJob = tuple[Case, Path, Path, int]
@@ -58,11 +58,7 @@ def publish_with_unequal_replicas(rank: Rank, job: PublishJob) -> None:
 
 
 def of_folder(case: Case, model: Path) -> MegatronStudent:
-    options = case.sizes | {"sequence_parallel": case.sequence, "variable_seq_lengths": case.pipeline > 1}
-    degrees = Degrees(
-        pipeline=case.pipeline, fsdp=case.data, context=case.context, tensor=case.tensor, expert=case.expert
-    )
-    layout = Layout(degrees, "interleaved" if case.chunks > 1 else "1f1b")
-    decoder = Decoder.from_pretrained(model, dtype="float32")
-    chunks = Chunks.build(decoder, transformer_config(decoder.config, **options))
-    return MegatronStudent(layout, Mesh(degrees, torch.device("cpu")), chunks, None, decoder.to("meta"))
+    layout = Layout(case.degrees, "interleaved" if case.chunks > 1 else "1f1b")
+    mesh = Mesh(case.degrees, torch.device("cpu"))
+    chunks, empty = build_chunks(case, mesh, source(model))
+    return MegatronStudent(layout, mesh, chunks, None, empty)

@@ -22,15 +22,17 @@ from transformers import PreTrainedConfig
 
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.megatron.attention import context_positions
+from stillhouse.engine.megatron.loading import load
 from stillhouse.engine.megatron.model import build_chunks
-from stillhouse.engine.megatron.model_config import transformer_config
+from stillhouse.engine.megatron.model_config import FAMILIES, transformer_config
 from stillhouse.engine.megatron.weight_names import Place
-from stillhouse.engine.megatron.weights import WeightTable, gather, load, require_full_coverage, weight_table
+from stillhouse.engine.megatron.weights import WeightTable, gather, require_full_coverage, weight_table
 from stillhouse.models import Decoder
 from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processor_targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, OutputHead
 from stillhouse.objective.spec import parse_objective
+from stillhouse.parallel import Degrees
 
 B, S, MICRO_BATCHES = 2, 12, 2
 
@@ -68,14 +70,20 @@ class Case:
         return "-".join([self.model_type, *parts, *flags])
 
     @property
+    def degrees(self) -> Degrees:
+        return Degrees(
+            pipeline=self.pipeline, fsdp=self.data, context=self.context, tensor=self.tensor, expert=self.expert
+        )
+
+    @property
     def sizes(self) -> dict[str, Any]:
         return {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
             "virtual_pipeline_model_parallel_size": self.chunks if self.chunks > 1 else None,
             "context_parallel_size": self.context,
-            "expert_model_parallel_size": self.expert,
-            "expert_tensor_parallel_size": 1 if self.expert > 1 else None,
+            "expert_model_parallel_size": self.degrees.experts if FAMILIES[self.model_type].experts else 1,
+            "expert_tensor_parallel_size": 1,
         }
 
 
@@ -153,7 +161,7 @@ def compare(rank: Rank, case: Case) -> Difference:
         chunks = build_chunks(config, transformer)
         table = weight_table(chunks, config, Place.current())
         require_full_coverage(table, shapes)
-        load(chunks, table, weights.__getitem__)
+        load(chunks, table, weights.items())
         loaded = gather(chunks, table, shapes, lambda tensor: tensor)
         processor = Compared(dict(enumerate(hidden)), dict(enumerate(logits)))
         first = parallel_state.get_data_parallel_rank() * MICRO_BATCHES

@@ -30,6 +30,7 @@ def write(folder: Path, family: str, **settings: Any) -> Path:
         slow("qwen3", ["parallel.fsdp=2"]),
         slow("llama", ["parallel.context=2"]),
         slow("qwen3_moe", ["parallel.fsdp=2", "parallel.expert=2"]),
+        slow("qwen3_moe", ["parallel.tensor=2", "parallel.sequence=true"]),
     ],
 )
 def test_steps_and_the_model_are_those_of_the_other_engine(tmp_path: Path, family: str, layout: list[str]) -> None:

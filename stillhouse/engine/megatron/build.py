@@ -1,23 +1,17 @@
-"""Builds a student, and a teacher in its stages, on Megatron-Core: process groups, chunks, weights and their proof.
-
-B rows, S tokens per row, D width.
-"""
+"""Builds a student, and a teacher in its stages, on Megatron-Core: process groups, chunks, weights and a proof."""
 
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from torch import Tensor
 
 from stillhouse.engine.megatron.model_config import require_family, transformer_config
+from stillhouse.engine.megatron.proof import prove_chunks
 from stillhouse.engine.megatron.student import Chunks, MegatronStudent
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_rows import COLUMNS
 from stillhouse.parallel import DecoderHead, Layout, Mesh, ModelSource, load_head, prove_heads
 from stillhouse.parallel.run_layout import SCHEMES
-
-#: the tokens of the proof, and the largest error of its hidden states relative to their norm, in float32
-PROOF_SHAPE_BS, LARGEST_ERROR = (2, 24), 1e-4
 
 
 def build_megatron_student(
@@ -31,8 +25,8 @@ def build_megatron_student(
 ) -> MegatronStudent:
     """Build this process's part of the models, and prove it. A collective of all processes.
 
-    Every process reads each full model into host memory, one after the other, and keeps its part.
-    Raises ValueError for a model or a layout that Megatron-Core does not have, ProofError for wrong hidden states.
+    Each process reads its part of the models from their files.
+    Raises ValueError for a model or a layout that Megatron-Core does not have, ProofError for wrong logits.
     """
     if mesh.ranks.group is None:
         raise ValueError("parallel.engine: megatron in one process: expected torchrun with at least 2 processes")
@@ -51,19 +45,15 @@ def build_megatron_student(
         if source is None:
             continue
         decoder = source.build()
-        if source.load_weights is not None:
-            source.load_weights(decoder)
         if (dtype := next(decoder.parameters()).dtype) != torch.float32:
             raise ValueError(
                 f"{source.name}.dtype: the weights are {dtype}; expected float32 with parallel.engine: megatron"
             )
         has_experts = require_family(decoder.config).experts is not None
         of_model = {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
-        chunks = Chunks.build(decoder, transformer_config(decoder.config, **of_model))
+        chunks = Chunks.build(source, decoder, transformer_config(decoder.config, **of_model), mesh)
         if prove and source.has_values:
-            _prove(chunks, decoder, mesh, source.name)
-        shared = decoder.shared_names()
-        decoder.to("meta").share(shared)  # the move makes two parameters of a tied one
+            prove_chunks(chunks, source, mesh)
         models.append((chunks, decoder))
     (student, decoder), *others = models
     teacher, teacher_decoder = others[0] if others else (None, None)
@@ -92,30 +82,6 @@ def _sizes(layout: Layout) -> dict[str, Any]:
         "pipeline_model_parallel_size": degrees.pipeline,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 and degrees.pipeline > 1 else None,
         "context_parallel_size": degrees.context,
-        "expert_model_parallel_size": degrees.experts if degrees.expert > 1 else 1,
-        "expert_tensor_parallel_size": 1 if degrees.expert > 1 else None,
+        "expert_model_parallel_size": degrees.experts,
+        "expert_tensor_parallel_size": 1,
     }
-
-
-@torch.no_grad()
-def _prove(chunks: Chunks, decoder: Decoder, mesh: Mesh, name: str) -> None:
-    """Compare the chunks' hidden states, under the run's layout, with those of transformers' model in this process.
-
-    Raises ProofError on all processes.
-    """
-    rows, tokens = PROOF_SHAPE_BS
-    tokens += -tokens % mesh.degrees.context  # context ranks divide the columns
-    random = torch.Generator().manual_seed(0)
-    ids_BS = torch.randint(chunks.config.vocab_size, (rows, tokens), generator=random)
-    hidden: list[Tensor] = chunks.hidden_states(ids_BS.to(mesh.device), mesh.degrees.pipeline)
-    error = 0.0
-    if hidden:
-        expected_BSD = decoder(ids_BS.to(next(decoder.parameters()).device), head=False)
-        expected_BSD = expected_BSD.chunk(mesh.degrees.context, dim=1)[mesh.coordinate("context")]
-        error = float((hidden[0].to(expected_BSD) - expected_BSD).norm() / expected_BSD.norm())
-    largest = max(mesh.ranks.gather(error if error == error else float("inf")))
-    if largest > LARGEST_ERROR:
-        raise ProofError(
-            f"{name}: the hidden states of Megatron-Core differ from those of transformers by {largest:.1e} of their "
-            f"norm, expected at most {LARGEST_ERROR:.0e}; parallel.engine: torch trains this model"
-        )

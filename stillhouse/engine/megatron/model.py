@@ -3,7 +3,7 @@
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     transformer = transformer_config(config, tensor_model_parallel_size=2)
     chunks = build_chunks(config, transformer)                  # several under an interleaved pipeline
-    load(chunks, weight_table(chunks, config, Place.current()), tensors)
+    load(chunks, weight_table(chunks, config, Place.current()), named_tensors)         # in loading.py
 
 The weights are allocated, not initialized. With Transformer Engine installed, the layers are those of its layer spec.
 Without it, and always for Gemma, they are Megatron-Core's local layers, on a CPU or a GPU, with `RmsNorm` and

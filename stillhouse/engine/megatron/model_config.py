@@ -323,9 +323,7 @@ def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapp
     if not any(options.get(name) for name in (*uneven, "num_layers_in_last_pipeline_stage")):
         sizes["num_hidden_layers"] = (config.num_hidden_layers, pipeline * chunks, "pipeline stages")
     if family.experts:
-        expert_tensor = options.get("expert_tensor_parallel_size") or tensor
         experts = options.get("expert_model_parallel_size", 1)
-        sizes["moe_intermediate_size"] = (config.moe_intermediate_size, expert_tensor, "tensor ranks of an expert")
         sizes["num_local_experts"] = (config.num_local_experts, experts, "expert ranks")
     if family.latent:
         latent = config.kv_lora_rank + config.qk_rope_head_dim

@@ -1,18 +1,18 @@
 """A student in Megatron-Core's GPTModels, with the teacher's GPTModels in the same stages.
 
-    student = MegatronStudent(layout, mesh, Chunks.build(decoder, transformer), teacher, decoder)
+    student = MegatronStudent(layout, mesh, Chunks.build(source, decoder, transformer, mesh), teacher, decoder)
     results = student.forward(inputs)            one result of the output processor for each micro-batch
 
 Megatron-Core's own schedules run the micro-batches. The teacher's forward runs before the student's; its hidden
 states stay on the last stage.
 
-B rows, S tokens per row of a micro-batch.
+B rows, S tokens per row of a micro-batch, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import megatron.core
 import torch
@@ -25,19 +25,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.megatron.loading import load_from_source
 from stillhouse.engine.megatron.model import build_chunks
 from stillhouse.engine.megatron.rows import LayerRows
 from stillhouse.engine.megatron.stage_tensors import StageTensor, stage_tensors, stage_weights
 from stillhouse.engine.megatron.weight_names import Place
-from stillhouse.engine.megatron.weights import WeightTable, load, require_full_coverage, weight_table
+from stillhouse.engine.megatron.weights import WeightTable, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.models.megatron import MegatronProcessor
-from stillhouse.models.processors import full_vocab, replicated_hidden
+from stillhouse.models.processors import full_vocab
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import (
     DistributedStudent,
     Layout,
     Mesh,
+    ModelSource,
     ShardedMicroBatches,
     StageInputs,
     StageWeight,
@@ -46,6 +48,13 @@ from stillhouse.parallel import (
 from stillhouse.parallel.pair import InStage, distill_targets
 from stillhouse.parallel.teacher_head import DecoderHead
 from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
+
+
+class VocabLogits(NamedTuple):
+    """Logits [B, S, rows] of this rank's rows of the vocabulary, which begin at `start` and may end with padding."""
+
+    logits_BSV: Tensor
+    start: int
 
 
 @dataclass(frozen=True)
@@ -64,18 +73,18 @@ class Chunks:
     wrapped: Sequence[Any] = ()
 
     @classmethod
-    def build(cls, decoder: Decoder, transformer: TransformerConfig) -> "Chunks":
-        """Build the chunks of a full model and copy its weights. A collective of all ranks.
+    def build(cls, source: ModelSource, decoder: Decoder, transformer: TransformerConfig, mesh: Mesh) -> "Chunks":
+        """Build the chunks of a model and load their weights. A collective of all ranks.
 
-        decoder: the full model in host memory, with the weights.
-        Raises ValueError for a weight that the chunks do not have exactly once.
+        decoder: the full model, whose values are not used.
+        Raises ValueError on all ranks for a weight that the chunks do not have exactly once, or as the source does.
         """
         models = build_chunks(decoder.config, transformer)
         table = weight_table(models, decoder.config, Place.current())
         tensors = decoder.state_dict()
         names = {*tensors} - {*decoder.shared_names()}
         require_full_coverage(table, {name: tensors[name].shape for name in names})
-        load(models, table, tensors.__getitem__)
+        load_from_source(models, table, source, decoder, mesh)
         processor = MegatronProcessor(models[-1], full_vocab, vocab_size=decoder.config.vocab_size)
         return cls(decoder.config, transformer, models, table, processor)
 
@@ -93,10 +102,10 @@ class Chunks:
             model.eval().requires_grad_(False)
         return self
 
-    def hidden_states(self, ids_BS: Tensor, micro_batches: int) -> list[Tensor]:
-        """Return the final hidden states [B, S, D] of equal micro-batches on the last stage, without gradients.
+    def logits(self, ids_BS: Tensor, micro_batches: int) -> list[VocabLogits]:
+        """Return the logits of equal micro-batches on the last stage, without gradients.
 
-        ids_BS: the tokens of all context ranks, which divide the columns; each gets the hidden states of its own.
+        ids_BS: the tokens of all context ranks, which divide the columns; each gets the logits of its own.
         """
         positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
         labels_T = torch.full_like(ids_BS.flatten(), -1)
@@ -110,8 +119,9 @@ class Chunks:
         part = batch.part(
             parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         )
-        inputs = [StageInputs(part, {}, _hidden)] * micro_batches
-        return self.run(inputs, [None] * micro_batches, _hidden, backward=False)
+        inputs = [StageInputs(part, {}, _logits)] * micro_batches
+        with torch.no_grad():
+            return self.run(inputs, [None] * micro_batches, _logits, backward=False)
 
     def run(
         self, inputs: Sequence[StageInputs], contexts: Sequence[Any], processor: OutputProcessor, *, backward: bool
@@ -256,8 +266,8 @@ class MegatronStudent(DistributedStudent):
         ]
 
 
-def _hidden(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
-    return replicated_hidden(hidden_states, head)
+def _logits(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> VocabLogits:
+    return VocabLogits(head.logits(hidden_states), 0 if head.shard is None else head.shard.start)
 
 
 def _sum_gradients(models: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:

@@ -35,12 +35,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Place:
-    """This process's place on Megatron-Core's axes. expert_tensor: the shard of each expert's weights."""
+    """This process's place on Megatron-Core's axes."""
 
     stage: int = 0
     tensor: Shard = field(default_factory=Shard)
     expert: Shard = field(default_factory=Shard)
-    expert_tensor: Shard = field(default_factory=Shard)
 
     @classmethod
     def current(cls) -> "Place":
@@ -48,7 +47,6 @@ class Place:
         groups = (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_expert_model_parallel_group(),
-            parallel_state.get_expert_tensor_parallel_group(),
         )
         shards = (Shard(group.rank(), group.size()) for group in groups)
         return cls(parallel_state.get_pipeline_model_parallel_rank(), *shards)
@@ -146,19 +144,6 @@ class Vocabulary:
             yield _rows(0, real, shape), self.name, _rows(start, start + real, shape)
 
 
-@dataclass(frozen=True)
-class ExpertGateUp:
-    """One expert's gate and up projection [2F, D], which are in one tensor [E, 2F, D] of the full model."""
-
-    name: str
-
-    def pieces(self, shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
-        rows = shape[0] // 2
-        for number in range(2):
-            start = (number * shard.size + shard.rank) * rows
-            yield _rows(number * rows, (number + 1) * rows, shape), self.name, _rows(start, start + rows, shape)
-
-
 #: the parameters of a layer, by Megatron-Core's names; names of the full model are relative to the layer.
 #: Transformer Engine has the norms of a projection's input in the projection
 _DENSE: dict[str, Rule] = {
@@ -178,11 +163,11 @@ _DENSE: dict[str, Rule] = {
     "mlp.linear_fc1.weight": Rows(("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": Columns("mlp.down_proj.weight"),
 }
-#: the parameters of an expert have a * for its number
+#: the parameters of an expert, which is never cut, have a * for its number
 _EXPERTS: dict[str, Rule] = {
     "mlp.router.weight": Whole("mlp.gate.weight"),
-    "mlp.experts.*.linear_fc1.weight": ExpertGateUp("mlp.experts.gate_up_proj"),
-    "mlp.experts.*.linear_fc2.weight": Columns("mlp.experts.down_proj"),
+    "mlp.experts.*.linear_fc1.weight": Whole("mlp.experts.gate_up_proj"),
+    "mlp.experts.*.linear_fc2.weight": Whole("mlp.experts.down_proj"),
 }
 #: DeepSeek's latent attention, the correction of its router's scores, and its shared experts
 _LATENT: dict[str, Rule] = {
@@ -249,8 +234,7 @@ def parameter_pieces(
         raise ValueError(f"parameter '{parameter}' of Megatron-Core has no name in a {config.model_type} model")
     # Megatron-Core counts the layers of all stages from 1
     layer = chunk.get_submodule(f"decoder.layers.{in_layer[1]}").layer_number - 1  # type: ignore[operator]
-    shard = place.tensor if expert is None else place.expert_tensor
-    for local, relative, index in rule.pieces(shape, shard, config):
+    for local, relative, index in rule.pieces(shape, place.tensor, config):
         if expert is not None:
             first = place.expert.rank * config.num_local_experts // place.expert.size
             index = (first + int(expert["module"] or expert["tensor"]), *index)

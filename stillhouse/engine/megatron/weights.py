@@ -2,7 +2,6 @@
 
     table = weight_table(chunks, config, Place.current())
     require_full_coverage(table, shapes)                # a collective: each element exactly once over all ranks
-    load(chunks, table, tensors)                        # tensors: a name of the full model -> its tensor
     for block, gradient in local_blocks(chunks, table, lambda parameter: parameter.main_grad):
         full[block.name][block.index] = gradient
 
@@ -13,8 +12,7 @@ copied. All ranks together prove that the tensors of the full model consist of t
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +50,11 @@ class WeightTable:
     stage: int
     blocks: tuple[Block, ...]
     shapes: Mapping[tuple[int, str], tuple[int, ...]]
+
+    def of_chunk(self, number: int) -> "WeightTable":
+        """Return the blocks of one chunk."""
+        shapes = {key: shape for key, shape in self.shapes.items() if key[0] == number}
+        return replace(self, blocks=tuple(block for block in self.blocks if block.chunk == number), shapes=shapes)
 
 
 def weight_table(chunks: Sequence[nn.Module], config: PreTrainedConfig, place: Place) -> WeightTable:
@@ -114,30 +117,9 @@ def local_blocks(
     router scores has buffers among its parameters, which have no gradient.
     """
     for block in table.blocks:
-        of_parameter = value(_tensor(chunks[block.chunk], block.parameter))
+        of_parameter = value(tensor_of(chunks[block.chunk], block.parameter))
         if of_parameter is not None:
             yield block, of_parameter[block.local]
-
-
-@torch.no_grad()
-def load(chunks: Sequence[nn.Module], table: WeightTable, tensors: Callable[[str], Tensor]) -> None:
-    """Copy the full model's tensors into the parameters. Padding rows of the vocabulary become zero.
-
-    tensors: returns a tensor by its name; called once for each name. Raises ValueError for another shape.
-    """
-    for chunk, name in table.shapes:
-        _tensor(chunks[chunk], name).zero_()
-    targets = sorted(local_blocks(chunks, table, lambda parameter: parameter), key=lambda target: target[0].name)
-    for name, of_name in groupby(targets, key=lambda target: target[0].name):
-        tensor = tensors(name)
-        for block, target in of_name:
-            source = tensor[block.index]
-            if source.shape != target.shape:
-                raise ValueError(
-                    f"tensor '{name}' has shape {tuple(tensor.shape)}: parameter '{block.parameter}' needs "
-                    f"its part {block.index} with shape {tuple(target.shape)}"
-                )
-            target.copy_(source)
 
 
 def gather(
@@ -173,7 +155,7 @@ def _named_tensors(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _tensor(chunk: nn.Module, name: str) -> Tensor:
+def tensor_of(chunk: nn.Module, name: str) -> Tensor:
     module, _, leaf = name.rpartition(".")
     return getattr(chunk.get_submodule(module), leaf)
 
