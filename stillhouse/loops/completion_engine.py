@@ -40,8 +40,9 @@ def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> Roll
 
 def in_job_engine(session: Session, sampling: Sampling) -> InJobEngine:
     """Return an engine with the student's own weights. Raises ConfigError for a student that cannot generate."""
-    is_alone = session.ranks.size == 1
-    copy = None if is_alone else StudentCopy(session.engine.student, session.student_source.build)
+    # the student of Megatron-Core is no transformers model, also in one process
+    is_here = session.ranks.size == 1 and not next(session.student.parameters()).is_meta
+    copy = None if is_here else StudentCopy(session.engine.student, session.student_source.build)
     return InJobEngine(_generator(session, sampling, session.student if copy is None else copy.decoder), copy)
 
 
@@ -102,7 +103,7 @@ def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Genera
         decoder,
         session.tokenizer,
         session.device,
-        session.engine.autocast,
+        session.autocast,
         generation_tokens(session.train_config.micro_batch_tokens, session.train.max_tokens),
         key=_asking_key(session.rollout_config, session.eval_config),
         counted_rows=counted_rows(session),

@@ -47,7 +47,7 @@ def not_finite_error(
 
 
 def _advice(session: Session, checkpoints: Path) -> str:
-    precision = ", train.precision=fp32" if session.engine.autocast else ""
+    precision = ", train.precision=fp32" if session.autocast else ""
     last = max(checkpoints.glob("step-*"), default=None)
     start = "there is no checkpoint yet: start again with such a change"
     if last is not None:

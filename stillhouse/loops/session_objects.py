@@ -75,6 +75,12 @@ class Session:
         return self.engine.student.ranks
 
     @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of the student's matrix products; None: the dtype of its weights."""
+        # Megatron-Core computes without autocast, with parameters in this dtype
+        return self.engine.autocast or self.engine.student.layout.autocast
+
+    @property
     def student(self) -> Decoder:
         """The student; under a pipeline, its part on this process's first stage."""
         return self.engine.student.decoders[0]

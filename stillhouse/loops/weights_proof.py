@@ -90,7 +90,7 @@ def _rounding(session: Session, rollout: RolloutConfig) -> float:
     """Return the largest rounding difference in nats. Only `stillhouse serve` is known to round like the trainer."""
     is_exact = (
         SERVERS[rollout.engine].rounds_as_here
-        and session.engine.autocast is None
+        and session.autocast is None
         and next(session.student.parameters()).dtype == torch.float32
         and torch.get_float32_matmul_precision() == "highest"
     )
