@@ -49,6 +49,7 @@ class MegatronProcessor:
 
     model: the model that will call this object; wrapped or not, and of any pipeline stage. vocab_size: the number of
     real vocabulary rows if the output layer is padded; the padding rows get no probability. None: all rows are real.
+    softcap: the logits become softcap · tanh(logits / softcap); None: they stay.
 
     flat: for `build_schedule_plan`, whose nodes accept only tensors and pass a gradient to each of them. The hook
     then returns a tuple with a single differentiable tensor, which stacks the tensors of the processor's result. For
@@ -58,10 +59,16 @@ class MegatronProcessor:
     """
 
     def __init__(
-        self, model: nn.Module, processor: OutputProcessor, *, vocab_size: int | None = None, flat: bool = False
+        self,
+        model: nn.Module,
+        processor: OutputProcessor,
+        *,
+        vocab_size: int | None = None,
+        softcap: float | None = None,
+        flat: bool = False,
     ):
         _require_hook(_unwrapped(model))
-        self.processor, self.vocab_size, self.flat = processor, vocab_size, flat
+        self.processor, self.vocab_size, self.softcap, self.flat = processor, vocab_size, softcap, flat
         self._shards: dict[tuple[Any, ...], VocabShard] = {}
         self._metrics: tuple[str, ...] = ()
 
@@ -94,6 +101,7 @@ class MegatronProcessor:
             output_layer.bias,
             vocab_size=self.vocab_size,
             scale=float(scale_logits(torch.ones(()))),
+            softcap=self.softcap,
             shard=self._shard(output_layer, len(weight_VD)),
         )
         result = self.processor(hidden_states=hidden_states.transpose(0, 1), head=head, context=context, depth=depth)

@@ -40,6 +40,7 @@ CASES = [
     slow(Job(Case("llama", pipeline=2, context=2), uneven=True)),
     slow(Job(Case("gemma3_text", pipeline=2, chunks=2, context=2, tied=True), uneven=True)),
     slow(Job(Case("qwen3_moe", context=2, expert=2), uneven=True)),
+    slow(Job(Case("gemma2", tensor=2, tied=True), uneven=True)),
 ]
 
 

@@ -106,6 +106,9 @@ def model_config(case: Case) -> PreTrainedConfig:
     options: dict[str, Any] = {"num_hidden_layers": 4, "tie_word_embeddings": case.tied, "use_sliding_window": False}
     if case.model_type not in ("qwen2", "deepseek_v3"):
         options["head_dim"] = 12
+    if case.model_type == "gemma2":
+        options |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 7}
+        options["sliding_window"] = 5
     if case.model_type == "deepseek_v3":
         options |= {"qk_nope_head_dim": 12, "v_head_dim": 16, "n_group": 2}
     if case.model_type not in ("qwen2", "qwen3", "qwen3_moe"):
@@ -129,8 +132,8 @@ def laid_out(case: Case) -> Iterator[None]:
 class Compared:
     """A processor that records how far hidden states and logits are from the expected ones, then returns the loss."""
 
-    def __init__(self, hidden: Mapping[int, Tensor], logits: Mapping[int, Tensor]):
-        self.expected, self.hidden, self.logits = (hidden, logits), 0.0, 0.0
+    def __init__(self, hidden: Mapping[int, Tensor], logits: Mapping[int, Tensor], softcap: float | None):
+        self.expected, self.hidden, self.logits, self.softcap = (hidden, logits), 0.0, 0.0, softcap
         self._loss = StepLoss(parse_objective("cross_entropy"))
 
     def __call__(
@@ -142,6 +145,7 @@ class Compared:
         shard = slice(None) if head.shard is None else slice(head.shard.start, head.shard.stop)
         logits_BSV = logits_BSV[..., shard]
         made = (hidden_states @ head.weight_VD.T)[..., : logits_BSV.shape[-1]]
+        made = made if head.softcap is None else head.softcap * torch.tanh(made / head.softcap)
         self.hidden = max(self.hidden, float((hidden_states - hidden_BSD).detach().abs().max()))
         self.logits = max(self.logits, float((made - logits_BSV).detach().abs().max()))
         return self._loss(hidden_states=hidden_states, head=head, context=targets)
@@ -163,7 +167,7 @@ def compare(rank: Rank, case: Case) -> Difference:
         require_full_coverage(table, shapes)
         load(chunks, table, weights.items())
         loaded = gather(chunks, table, shapes, lambda tensor: tensor)
-        processor = Compared(dict(enumerate(hidden)), dict(enumerate(logits)))
+        processor = Compared(dict(enumerate(hidden)), dict(enumerate(logits)), decoder.head.rule.softcap)
         first = parallel_state.get_data_parallel_rank() * MICRO_BATCHES
         step(chunks, processor, ids[first : first + MICRO_BATCHES], first, config.vocab_size)
         made = gather(chunks, table, shapes, lambda tensor: getattr(tensor, "main_grad", None))
@@ -216,7 +220,7 @@ def step(chunks: list[Any], processor: Compared, ids: list[Tensor], first: int, 
     def forward_step(data: Iterator[tuple[int, Tensor]], model: Any) -> tuple[Any, Any]:
         number, ids_BS = next(data)
         positions_S = context_positions(S)
-        hook = MegatronProcessor(model, processor, vocab_size=vocabulary)
+        hook = MegatronProcessor(model, processor, vocab_size=vocabulary, softcap=processor.softcap)
         context = number, DistillTargets(ids_BS[:, 1:][:, positions_S])
         inputs = {"output_processor": hook, "output_processor_context": context}
         return model(ids_BS[:, positions_S], positions_S.expand(B, -1), None, **inputs), loss_of

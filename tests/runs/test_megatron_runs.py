@@ -29,6 +29,7 @@ def write(folder: Path, family: str, **settings: Any) -> Path:
         slow("llama", ["parallel.pipeline=2"]),
         slow("qwen3", ["parallel.fsdp=2"]),
         slow("llama", ["parallel.context=2"]),
+        slow("gemma2", ["parallel.tensor=2"]),
         slow("qwen3_moe", ["parallel.fsdp=2", "parallel.expert=2"]),
         slow("qwen3_moe", ["parallel.tensor=2", "parallel.sequence=true"]),
     ],

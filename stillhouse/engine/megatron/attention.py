@@ -31,6 +31,7 @@ class CausalAttention(nn.Module):
     """The core attention of a layer, with a window if the layer has one.
 
     Context ranks gather the keys and values of the row; backward reduces their gradients.
+    softcap: scores become softcap · tanh(scores / softcap); None: they stay. All probabilities are then in memory.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class CausalAttention(nn.Module):
         *_: Any,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
+        softcap: float | None = None,
         **__: Any,
     ):
         super().__init__()
+        self.softcap = softcap
         self.scale = 1 / sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         # the number of keys before its own that a query sees
@@ -67,23 +70,26 @@ class CausalAttention(nn.Module):
                 for heads in (key_SBHC, value_SBHC)
             )
         mask_SK = None
-        if group.size() > 1 or self.window is not None:
+        if group.size() > 1 or self.window is not None or self.softcap is not None:
             distance_SK = context_positions(len(key_SBHC))[:, None] - all_positions(len(key_SBHC))
             mask_SK = distance_SK >= 0
             if self.window is not None:
                 mask_SK &= distance_SK <= self.window
             mask_SK = mask_SK.to(query_SBHC.device)
-        query_BHSC, key_BHSC, value_BHSC = (heads.permute(1, 2, 0, 3) for heads in (query_SBHC, key_SBHC, value_SBHC))
+        query_BHSC, key_BHKC, value_BHKC = (heads.permute(1, 2, 0, 3) for heads in (query_SBHC, key_SBHC, value_SBHC))
+        if self.softcap is not None:
+            assert mask_SK is not None
+            return _joined(_capped_attention(query_BHSC, key_BHKC, value_BHKC, mask_SK, self.scale, self.softcap))
         output_BHSC = nn.functional.scaled_dot_product_attention(
             query_BHSC,
-            key_BHSC,
-            value_BHSC,
+            key_BHKC,
+            value_BHKC,
             attn_mask=mask_SK,
             is_causal=mask_SK is None,
             scale=self.scale,
-            enable_gqa=query_BHSC.shape[1] != key_BHSC.shape[1],
+            enable_gqa=query_BHSC.shape[1] != key_BHKC.shape[1],
         )
-        return output_BHSC.permute(2, 0, 1, 3).flatten(2)
+        return _joined(output_BHSC)
 
 
 class LatentAttention(MLASelfAttention):
@@ -101,6 +107,22 @@ class LatentAttention(MLASelfAttention):
                 gather_from_tensor_model_parallel_region(key_value_SBL)
             )
         return query_SBL, key_value_SBL
+
+
+def _capped_attention(
+    query_BHSC: Tensor, key_BHKC: Tensor, value_BHKC: Tensor, mask_SK: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """Attention with capped scores, in the operations of transformers' eager attention. Keys may have fewer heads."""
+    groups = query_BHSC.shape[1] // key_BHKC.shape[1]
+    key_BHKC, value_BHKC = (heads.repeat_interleave(groups, dim=1) for heads in (key_BHKC, value_BHKC))
+    scores_BHSK = softcap * torch.tanh(query_BHSC @ key_BHKC.transpose(2, 3) * scale / softcap)
+    scores_BHSK = scores_BHSK.masked_fill(~mask_SK, -torch.inf)
+    return scores_BHSK.softmax(-1, dtype=torch.float32).to(query_BHSC.dtype) @ value_BHKC
+
+
+def _joined(output_BHSC: Tensor) -> Tensor:
+    """Return the outputs of all heads [S, B, H·C]."""
+    return output_BHSC.permute(2, 0, 1, 3).flatten(2)
 
 
 def context_positions(tokens: int) -> Tensor:

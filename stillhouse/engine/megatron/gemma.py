@@ -3,7 +3,8 @@
     layer.submodules.self_attention.module = GemmaAttention
     layer.submodules.self_attention.submodules.linear_proj = NormedProjection
 
-Gemma 3 also normalizes the outputs of attention and MLP, and its layers with a window have another rotary embedding.
+Gemma 2 and 3 also normalize the outputs of attention and MLP. In Gemma 3, layers with a window have another rotary
+embedding.
 
 S tokens of a row on this rank, B rows, D width.
 """

@@ -57,7 +57,7 @@ def _build_chunk(
     place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model = MultiTokenGPTModel(
         transformer,
-        _block_spec(transformer, family, vp_stage),
+        _block_spec(config, transformer, family, vp_stage),
         padded_vocabulary(config.vocab_size, transformer.tensor_model_parallel_size),
         config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
@@ -90,7 +90,9 @@ def _frozen_padding(pad: int, embedding: Any, inputs: tuple[Tensor], output: Ten
     return torch.where(is_padding[..., None], output.detach(), output)
 
 
-def _block_spec(transformer: TransformerConfig, family: Family, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: PreTrainedConfig, transformer: TransformerConfig, family: Family, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     block = get_gpt_decoder_block_spec(
         transformer,
         use_transformer_engine=uses_transformer_engine(family),
@@ -103,7 +105,8 @@ def _block_spec(transformer: TransformerConfig, family: Family, vp_stage: int | 
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = CausalAttention
+        softcap = config.attn_logit_softcapping if family.softcap else None
+        attention.core_attention = partial(CausalAttention, softcap=softcap)
         if family.latent:
             layer.submodules.self_attention.module = LatentAttention
             attention.q_layernorm = attention.kv_layernorm = RmsNorm

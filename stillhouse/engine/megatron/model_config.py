@@ -30,7 +30,8 @@ class Family:
     qk_norm: whether the queries and keys of each head are normalized.
     experts: returns the fields for layers with experts; None: no layer has experts.
     latent: whether queries, keys and values are computed from latent vectors (multi-head latent attention).
-    gemma: whether the layers are those of Gemma 3 (see `gemma.py`).
+    gemma: whether the layers are those of Gemma 2 and 3 (see `gemma.py`).
+    softcap: whether the scores of attention and the logits may be capped.
     """
 
     qkv_bias: bool = False
@@ -38,6 +39,7 @@ class Family:
     experts: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
     latent: bool = False
     gemma: bool = False
+    softcap: bool = False
 
 
 def _qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
@@ -84,10 +86,11 @@ FAMILIES = {
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, experts=_qwen_experts),
     "deepseek_v3": Family(qk_norm=True, experts=_deepseek_experts, latent=True),
+    "gemma2": Family(gemma=True, softcap=True),
     "gemma3_text": Family(qk_norm=True, gemma=True),
 }
 
-#: settings for which only one value is exact
+#: settings for which only one value is exact, except for families with other values
 _ONLY: Mapping[str, Any] = {
     "hidden_act": "silu",
     "hidden_activation": "gelu_pytorch_tanh",
@@ -114,7 +117,7 @@ def transformer_config(
     Raises ValueError, naming the key, for what Megatron-Core does not compute exactly as transformers does.
     """
     family = require_family(config)
-    _require_exact(config)
+    _require_exact(config, family)
     determined = _model_fields(config, family) | _loss_fields()
     kind = MLATransformerConfig if family.latent else TransformerConfig
     known = {field.name for field in fields(kind)}
@@ -276,8 +279,10 @@ def _loss_fields() -> dict[str, Any]:
     }
 
 
-def _require_exact(config: PreTrainedConfig) -> None:
+def _require_exact(config: PreTrainedConfig, family: Family) -> None:
     for key, value in _ONLY.items():
+        if family.softcap and key.endswith("_softcapping"):
+            continue
         if getattr(config, key, None) not in (value, None):
             raise _not_exact(config, key, getattr(config, key), repr(value))
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}

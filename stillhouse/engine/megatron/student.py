@@ -33,6 +33,7 @@ from stillhouse.engine.megatron.weight_names import Place
 from stillhouse.engine.megatron.weights import WeightTable, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.models.megatron import MegatronProcessor
+from stillhouse.models.model_parts import LogitRule
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import (
@@ -85,7 +86,12 @@ class Chunks:
         names = {*tensors} - {*decoder.shared_names()}
         require_full_coverage(table, {name: tensors[name].shape for name in names})
         load_from_source(models, table, source, decoder, mesh)
-        processor = MegatronProcessor(models[-1], full_vocab, vocab_size=decoder.config.vocab_size)
+        processor = MegatronProcessor(
+            models[-1],
+            full_vocab,
+            vocab_size=decoder.config.vocab_size,
+            softcap=LogitRule.from_config(decoder.config).softcap,
+        )
         return cls(decoder.config, transformer, models, table, processor)
 
     def trained(self) -> "Chunks":

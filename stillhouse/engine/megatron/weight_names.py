@@ -187,7 +187,7 @@ _LATENT: dict[str, Rule] = {
     ),
     "mlp.shared_experts.linear_fc2.weight": Columns("mlp.shared_experts.down_proj.weight"),
 }
-#: Gemma 3 has four norms in a layer; the names of the second and third differ in meaning from those of other families
+#: Gemma 2 and 3 have four norms in a layer; the names of the second and third differ in meaning from those of other families
 _GEMMA: dict[str, Rule] = {
     "self_attention.linear_proj.post_norm.weight": Whole("post_attention_layernorm.weight"),
     "pre_mlp_layernorm.weight": Whole("pre_feedforward_layernorm.weight"),
@@ -201,6 +201,7 @@ NAMES: dict[str, Mapping[str, Rule]] = {
     "qwen3": _DENSE,
     "qwen3_moe": _DENSE | _EXPERTS,
     "deepseek_v3": _DENSE | _EXPERTS | _LATENT,
+    "gemma2": _DENSE | _GEMMA,
     "gemma3_text": _DENSE | _GEMMA,
 }
 
