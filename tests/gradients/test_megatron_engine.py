@@ -10,7 +10,7 @@ from kit.shard_ranks import Failure, pool_of_meshes
 
 pytest.importorskip("megatron.core")
 
-from kit.megatron_engine_jobs import Difference, Job, compare
+from kit.megatron_engine_jobs import Difference, Job, compare, saved_and_loaded
 from kit.megatron_weights_jobs import Case
 
 from stillhouse.tools.parity import worst
@@ -41,6 +41,7 @@ CASES = [
     slow(Job(Case("gemma3_text", pipeline=2, chunks=2, context=2, tied=True), uneven=True)),
     slow(Job(Case("qwen3_moe", context=2, expert=2), uneven=True)),
     slow(Job(Case("gemma2", tensor=2, tied=True), uneven=True)),
+    slow(Job(Case("gpt_oss", tensor=2, expert=2, sequence=True))),
 ]
 
 
@@ -55,3 +56,10 @@ def test_steps_are_those_of_the_other_engine(job: Job) -> None:
         assert difference.norm <= 1e-4, rank
         assert worst(difference.gradients.items())[1] <= 1e-5, (rank, difference.gradients)
         assert worst(difference.weights.items())[1] <= 1e-4, (rank, difference.weights)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_gpt_oss_has_the_weights_of_all_experts() -> None:
+    case = Case("gpt_oss", tensor=2, expert=2, sequence=True)
+    for differences in pool_of_meshes(2).call(saved_and_loaded, case, limit=LIMIT):
+        assert worst(differences.items())[1] == 0.0, differences

@@ -109,6 +109,8 @@ def model_config(case: Case) -> PreTrainedConfig:
     if case.model_type == "gemma2":
         options |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 7}
         options["sliding_window"] = 5
+    if case.model_type == "gpt_oss":
+        options["swiglu_limit"] = 0.2  # far within the range of the projections
     if case.model_type == "deepseek_v3":
         options |= {"qk_nope_head_dim": 12, "v_head_dim": 16, "n_group": 2}
     if case.model_type not in ("qwen2", "qwen3", "qwen3_moe"):

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,7 +32,8 @@ class CausalAttention(nn.Module):
     """The core attention of a layer, with a window if the layer has one.
 
     Context ranks gather the keys and values of the row; backward reduces their gradients.
-    softcap: scores become softcap · tanh(scores / softcap); None: they stay. All probabilities are then in memory.
+    softcap: scores become softcap · tanh(scores / softcap); None: they stay. With a softcap, and with the learnable
+    `softmax_type` of gpt-oss, whose heads have a further score without a value, all probabilities are in memory.
     """
 
     def __init__(
@@ -45,7 +47,12 @@ class CausalAttention(nn.Module):
         **__: Any,
     ):
         super().__init__()
-        self.softcap = softcap
+        self.softcap, self.softmax_offset = softcap, None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         self.scale = 1 / sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         # the number of keys before its own that a query sees
@@ -70,16 +77,17 @@ class CausalAttention(nn.Module):
                 for heads in (key_SBHC, value_SBHC)
             )
         mask_SK = None
-        if group.size() > 1 or self.window is not None or self.softcap is not None:
+        is_plain = self.softcap is None and self.softmax_offset is None
+        if group.size() > 1 or self.window is not None or not is_plain:
             distance_SK = context_positions(len(key_SBHC))[:, None] - all_positions(len(key_SBHC))
             mask_SK = distance_SK >= 0
             if self.window is not None:
                 mask_SK &= distance_SK <= self.window
             mask_SK = mask_SK.to(query_SBHC.device)
         query_BHSC, key_BHKC, value_BHKC = (heads.permute(1, 2, 0, 3) for heads in (query_SBHC, key_SBHC, value_SBHC))
-        if self.softcap is not None:
+        if not is_plain:
             assert mask_SK is not None
-            return _joined(_capped_attention(query_BHSC, key_BHKC, value_BHKC, mask_SK, self.scale, self.softcap))
+            return _joined(self._eager(query_BHSC * self.scale, key_BHKC, value_BHKC, mask_SK))
         output_BHSC = nn.functional.scaled_dot_product_attention(
             query_BHSC,
             key_BHKC,
@@ -90,6 +98,20 @@ class CausalAttention(nn.Module):
             enable_gqa=query_BHSC.shape[1] != key_BHKC.shape[1],
         )
         return _joined(output_BHSC)
+
+    def _eager(self, query_BHSC: Tensor, key_BHKC: Tensor, value_BHKC: Tensor, mask_SK: Tensor) -> Tensor:
+        """Attention in the operations of transformers' eager attention. Keys may have fewer heads."""
+        groups = query_BHSC.shape[1] // key_BHKC.shape[1]
+        key_BHKC, value_BHKC = (heads.repeat_interleave(groups, dim=1) for heads in (key_BHKC, value_BHKC))
+        scores_BHSK = query_BHSC @ key_BHKC.transpose(2, 3)
+        if self.softcap is not None:
+            scores_BHSK = self.softcap * torch.tanh(scores_BHSK / self.softcap)
+        scores_BHSK = scores_BHSK.masked_fill(~mask_SK, -torch.inf)
+        if self.softmax_offset is not None:
+            offset_BHS1 = self.softmax_offset[:, None, None].expand(*scores_BHSK.shape[:3], 1)
+            scores_BHSK = torch.cat([scores_BHSK, offset_BHS1], dim=-1)
+        weights_BHSK = scores_BHSK.softmax(-1, dtype=torch.float32).to(query_BHSC.dtype)
+        return weights_BHSK[..., : key_BHKC.shape[2]] @ value_BHKC
 
 
 class LatentAttention(MLASelfAttention):
@@ -107,17 +129,6 @@ class LatentAttention(MLASelfAttention):
                 gather_from_tensor_model_parallel_region(key_value_SBL)
             )
         return query_SBL, key_value_SBL
-
-
-def _capped_attention(
-    query_BHSC: Tensor, key_BHKC: Tensor, value_BHKC: Tensor, mask_SK: Tensor, scale: float, softcap: float
-) -> Tensor:
-    """Attention with capped scores, in the operations of transformers' eager attention. Keys may have fewer heads."""
-    groups = query_BHSC.shape[1] // key_BHKC.shape[1]
-    key_BHKC, value_BHKC = (heads.repeat_interleave(groups, dim=1) for heads in (key_BHKC, value_BHKC))
-    scores_BHSK = softcap * torch.tanh(query_BHSC @ key_BHKC.transpose(2, 3) * scale / softcap)
-    scores_BHSK = scores_BHSK.masked_fill(~mask_SK, -torch.inf)
-    return scores_BHSK.softmax(-1, dtype=torch.float32).to(query_BHSC.dtype) @ value_BHKC
 
 
 def _joined(output_BHSC: Tensor) -> Tensor:

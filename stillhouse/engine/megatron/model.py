@@ -6,9 +6,9 @@
     load(chunks, weight_table(chunks, config, Place.current()), named_tensors)         # in loading.py
 
 The weights are allocated, not initialized. With Transformer Engine installed, the layers are those of its layer spec.
-Without it, and always for Gemma, they are Megatron-Core's local layers, on a CPU or a GPU, with `RmsNorm` and
-`CausalAttention`, for which each row of a micro-batch must be one document. The path with Transformer Engine has not
-been run: it needs a GPU.
+Without it, and always for Gemma and gpt-oss, they are Megatron-Core's local layers, on a CPU or a GPU, with `RmsNorm`
+and `CausalAttention`, for which each row of a micro-batch must be one document. The path with Transformer Engine has
+not been run: it needs a GPU.
 
 S tokens of a row on this rank, B rows, D width, C half of the width of a head.
 """
@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig
 
 from stillhouse.engine.megatron.attention import CausalAttention, LatentAttention
 from stillhouse.engine.megatron.gemma import GemmaAttention, NormedProjection
+from stillhouse.engine.megatron.gpt_oss import ExpertProjection, GateUpProjection
 from stillhouse.engine.megatron.model_config import (
     Family,
     padded_vocabulary,
@@ -112,6 +113,9 @@ def _block_spec(
             attention.q_layernorm = attention.kv_layernorm = RmsNorm
         elif family.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
+        if family.gpt_oss:
+            experts = layer.submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
+            experts.linear_fc1, experts.linear_fc2 = GateUpProjection, ExpertProjection
         if family.gemma:
             layer.submodules.self_attention.module = GemmaAttention
             attention.linear_proj = NormedProjection

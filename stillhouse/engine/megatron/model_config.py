@@ -11,6 +11,7 @@ V vocabulary, C half of the width of a head.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Family:
     latent: whether queries, keys and values are computed from latent vectors (multi-head latent attention).
     gemma: whether the layers are those of Gemma 2 and 3 (see `gemma.py`).
     softcap: whether the scores of attention and the logits may be capped.
+    gpt_oss: whether all projections, experts and routers have a bias, and attention a further score (`gpt_oss.py`).
     """
 
     qkv_bias: bool = False
@@ -40,6 +42,7 @@ class Family:
     latent: bool = False
     gemma: bool = False
     softcap: bool = False
+    gpt_oss: bool = False
 
 
 def _qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
@@ -78,6 +81,26 @@ def _deepseek_experts(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
+def _gpt_oss_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    if config.num_experts_per_tok == 1:
+        raise _not_exact(config, "num_experts_per_tok", 1, "2 or more")
+    if not config.attention_bias:
+        raise _not_exact(config, "attention_bias", config.attention_bias, "True")
+    return {
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "activation_func": partial(_swish, config.swiglu_alpha),
+        "activation_func_clamp_value": config.swiglu_limit,
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+    }
+
+
+def _swish(gain: float, input_: Tensor) -> Tensor:
+    return input_ * torch.sigmoid(gain * input_)
+
+
 #: by transformers' model type. A new family also needs an entry in `weight_names.NAMES`
 FAMILIES = {
     "llama": Family(),
@@ -86,6 +109,7 @@ FAMILIES = {
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, experts=_qwen_experts),
     "deepseek_v3": Family(qk_norm=True, experts=_deepseek_experts, latent=True),
+    "gpt_oss": Family(experts=_gpt_oss_experts, gpt_oss=True),
     "gemma2": Family(gemma=True, softcap=True),
     "gemma3_text": Family(qk_norm=True, gemma=True),
 }
@@ -156,8 +180,10 @@ def require_family(config: PreTrainedConfig) -> Family:
 
 
 def uses_transformer_engine(family: Family) -> bool:
-    """Whether the layers are those of Transformer Engine, whose projections have no norm of their output (Gemma)."""
-    return HAVE_TE and not family.gemma
+    """Whether the layers are those of Transformer Engine, which has no norms of projections' outputs (Gemma) and no
+    experts with the weights of gpt-oss.
+    """
+    return HAVE_TE and not family.gemma and not family.gpt_oss
 
 
 def head_width(config: PreTrainedConfig) -> int:
@@ -184,6 +210,10 @@ def rotary_frequencies(config: PreTrainedConfig, layer_type: str = "full_attenti
     scaled = ROPE_INIT_FUNCTIONS[rotary["rope_type"]]
     frequencies_C, factor = scaled(config, layer_type=layer_type) if by_type else scaled(config)
     return frequencies_C, float(factor)
+
+
+def _expert_width(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "moe_intermediate_size", config.intermediate_size))
 
 
 def gelu_tanh(input_: Tensor) -> Tensor:
@@ -214,7 +244,7 @@ def _model_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
     if family.experts is not None:
         values |= family.experts(config) | {
             "num_moe_experts": config.num_local_experts,
-            "moe_ffn_hidden_size": config.moe_intermediate_size,
+            "moe_ffn_hidden_size": _expert_width(config),
             "moe_router_topk": config.num_experts_per_tok,
         }
     return values
@@ -281,7 +311,7 @@ def _loss_fields() -> dict[str, Any]:
 
 def _require_exact(config: PreTrainedConfig, family: Family) -> None:
     for key, value in _ONLY.items():
-        if family.softcap and key.endswith("_softcapping"):
+        if (family.softcap and key.endswith("_softcapping")) or (family.gpt_oss and key == "attention_bias"):
             continue
         if getattr(config, key, None) not in (value, None):
             raise _not_exact(config, key, getattr(config, key), repr(value))
@@ -316,6 +346,11 @@ def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapp
         raise ValueError(
             f"sequence_parallel=False with tensor_model_parallel_size={tensor} for a {config.model_type} model: "
             "Megatron-Core does not train experts this way; expected sequence_parallel=True"
+        )
+    if family.gpt_oss and (options.get("expert_tensor_parallel_size") or tensor) > 1:
+        raise ValueError(
+            f"tensor_model_parallel_size={tensor} for a {config.model_type} model without expert parallelism: "
+            "experts with biases are not cut; expected parallel.expert as a multiple of parallel.tensor"
         )
     pipeline = options.get("pipeline_model_parallel_size", 1)
     chunks = options.get("virtual_pipeline_model_parallel_size") or 1

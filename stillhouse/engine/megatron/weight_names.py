@@ -144,6 +144,16 @@ class Vocabulary:
             yield _rows(0, real, shape), self.name, _rows(start, start + real, shape)
 
 
+@dataclass(frozen=True)
+class ExpertRow:
+    """A bias of one expert, a matrix with one row, which is a row of the full tensor."""
+
+    name: str
+
+    def pieces(self, shape: Sequence[int], shard: Shard, config: PreTrainedConfig) -> Iterator[Piece]:
+        yield (0, slice(0, shape[1])), self.name, (slice(0, shape[1]),)
+
+
 #: the parameters of a layer, by Megatron-Core's names; names of the full model are relative to the layer.
 #: Transformer Engine has the norms of a projection's input in the projection
 _DENSE: dict[str, Rule] = {
@@ -187,11 +197,22 @@ _LATENT: dict[str, Rule] = {
     ),
     "mlp.shared_experts.linear_fc2.weight": Columns("mlp.shared_experts.down_proj.weight"),
 }
-#: Gemma 2 and 3 have four norms in a layer; the names of the second and third differ in meaning from those of other families
+#: Gemma 2 and 3 have four norms in a layer; the names of the second and third differ in meaning from those of other
+#: families
 _GEMMA: dict[str, Rule] = {
     "self_attention.linear_proj.post_norm.weight": Whole("post_attention_layernorm.weight"),
     "pre_mlp_layernorm.weight": Whole("pre_feedforward_layernorm.weight"),
     "mlp.linear_fc2.post_norm.weight": Whole("post_feedforward_layernorm.weight"),
+}
+_GPT_OSS: dict[str, Rule] = {
+    "self_attention.linear_proj.bias": Whole("self_attn.o_proj.bias"),
+    "self_attention.core_attention.softmax_offset": Rows(("self_attn.sinks",)),
+    "mlp.router.weight": Whole("mlp.router.weight"),
+    "mlp.router.bias": Whole("mlp.router.bias"),
+    "mlp.experts.*.linear_fc1.weight_IO": Whole("mlp.experts.gate_up_proj"),
+    "mlp.experts.*.linear_fc1.shift_1O": ExpertRow("mlp.experts.gate_up_proj_bias"),
+    "mlp.experts.*.linear_fc2.weight_IO": Whole("mlp.experts.down_proj"),
+    "mlp.experts.*.linear_fc2.shift_1O": ExpertRow("mlp.experts.down_proj_bias"),
 }
 #: by transformers' model type
 NAMES: dict[str, Mapping[str, Rule]] = {
@@ -201,6 +222,7 @@ NAMES: dict[str, Mapping[str, Rule]] = {
     "qwen3": _DENSE,
     "qwen3_moe": _DENSE | _EXPERTS,
     "deepseek_v3": _DENSE | _EXPERTS | _LATENT,
+    "gpt_oss": _DENSE | _GPT_OSS,
     "gemma2": _DENSE | _GEMMA,
     "gemma3_text": _DENSE | _GEMMA,
 }
@@ -209,7 +231,7 @@ _EMBEDDING, _HEAD = "backbone.embed_tokens.weight", "head.linear.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 #: a module for each expert, or a tensor for each expert in one module of Transformer Engine
 _EXPERT = re.compile(
-    r"mlp\.experts\.(?:local_experts\.(?P<module>\d+)\.)?(?P<name>linear_fc[12]\.weight)(?P<tensor>\d*)"
+    r"mlp\.experts\.(?:local_experts\.(?P<module>\d+)\.)?(?P<name>linear_fc[12]\.(?:weight_IO|shift_1O|weight))(?P<tensor>\d*)"
 )
 
 
