@@ -122,5 +122,5 @@ $(VENV)/.development: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable '.[dev]'
 # Megatron-Core for the tests of its hook. It runs on Python 3.11, although it requires a later one, and imports Triton,
 # which exists only for Linux; an extra can express neither
-	[ "$$(uname -s)" != Linux ] || $(INSTALL) --no-deps --ignore-requires-python megatron-core triton
+	[ "$$(uname -s)" != Linux ] || $(INSTALL) --no-deps --ignore-requires-python megatron-core triton einops
 	touch $@ $(VENV)/.package

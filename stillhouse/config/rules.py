@@ -365,11 +365,15 @@ RULES: tuple[Rule, ...] = (
         for key in (
             *("student.adapter", "student.mtp", "student.attention"),
             *("teacher.offload", "teacher.quantize", "teacher.attention", "train.optimizer", "train.compile"),
-            *("train.residual_dtype", "train.activation_checkpointing", "objective.hidden"),
-            *("objective.router_aux_loss", "parallel.offload", "parallel.gather_dtype"),
+            *("objective.hidden", "objective.router_aux_loss", "parallel.offload", "parallel.gather_dtype"),
         )
     ),
-    excludes("train.precision=bf16", "parallel.engine=megatron", expected="fp32"),
+    Rule(
+        ("parallel.megatron", "parallel.engine"),
+        lambda megatron, engine: megatron is not None and engine != "megatron",
+        "null, or parallel.engine=megatron",
+    ),
+    Rule(("teacher.parallel.megatron",), lambda megatron: megatron is not None, "null"),
     excludes("data.packing=packed", "parallel.engine=megatron", expected="auto or rows"),
     Rule(
         ("parallel.schedule", "parallel.engine"),

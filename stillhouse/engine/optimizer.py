@@ -115,7 +115,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for part in self.parts:
             part.step()
 
-    def part_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    def part_of(self, parameter: Tensor) -> torch.optim.Optimizer:
         """Return the optimizer that trains this parameter."""
         owners = {
             id(parameter): part for part in self.parts for group in part.param_groups for parameter in group["params"]
@@ -164,7 +164,7 @@ def make_step(optimizer: torch.optim.Optimizer, rate: float, skipped: Tensor | N
         ) from error
 
 
-def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Return the state that the optimizer has for a parameter before its first step: all zeros."""
     if isinstance(optimizer, CombinedOptimizer):
         optimizer = optimizer.part_of(parameter)

@@ -26,6 +26,7 @@ from stillhouse.parallel.ranks import (
     process_count,
     process_rank,
     start,
+    start_alone,
     wait_for_all,
 )
 from stillhouse.parallel.run_layout import SCHEMES, Layout
@@ -85,6 +86,7 @@ __all__ = [
     "shard_micro_batches",
     "single_process_runner",
     "start",
+    "start_alone",
     "wait_for_all",
     "watchdog",
 ]

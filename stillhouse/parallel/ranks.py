@@ -260,6 +260,12 @@ def start(device: torch.device, timeout: float) -> None:
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes, timeout=limit)
 
 
+def start_alone(device: torch.device) -> None:
+    """Make a process group of this process alone, for a library that needs one."""
+    if not dist.is_initialized():
+        dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
+
+
 def wait_for_all() -> None:
     """Wait until all processes of the job have called this function."""
     if dist.is_initialized():

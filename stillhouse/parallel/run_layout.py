@@ -1,7 +1,7 @@
 """How a run is distributed over processes: its degrees, and the schedule of its pipeline."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,8 +61,10 @@ class Layout:
 
     schedule: the pipeline's schedule, a key of `SCHEMES`. gather_dtype (student only), offload: see `apply_fsdp`.
     residual_dtype (student only): see `apply_residual_dtype`. compile: whether the layers are compiled.
-    sequence: whether tensor ranks share the tokens between the matrix products (Megatron-Core only).
     autocast: with one of these two, the dtype of the student's matrix products in its proof.
+    sequence, recompute, options (Megatron-Core only): whether tensor ranks share the tokens between the matrix
+        products, whether layers are computed again in backward, and settings by Megatron-Core's names. autocast is
+        then the dtype of the student's parameters; None: float32.
     """
 
     degrees: Degrees = ONE
@@ -73,6 +75,8 @@ class Layout:
     compile: bool = False
     autocast: torch.dtype | None = None
     sequence: bool = False
+    recompute: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         schedule = f", {self.schedule}" if self.degrees.pipeline > 1 else ""

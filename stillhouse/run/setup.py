@@ -27,6 +27,7 @@ from stillhouse.parallel import (
     log_rank0,
     process_count,
     start,
+    start_alone,
 )
 from stillhouse.run.agreement import require_same_configuration
 from stillhouse.run.inputs import RunData, load_run_data
@@ -76,6 +77,8 @@ class RunSetup:
         train, layout = self.config.train, layout_of(self.config.parallel, process_count())
         residual_dtype = None if train.residual_dtype is None else torch.bfloat16
         changed = replace(layout, residual_dtype=residual_dtype, compile=train.compile)
+        if self.config.parallel.engine == "megatron":
+            return replace(changed, autocast=self._autocast, recompute=train.activation_checkpointing)
         return replace(changed, autocast=self._autocast) if changed.changes_results else changed
 
     @cached_property
@@ -100,6 +103,8 @@ class RunSetup:
             require_sharing(layout, device)
         if process_count() > 1:
             start(device, self.config.train.timeout)
+        elif self.config.parallel.engine == "megatron":
+            start_alone(device)
         ranks = Ranks.of_job(device)
         self.warnings = require_same_configuration(self.values, ranks)
         return ranks
@@ -229,7 +234,8 @@ def layout_of(parallel: ParallelConfig, processes: int, key: str = "parallel") -
             "expected a divisor of the first and a multiple of the second",
         )
     gather_dtype = None if parallel.gather_dtype is None else torch.bfloat16
-    return Layout(degrees, parallel.schedule, gather_dtype, parallel.offload, sequence=parallel.sequence)
+    layout = Layout(degrees, parallel.schedule, gather_dtype, parallel.offload)
+    return replace(layout, sequence=parallel.sequence, options=parallel.megatron or {})
 
 
 def require_sharing(layout: Layout, device: torch.device) -> None:

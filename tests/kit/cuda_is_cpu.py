@@ -35,11 +35,15 @@ class _CudaIsCpu(TorchFunctionMode):
 class _Event:
     """An event of a device that has completed all its work, and a stream of this device. All are the same."""
 
+    def __init__(self, **_: Any): ...
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Event)
 
     def record_event(self) -> "_Event":
         return _Event()
+
+    def wait_event(self, _: Any) -> None: ...
 
     def wait_stream(self, _: Any) -> None: ...
 
@@ -58,6 +62,7 @@ def cuda_is_cpu() -> Iterator[None]:
         stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
         for name in ("Stream", "Event", "current_stream"):
             stack.enter_context(patch(f"torch.cuda.{name}", _Event))
+        stack.enter_context(patch("torch.cuda.stream", nullcontext))
         # no random state is needed, because there is no dropout
         stack.enter_context(patch.object(get_cuda_rng_tracker(), "fork", nullcontext))
         for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):

@@ -4,8 +4,8 @@ B rows, S tokens per row.
 """
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +21,12 @@ from torch import Tensor
 from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import Engine
+from stillhouse.engine.megatron.build import build_megatron_student
 from stillhouse.engine.megatron.engine import MegatronEngine
 from stillhouse.engine.megatron.model_config import transformer_config
-from stillhouse.engine.megatron.student import Chunks, MegatronStudent
-from stillhouse.engine.megatron.weights import gather
+from stillhouse.engine.megatron.student import Chunks
+from stillhouse.engine.megatron.trained import trained_parameters
+from stillhouse.engine.megatron.weights import gather, local_blocks
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.objective import TEACHER, TopK
@@ -42,17 +44,20 @@ TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0
 class Job:
     """case: the student and its layout. loss: the objective. top_k: entries of a stored signal; 0: a teacher that
     runs in the stages, if the objective needs one. uneven: whether rows of odd length have several documents of other
-    lengths, and padding; otherwise, each row is a document.
+    lengths, and padding; otherwise, each row is a document. recompute, options: of the layout.
     """
 
     case: Case
     loss: str = "0.3*cross_entropy + 0.7*jsd(0.5)"
     top_k: int = 0
     uneven: bool = False
+    recompute: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return f"{self.case.name} {self.loss}" + f" top {self.top_k}" * bool(self.top_k) + " uneven" * self.uneven
+        flags = ["uneven"] * self.uneven + ["recompute"] * self.recompute
+        return " ".join([self.case.name, self.loss, *[f"top {self.top_k}"] * bool(self.top_k), *flags, *self.options])
 
 
 @dataclass
@@ -81,7 +86,7 @@ def compare(rank: Rank, job: Job) -> Difference:
     exact = run(TorchEngine(single_process_runner(student, teacher), spec, train=TRAIN), job)
     expected = {name: tensor.detach() for name, tensor in student.state_dict().items()}
     with laid_out(case):
-        engine = megatron_engine(case, spec)
+        engine = megatron_engine(job, spec)
         steps, gradients = run(engine, job)
         weights = values(engine)
     of_exact, exact_gradients = exact
@@ -94,6 +99,60 @@ def compare(rank: Rank, job: Job) -> Difference:
         {name: relative_difference(gradients[name], gradient, least) for name, gradient in exact_gradients.items()},
         {name: relative_difference(weights[name], expected[name]) for name in weights},
     )
+
+
+@dataclass
+class Distances:
+    """Of the first step's gradients from those in float64, relative to the norm of the latter.
+
+    float32, bfloat16: those of the other engine in one process. megatron: by the dtype of the residual stream.
+    weights: the largest difference between the float32 weights before the first step and the loaded ones.
+    """
+
+    float32: float
+    bfloat16: float
+    megatron: dict[torch.dtype | None, float]
+    weights: float
+
+
+def distances(rank: Rank, job: Job) -> Distances:
+    """A job: the rounding of a step that computes in bfloat16."""
+    spec, case = parse_objective(job.loss), job.case
+
+    def of_torch(dtype: torch.dtype, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
+        runner = single_process_runner(*(decoder(case, seed).to(dtype) for seed in range(2)))
+        return run(TorchEngine(runner, spec, train=TRAIN, autocast=autocast), job, steps=1)[1]
+
+    exact = of_torch(torch.float64)
+    megatron: dict[torch.dtype | None, float] = {}
+    weights = 0.0
+    for residual_dtype in (None, torch.bfloat16):
+        with laid_out(case):
+            engine = megatron_engine(job, spec, autocast=torch.bfloat16, residual_dtype=residual_dtype)
+            weights = max(weights, *map(float, unlike(engine, decoder(case, 0))))
+            megatron[residual_dtype] = distance(run(engine, job, steps=1)[1], exact)
+    return Distances(
+        distance(of_torch(torch.float32), exact),
+        distance(of_torch(torch.float32, torch.bfloat16), exact),
+        megatron,
+        weights,
+    )
+
+
+def distance(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    squares = [float((gradients[name].double() - gradient).square().sum()) for name, gradient in exact.items()]
+    return (sum(squares) / sum(float(gradient.square().sum()) for gradient in exact.values())) ** 0.5
+
+
+def unlike(engine: MegatronEngine, expected: Decoder) -> Iterator[Tensor]:
+    """Yield the differences of the optimizer's float32 weights from those of a full model."""
+    chunks, tensors = engine.student.student, expected.state_dict()
+    full = {
+        entry.parameter: entry.collect(entry.master.detach(), everywhere=True)
+        for entry in trained_parameters(chunks, engine.optimizer)
+    }
+    for block, part in local_blocks(chunks.models, chunks.table, full.get):
+        yield (part - tensors[block.name][block.index]).abs().max()
 
 
 def apart(sums: dict[str, float], expected: dict[str, float]) -> dict[str, float]:
@@ -110,11 +169,20 @@ def decoder(case: Case, seed: int) -> Decoder:
     return Decoder(of_config(model_config(case), seed=seed), verify=False)
 
 
-def megatron_engine(case: Case, spec: ObjectiveSpec) -> MegatronEngine:
-    layout = Layout(case.degrees, "interleaved" if case.chunks > 1 else "1f1b")
+def megatron_engine(job: Job, spec: ObjectiveSpec, **precision: torch.dtype) -> MegatronEngine:
+    """precision: further fields of the layout."""
+    case = job.case
+    layout = Layout(
+        case.degrees,
+        "interleaved" if case.chunks > 1 else "1f1b",
+        **precision,
+        sequence=case.sequence,
+        recompute=job.recompute,
+        options=job.options,
+    )
     mesh = Mesh(case.degrees, torch.device("cpu"))
-    models = [build_chunks(case, mesh, ModelSource(partial(decoder, case, seed))) for seed in range(2)]
-    student = MegatronStudent(layout, mesh, *(chunks for chunks, _ in models), *(empty for _, empty in models))
+    sources = [ModelSource(partial(decoder, case, seed), name="model") for seed in range(2)]
+    student = build_megatron_student(layout, mesh, *sources)
     return MegatronEngine(student, spec, train=TRAIN)
 
 
@@ -132,11 +200,11 @@ def values(engine: MegatronEngine) -> dict[str, Tensor]:
     return gather(chunks.models, chunks.table, shapes, lambda parameter: parameter)
 
 
-def run(engine: Engine, job: Job) -> tuple[list[Step], dict[str, Tensor]]:
-    """Return what each step logs, and the full gradients of the first step, which is made of two passes."""
-    steps: list[Step] = []
+def run(engine: Engine, job: Job, steps: int = STEPS) -> tuple[list[Step], dict[str, Tensor]]:
+    """Return what each step logs, and the full gradients of the first step."""
+    logged: list[Step] = []
     gradients: dict[str, Tensor] = {}
-    for number in range(STEPS):
+    for number in range(steps):
         step = StepMicroBatches(micro_batches(number, job.uneven))
         shards = engine.student.shard(step)
         held_out = engine.student.shard(step, training=False)
@@ -145,8 +213,8 @@ def run(engine: Engine, job: Job) -> tuple[list[Step], dict[str, Tensor]]:
         sums = dict(output.sums)
         if not gradients:
             gradients = {name: gradient.clone() for name, gradient in engine.gradients() if gradient is not None}
-        steps.append(Step(sums, engine.update(LEARNING_RATE, output), evaluation))
-    return steps, gradients
+        logged.append(Step(sums, engine.update(LEARNING_RATE, output), evaluation))
+    return logged, gradients
 
 
 def signals(engine: Engine, micro_batches: Sequence[MicroBatch], job: Job) -> Any:
@@ -215,7 +283,7 @@ def silent_model(rank: Rank, case: Case) -> str:
 def saved_and_loaded(rank: Rank, case: Case) -> dict[str, float]:
     """A job: the differences of weights after a step from those that another engine reads from the checkpoint."""
     with laid_out(case):
-        engine, other = (megatron_engine(case, parse_objective("cross_entropy")) for _ in range(2))
+        engine, other = (megatron_engine(Job(case), parse_objective("cross_entropy")) for _ in range(2))
         step = StepMicroBatches(micro_batches(0, uneven=False))
         shards = engine.student.shard(step)
         engine.forward_backward(shards, [{}] * len(shards), step.normalizer)

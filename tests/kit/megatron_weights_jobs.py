@@ -51,6 +51,7 @@ class Case:
     chunks: int = 1  # model chunks per pipeline rank
     expert: int = 1
     data: int = 1
+    replicas: int = 1  # of the optimizer's shards, among the data ranks
     context: int = 1
     sequence: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +64,8 @@ class Case:
     @property
     def name(self) -> str:
         degrees = {
-            name: getattr(self, name) for name in ("tensor", "pipeline", "chunks", "context", "expert", "data")
+            name: getattr(self, name)
+            for name in ("tensor", "pipeline", "chunks", "context", "expert", "data", "replicas")
         }
         parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
         flags = ["sequence"] * self.sequence + ["tied"] * self.tied + [*self.options, *self.settings]
@@ -72,7 +74,12 @@ class Case:
     @property
     def degrees(self) -> Degrees:
         return Degrees(
-            pipeline=self.pipeline, fsdp=self.data, context=self.context, tensor=self.tensor, expert=self.expert
+            pipeline=self.pipeline,
+            fsdp=self.data // self.replicas,
+            replicate=self.replicas,
+            context=self.context,
+            tensor=self.tensor,
+            expert=self.expert,
         )
 
     @property
@@ -124,7 +131,7 @@ def model_config(case: Case) -> PreTrainedConfig:
 def laid_out(case: Case) -> Iterator[None]:
     """Make Megatron's process groups over all ranks, and destroy them at the end."""
     with cuda_is_cpu():
-        parallel_state.initialize_model_parallel(**case.sizes)
+        parallel_state.initialize_model_parallel(**case.sizes, num_distributed_optimizer_instances=case.replicas)
         try:
             yield
         finally:

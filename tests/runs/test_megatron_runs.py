@@ -6,18 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import slow
 from kit.layout_runs import assert_same_weights
 from kit.megatron_runs import LIMIT, assert_same_steps, megatron, without_cuda
 from kit.ranks import Ranks
-from kit.runs import contents, run, write_run
+from kit.runs import contents, metrics, run, write_run
 from kit.signal_hooks import kill_at, signal_at
+from safetensors.torch import load_file
 
 pytest.importorskip("megatron.core")
 
 
+STEPS = {"train.steps": 4, "checkpoint.every": 2, "data.packing": "rows"}
+
+
 def write(folder: Path, family: str, **settings: Any) -> Path:
-    write_run(folder, family=family, **{"train.steps": 4, "checkpoint.every": 2, "data.packing": "rows"} | settings)
+    write_run(folder, family=family, **STEPS | settings)
     run("distill", folder / "run.yaml", f"out={folder / 'torch'}")
     return folder / "torch"
 
@@ -74,14 +79,33 @@ def test_a_run_of_the_other_engine_resumes_on_megatron_core_to_the_same_model(tm
 
 
 @pytest.mark.slow
-def test_a_killed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path) -> None:
-    write(tmp_path, "qwen3")
-    undisturbed = megatron(tmp_path, "undisturbed", 2, "parallel.fsdp=2")
+@pytest.mark.parametrize("settings", [[], ["train.precision=bf16", "train.activation_checkpointing=true"]], ids=len)
+def test_a_killed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, settings: list[str]) -> None:
+    """Each rank has half of the optimizer's float32 weights and moments."""
+    write_run(tmp_path, family="qwen3", **STEPS)
+    arguments = ["parallel.fsdp=2", *settings]
+    undisturbed = megatron(tmp_path, "undisturbed", 2, *arguments)
     killed = tmp_path / "killed"
-    arguments = ("distill", tmp_path / "run.yaml", f"out={killed}", "parallel.engine=megatron", "parallel.fsdp=2")
-    assert -signal.SIGKILL in Ranks(2, *arguments, hook=killed_without_cuda, hook_arguments=(3,)).wait(LIMIT, grace=1)
-    megatron(tmp_path, "killed", 2, "parallel.fsdp=2")
+    command = ("distill", tmp_path / "run.yaml", f"out={killed}", "parallel.engine=megatron", *arguments)
+    assert -signal.SIGKILL in Ranks(2, *command, hook=killed_without_cuda, hook_arguments=(3,)).wait(LIMIT, grace=1)
+    megatron(tmp_path, "killed", 2, *arguments)
     assert contents(killed / "model") == contents(undisturbed / "model")
+
+
+@pytest.mark.slow
+def test_a_run_in_bfloat16_resumes_with_the_other_engine_from_float32_weights(tmp_path: Path) -> None:
+    """Both engines continue from the same float32 weights and moments, and each computes in bfloat16."""
+    write_run(tmp_path, family="qwen3", **STEPS | {"train.precision": "bf16"})
+    run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'torch'}")
+    killed = tmp_path / "killed"
+    command = ("distill", tmp_path / "run.yaml", f"out={killed}", "parallel.engine=megatron", "parallel.fsdp=2")
+    assert -signal.SIGKILL in Ranks(2, *command, hook=killed_without_cuda, hook_arguments=(3,)).wait(LIMIT, grace=1)
+    assert "resuming from" in run("distill", tmp_path / "run.yaml", f"out={killed}").out
+    for line, expected in zip(metrics(killed), metrics(tmp_path / "torch"), strict=True):
+        losses = {name: value for name, value in expected.items() if name.startswith("loss/")}
+        assert {name: line[name] for name in losses} == pytest.approx(losses, rel=1e-2), expected["step"]
+    stored = {path.name: load_file(path) for path in (killed / "model").glob("*.safetensors")}
+    assert all(tensor.dtype == torch.float32 for tensors in stored.values() for tensor in tensors.values())
 
 
 @pytest.mark.parametrize(
@@ -115,7 +139,7 @@ def test_parity_compares_the_layouts_of_megatron_core(
     assert all(float(line.split()[-2]) <= 1e-5 for line in rows), rows
 
 
-def test_one_process_is_refused(tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, family="qwen3", **{"parallel.engine": "megatron"})
     refused = run("distill", tmp_path / "run.yaml", code=1)
-    assert "parallel.engine: megatron in one process: expected torchrun with at least 2 processes" in refused.err
+    assert "parallel.engine: megatron on cpu: Megatron-Core requests CUDA devices; expected a machine" in refused.err

@@ -12,12 +12,16 @@ class ParallelConfig(Section):
 
     engine: Literal["torch", "megatron"] = "torch"
     """The library that trains the student. megatron: Megatron-Core (pip install 'stillhouse[megatron]'), with tensor,
-    pipeline, context, expert and data parallelism of its own; fsdp and replicate are then its data parallelism. The
-    other keys stay as they are; what it does not have is refused by its key. A run may resume with the other engine.
-    """
+    pipeline, context, expert and data parallelism of its own; fsdp is then its distributed optimizer, which shards
+    the optimizer's state and the sums of gradients. The other keys stay as they are; what it does not have is refused
+    by its key. A run may resume with the other engine."""
     sequence: bool = False
     """Sequence parallelism of Megatron-Core: tensor ranks share the tokens between the matrix products. Experts need
     it under tensor parallelism."""
+    megatron: dict[str, bool | int | float | str | list[int] | list[str] | None] | None = None
+    """Settings of Megatron-Core that have no key here, by its names: fields of TransformerConfig, such as
+    moe_token_dispatcher_type or recompute_granularity, and of DistributedDataParallelConfig, such as
+    overlap_grad_reduce. null: none. What the model, the loss or another key determines is refused."""
     fsdp: int | None = Field(default=None, ge=1)
     """FSDP degree: weights, gradients and optimizer state are sharded over this many processes, and each of them gets
     other data. null: the number of processes divided by the other degrees."""

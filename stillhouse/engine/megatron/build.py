@@ -1,11 +1,14 @@
 """Builds a student, and a teacher in its stages, on Megatron-Core: process groups, chunks, weights and a proof."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from stillhouse.engine.megatron.model_config import require_family, transformer_config
+from stillhouse.engine.megatron.options import RECOMPUTE, split_options
 from stillhouse.engine.megatron.proof import prove_chunks
 from stillhouse.engine.megatron.student import Chunks, MegatronStudent
 from stillhouse.models import Decoder, ProofError
@@ -28,30 +31,30 @@ def build_megatron_student(
     Each process reads its part of the models from their files.
     Raises ValueError for a model or a layout that Megatron-Core does not have, ProofError for wrong logits.
     """
-    if mesh.ranks.group is None:
-        raise ValueError("parallel.engine: megatron in one process: expected torchrun with at least 2 processes")
+    _require_gpu(mesh.device)
     if layout.sequence and COLUMNS % layout.degrees.tensor:
         raise ValueError(
             f"parallel.sequence with tensor {layout.degrees.tensor}: expected a divisor of {COLUMNS}, because the "
             "columns of the documents' rows are a multiple of it"
         )
-    sizes = _sizes(layout)
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()  # the groups of another layout, whose student is not used any more
-    parallel_state.initialize_model_parallel(**sizes)
-    options = sizes | {"sequence_parallel": layout.sequence, "variable_seq_lengths": layout.stages > 1}
+    sizes, (settings, data_parallel) = _sizes(layout), split_options(layout.options)
+    if layout.recompute and any(name.startswith("recompute_") for name in settings):
+        raise ValueError("train.activation_checkpointing with parallel.megatron.recompute_…: expected one of the two")
+    parallel_state.destroy_model_parallel()  # the groups of another layout, whose student is not used any more
+    parallel_state.initialize_model_parallel(**sizes, num_distributed_optimizer_instances=layout.degrees.replicate)
+    options = sizes | settings
+    options |= {"sequence_parallel": layout.sequence, "variable_seq_lengths": layout.stages > 1}
     models: list[tuple[Chunks, Decoder]] = []
     for source in (student_source, None if teacher_head_only else teacher_source):
         if source is None:
             continue
         decoder = source.build()
-        if (dtype := next(decoder.parameters()).dtype) != torch.float32:
-            raise ValueError(
-                f"{source.name}.dtype: the weights are {dtype}; expected float32 with parallel.engine: megatron"
-            )
+        of_model = _model_options(layout, decoder, is_student=source is student_source)
         has_experts = require_family(decoder.config).experts is not None
-        of_model = {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
-        chunks = Chunks.build(source, decoder, transformer_config(decoder.config, **of_model), mesh)
+        of_model |= {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
+        with _as_value_error():
+            transformer = transformer_config(decoder.config, **of_model)
+        chunks = Chunks.build(source, decoder, transformer, mesh)
         if prove and source.has_values:
             prove_chunks(chunks, source, mesh)
         models.append((chunks, decoder))
@@ -60,7 +63,16 @@ def build_megatron_student(
     head = None
     if teacher_head_only and teacher_source is not None:
         head = _teacher_head(layout, mesh, teacher_source)
-    return MegatronStudent(layout, mesh, student, teacher, decoder, teacher_decoder, teacher_head=head)
+    return MegatronStudent(
+        layout,
+        mesh,
+        student,
+        teacher,
+        decoder,
+        teacher_decoder,
+        teacher_head=head,
+        data_parallel=data_parallel,
+    )
 
 
 def _teacher_head(layout: Layout, mesh: Mesh, source: ModelSource) -> DecoderHead | None:
@@ -72,6 +84,47 @@ def _teacher_head(layout: Layout, mesh: Mesh, source: ModelSource) -> DecoderHea
     if source.has_values:
         prove_heads(mesh, heads)
     return DecoderHead(heads[source.name]) if heads else None
+
+
+def _model_options(layout: Layout, decoder: Decoder, *, is_student: bool) -> dict[str, Any]:
+    """Return the dtypes of a model, and whether its layers are computed again. The teacher has its weights' dtype.
+
+    Raises ValueError for a student whose weights are not float32: the optimizer updates float32 weights.
+    """
+    dtype = next(decoder.parameters()).dtype
+    if not is_student:
+        return {"dtype": dtype}
+    if dtype != torch.float32:
+        raise ValueError(
+            f"student.dtype: the weights are {dtype}; expected float32 with parallel.engine: megatron. "
+            "train.precision: bf16 computes in bfloat16, with weights in float32 for the optimizer"
+        )
+    dtype = layout.autocast or dtype
+    has_wide_residual = dtype != torch.float32 and layout.residual_dtype is None
+    recompute = RECOMPUTE if layout.recompute else {}
+    return {"dtype": dtype, "fp32_residual_connection": has_wide_residual} | recompute
+
+
+def _require_gpu(device: torch.device) -> None:
+    """Raises ValueError unless the device is the one that Megatron-Core requests: this process's CUDA device."""
+    try:
+        requested = torch.device(torch.cuda.current_device())
+    except (AssertionError, RuntimeError):  # the first from a torch without CUDA
+        requested = None
+    if requested is None or requested.type != device.type:
+        raise ValueError(
+            f"parallel.engine: megatron on {device.type}: Megatron-Core requests CUDA devices; expected a machine "
+            "with GPUs and device: cuda or auto, or parallel.engine: torch"
+        )
+
+
+@contextmanager
+def _as_value_error() -> Iterator[None]:
+    """Megatron-Core refuses some settings by assertions."""
+    try:
+        yield
+    except AssertionError as error:
+        raise ValueError(f"parallel.megatron: Megatron-Core refuses these settings: {error}") from error
 
 
 def _sizes(layout: Layout) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from stillhouse.engine.engine_passes import DEFAULT_TRAIN, EnginePasses, named_m
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.megatron.state import MegatronState
 from stillhouse.engine.megatron.student import MegatronStudent
+from stillhouse.engine.megatron.trained import trained_parameters
 from stillhouse.engine.megatron.weights import gather, local_blocks
 from stillhouse.engine.parts import LossPart
 from stillhouse.engine.state_folder import write_state
@@ -47,11 +48,13 @@ class MegatronEngine(EnginePasses):
         average: WeightAverage | None = None,
     ):
         # the rules of the configuration refuse these before a model is loaded
-        if train.optimizer != "adamw" or autocast is not None or parts:
+        if train.optimizer != "adamw" or parts:
             raise ValueError(
-                "parallel.engine: megatron with another optimizer than adamw, autocast, or a loss beside the "
-                "objective: expected none of them"
+                "parallel.engine: megatron with another optimizer than adamw, or a loss beside the objective: "
+                "expected none of them"
             )
+        if autocast not in (None, dtype := student.student.transformer.params_dtype):
+            raise ValueError(f"autocast to {autocast} of parameters in {dtype}: expected parameters in {autocast}")
         super().__init__(student, objective, train=train, autocast=None, chunk_tokens=chunk_tokens, parts=())
         self.average = average
 
@@ -95,15 +98,26 @@ class MegatronEngine(EnginePasses):
     @cached_property
     def optimizer(self) -> Any:
         train = self._train
+        chunks = self.student.student
         settings = OptimizerConfig(
             optimizer="adam",
+            bf16=chunks.transformer.bf16,
+            params_dtype=chunks.transformer.params_dtype,
+            use_distributed_optimizer=True,
             lr=train.learning_rate,
             weight_decay=train.weight_decay,
             adam_beta1=train.betas[0],
             adam_beta2=train.betas[1],
+            adam_eps=train.eps,
             clip_grad=0.0,
         )
-        return get_megatron_optimizer(settings, [*self.student.student.wrapped])
+        optimizer = get_megatron_optimizer(settings, [*chunks.wrapped])
+        with torch.no_grad():
+            for entry in trained_parameters(chunks, optimizer):
+                # Megatron-Core begins with the rounded weights
+                if (weight := chunks.unrounded.pop(entry.key, None)) is not None:
+                    entry.master.copy_(entry.of_rank(weight))
+        return optimizer
 
     # ---- gradients
 
@@ -125,13 +139,17 @@ class MegatronEngine(EnginePasses):
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         chunks = self.student.student
-        yield from gather(chunks.models, chunks.table, self.student.shapes, _gradient).items()
+        entries = trained_parameters(chunks, self.optimizer)
+        full: dict[Tensor, Tensor | None] = {
+            entry.parameter: entry.collect(entry.gradient, everywhere=True) for entry in entries
+        }
+        yield from gather(chunks.models, chunks.table, self.student.shapes, lambda one: full.get(one)).items()
 
     # ---- state
 
     @property
     def _state(self) -> MegatronState:
-        return MegatronState(self.student, self.optimizer, self.average)
+        return MegatronState(self.student, trained_parameters(self.student.student, self.optimizer), self.average)
 
     def bytes_to_save(self) -> int:
         return self._state.bytes_to_write()

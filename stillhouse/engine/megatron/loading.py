@@ -29,18 +29,21 @@ from stillhouse.parallel.stages import keep_layers
 
 #: what a source raises for weights that cannot be read or are wrong, on the ranks that need them
 LOAD_ERRORS = (ProofError, ConfigError, ValueError, OSError)
+#: the number of a chunk, and the name of a parameter in it
+Key = tuple[int, str]
 
 
 def load_from_source(
     chunks: Sequence[Any], table: WeightTable, source: ModelSource, decoder: Decoder, mesh: Mesh
-) -> None:
+) -> dict[Key, Tensor]:
     """Load the weights of this rank's chunks. A collective of all ranks of the mesh.
 
     decoder: the full model without values, which transformers saves under the names of the files from now on.
+    Returns the parameters that `load` has rounded.
     Raises one of `LOAD_ERRORS` on all ranks, for example for weights that are missing or not finite.
     """
     meshes = [axis for axis in (mesh.weights["tensor"], mesh.experts["expert"]) if axis.size() > 1]
-    shared = decoder.shared_names()
+    shared, unrounded = decoder.shared_names(), dict[Key, Tensor]()
     with mesh.ranks.all_raise(*LOAD_ERRORS):
         for number, chunk in enumerate(chunks):
             of_chunk, part = table.of_chunk(number), source.build()
@@ -54,24 +57,28 @@ def load_from_source(
                 for _, parameter in of_chunk.shapes:
                     tensor_of(chunk, parameter).untyped_storage().resize_(0)
                 source.load_weights(part)
-            load(chunks, of_chunk, _freed_after_use(part, shared))
+            unrounded |= load(chunks, of_chunk, _freed_after_use(part, shared))
             save_as(decoder.pretrained, part.pretrained)
+    return unrounded
 
 
 @torch.no_grad()
-def load(chunks: Sequence[nn.Module], table: WeightTable, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load(chunks: Sequence[nn.Module], table: WeightTable, tensors: Iterable[tuple[str, Tensor]]) -> dict[Key, Tensor]:
     """Copy tensors of the full model, or shards of them, into the parameters. Padding rows become zero.
 
     tensors: each with its name. Raises ValueError for a tensor of another shape, and if one is missing.
+    Returns the parameters whose dtype rounds a value, with the values as they are, in the tensors' dtype.
     """
     blocks: defaultdict[str, list[Block]] = defaultdict(list)
     for block in table.blocks:
         blocks[block.name].append(block)
+    unrounded: dict[Key, Tensor] = {}
     untouched = {key: tensor_of(chunks[key[0]], key[1]) for key in table.shapes}
     for name, tensor in tensors:
         place = shard_slices(tensor)
         for block in blocks.pop(name, ()):
-            if (parameter := untouched.pop((block.chunk, block.parameter), None)) is not None:
+            key = block.chunk, block.parameter
+            if (parameter := untouched.pop(key, None)) is not None:
                 _allocate_zeros(parameter)
             target = tensor_of(chunks[block.chunk], block.parameter)[block.local]
             source = local(tensor)[_within(place, block.index)]
@@ -81,10 +88,15 @@ def load(chunks: Sequence[nn.Module], table: WeightTable, tensors: Iterable[tupl
                     f"its part {block.index} with shape {tuple(target.shape)}"
                 )
             target.copy_(source)
+            if key not in unrounded and not torch.equal(target.to(source), source):
+                unrounded[key] = tensor_of(chunks[block.chunk], block.parameter).to(source)
+            if key in unrounded:
+                unrounded[key][block.local] = source
     for name, (block, *_) in blocks.items():
         raise ValueError(f"there is no tensor '{name}', and parameter '{block.parameter}' needs it")
     for parameter in untouched.values():  # shards of the vocabulary that have only padding rows
         _allocate_zeros(parameter)
+    return unrounded
 
 
 def _allocate_zeros(parameter: Tensor) -> None:

@@ -31,5 +31,6 @@ class RmsNorm(nn.Module):
         wide = hidden_SBD.float()
         normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.is_zero_centered:
-            return (normalized * (1.0 + self.weight.float())).to(hidden_SBD.dtype)
-        return self.weight * normalized.to(hidden_SBD.dtype)
+            return (normalized * (1.0 + self.weight.float())).to(self.weight.dtype)
+        # the residual stream may be wider than the weights, and the projection that follows needs their dtype
+        return (self.weight * normalized.to(hidden_SBD.dtype)).to(self.weight.dtype)

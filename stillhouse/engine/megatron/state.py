@@ -1,13 +1,13 @@
 """The state of `MegatronEngine` as named tensors, the same as those of `TorchEngine` (see `state_folder.py`).
 
-    state = MegatronState(student, optimizer)
+    state = MegatronState(student, trained_parameters(student.student, optimizer))
     write_state(folder, state.tensors(), student.ranks)       each process writes its own blocks
 
 A tensor of the full model consists of rectangular blocks on the processes (`weights.py`). DCP writes and reads such a
 tensor by the protocol that `BlockTensor` implements. So a run may change its layout, and its engine, when it resumes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from stillhouse.engine.megatron.student import MegatronStudent
-from stillhouse.engine.megatron.weights import Block, local_blocks
+from stillhouse.engine.megatron.trained import MOMENTS, TrainedParameter
+from stillhouse.engine.megatron.weights import Block, Index, local_blocks
 from stillhouse.engine.optimizer import empty_state
 from stillhouse.engine.state_folder import AVERAGE, MOMENT, RANDOM, WEIGHT, read_in_place, require_fit, stored_tensors
 from stillhouse.signals.weight_average import WeightAverage
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class BlockTensor(Tensor):
@@ -93,19 +92,34 @@ class BlockTensor(Tensor):
 
 @dataclass(frozen=True)
 class MegatronState:
-    """optimizer: Megatron-Core's, whose parts are AdamW of torch. average: of the weights, if there is one."""
+    """trained: the student's parameters with the optimizer's shards. average: of the weights, if there is one.
+
+    A kind is WEIGHT, AVERAGE or the name of a moment. Of each kind, one data rank writes a parameter's tensors.
+    """
 
     student: MegatronStudent
-    optimizer: Any
+    trained: Sequence[TrainedParameter]
     average: WeightAverage | None = None
 
     def tensors(self) -> dict[str, Any]:
-        """Return this process's blocks and its random state, by name. The copy of a tied embedding is left out."""
-        held = _joined(self._blocks(copies=False))
-        return held | self._steps() | self._random()
+        """Return this process's blocks and its random state, by name. The copy of a tied embedding is left out.
+
+        A collective of all processes.
+        """
+        held, steps, averages = self._empty(), self._steps(), self._averages()
+        for block, weight in self._buffers():
+            held[f"{WEIGHT}{block.name}"].include(block, weight)
+        for entry in self.trained:
+            for kind in (WEIGHT, *MOMENTS) if steps else (WEIGHT,):
+                full = entry.collect(entry.values(kind))
+                if full is not None:
+                    self._include(held, entry, kind, full, copies=False)
+            if entry.is_owner and averages:
+                self._include(held, entry, AVERAGE, averages[entry.parameter], copies=False)
+        return _joined(held) | steps | self._random()
 
     def parameters_without_moments(self) -> list[str]:
-        return [] if self._steps() else self._trained()
+        return [] if self._steps() else self._trained_names()
 
     def read(self, folder: Path, without_moments: Sequence[str]) -> None:
         """Restore the weights, moments and random state that any layout of either engine wrote.
@@ -117,96 +131,128 @@ class MegatronState:
                 f"{folder.parent}: '{without_moments[0]}' never had a gradient, so it has no moments there; "
                 "expected a run in which all parameters are trained, with parallel.engine: megatron"
             )
-        for part, parameter in self._parameters():
-            part.state[parameter] = empty_state(part, parameter)
-        stored, wanted, steps = stored_tensors(folder), self._blocks(copies=True), self._steps()
+        for entry in self.trained:
+            if entry.optimizer is not None:
+                entry.optimizer.state[entry.master] = empty_state(entry.optimizer, entry.master)
+        stored, wanted, steps = stored_tensors(folder), self._empty(), self._steps(created=True)
         require_fit(folder.parent, stored, wanted | steps, is_complete=True)
+        full = self._empty_parameters(wanted)
         here = _joined(wanted)
         random = {name: value for name, value in self._random().items() if name in stored}
         read_in_place(folder, here | steps | random)
         for tensor in here.values():
             tensor.spread()
-        for part, parameter in self._parameters():
-            part.state[parameter]["step"].fill_(_only_value(steps))
+        self._restore(full, _only_value(steps.values()))
         for name, value in random.items():
             torch.set_rng_state(value) if name.startswith(f"{RANDOM}cpu") else torch.cuda.set_rng_state(value)
 
     def bytes_to_write(self) -> int:
         """As `TorchState.bytes_to_write`."""
-        tensors = self._blocks(copies=False)
-        names = [
-            name
-            for name, tensor in tensors.items()
-            if not all(bool(part.isfinite().all()) for part in tensor.blocks.values())
-        ]
+        names = [name for entry in self.trained if (name := self._not_finite(entry)) is not None]
         names = sorted({name for of_rank in self.student.ranks.gather(names) for name in of_rank})
         if names:
             raise ValueError(
                 f"'{names[0]}' is not finite after the update, so no checkpoint of it is written. The last "
                 "checkpoint is intact. The usual remedy is a run in another folder with a lower train.learning_rate"
             )
-        weights = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHT)}
-        return sum(
-            prod(tensor.shape) * tensor.dtype.itemsize for held in (tensors, weights) for tensor in held.values()
-        )
+        weights = sum(prod(shape) for shape in self.student.shapes.values())
+        return torch.float32.itemsize * (self.element_count() + weights)
 
     def element_count(self) -> int:
         """Return the number of elements in the weights and moments of all processes."""
-        return sum(prod(tensor.shape) for tensor in (self._blocks(copies=False) | self._steps()).values())
+        shapes, trained, steps = self.student.shapes, self._trained_names(), self._steps()
+        copies = len(MOMENTS) * bool(steps) + (self.average is not None)
+        of_trained = copies * sum(prod(shapes[name]) for name in trained)
+        return sum(prod(shape) for shape in shapes.values()) + of_trained + len(steps)
 
-    def _blocks(self, *, copies: bool) -> dict[str, BlockTensor]:
-        """Return all tensors of the full model with this process's blocks. copies: those of tied weights, too."""
+    def _empty(self) -> dict[str, BlockTensor]:
+        """Return all tensors of the full model, without blocks."""
         shapes = self.student.shapes
-        names = [f"{WEIGHT}{name}" for name in shapes]
-        names += [f"{MOMENT}{name}.{moment}" for name in self._trained() for moment in MOMENTS]
-        if self.average is not None:
-            names += [f"{AVERAGE}{name}" for name in self._trained()]
-        tensors: dict[str, BlockTensor] = {}
-        for key in names:
-            name = key.removeprefix(WEIGHT).removeprefix(MOMENT).removeprefix(AVERAGE)
-            shape = shapes[name] if name in shapes else shapes[name.rpartition(".")[0]]
-            tensors[key] = BlockTensor.of_shape(shape)
-        states = {parameter: part.state.get(parameter, {}) for part, parameter in self._parameters()}
-        for block, weight in self._local(lambda parameter: parameter.detach()):
-            if copies or not block.is_copy:
-                tensors[f"{WEIGHT}{block.name}"].include(block, weight)
-        for moment in MOMENTS:
-            for block, value in self._local(lambda parameter, key=moment: states.get(parameter, {}).get(key)):
-                if copies or not block.is_copy:
-                    tensors[f"{MOMENT}{block.name}.{moment}"].include(block, value)
-        averages = self._averages()
-        for block, value in self._local(averages.get):
-            if copies or not block.is_copy:
-                tensors[f"{AVERAGE}{block.name}"].include(block, value)
+        tensors = {f"{WEIGHT}{name}": BlockTensor.of_shape(shape) for name, shape in shapes.items()}
+        for name in self._trained_names():
+            for kind in self._kinds:
+                tensors[_key(kind, name)] = BlockTensor.of_shape(shapes[name])
         return tensors
 
-    def _averages(self) -> dict[Tensor, Tensor]:
-        """Return the averages by their parameters."""
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return WEIGHT, *MOMENTS, *[AVERAGE] * (self.average is not None)
+
+    def _include(
+        self, held: Mapping[str, BlockTensor], entry: TrainedParameter, kind: str, full: Tensor, *, copies: bool
+    ) -> None:
+        """Add the blocks of a parameter's tensor. copies: also those of a tied weight's copy."""
+        for block in self._blocks_of(entry):
+            if copies or not block.is_copy:
+                held[_key(kind, block.name)].include(block, full[block.local])
+
+    def _empty_parameters(self, wanted: Mapping[str, BlockTensor]) -> dict[tuple[Any, str], Tensor]:
+        """Allocate the tensors of the parameters that this rank collects, and add their blocks."""
+        full: dict[tuple[Any, str], Tensor] = {}
+        for entry in self.trained:
+            for kind in self._kinds if entry.is_owner else ():
+                tensor = torch.zeros(entry.parameter.shape, device=entry.parameter.device)
+                full[entry.key, kind] = tensor
+                self._include(wanted, entry, kind, tensor, copies=True)
+        for block, buffer in self._buffers():
+            wanted[f"{WEIGHT}{block.name}"].include(block, buffer)
+        return full
+
+    @torch.no_grad()
+    def _restore(self, full: Mapping[tuple[Any, str], Tensor], step: float) -> None:
+        averages = self._averages()
+        for entry in self.trained:
+            for kind in self._kinds:
+                tensor = entry.spread(full.get((entry.key, kind)))
+                if kind == WEIGHT:
+                    entry.parameter.copy_(tensor)
+                if kind == AVERAGE:
+                    averages[entry.parameter].copy_(tensor)
+                elif entry.optimizer is not None:
+                    entry.values(kind).copy_(entry.of_rank(tensor))
+            if entry.optimizer is not None:
+                entry.state["step"].fill_(step)
+
+    def _averages(self) -> dict[nn.Parameter, Tensor]:
+        """Return the averages by their parameters. Each data rank has all of them."""
         of_names = {} if self.average is None else self.average.tensors
         named = self.student.named_parameters()
         return {parameter: of_names[name] for name, parameter in named if name in of_names}
 
-    def _local(self, value: Any) -> Iterator[tuple[Block, Tensor]]:
+    def _blocks_of(self, entry: TrainedParameter) -> list[Block]:
+        return [block for block in self.student.student.table.blocks if (block.chunk, block.parameter) == entry.key]
+
+    def _buffers(self) -> Iterator[tuple[Block, Tensor]]:
+        """Yield the blocks that are not trained: corrections of router scores. Each data rank has all of them."""
         chunks = self.student.student
-        return local_blocks(chunks.models, chunks.table, value)
+        return local_blocks(chunks.models, chunks.table, lambda one: None if isinstance(one, nn.Parameter) else one)
 
-    def _parameters(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter]]:
-        """Yield each parameter with the part of the optimizer that trains it."""
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for group in part.param_groups:
-                for parameter in group["params"]:
-                    yield part.optimizer, parameter
+    def _not_finite(self, entry: TrainedParameter) -> str | None:
+        """Return the name of a tensor of which this rank has a weight or moment that is not finite."""
+        for kind in (WEIGHT, *(moment for moment in MOMENTS if moment in entry.state)):
+            places = (~entry.values(kind).isfinite()).nonzero()
+            if len(places):
+                number = torch.tensor(entry.elements.start + int(places[0]))
+                element = [int(index) for index in torch.unravel_index(number, entry.parameter.shape)]
+                inside = (block for block in self._blocks_of(entry) if _contains(block.local, element))
+                return next((block.name for block in inside), entry.key[1])
+        return None
 
-    def _trained(self) -> list[str]:
+    def _trained_names(self) -> list[str]:
         """Return the names of the trained parameters. The corrections of router scores are not trained."""
         return [name for name in self.student.shapes if not name.endswith("e_score_correction_bias")]
 
-    def _steps(self) -> dict[str, Any]:
-        """Return the number of steps that each parameter's moments are of; nothing before the first step."""
-        part, parameter = next(self._parameters())
-        if parameter not in part.state:
+    def _steps(self, *, created: bool = False) -> dict[str, Any]:
+        """Return the number of steps that each parameter's moments are of; nothing before the first step.
+
+        created: the state was created here, also on ranks that have no element of a parameter.
+        """
+        here = [float(entry.state["step"]) for entry in self.trained if "step" in entry.state]
+        steps = {step for of_rank in self.student.ranks.gather(sorted({*here})) for step in of_rank}
+        if not steps and not created:
             return {}
-        return {f"{MOMENT}{name}.step": part.state[parameter]["step"].clone() for name in self._trained()}
+        step = torch.tensor(_only_value(steps))
+        return {f"{MOMENT}{name}.step": step.clone() for name in self._trained_names()}
 
     def _random(self) -> dict[str, Tensor]:
         """Return the states of the random generators, with equal names on the tensor ranks (see `TorchState`)."""
@@ -226,9 +272,18 @@ def _joined(tensors: Mapping[str, BlockTensor]) -> dict[str, BlockTensor]:
     return held
 
 
-def _only_value(steps: Mapping[str, Tensor]) -> float:
+def _only_value(steps: Iterable[float]) -> float:
     """Raises ValueError if parameters made different numbers of steps."""
-    values = {float(step) for step in steps.values()}
+    values = {float(step) for step in steps}
     if len(values) != 1:
         raise ValueError(f"the moments are of {sorted(values)} steps: expected one number for all parameters")
     return values.pop()
+
+
+def _key(kind: str, name: str) -> str:
+    """Return the name of a tensor in the state's folder."""
+    return f"{kind}{name}" if kind in (WEIGHT, AVERAGE) else f"{MOMENT}{name}.{kind}"
+
+
+def _contains(local: Index, element: Sequence[int]) -> bool:
+    return all(part.start <= index < part.stop for part, index in zip(local, element, strict=True))  # type: ignore[union-attr]

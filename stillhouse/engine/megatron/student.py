@@ -9,8 +9,8 @@ states stay on the last stage.
 B rows, S tokens per row of a micro-batch, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -63,6 +63,7 @@ class Chunks:
     """A model's chunks on this rank: those of its pipeline stages.
 
     table: the places of the chunks' parameters in the full model. processor: calls the output processor of a pass.
+    unrounded: the weights in float32 that the dtype of the parameters rounds; the optimizer takes them from here.
     wrapped: the chunks in wrappers that add up the gradients of the data ranks; empty for a frozen model.
     """
 
@@ -71,6 +72,7 @@ class Chunks:
     models: Sequence[nn.Module]
     table: WeightTable
     processor: MegatronProcessor
+    unrounded: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     wrapped: Sequence[Any] = ()
 
     @classmethod
@@ -85,25 +87,36 @@ class Chunks:
         tensors = decoder.state_dict()
         names = {*tensors} - {*decoder.shared_names()}
         require_full_coverage(table, {name: tensors[name].shape for name in names})
-        load_from_source(models, table, source, decoder, mesh)
+        unrounded = load_from_source(models, table, source, decoder, mesh)
         processor = MegatronProcessor(
             models[-1],
             full_vocab,
             vocab_size=decoder.config.vocab_size,
             softcap=LogitRule.from_config(decoder.config).softcap,
         )
-        return cls(decoder.config, transformer, models, table, processor)
+        return cls(decoder.config, transformer, models, table, processor, unrounded)
 
-    def trained(self) -> "Chunks":
+    def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
+        """replicas: of the optimizer's shards. options: further fields of `DistributedDataParallelConfig`."""
         self.transformer.finalize_model_grads_func = _sum_gradients
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            num_distributed_optimizer_instances=replicas,
+            **options,
+        )
         wrapped = [
             DistributedDataParallel(self.transformer, settings, model, disable_bucketing=number > 0)
             for number, model in enumerate(self.models)
         ]
+        if settings.overlap_grad_reduce:
+            # a reduction starts in the backward of the last micro-batch
+            without_reduction = [model.no_sync for model in wrapped]
+            self.transformer.no_sync_func = without_reduction if len(wrapped) > 1 else without_reduction[0]
         return replace(self, wrapped=wrapped)
 
     def frozen(self) -> "Chunks":
+        self.unrounded.clear()
         for model in self.models:
             model.eval().requires_grad_(False)
         return self
@@ -181,8 +194,8 @@ class Chunks:
 
 class MegatronStudent(DistributedStudent):
     """student, teacher: the chunks of both models. decoder, teacher_decoder: the full models without values.
-
     teacher_head: the head of a teacher that is not in the stages, on ranks with the last stage.
+    data_parallel: settings of the sums of gradients, by Megatron-Core's names.
     """
 
     prefetch: TeacherPrefetch | None = None
@@ -197,9 +210,11 @@ class MegatronStudent(DistributedStudent):
         teacher_decoder: Decoder | None = None,
         *,
         teacher_head: DecoderHead | None = None,
+        data_parallel: Mapping[str, Any] | None = None,
     ):
         self.layout, self.mesh, self._teacher_head = layout, mesh, teacher_head
-        self.student, self.teacher_chunks = student.trained(), None if teacher is None else teacher.frozen()
+        self.student = student.trained(layout.degrees.replicate, **(data_parallel or {}))
+        self.teacher_chunks = None if teacher is None else teacher.frozen()
         self._decoder, self._teacher_decoder = decoder, teacher_decoder
         tensors, shared = decoder.state_dict(), decoder.shared_names()
         self.has_gradient = False  # whether a pass has added to the gradients since they were set to zero

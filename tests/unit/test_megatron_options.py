@@ -1,0 +1,42 @@
+"""`parallel.megatron`: what is passed on to Megatron-Core, and what is refused by its key."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from kit.causal_families import tiny_config
+
+from stillhouse.engine.megatron.model_config import transformer_config
+from stillhouse.engine.megatron.options import RECOMPUTE, split_options
+
+
+def test_settings_go_to_the_configuration_that_has_them() -> None:
+    transformer, data_parallel = split_options(
+        {"moe_token_dispatcher_type": "allgather", "overlap_grad_reduce": True, "recompute_granularity": "selective"}
+    )
+    assert transformer == {"moe_token_dispatcher_type": "allgather", "recompute_granularity": "selective"}
+    assert data_parallel == {"overlap_grad_reduce": True}
+    config = transformer_config(tiny_config("qwen3"), **transformer)
+    assert (config.moe_token_dispatcher_type, config.recompute_granularity) == ("allgather", "selective")
+    assert split_options(RECOMPUTE) == (RECOMPUTE, {})
+
+
+@pytest.mark.parametrize("name", ["overlap_gradient_reduce", "moe_dispatcher", "micro_batch_size", ""])
+def test_a_name_that_megatron_core_lacks_is_refused(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^parallel\.megatron\.{name}: Megatron-Core has no such setting; expected"
+    ):
+        split_options({name: 1})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("num_layers", "params_dtype", "fp8", "hidden_dropout", "moe_expert_capacity_factor", "moe_aux_loss_coeff"),
+        *("tensor_model_parallel_size", "sequence_parallel", "calculate_per_token_loss", "moe_router_topk"),
+        *("use_distributed_optimizer", "grad_reduce_in_fp32", "average_in_collective", "overlap_param_gather"),
+    ],
+)
+def test_what_the_model_the_loss_or_another_key_determines_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^parallel\.megatron\.{name}: the models or other keys determine it"):
+        split_options({name: 1})
