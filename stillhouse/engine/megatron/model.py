@@ -106,8 +106,9 @@ def _block_spec(
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm
         attention = layer.submodules.self_attention.submodules
-        softcap = config.attn_logit_softcapping if family.softcap else None
-        attention.core_attention = partial(CausalAttention, softcap=softcap)
+        attention.core_attention = CausalAttention
+        if family.softcap:
+            attention.core_attention = partial(CausalAttention, softcap=config.attn_logit_softcapping)
         if family.latent:
             layer.submodules.self_attention.module = LatentAttention
             attention.q_layernorm = attention.kv_layernorm = RmsNorm
