@@ -87,6 +87,27 @@ def test_one_step_off_with_servers(family: str, folder: Path, servers: list[str]
     assert [line["rollout/staleness_max"] for line in rollout_figures(out)] == [0] + (STEPS - 1) * [1]
 
 
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_in_bfloat16_servers_get_the_weights_with_which_the_trainer_computes(
+    family: str, folder: Path, servers: list[str]
+) -> None:
+    """They are those of the export, in its dtype, after rounding to bfloat16."""
+    out = run_recorded(folder, "bf16", 0, *LAYOUTS[family], *servers, "train.precision=bf16")
+    run("export", out, "--step", STEPS - 1, "--out", out / "exported")
+    exported, published = tensors(out / "exported"), tensors(out / "weights" / f"version-{STEPS - 1:08d}")
+    assert published.keys() == exported.keys()
+    for name, tensor in exported.items():
+        assert published[name].dtype == tensor.dtype
+        assert published[name].equal(tensor.bfloat16().to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_one_process_generates_with_a_copy_of_its_student(family: str, folder: Path) -> None:
+    run("distill", folder / "run.yaml", f"out={folder / 'torch alone'}", "train.steps=3")
+    out = megatron(folder, "alone", 1, "train.steps=3")
+    assert_same_rollouts(out, folder / "torch alone", SAME, LOSS)
+
+
 def test_a_run_that_generates_and_evaluates_in_its_processes_is_that_of_torch(family: str, folder: Path) -> None:
     settings = ["train.steps=3", "eval.samples=2", "eval.task_tokens=6", "eval.tasks=[sums(2:2)]"]
     run("distill", folder / "run.yaml", f"out={folder / 'torch in job'}", *settings)

@@ -57,6 +57,8 @@ def build_megatron_student(
         chunks = Chunks.build(source, decoder, transformer, mesh)
         if prove and source.has_values:
             prove_chunks(chunks, source, mesh)
+        tied = decoder.shared_names()
+        decoder.to("meta").share(tied)  # the chunks have the values now; the move makes two parameters of a tied one
         models.append((chunks, decoder))
     (student, decoder), *others = models
     teacher, teacher_decoder = others[0] if others else (None, None)

@@ -117,7 +117,9 @@ def _freed_after_use(decoder: Decoder, shared: Mapping[str, str]) -> Iterator[tu
     """Yield the decoder's tensors under their names in the full model, and free the memory of each afterwards."""
     for name, tensor in decoder.state_dict().items():
         yield shared.get(name, name), tensor  # the last stage of a pipeline has its own copy of a tied head
-        local(tensor).untyped_storage().resize_(0)
+        storage = local(tensor).untyped_storage()
+        if storage.resizable():  # not pages of a file, which the system frees itself
+            storage.resize_(0)
 
 
 def _shard(
