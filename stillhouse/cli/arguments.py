@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +26,24 @@ OPTIONS = {
 EXAMPLE = "--teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
 #: suffixes of data files; such a file is never a configuration
 _OF_DATA = (".jsonl", ".csv", ".parquet", ".gz", ".zst", ".arrow", ".txt")
+
+#: transformers and peft import the first three if they are installed; the others are Megatron-Core's
+_NOISY_LOGGERS = (
+    "torchao",
+    "torch.utils._pytree",
+    "bitsandbytes",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.distributed.distributed_data_parallel",
+)
+#: warnings of Megatron-Core, on every process, about what a run does not depend on
+_NOTICES = (
+    "(Transformer Engine and )?Apex (is|are) not installed",
+    "full scope is deprecated",  # its own default
+    "MimoModelConfig is experimental",
+    "When using (async grad allreduce|sequence parallelism) it is recommended",  # docs/megatron.md has the advice
+    r"`torch\.distributed\.\w+` is deprecated",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor",  # of its optimizer's shards
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -102,14 +121,16 @@ def misused(message: str) -> click.UsageError:
 
 
 def quiet_libraries() -> None:
-    """Disable progress bars of transformers, and warnings of torch's C++ code and of some libraries at their import.
+    """Disable progress bars of transformers, and notices of torch's C++ code and of some libraries.
 
     The bars for reading and writing weights would break a run's live line. If a rank dies, torch's C++ code prints a
     warning with a stack trace on all other ranks.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
-    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):  # transformers and peft import them if installed
+    for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    for message in _NOTICES:
+        warnings.filterwarnings("ignore", message=message)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

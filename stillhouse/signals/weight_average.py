@@ -1,6 +1,6 @@
 """An exponential moving average of the student's trained weights, under any layout."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,11 +27,14 @@ class WeightAverage:
         }
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Set the average to decay × average + (1 − decay) × weights."""
-        parameters = dict(self._student.named_parameters())
-        for name, average in self.tensors.items():
-            local(average).lerp_(local(parameters[name].detach()).to(average.dtype), 1 - self.decay)
+    def update(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """Set the average to decay × average + (1 − decay) × weights.
+
+        weights: by their names, for an optimizer whose weights are wider than the parameters. None: the parameters.
+        """
+        for name, weight in self._student.named_parameters() if weights is None else weights:
+            if (average := self.tensors.get(name)) is not None:
+                local(average).lerp_(local(weight.detach()).to(average.dtype), 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

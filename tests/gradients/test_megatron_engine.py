@@ -11,7 +11,7 @@ from kit.shard_ranks import Failure, pool_of_meshes
 
 pytest.importorskip("megatron.core")
 
-from kit.megatron_engine_jobs import Difference, Job, compare, distances, saved_and_loaded
+from kit.megatron_engine_jobs import Difference, Job, average_apart, compare, distances, saved_and_loaded
 from kit.megatron_weights_jobs import Case
 
 from stillhouse.tools.parity import worst
@@ -33,7 +33,9 @@ CASES = [
     slow(Job(Case("qwen3", tensor=2, sequence=True), recompute=True)),
     slow(Job(Case("qwen3_moe", data=2, expert=2), options={"moe_token_dispatcher_type": "allgather"})),
     slow(Job(Case("llama", data=2), options={"overlap_grad_reduce": True, "bucket_size": 1000})),
+    slow(Job(Case("llama", pipeline=2), options={"deallocate_pipeline_outputs": True})),
     slow(Job(Case("qwen3_moe", tensor=2, sequence=True))),
+    slow(Job(Case("llama", tied=True, pipeline=2, data=2))),
     slow(Job(Case("qwen3", tensor=2, pipeline=2, chunks=2, sequence=True), "forward_kl")),
     slow(Job(Case("qwen3_moe", pipeline=2, data=2, expert=2))),
     slow(Job(Case("qwen3_moe", tensor=2, expert=4, data=2, sequence=True))),
@@ -83,3 +85,10 @@ def test_bfloat16_is_as_near_to_float64_as_the_other_engine(case: Case) -> None:
         for residual_dtype, limit in ((None, 1.25), (torch.bfloat16, 1.5)):  # Megatron-Core rounds the weights, too
             assert of_rank.megatron[residual_dtype] < limit * of_rank.bfloat16, of_rank
         assert of_rank.weights == 0
+
+
+@pytest.mark.slow
+def test_an_average_is_of_the_float32_weights() -> None:
+    """Rounded to bfloat16, they would differ by up to 2e-3 of their size."""
+    for difference in pool_of_meshes(2).call(average_apart, Job(Case("qwen3", data=2)), limit=LIMIT):
+        assert difference < 1e-7

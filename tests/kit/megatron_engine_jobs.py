@@ -34,6 +34,7 @@ from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import Layout, Mesh, ModelSource, single_process_runner
 from stillhouse.signals import InStageTeacher
+from stillhouse.signals.weight_average import WeightAverage
 from stillhouse.tools.parity import relative_difference
 
 B, S, STEPS, LEARNING_RATE = 2, 12, 3, 1e-4
@@ -153,6 +154,27 @@ def unlike(engine: MegatronEngine, expected: Decoder) -> Iterator[Tensor]:
     }
     for block, part in local_blocks(chunks.models, chunks.table, full.get):
         yield (part - tensors[block.name][block.index]).abs().max()
+
+
+def average_apart(rank: Rank, job: Job) -> float:
+    """A job: the largest difference of an average of weights from that of the optimizer's float32 weights."""
+    spec = parse_objective(job.loss)
+    with laid_out(job.case):
+        student = megatron_engine(job, spec, autocast=torch.bfloat16).student
+        average = WeightAverage(student, decay=0.5)
+        engine = MegatronEngine(student, spec, train=TRAIN, average=average)
+        expected = float32_weights(engine)
+        for _ in range(2):
+            run(engine, job, steps=1)
+            expected = {name: expected[name].lerp(weight, 0.5) for name, weight in float32_weights(engine).items()}
+    return max(float((average.tensors[name] - weight).abs().max()) for name, weight in expected.items())
+
+
+def float32_weights(engine: MegatronEngine) -> dict[str, Tensor]:
+    return {
+        "{}.{}".format(*entry.key): entry.collect(entry.master.detach(), everywhere=True)
+        for entry in trained_parameters(engine.student.student, engine.optimizer)
+    }
 
 
 def apart(sums: dict[str, float], expected: dict[str, float]) -> dict[str, float]:

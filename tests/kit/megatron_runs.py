@@ -13,12 +13,15 @@ from kit.layout_runs import assert_same_weights
 from kit.ranks import Ranks
 from kit.runs import metrics, run
 
+from stillhouse.cli.arguments import quiet_libraries
+
 #: the context manager stays open until the process ends
 _OPEN = ExitStack()
 LIMIT = 240
 
 
 def without_cuda() -> None:
+    quiet_libraries()  # the next line imports Megatron-Core before the command line does
     from kit.cuda_is_cpu import cuda_is_cpu
 
     _OPEN.enter_context(cuda_is_cpu())
@@ -34,6 +37,8 @@ def megatron(
     arguments = ("distill", folder / "run.yaml", f"out={folder / out}", "parallel.engine=megatron", *overrides)
     ranks = Ranks(processes, *arguments, hook=hook or without_cuda, **options)
     assert ranks.wait(LIMIT) == [0] * processes, ranks.texts
+    # Megatron-Core's own notices are no news for users
+    assert not [line for line in ranks.err.splitlines() if "arning" in line or "DEPRECATED" in line], ranks.err
     return folder / out
 
 

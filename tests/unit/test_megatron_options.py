@@ -35,8 +35,26 @@ def test_a_name_that_megatron_core_lacks_is_refused(name: str) -> None:
         *("num_layers", "params_dtype", "fp8", "hidden_dropout", "moe_expert_capacity_factor", "moe_aux_loss_coeff"),
         *("tensor_model_parallel_size", "sequence_parallel", "calculate_per_token_loss", "moe_router_topk"),
         *("use_distributed_optimizer", "grad_reduce_in_fp32", "average_in_collective", "overlap_param_gather"),
+        # a graph of a step, other schedules, and the gradient of an output layer that the processor replaces
+        *("cuda_graph_impl", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "tp_comm_overlap"),
+        *("defer_embedding_wgrad_compute", "microbatch_group_size_per_vp_stage", "mla_down_proj_fusion"),
     ],
 )
 def test_what_the_model_the_loss_or_another_key_determines_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^parallel\.megatron\.{name}: the models or other keys determine it"):
         split_options({name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("recompute_granularity", "all", "input should be 'full' or 'selective'"),
+        ("recompute_num_layers", "two", "input should be a valid integer"),
+        ("recompute_modules", "core_attn", "input should be a valid list"),
+        ("overlap_grad_reduce", "yes", "input should be a valid boolean"),
+        ("bucket_size", 1e6, "input should be a valid integer"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: object, expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"^parallel\.megatron\.{name}={value!r}: {expected}"):
+        split_options({name: value})

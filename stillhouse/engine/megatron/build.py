@@ -1,14 +1,12 @@
 """Builds a student, and a teacher in its stages, on Megatron-Core: process groups, chunks, weights and a proof."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from stillhouse.engine.megatron.model_config import require_family, transformer_config
-from stillhouse.engine.megatron.options import RECOMPUTE, split_options
+from stillhouse.engine.megatron.options import RECOMPUTE, refused_settings, split_options
 from stillhouse.engine.megatron.proof import prove_chunks
 from stillhouse.engine.megatron.student import Chunks, MegatronStudent
 from stillhouse.models import Decoder, ProofError
@@ -52,7 +50,7 @@ def build_megatron_student(
         of_model = _model_options(layout, decoder, is_student=source is student_source)
         has_experts = require_family(decoder.config).experts is not None
         of_model |= {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
-        with _as_value_error():
+        with refused_settings():
             transformer = transformer_config(decoder.config, **of_model)
         chunks = Chunks.build(source, decoder, transformer, mesh)
         if prove and source.has_values:
@@ -118,15 +116,6 @@ def _require_gpu(device: torch.device) -> None:
             f"parallel.engine: megatron on {device.type}: Megatron-Core requests CUDA devices; expected a machine "
             "with GPUs and device: cuda or auto, or parallel.engine: torch"
         )
-
-
-@contextmanager
-def _as_value_error() -> Iterator[None]:
-    """Megatron-Core refuses some settings by assertions."""
-    try:
-        yield
-    except AssertionError as error:
-        raise ValueError(f"parallel.megatron: Megatron-Core refuses these settings: {error}") from error
 
 
 def _sizes(layout: Layout) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from stillhouse.engine.engine_passes import DEFAULT_TRAIN, EnginePasses, named_m
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.megatron.state import MegatronState
 from stillhouse.engine.megatron.student import MegatronStudent
-from stillhouse.engine.megatron.trained import trained_parameters
+from stillhouse.engine.megatron.trained import require_partition, trained_parameters
 from stillhouse.engine.megatron.weights import gather, local_blocks
 from stillhouse.engine.parts import LossPart
 from stillhouse.engine.state_folder import write_state
@@ -57,6 +57,9 @@ class MegatronEngine(EnginePasses):
             raise ValueError(f"autocast to {autocast} of parameters in {dtype}: expected parameters in {autocast}")
         super().__init__(student, objective, train=train, autocast=None, chunk_tokens=chunk_tokens, parts=())
         self.average = average
+        if average is not None:
+            for (number, name), weight in student.student.unrounded.items():
+                average.tensors[f"{number}.{name}"].copy_(weight)
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
@@ -92,8 +95,16 @@ class MegatronEngine(EnginePasses):
         self.optimizer.step_with_ready_grads()
         self.zero_grad()
         if self.average is not None:
-            self.average.update()
+            self.average.update(self._weights() if self.student.student.transformer.bf16 else None)
         return norm
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the optimizer's weights in float32 by their names here. A collective of the data ranks."""
+        for entry in trained_parameters(self.student.student, self.optimizer):
+            number, name = entry.key
+            full = entry.collect(entry.master.detach(), everywhere=True)
+            assert full is not None
+            yield f"{number}.{name}", full
 
     @cached_property
     def optimizer(self) -> Any:
@@ -113,7 +124,9 @@ class MegatronEngine(EnginePasses):
         )
         optimizer = get_megatron_optimizer(settings, [*chunks.wrapped])
         with torch.no_grad():
-            for entry in trained_parameters(chunks, optimizer):
+            entries = trained_parameters(chunks, optimizer)
+            require_partition(entries)
+            for entry in entries:
                 # Megatron-Core begins with the rounded weights
                 if (weight := chunks.unrounded.pop(entry.key, None)) is not None:
                     entry.master.copy_(entry.of_rank(weight))

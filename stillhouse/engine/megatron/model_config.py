@@ -151,7 +151,7 @@ def transformer_config(
             raise ValueError(f"{name}={options[name]!r}: {reason}; expected another field of TransformerConfig")
     defaults: dict[str, Any] = {
         "params_dtype": dtype,
-        "pipeline_dtype": dtype,
+        "pipeline_dtype": torch.float32 if options.get("fp32_residual_connection") else dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "moe_token_dispatcher_type": "alltoall",
@@ -345,7 +345,7 @@ def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapp
     if family.experts and tensor > 1 and not options.get("sequence_parallel", False):
         raise ValueError(
             f"sequence_parallel=False with tensor_model_parallel_size={tensor} for a {config.model_type} model: "
-            "Megatron-Core does not train experts this way; expected sequence_parallel=True"
+            "Megatron-Core does not train experts this way; expected sequence_parallel=True (parallel.sequence: true)"
         )
     if family.gpt_oss and (options.get("expert_tensor_parallel_size") or tensor) > 1:
         raise ValueError(

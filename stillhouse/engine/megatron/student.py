@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.megatron.loading import load_from_source
 from stillhouse.engine.megatron.model import build_chunks
+from stillhouse.engine.megatron.options import refused_settings
 from stillhouse.engine.megatron.rows import LayerRows
 from stillhouse.engine.megatron.stage_tensors import StageTensor, stage_tensors, stage_weights
 from stillhouse.engine.megatron.weight_names import Place
@@ -82,7 +83,8 @@ class Chunks:
         decoder: the full model, whose values are not used.
         Raises ValueError on all ranks for a weight that the chunks do not have exactly once, or as the source does.
         """
-        models = build_chunks(decoder.config, transformer)
+        with refused_settings():
+            models = build_chunks(decoder.config, transformer)
         table = weight_table(models, decoder.config, Place.current())
         tensors = decoder.state_dict()
         names = {*tensors} - {*decoder.shared_names()}
@@ -169,7 +171,8 @@ class Chunks:
 
         def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, None]:
             # the number of tokens is not used: the loss is divided already, by the step's normalizer
-            return loss, torch.ones((), dtype=torch.int, device=loss.device), None
+            # and with deallocate_pipeline_outputs, the schedule frees the tensor that it gets
+            return loss.clone(), torch.ones((), dtype=torch.int, device=loss.device), None
 
         self.processor.processor = collected
         models = [*(self.wrapped or self.models)]

@@ -10,7 +10,7 @@ group have about the same number of elements.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,26 @@ def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]
         _trained_parameter(keys[parameter], parameter, group, owners[parameter], parts.get(parameter))
         for parameter, group in _grouped(chunks)
     ]
+
+
+def require_partition(entries: Sequence[TrainedParameter]) -> None:
+    """Raise ValueError unless each element of each parameter is on exactly one data rank of its group.
+
+    Otherwise `collect` would return wrong values. A collective of the data ranks.
+    """
+    of_group: dict[dist.ProcessGroup, list[TrainedParameter]] = defaultdict(list)
+    for entry in entries:
+        of_group[entry.group].append(entry)
+    for group, of_one in of_group.items():
+        ranges: list[Any] = [None] * group.size()
+        dist.all_gather_object(ranges, [(entry.elements.start, entry.elements.stop) for entry in of_one], group=group)
+        for entry, *parts in zip(of_one, *ranges, strict=True):
+            held = sorted(part for part in parts if part[0] < part[1])
+            if [0, *(stop for _, stop in held)] != [*(start for start, _ in held), entry.parameter.numel()]:
+                raise ValueError(
+                    f"the data ranks have the elements {held} of parameter '{entry.key[1]}': expected each of its "
+                    f"{entry.parameter.numel()} elements once"
+                )
 
 
 def _trained_parameter(
