@@ -36,6 +36,7 @@ CASES = [
     slow(Job(Case("llama", pipeline=2), options={"deallocate_pipeline_outputs": True})),
     slow(Job(Case("qwen3_moe", tensor=2, sequence=True))),
     slow(Job(Case("llama", tied=True, pipeline=2, data=2))),
+    slow(Job(Case("qwen3", tied=True, pipeline=2, chunks=2, data=2), uneven=True)),
     slow(Job(Case("qwen3", tensor=2, pipeline=2, chunks=2, sequence=True), "forward_kl")),
     slow(Job(Case("qwen3_moe", pipeline=2, data=2, expert=2))),
     slow(Job(Case("qwen3_moe", tensor=2, expert=4, data=2, sequence=True))),

@@ -209,7 +209,8 @@ def megatron_engine(job: Job, spec: ObjectiveSpec, **precision: torch.dtype) -> 
 
 
 def build_chunks(case: Case, mesh: Mesh, source: ModelSource) -> tuple[Chunks, Decoder]:
-    options = case.sizes | {"sequence_parallel": case.sequence, "variable_seq_lengths": case.pipeline > 1}
+    sends_shapes = case.pipeline > 1 and case.chunks == 1
+    options = case.sizes | {"sequence_parallel": case.sequence, "variable_seq_lengths": sends_shapes}
     empty = source.build()
     transformer = transformer_config(empty.config, dtype=next(empty.parameters()).dtype, **options)
     return Chunks.build(source, empty, transformer, mesh), empty

@@ -41,7 +41,9 @@ def build_megatron_student(
     parallel_state.destroy_model_parallel()  # the groups of another layout, whose student is not used any more
     parallel_state.initialize_model_parallel(**sizes, num_distributed_optimizer_instances=layout.degrees.replicate)
     options = sizes | settings
-    options |= {"sequence_parallel": layout.sequence, "variable_seq_lengths": layout.stages > 1}
+    # with as many micro-batches as ranks, the interleaved schedule waits forever if its stages also send shapes
+    sends_shapes = layout.stages > 1 and sizes["virtual_pipeline_model_parallel_size"] is None
+    options |= {"sequence_parallel": layout.sequence, "variable_seq_lengths": sends_shapes}
     models: list[tuple[Chunks, Decoder]] = []
     for source in (student_source, None if teacher_head_only else teacher_source):
         if source is None:

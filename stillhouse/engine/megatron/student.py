@@ -152,7 +152,8 @@ class Chunks:
         Returns the processor's result for each micro-batch on the last stage, otherwise an empty list. backward:
         also add the gradient of the results' losses. Raises ValueError if the model did not call the processor.
         """
-        rows = [LayerRows.of(entry.micro_batch) for entry in inputs]
+        is_interleaved = self.transformer.virtual_pipeline_model_parallel_size is not None
+        rows = LayerRows.of_pass([entry.micro_batch for entry in inputs], uniform_shapes=is_interleaved)
         batches = [*zip(rows, contexts, strict=True)]
         results: list[Any] = []
 
@@ -182,8 +183,8 @@ class Chunks:
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=models if len(models) > 1 else models[0],
             num_microbatches=len(batches),
-            # these two have no effect, because the stages send the shapes of their messages
-            seq_length=rows[0].ids_NL.shape[1],
+            # of all context ranks; these two have an effect only if the stages do not send shapes
+            seq_length=rows[0].ids_NL.shape[1] * parallel_state.get_context_parallel_world_size(),
             micro_batch_size=rows[0].ids_NL.shape[0],
             forward_only=not backward,
         )
