@@ -38,7 +38,7 @@ def megatron(
     ranks = Ranks(processes, *arguments, hook=hook or without_cuda, **options)
     assert ranks.wait(LIMIT) == [0] * processes, ranks.texts
     # Megatron-Core's own notices are no news for users
-    assert not [line for line in ranks.err.splitlines() if "arning" in line or "DEPRECATED" in line], ranks.err
+    assert not [line for line in ranks.err.splitlines() if "Warning:" in line or "DEPRECATED" in line], ranks.err
     return folder / out
 
 
