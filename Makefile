@@ -62,7 +62,7 @@ wheels: | $(VENV)/bin/python
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 \
 		--dest wheels --constraint constraints.txt pytest pluggy iniconfig pytest-xdist execnet hypothesis \
 		sortedcontainers pydantic pydantic-core annotated-types typing-inspection ruamel.yaml click httpx2 httpcore2 \
-		truststore idna trl datasets dill multiprocess liger-kernel
+		truststore idna trl datasets dill multiprocess liger-kernel megatron-core einops
 
 # a real, unpatched vLLM as a teacher and as the engine of rollouts, on a CPU (3.4 GB, four minutes to install)
 VLLM ?= .vllm

@@ -111,6 +111,12 @@ def stages(device: str) -> list[Stage]:
             [*objective, "--vocabulary", "32768", "--rounds", "10"],
             tiny_objective,
         ),
+        Stage(
+            "Megatron-Core beside PyTorch",
+            2.0,
+            ["-m", "benchmarks.megatron_engine", *on, "--turns", "5"],
+            ["--small", "--turns", "1"],
+        ),
     ]
 
 

@@ -2,10 +2,10 @@
 
     make chaos
 
-The campaign starts small real runs in one process, under fsdp, tensor, pipeline and context parallelism, and with a
-LoRA. During a run, one rank or all ranks are killed, stopped or asked to end, or the disk becomes full. In other
-trials the run is killed at a random moment; then a file of its folder is damaged, deleted, cut or replaced by one of
-an older checkpoint, or a model is replaced. After the fault, the same command is started again.
+The campaign starts small real runs in one process, under fsdp, tensor, pipeline and context parallelism, with a LoRA,
+and on Megatron-Core. During a run, one rank or all ranks are killed, stopped or asked to end, or the disk becomes
+full. In other trials the run is killed at a random moment; then a file of its folder is damaged, deleted, cut or
+replaced by one of an older checkpoint, or a model is replaced. After the fault, the same command is started again.
 """
 
 import json
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import campaign
 from campaign import LIMIT, Campaign, Fault, ended, full_disk, log_lines, possible, wait_for_moment
+from kit.megatron_runs import without_cuda
 from kit.ranks import Ranks
 from kit.runs import save_model, write_run
 
@@ -39,6 +40,8 @@ LAYOUTS = {
     "pipeline 2": ("parallel.pipeline=2",),
     "context 2": ("parallel.context=2",),
     "LoRA, fsdp 2": ("parallel.fsdp=2", "student.adapter={r: 4, dropout: 0.1}"),
+    "Megatron-Core, fsdp 2": ("parallel.engine=megatron", "parallel.fsdp=2", "train.precision=bf16"),
+    "Megatron-Core, tensor 2": ("parallel.engine=megatron", "parallel.tensor=2", "parallel.sequence=true"),
 }
 
 
@@ -48,7 +51,7 @@ class Case(campaign.Case):
 
     def start(self, out: Path, *overrides: str) -> Ranks:
         arguments = ["distill", self.folder / "run.yaml", f"out={out}", *self.overrides, *overrides]
-        return Ranks(self.processes, *arguments)
+        return Ranks(self.processes, *arguments, hook=without_cuda if "Megatron-Core" in self.name else None)
 
     def end(self, fault: str, out: Path, ranks: Ranks, codes: list[int]) -> tuple[str, str]:
         """A fault that damages no file may not be refused."""

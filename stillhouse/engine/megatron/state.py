@@ -113,9 +113,9 @@ class MegatronState:
             for kind in (WEIGHT, *MOMENTS) if steps else (WEIGHT,):
                 full = entry.collect(entry.values(kind))
                 if full is not None:
-                    self._include(held, entry, kind, full, copies=False)
+                    _include(held, entry, kind, full, copies=False)
             if entry.is_owner and averages:
-                self._include(held, entry, AVERAGE, averages[entry.parameter], copies=False)
+                _include(held, entry, AVERAGE, averages[entry.parameter], copies=False)
         return _joined(held) | steps | self._random()
 
     def parameters_without_moments(self) -> list[str]:
@@ -148,7 +148,7 @@ class MegatronState:
 
     def bytes_to_write(self) -> int:
         """As `TorchState.bytes_to_write`."""
-        names = [name for entry in self.trained if (name := self._not_finite(entry)) is not None]
+        names = [name for entry in self.trained if (name := _not_finite(entry)) is not None]
         names = sorted({name for of_rank in self.student.ranks.gather(names) for name in of_rank})
         if names:
             raise ValueError(
@@ -178,14 +178,6 @@ class MegatronState:
     def _kinds(self) -> tuple[str, ...]:
         return WEIGHT, *MOMENTS, *[AVERAGE] * (self.average is not None)
 
-    def _include(
-        self, held: Mapping[str, BlockTensor], entry: TrainedParameter, kind: str, full: Tensor, *, copies: bool
-    ) -> None:
-        """Add the blocks of a parameter's tensor. copies: also those of a tied weight's copy."""
-        for block in self._blocks_of(entry):
-            if copies or not block.is_copy:
-                held[_key(kind, block.name)].include(block, full[block.local])
-
     def _empty_parameters(self, wanted: Mapping[str, BlockTensor]) -> dict[tuple[Any, str], Tensor]:
         """Allocate the tensors of the parameters that this rank collects, and add their blocks."""
         full: dict[tuple[Any, str], Tensor] = {}
@@ -193,7 +185,7 @@ class MegatronState:
             for kind in self._kinds if entry.is_owner else ():
                 tensor = torch.zeros(entry.parameter.shape, device=entry.parameter.device)
                 full[entry.key, kind] = tensor
-                self._include(wanted, entry, kind, tensor, copies=True)
+                _include(wanted, entry, kind, tensor, copies=True)
         for block, buffer in self._buffers():
             wanted[f"{WEIGHT}{block.name}"].include(block, buffer)
         return full
@@ -219,24 +211,10 @@ class MegatronState:
         named = self.student.named_parameters()
         return {parameter: of_names[name] for name, parameter in named if name in of_names}
 
-    def _blocks_of(self, entry: TrainedParameter) -> list[Block]:
-        return [block for block in self.student.student.table.blocks if (block.chunk, block.parameter) == entry.key]
-
     def _buffers(self) -> Iterator[tuple[Block, Tensor]]:
         """Yield the blocks that are not trained: corrections of router scores. Each data rank has all of them."""
         chunks = self.student.student
         return local_blocks(chunks.models, chunks.table, lambda one: None if isinstance(one, nn.Parameter) else one)
-
-    def _not_finite(self, entry: TrainedParameter) -> str | None:
-        """Return the name of a tensor of which this rank has a weight or moment that is not finite."""
-        for kind in (WEIGHT, *(moment for moment in MOMENTS if moment in entry.state)):
-            places = (~entry.values(kind).isfinite()).nonzero()
-            if len(places):
-                number = torch.tensor(entry.elements.start + int(places[0]))
-                element = [int(index) for index in torch.unravel_index(number, entry.parameter.shape)]
-                inside = (block for block in self._blocks_of(entry) if _contains(block.local, element))
-                return next((block.name for block in inside), entry.key[1])
-        return None
 
     def _trained_names(self) -> list[str]:
         """Return the names of the trained parameters. The corrections of router scores are not trained."""
@@ -287,3 +265,24 @@ def _key(kind: str, name: str) -> str:
 
 def _contains(local: Index, element: Sequence[int]) -> bool:
     return all(part.start <= index < part.stop for part, index in zip(local, element, strict=True))  # type: ignore[union-attr]
+
+
+def _include(
+    held: Mapping[str, BlockTensor], entry: TrainedParameter, kind: str, full: Tensor, *, copies: bool
+) -> None:
+    """Add the blocks of a parameter's tensor. copies: also those of a tied weight's copy."""
+    for block in entry.blocks:
+        if copies or not block.is_copy:
+            held[_key(kind, block.name)].include(block, full[block.local])
+
+
+def _not_finite(entry: TrainedParameter) -> str | None:
+    """Return the name of a tensor of which this rank has a weight or moment that is not finite."""
+    for kind in (WEIGHT, *(moment for moment in MOMENTS if moment in entry.state)):
+        places = (~entry.values(kind).isfinite()).nonzero()
+        if len(places):
+            number = torch.tensor(entry.elements.start + int(places[0]))
+            element = [int(index) for index in torch.unravel_index(number, entry.parameter.shape)]
+            inside = (block for block in entry.blocks if _contains(block.local, element))
+            return next((block.name for block in inside), entry.key[1])
+    return None

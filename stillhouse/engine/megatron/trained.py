@@ -1,8 +1,8 @@
 """The weights in float32, moments and gradients of a student, which Megatron-Core's distributed optimizer shards.
 
     for entry in trained_parameters(chunks, optimizer):
-        full = entry.collect(entry.master)          a collective of the data ranks; the full tensor on one of them
-        entry.master.copy_(entry.spread(full))      the opposite: each data rank receives its range
+        full = entry.collect(entry.master)      # a collective of the data ranks; on one of them
+        entry.master.copy_(entry.of_rank(entry.spread(full)))  # the opposite: each takes its elements
 
 The optimizer's shards do not respect the borders of rows: each data rank has a range of the elements of a parameter.
 So one parameter at a time is collected, on a rank that `trained_parameters` chooses, such that all data ranks of a
@@ -20,6 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from stillhouse.engine.megatron.student import Chunks
+from stillhouse.engine.megatron.weights import Block
 
 #: the names of AdamW's moments
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -29,12 +30,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class TrainedParameter:
     """A parameter of a chunk, and what this data rank has of it.
 
-    key: the number of the chunk and the name in it. group: the data ranks that share the parameter. owner: the rank
-    in the group on which it is collected. elements: the range of this rank's elements in the flattened parameter.
-    optimizer: the optimizer of these elements. master: the elements in float32; without elements it is empty.
+    key: the number of the chunk and the name in it. blocks: its places in the full model. group: the data ranks that
+    share the parameter. owner: the rank in the group on which it is collected. elements: the range of this rank's
+    elements in the flattened parameter. optimizer: the optimizer of these elements. master: the elements in float32;
+    without elements it is empty.
     """
 
     key: tuple[int, str]
+    blocks: Sequence[Block]
     parameter: nn.Parameter
     group: dist.ProcessGroup
     owner: int
@@ -93,12 +96,16 @@ def trained_parameters(chunks: Chunks, optimizer: Any) -> list[TrainedParameter]
     """
     parts = _parts(optimizer)
     keys = {parameter: (number, name) for number, name, parameter in _named(chunks)}
-    tensor_of: dict[tuple[int, str], str] = {}
+    blocks: defaultdict[tuple[int, str], list[Block]] = defaultdict(list)
     for block in chunks.table.blocks:
-        tensor_of.setdefault((block.chunk, block.parameter), block.name)
-    owners = _owners(chunks, {parameter: tensor_of.get(key, key[1]) for parameter, key in keys.items()})
+        blocks[block.chunk, block.parameter].append(block)
+    # a shard of the vocabulary that has only padding rows has no block
+    tensor_of = {parameter: next((block.name for block in blocks[key]), key[1]) for parameter, key in keys.items()}
+    owners = _owners(chunks, tensor_of)
     return [
-        _trained_parameter(keys[parameter], parameter, group, owners[parameter], parts.get(parameter))
+        _trained_parameter(
+            keys[parameter], blocks[keys[parameter]], parameter, group, owners[parameter], parts.get(parameter)
+        )
         for parameter, group in _grouped(chunks)
     ]
 
@@ -125,6 +132,7 @@ def require_partition(entries: Sequence[TrainedParameter]) -> None:
 
 def _trained_parameter(
     key: tuple[int, str],
+    blocks: Sequence[Block],
     parameter: nn.Parameter,
     group: dist.ProcessGroup,
     owner: int,
@@ -132,11 +140,11 @@ def _trained_parameter(
 ) -> TrainedParameter:
     if part is None:  # this rank has no element
         empty = torch.empty(0, device=parameter.device)
-        return TrainedParameter(key, parameter, group, owner, slice(0, 0), None, empty)
+        return TrainedParameter(key, blocks, parameter, group, owner, slice(0, 0), None, empty)
     param_group, number = part.model_param_group_index_map[parameter]
     span = part._get_model_param_range_map(parameter)["param"]
     master = part.optimizer.param_groups[param_group]["params"][number]
-    return TrainedParameter(key, parameter, group, owner, slice(span.start, span.end), part.optimizer, master)
+    return TrainedParameter(key, blocks, parameter, group, owner, slice(span.start, span.end), part.optimizer, master)
 
 
 def _parts(optimizer: Any) -> dict[nn.Parameter, DistributedOptimizer]:
