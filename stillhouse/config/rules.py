@@ -365,7 +365,7 @@ RULES: tuple[Rule, ...] = (
         for key in (
             *("student.adapter", "student.mtp", "student.attention"),
             *("teacher.offload", "teacher.quantize", "teacher.attention", "train.optimizer", "train.compile"),
-            *("objective.hidden", "objective.router_aux_loss", "parallel.offload", "parallel.gather_dtype"),
+            *("objective.hidden", "parallel.offload", "parallel.gather_dtype"),
         )
     ),
     Rule(

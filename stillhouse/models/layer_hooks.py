@@ -6,13 +6,18 @@ stage has to send a loss to the next stage. This also works if backward recomput
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from stillhouse.models.document_rows import DocumentRows, JoinedRow
+
+class Rows(Protocol):
+    """The rows of the layers' documents, such as `DocumentRows`."""
+
+    def pack(self, values_NL: Tensor, /) -> Tensor: ...
+    def pack_tokens(self, values: Tensor, /) -> Tensor: ...
 
 
 class Current(NamedTuple):
@@ -22,7 +27,7 @@ class Current(NamedTuple):
 
     value: Any
     recomputing: bool
-    rows: DocumentRows | JoinedRow | None = None
+    rows: Rows | None = None
 
     def packed(self, values: Tensor) -> Tensor:
         """Return values [N, L, …] of the layers' rows as those of the micro-batch's rows, [B, S, …]."""

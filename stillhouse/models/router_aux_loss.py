@@ -60,25 +60,39 @@ class RouterBalance(LayerLossModule):
 
     def _add_loss(self, name: str, router: nn.Module, _: tuple[Any, ...], outputs: Any) -> Any:
         """Forward hook of a router. outputs: its logits, and the scores and indices of the chosen experts."""
-        loss, recomputing = self.current.value, self.current.recomputing
-        if loss is None or not torch.is_grad_enabled():
+        if not self.is_active:
             return outputs
         if not isinstance(outputs, tuple) or len(outputs) != 3:
             raise ValueError(
                 f"router '{name}' ({type(router).__name__}) returned a {type(outputs).__name__}: expected a tuple of "
                 "its logits and the scores and indices of the chosen experts"
             )
+        logits, scores, chosen = outputs
+        return logits, self.with_balance(name, logits, scores, chosen), chosen
+
+    @property
+    def is_active(self) -> bool:
+        """Whether routers have to add the loss."""
+        return self.current.value is not None and torch.is_grad_enabled()
+
+    def with_balance(self, name: str, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return a router's scores with unchanged values, and with its loss in their autograd graph.
+
+        logits, chosen: the logits [N·L, X] and the chosen experts [N·L, K] of the layers' rows.
+        Raises ValueError for a router that has already added this loss.
+        """
+        loss, recomputing = self.current.value, self.current.recomputing
         if not recomputing and name in loss.losses:
             raise ValueError(
                 f"router '{name}' ran twice with one RouterAuxLoss: expected a model that runs each router once, and "
                 "a new RouterAuxLoss for each forward"
             )
-        logits, scores, chosen = outputs
         packed = self.current.packed_tokens
         value = _loss(packed(logits), packed(chosen), loss) / self.routers
         if not recomputing:
             loss.losses[name] = value.detach()
-        return logits, with_loss(scores, loss.scale * value), chosen
+        with_value: Tensor = with_loss(scores, loss.scale * value)
+        return with_value
 
     def _require_losses(self, names: list[str], layer: nn.Module, _: tuple[Any, ...], __: Any) -> None:
         """Forward hook of a layer: raise ValueError if a router in it was not called and has no loss."""

@@ -13,7 +13,7 @@ import pytest
 from kit import slow
 from kit.layout_runs import assert_same_weights
 from kit.megatron_runs import assert_same_runs, assert_same_steps, megatron
-from kit.runs import run, write_run
+from kit.runs import metrics, run, write_run
 from kit.serving import Server
 from kit.subject_teachers import SUBJECTS, write_subject_teachers
 from kit.two_tokenizers import GOLD, ULD, write_pair
@@ -41,6 +41,23 @@ def write(folder: Path, **settings: Any) -> None:
 def test_losses(tmp_path: Path, family: str, loss: str) -> None:
     write(tmp_path, family=family, tied=family == "llama", **{"objective.loss": loss})
     assert_same_runs(tmp_path, *LAYOUTS[family])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.fsdp=2", "parallel.expert=2"],
+        ["parallel.tensor=2", "parallel.sequence=true"],
+        ["parallel.pipeline=2"],
+        ["parallel.context=2"],
+    ],
+    ids=" ".join,
+)
+def test_load_balancing_of_routers(tmp_path: Path, layout: list[str]) -> None:
+    write(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1})
+    assert_same_runs(tmp_path, *layout)
+    assert all(line["loss/router_aux"] > 0 for line in metrics(tmp_path / "torch") if "train/learning_rate" in line)
 
 
 @pytest.fixture(scope="module")

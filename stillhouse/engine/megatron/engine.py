@@ -23,7 +23,7 @@ from stillhouse.engine.megatron.state import MegatronState
 from stillhouse.engine.megatron.student import MegatronStudent
 from stillhouse.engine.megatron.trained import require_partition, trained_parameters
 from stillhouse.engine.megatron.weights import gather, local_blocks
-from stillhouse.engine.parts import LossPart
+from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.state_folder import write_state
 from stillhouse.models import NotFiniteError
 from stillhouse.objective import Signals
@@ -48,14 +48,15 @@ class MegatronEngine(EnginePasses):
         average: WeightAverage | None = None,
     ):
         # the rules of the configuration refuse these before a model is loaded
-        if train.optimizer != "adamw" or parts:
+        others = [part.key for part in parts if not isinstance(part, RouterBalancing)]
+        if train.optimizer != "adamw" or others:
             raise ValueError(
-                "parallel.engine: megatron with another optimizer than adamw, or a loss beside the objective: "
-                "expected none of them"
+                "parallel.engine: megatron with another optimizer than adamw, or a loss beside the objective and the "
+                "routers' load balancing: expected none of them"
             )
         if autocast not in (None, dtype := student.student.transformer.params_dtype):
             raise ValueError(f"autocast to {autocast} of parameters in {dtype}: expected parameters in {autocast}")
-        super().__init__(student, objective, train=train, autocast=None, chunk_tokens=chunk_tokens, parts=())
+        super().__init__(student, objective, train=train, autocast=None, chunk_tokens=chunk_tokens, parts=parts)
         self.average = average
         if average is not None:
             for (number, name), weight in student.student.unrounded.items():
@@ -64,19 +65,20 @@ class MegatronEngine(EnginePasses):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
-        loss = StepLoss(self.objective, normalizer, self._chunk_tokens)
-        inputs = self._inputs(micro_batches, signals, loss, (), normalizer)
+        loss = StepLoss(self.objective, normalizer, self._chunk_tokens, self.parts)
+        inputs = self._inputs(micro_batches, signals, loss, self.parts, normalizer)
         # at the end of a pass all ranks' gradients are added up, so those of an earlier pass must not be there
         earlier = [gradient.clone() for gradient in self.student.gradients] if self.student.has_gradient else []
         self._zero_buffers()
-        outputs = self.student.run(inputs, backward=True)
+        outputs, losses = self.student.forward_backward(inputs)
         for gradient, of_earlier in zip(self.student.gradients, earlier, strict=bool(earlier)):
             gradient.add_(of_earlier)
         self.student.has_gradient = True
         for output in outputs:
             output.loss.detach_()
         outputs = outputs if self.student.has_results else []
-        return StepOutput(outputs, named_metrics(outputs), partial(self._total, normalizer))
+        losses = losses if self.student.is_counted else []
+        return StepOutput(outputs, [*named_metrics(outputs), *losses], partial(self._total, normalizer))
 
     def update(self, learning_rate: float, output: StepOutput | None = None) -> float:
         output = StepOutput() if output is None else output

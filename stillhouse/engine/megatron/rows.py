@@ -1,7 +1,7 @@
 """A micro-batch as Megatron-Core's layers get it: one document per right-padded row, sharded over context ranks.
 
     (rows,) = LayerRows.of_pass([micro_batch])
-    hidden_BSD = rows.micro_batch_order(hidden_NLD)
+    hidden_BSD = rows.pack(hidden_NLD)
 
 A context rank has a block of columns of each micro-batch, as with the other engine: its labels, signals and loss are
 of these tokens. In the layers, it has two chunks of each document's row instead (`context_positions`), so that all
@@ -54,7 +54,11 @@ class LayerRows:
         ids_NL = ids_NK[row_N[:, None], torch.where(positions_L < ids_NK.shape[1], positions_L, 0)]
         return cls(ids_NL, positions_L.expand_as(ids_NL), rows)
 
-    def micro_batch_order(self, hidden_NLD: Tensor) -> Tensor:
+    def pack_tokens(self, values: Tensor) -> Tensor:
+        """Return values [N·L, …] of the rows as those of this rank's columns [B·S, …], in the same way as `pack`."""
+        return self.pack(values.unflatten(0, self.ids_NL.shape)).flatten(0, 1)
+
+    def pack(self, hidden_NLD: Tensor) -> Tensor:
         """Return the hidden states of this rank's columns [B, S, D]. A collective of the context ranks.
 
         Backward adds up the gradients that the context ranks have for a token.

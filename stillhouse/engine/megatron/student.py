@@ -28,6 +28,7 @@ from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.megatron.loading import load_from_source
 from stillhouse.engine.megatron.model import build_chunks
 from stillhouse.engine.megatron.options import refused_settings
+from stillhouse.engine.megatron.routers import add_balance, require_losses
 from stillhouse.engine.megatron.rows import LayerRows
 from stillhouse.engine.megatron.stage_tensors import StageTensor, stage_tensors, stage_weights
 from stillhouse.engine.megatron.weight_names import Place
@@ -36,6 +37,7 @@ from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.model_parts import LogitRule
 from stillhouse.models.processors import full_vocab
+from stillhouse.models.router_aux_loss import RouterBalance
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import (
     DistributedStudent,
@@ -47,6 +49,7 @@ from stillhouse.parallel import (
     StageWeight,
     shard_micro_batches,
 )
+from stillhouse.parallel.layer_loss_interface import LayerLoss
 from stillhouse.parallel.pair import InStage, distill_targets
 from stillhouse.parallel.teacher_head import DecoderHead
 from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
@@ -66,6 +69,7 @@ class Chunks:
     table: the places of the chunks' parameters in the full model. processor: calls the output processor of a pass.
     unrounded: the weights in float32 that the dtype of the parameters rounds; the optimizer takes them from here.
     wrapped: the chunks in wrappers that add up the gradients of the data ranks; empty for a frozen model.
+    balance: the load balancing of the routers; None without it.
     """
 
     config: PreTrainedConfig
@@ -75,6 +79,7 @@ class Chunks:
     processor: MegatronProcessor
     unrounded: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     wrapped: Sequence[Any] = ()
+    balance: RouterBalance | None = None
 
     @classmethod
     def build(cls, source: ModelSource, decoder: Decoder, transformer: TransformerConfig, mesh: Mesh) -> "Chunks":
@@ -96,7 +101,11 @@ class Chunks:
             vocab_size=decoder.config.vocab_size,
             softcap=LogitRule.from_config(decoder.config).softcap,
         )
-        return cls(decoder.config, transformer, models, table, processor, unrounded)
+        balance = decoder.layer_losses.get(RouterBalance.name)
+        assert balance is None or isinstance(balance, RouterBalance)
+        if balance is not None:
+            add_balance(balance, models)
+        return cls(decoder.config, transformer, models, table, processor, unrounded, balance=balance)
 
     def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
         """replicas: of the optimizer's shards. options: further fields of `DistributedDataParallelConfig`."""
@@ -145,30 +154,40 @@ class Chunks:
             return self.run(inputs, [None] * micro_batches, _logits, backward=False)
 
     def run(
-        self, inputs: Sequence[StageInputs], contexts: Sequence[Any], processor: OutputProcessor, *, backward: bool
+        self,
+        inputs: Sequence[StageInputs],
+        contexts: Sequence[Any],
+        processor: OutputProcessor,
+        *,
+        backward: bool,
+        losses: Sequence[LayerLoss] = (),
     ) -> list[Any]:
         """Run micro-batches through Megatron-Core's schedule, each as rows of one document.
 
         Returns the processor's result for each micro-batch on the last stage, otherwise an empty list. backward:
-        also add the gradient of the results' losses. Raises ValueError if the model did not call the processor.
+        also add the gradient of the results' losses. losses: the load-balancing loss of each micro-batch, if there
+        is one. Raises ValueError if the model did not call the processor.
         """
         is_interleaved = self.transformer.virtual_pipeline_model_parallel_size is not None
         rows = LayerRows.of_pass([entry.micro_batch for entry in inputs], uniform_shapes=is_interleaved)
-        batches = [*zip(rows, contexts, strict=True)]
+        batches = [*zip(rows, contexts, losses or [LayerLoss()] * len(rows), strict=True)]
         results: list[Any] = []
 
         def collected(*, hidden_states: Tensor, context: Any, **others: Any) -> Tensor:
             """Keep the processor's result; Megatron-Core's schedules expect a tensor."""
             rows, of_batch = context
-            hidden_BSD = rows.micro_batch_order(hidden_states)
+            hidden_BSD = rows.pack(hidden_states)
             results.append(processor(hidden_states=hidden_BSD, context=of_batch, **others))
             return results[-1].loss if backward else torch.zeros((), device=hidden_states.device)
 
         def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
-            rows, context = next(data)
+            rows, context, loss = next(data)
             hook = {"output_processor": self.processor, "output_processor_context": (rows, context)}
-            # no mask: attention is causal, and the padding of a row is behind its document
-            return model(rows.ids_NL, rows.positions_NL, None, **hook), loss_of
+            with loss.during_student():
+                if self.balance is not None:
+                    self.balance.current = self.balance.current._replace(rows=rows)
+                # no mask: attention is causal, and the padding of a row is behind its document
+                return model(rows.ids_NL, rows.positions_NL, None, **hook), loss_of
 
         def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, None]:
             # the number of tokens is not used: the loss is divided already, by the step's normalizer
@@ -193,6 +212,7 @@ class Chunks:
                 f"{type(self.models[-1]).__name__} of megatron-core {megatron.core.__version__} called the output "
                 f"processor {len(results)} times for {len(batches)} micro-batches: expected one call for each"
             )
+        require_losses(self.models, losses)
         return results
 
 
@@ -261,13 +281,26 @@ class MegatronStudent(DistributedStudent):
 
     def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
         with torch.no_grad():
-            return self.run(inputs, backward=False)
+            return self._run(inputs, backward=False)
 
-    def run(self, inputs: Sequence[StageInputs], *, backward: bool) -> list[Any]:
-        """Run the teacher if the signals ask for it, then the student (see `Chunks.run`)."""
+    def forward_backward(self, inputs: Sequence[StageInputs]) -> tuple[list[Any], list[tuple[str, Tensor]]]:
+        """Add the gradients of the losses.
+
+        Returns the processor's results as `forward`, and the values of the losses in this rank's routers.
+        """
+        losses = [
+            part.start(entry.micro_batch, self._decoder, entry.normalizer)
+            for entry in inputs
+            for part in entry.losses
+        ]
+        results = self._run(inputs, backward=True, losses=losses)
+        return results, [named for loss in losses for named in loss.losses()]
+
+    def _run(self, inputs: Sequence[StageInputs], **options: Any) -> list[Any]:
+        """Run the teacher if the signals ask for it, then the student. options: of `Chunks.run`"""
         named = zip(inputs, self._signals(inputs), strict=True)
         contexts = [distill_targets(entry.micro_batch, signals) for entry, signals in named]
-        return self.student.run(inputs, contexts, inputs[0].processor, backward=backward)
+        return self.student.run(inputs, contexts, inputs[0].processor, **options)
 
     def _signals(self, inputs: Sequence[StageInputs]) -> list[Any]:
         """Return the signals of the micro-batches, with the teacher's hidden states in place of `InStage`."""
