@@ -369,6 +369,12 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     Rule(
+        ("train.activation_checkpointing", "objective.router_aux_loss", "parallel.engine"),
+        lambda is_on, scale, engine: is_on and scale and engine == "megatron",
+        "false, or parallel.engine=torch",
+        "Megatron-Core does not tell the routers which micro-batch they compute again",
+    ),
+    Rule(
         ("parallel.megatron", "parallel.engine"),
         lambda megatron, engine: megatron is not None and engine != "megatron",
         "null, or parallel.engine=megatron",

@@ -50,6 +50,16 @@ CASES = [
     slow(Job(Case("qwen3_moe", context=2, expert=2), uneven=True)),
     slow(Job(Case("gemma2", tensor=2, tied=True), uneven=True)),
     slow(Job(Case("gpt_oss", tensor=2, expert=2, sequence=True))),
+    slow(Job(Case("gpt_oss", data=2, expert=2), uneven=True)),
+    slow(Job(Case("gpt_oss", tensor=2, expert=2, sequence=True), uneven=True, router_aux=0.5)),
+    slow(Job(Case("gpt_oss", pipeline=2, chunks=2), router_aux=0.5)),
+    slow(Job(Case("qwen3_moe", pipeline=2, chunks=2), uneven=True, router_aux=0.5)),
+    slow(
+        Job(
+            Case("qwen3_moe", tensor=2, sequence=True), router_aux=0.5, options={"recompute_granularity": "selective"}
+        )
+    ),
+    slow(Job(Case("qwen3_moe", context=2, expert=2), uneven=True, router_aux=0.5)),
 ]
 
 

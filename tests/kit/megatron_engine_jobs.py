@@ -27,8 +27,9 @@ from stillhouse.engine.megatron.model_config import transformer_config
 from stillhouse.engine.megatron.student import Chunks
 from stillhouse.engine.megatron.trained import trained_parameters
 from stillhouse.engine.megatron.weights import gather, local_blocks
+from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, balance_routers
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
@@ -45,19 +46,21 @@ TRAIN = TrainConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0
 class Job:
     """case: the student and its layout. loss: the objective. top_k: entries of a stored signal; 0: a teacher that
     runs in the stages, if the objective needs one. uneven: whether rows of odd length have several documents of other
-    lengths, and padding; otherwise, each row is a document. recompute, options: of the layout.
+    lengths, and padding; otherwise, each row is a document. router_aux: the factor of the routers' load balancing.
+    recompute, options: of the layout.
     """
 
     case: Case
     loss: str = "0.3*cross_entropy + 0.7*jsd(0.5)"
     top_k: int = 0
     uneven: bool = False
+    router_aux: float = 0.0
     recompute: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        flags = ["uneven"] * self.uneven + ["recompute"] * self.recompute
+        flags = ["uneven"] * self.uneven + ["balanced"] * bool(self.router_aux) + ["recompute"] * self.recompute
         return " ".join([self.case.name, self.loss, *[f"top {self.top_k}"] * bool(self.top_k), *flags, *self.options])
 
 
@@ -83,8 +86,9 @@ class Difference:
 
 def compare(rank: Rank, job: Job) -> Difference:
     spec, case = parse_objective(job.loss), job.case
-    student, teacher = (decoder(case, seed) for seed in range(2))
-    exact = run(TorchEngine(single_process_runner(student, teacher), spec, train=TRAIN), job)
+    student, teacher = (decoder(job, seed, verify=job.uneven) for seed in range(2))
+    runner = single_process_runner(student, teacher)
+    exact = run(TorchEngine(runner, spec, train=TRAIN, parts=parts(job)), job)
     expected = {name: tensor.detach() for name, tensor in student.state_dict().items()}
     with laid_out(case):
         engine = megatron_engine(job, spec)
@@ -121,8 +125,9 @@ def distances(rank: Rank, job: Job) -> Distances:
     spec, case = parse_objective(job.loss), job.case
 
     def of_torch(dtype: torch.dtype, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
-        runner = single_process_runner(*(decoder(case, seed).to(dtype) for seed in range(2)))
-        return run(TorchEngine(runner, spec, train=TRAIN, autocast=autocast), job, steps=1)[1]
+        runner = single_process_runner(*(decoder(job, seed).to(dtype) for seed in range(2)))
+        engine = TorchEngine(runner, spec, train=TRAIN, autocast=autocast, parts=parts(job))
+        return run(engine, job, steps=1)[1]
 
     exact = of_torch(torch.float64)
     megatron: dict[torch.dtype | None, float] = {}
@@ -130,7 +135,7 @@ def distances(rank: Rank, job: Job) -> Distances:
     for residual_dtype in (None, torch.bfloat16):
         with laid_out(case):
             engine = megatron_engine(job, spec, autocast=torch.bfloat16, residual_dtype=residual_dtype)
-            weights = max(weights, *map(float, unlike(engine, decoder(case, 0))))
+            weights = max(weights, *map(float, unlike(engine, decoder(job, 0))))
             megatron[residual_dtype] = distance(run(engine, job, steps=1)[1], exact)
     return Distances(
         distance(of_torch(torch.float32), exact),
@@ -187,8 +192,16 @@ def apart(sums: dict[str, float], expected: dict[str, float]) -> dict[str, float
     }
 
 
-def decoder(case: Case, seed: int) -> Decoder:
-    return Decoder(of_config(model_config(case), seed=seed), verify=False)
+def decoder(job: Job, seed: int, *, verify: bool = False) -> Decoder:
+    """verify: choose by a proof how documents are packed."""
+    made = Decoder(of_config(model_config(job.case), seed=seed), verify=verify)
+    if job.router_aux and seed == 0:
+        balance_routers(made)
+    return made
+
+
+def parts(job: Job) -> list[LossPart]:
+    return [RouterBalancing(job.router_aux)] if job.router_aux else []
 
 
 def megatron_engine(job: Job, spec: ObjectiveSpec, **precision: torch.dtype) -> MegatronEngine:
@@ -203,9 +216,9 @@ def megatron_engine(job: Job, spec: ObjectiveSpec, **precision: torch.dtype) -> 
         options=job.options,
     )
     mesh = Mesh(case.degrees, torch.device("cpu"))
-    sources = [ModelSource(partial(decoder, case, seed), name="model") for seed in range(2)]
+    sources = [ModelSource(partial(decoder, job, seed), name="model") for seed in range(2)]
     student = build_megatron_student(layout, mesh, *sources)
-    return MegatronEngine(student, spec, train=TRAIN)
+    return MegatronEngine(student, spec, train=TRAIN, parts=[part.distributed(student) for part in parts(job)])
 
 
 def build_chunks(case: Case, mesh: Mesh, source: ModelSource) -> tuple[Chunks, Decoder]:
@@ -291,7 +304,7 @@ def silent_model(rank: Rank, case: Case) -> str:
     """A job: the message for a model that drops the output processor, at the first pass of the proof."""
     with laid_out(case):
         chunks, _ = build_chunks(
-            case, Mesh(case.degrees, torch.device("cpu")), ModelSource(partial(decoder, case, 0))
+            case, Mesh(case.degrees, torch.device("cpu")), ModelSource(partial(decoder, Job(case), 0))
         )
         model = chunks.models[-1]
         called = model.forward

@@ -43,6 +43,9 @@ LONG = [
     Case(LATENT, expert=2, data=2),
     Case(LATENT, tensor=2, sequence=True),
     Case(GEMMA, tensor=2, tied=True),
+    Case("gemma2", tensor=2, tied=True),
+    Case("gpt_oss", tensor=2, expert=2, sequence=True),
+    Case("gpt_oss", pipeline=2, expert=2, data=2),
 ]
 
 

@@ -102,9 +102,9 @@ def _block_spec(
     )
     if uses_transformer_engine(family):
         return block
-    block.layer_norm = RmsNorm
+    norm = block.layer_norm = partial(RmsNorm, rounds_last=family.gpt_oss)
     for layer in block.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CausalAttention
         if family.softcap:

@@ -19,7 +19,19 @@ from stillhouse.parallel.layer_loss_interface import LayerLoss
 
 
 def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module]) -> None:
-    """Register hooks that add the current loss of `balance` in the routers of the chunks."""
+    """Register hooks that add the current loss of `balance` in the routers of the chunks.
+
+    Raises ValueError if layers with experts are computed again in backward: Megatron-Core does not say then which
+    micro-batch a layer belongs to.
+    """
+    transformer = chunks[0].config
+    modules = transformer.recompute_modules or ()
+    if transformer.recompute_granularity == "full" or (transformer.recompute_granularity and "moe" in modules):
+        raise ValueError(
+            f"objective.router_aux_loss with recompute_granularity={transformer.recompute_granularity!r} and "
+            f"recompute_modules={[*modules]}: expected parallel.megatron without layers or experts that are "
+            "computed again in backward (full, or moe), or router_aux_loss: 0"
+        )
     for name, router in _routers(chunks).items():
         router.register_forward_hook(partial(_add_loss, balance, name))
 
