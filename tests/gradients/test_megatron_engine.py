@@ -17,6 +17,7 @@ from kit.megatron_weights_jobs import Case
 from stillhouse.tools.parity import worst
 
 LIMIT = 180.0
+RECOMPUTED_EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 CASES = [
     Job(Case("qwen3", tied=True, tensor=2)),
     Job(Case("llama", pipeline=2)),
@@ -77,6 +78,21 @@ def test_steps_are_those_of_the_other_engine(job: Job) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(Case("qwen3_moe", expert=2, data=2), recompute=True, router_aux=0.5),
+        Job(Case("qwen3_moe", expert=2, data=2), router_aux=0.5, options=RECOMPUTED_EXPERTS),
+    ],
+    ids=lambda job: job.name,
+)
+def test_load_balancing_in_layers_that_are_computed_again_is_refused(job: Job) -> None:
+    (answer,) = pool_of_meshes(2).run(compare, [job], limit=LIMIT)
+    assert isinstance(answer, Failure)
+    assert "ValueError: objective.router_aux_loss with recompute_granularity=" in answer.text
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_gpt_oss_has_the_weights_of_all_experts() -> None:
     case = Case("gpt_oss", tensor=2, expert=2, sequence=True)
     for differences in pool_of_meshes(2).call(saved_and_loaded, case, limit=LIMIT):
@@ -85,11 +101,18 @@ def test_a_checkpoint_of_gpt_oss_has_the_weights_of_all_experts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [Case("qwen3", data=2), Case("llama", tensor=2, sequence=True)], ids=lambda case: case.name
+    "job",
+    [
+        Job(Case("qwen3", data=2)),
+        Job(Case("llama", tensor=2, sequence=True)),
+        Job(Case("qwen3_moe", data=2, expert=2), router_aux=0.5),
+        Job(Case("gpt_oss", tensor=2, expert=2, sequence=True), router_aux=0.5),
+    ],
+    ids=lambda job: job.name,
 )
-def test_bfloat16_is_as_near_to_float64_as_the_other_engine(case: Case) -> None:
+def test_bfloat16_is_as_near_to_float64_as_the_other_engine(job: Job) -> None:
     """The optimizer's weights are those of the folder, in float32, although the parameters are rounded."""
-    (answer,) = pool_of_meshes(case.processes).run(distances, [Job(case)], limit=LIMIT)
+    (answer,) = pool_of_meshes(job.case.processes).run(distances, [job], limit=LIMIT)
     assert not isinstance(answer, Failure), answer.text
     for of_rank in answer:
         assert of_rank.float32 < 1e-5 < of_rank.bfloat16

@@ -3,6 +3,7 @@
 Compared are each step's losses, held-out metrics and gradient norm, and the exported weights.
 """
 
+import json
 import shutil
 from collections.abc import Iterator
 from itertools import product
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 from kit import slow
+from kit.causal_families import of_config
 from kit.layout_runs import assert_same_weights
 from kit.megatron_runs import assert_same_runs, assert_same_steps, megatron
-from kit.runs import metrics, run, write_run
+from kit.runs import metrics, run, save_model, write_run
 from kit.serving import Server
 from kit.subject_teachers import SUBJECTS, write_subject_teachers
 from kit.two_tokenizers import GOLD, ULD, write_pair
@@ -22,6 +24,8 @@ from stillhouse.signals.signal_spec import SignalKind
 from stillhouse.tools.write_cache import write_cache
 
 pytest.importorskip("megatron.core")
+
+from kit.megatron_weights_jobs import Case, model_config
 
 LAYOUTS = {
     "llama": ["parallel.pipeline=2"],
@@ -58,6 +62,20 @@ def test_load_balancing_of_routers(tmp_path: Path, layout: list[str]) -> None:
     write(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1})
     assert_same_runs(tmp_path, *layout)
     assert all(line["loss/router_aux"] > 0 for line in metrics(tmp_path / "torch") if "train/learning_rate" in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [["parallel.tensor=2", "parallel.sequence=true"], ["parallel.pipeline=2"]], ids=" ".join
+)
+def test_gpt_oss(tmp_path: Path, layout: list[str]) -> None:
+    """The exported model, too, is that of the other engine."""
+    save_model(tmp_path / "student")  # for the tokenizer
+    tokens = {"vocab_size": 400, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    of_config(model_config(Case("gpt_oss", options=tokens)), seed=1).save_pretrained(tmp_path / "student")
+    write(tmp_path, **{"objective.router_aux_loss": 0.1})
+    assert_same_runs(tmp_path, *layout)
+    assert json.loads((tmp_path / "megatron" / "model" / "config.json").read_text())["model_type"] == "gpt_oss"
 
 
 @pytest.fixture(scope="module")
