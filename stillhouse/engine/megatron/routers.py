@@ -12,19 +12,19 @@ from typing import Any
 
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from stillhouse.models.router_aux_loss import RouterBalance
 from stillhouse.parallel.layer_loss_interface import LayerLoss
 
 
-def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module]) -> None:
+def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module], transformer: TransformerConfig) -> None:
     """Register hooks that add the current loss of `balance` in the routers of the chunks.
 
     Raises ValueError if layers with experts are computed again in backward: Megatron-Core does not say then which
     micro-batch a layer belongs to.
     """
-    transformer = chunks[0].config
     modules = transformer.recompute_modules or ()
     if transformer.recompute_granularity == "full" or (transformer.recompute_granularity and "moe" in modules):
         raise ValueError(

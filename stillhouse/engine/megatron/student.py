@@ -104,7 +104,7 @@ class Chunks:
         balance = decoder.layer_losses.get(RouterBalance.name)
         assert balance is None or isinstance(balance, RouterBalance)
         if balance is not None:
-            add_balance(balance, models)
+            add_balance(balance, models, transformer)
         return cls(decoder.config, transformer, models, table, processor, unrounded, balance=balance)
 
     def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
