@@ -7,11 +7,14 @@ from pathlib import Path
 
 import torch
 from kit import loading_memory
+from kit.causal_families import of_config
 from kit.loading_memory import MIB, growth, return_freed_memory
 from kit.megatron_engine_jobs import build_chunks
-from kit.megatron_weights_jobs import Case, laid_out
+from kit.megatron_weights_jobs import Case, laid_out, model_config
 from kit.shard_ranks import Rank
 
+from stillhouse.engine.megatron import model
+from stillhouse.engine.megatron.model_config import transformer_config
 from stillhouse.engine.megatron.proof import prove_chunks
 from stillhouse.engine.megatron.weights import gather, tensor_of
 from stillhouse.models import Decoder, ProofError
@@ -55,6 +58,21 @@ def load(_: Rank, job: tuple[Path, Case, str]) -> Loading:
         error = prove_chunks(chunks, source, mesh)
     different = [name for name, tensor in expected.items() if not torch.equal(loaded[name], tensor)]
     return Loading(different, elements, of_files, error)
+
+
+def normalized(_: Rank, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """A job: return the same bfloat16 values behind a norm of Megatron-Core's layers, and behind transformers' own."""
+    config = model_config(case)
+    expected = (
+        Decoder(of_config(config).to(torch.bfloat16), verify=False).layers()[0].get_submodule("input_layernorm")
+    )
+    with laid_out(case), torch.no_grad():
+        (chunk,) = model.build_chunks(config, transformer_config(config, dtype=torch.bfloat16))
+        norm = chunk.decoder.layers[0].input_layernorm
+        norm.weight.copy_(expected.weight)
+        random = torch.Generator().manual_seed(0)
+        values = torch.randn(64, 2, config.hidden_size, generator=random).bfloat16()
+        return norm(values), expected(values)
 
 
 def prove_damaged(rank: Rank, job: tuple[Path, Case, float]) -> str:

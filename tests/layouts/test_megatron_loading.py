@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("megatron.core")
 
-from kit.megatron_loading_jobs import Loading, load, measure, prove_damaged
+from kit.megatron_loading_jobs import Loading, load, measure, normalized, prove_damaged
 from kit.megatron_runs import without_cuda
 from kit.megatron_weights_jobs import Case, model_config
 from kit.ranks import Ranks
@@ -77,6 +77,13 @@ def test_weights_of_half_precision_are_proven(tmp_path: Path, model_type: str) -
     of_ranks = pool_of_meshes(2).call(load, (save(tmp_path, case), case, "bfloat16"), limit=LIMIT)
     assert [loading.different for loading in of_ranks] == [[], []]
     assert all(0 < loading.proof < 0.05 for loading in of_ranks)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", *map(slow, sorted(FAMILIES.keys() - {"gpt_oss"}))])
+def test_norms_round_as_those_of_transformers(model_type: str) -> None:
+    (made, expected) = pool_of_meshes(1).call(normalized, Case(model_type), limit=LIMIT)[0]
+    assert made.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(made, expected)
 
 
 @pytest.mark.parametrize("factor", [1.01, slow(float("nan"))])
