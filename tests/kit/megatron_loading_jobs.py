@@ -61,7 +61,7 @@ def load(_: Rank, job: tuple[Path, Case, str]) -> Loading:
 
 
 def normalized(_: Rank, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """A job: return the same bfloat16 values behind a norm of Megatron-Core's layers, and behind transformers' own."""
+    """A job: return the same bfloat16 values after a norm of Megatron-Core's layers and of transformers."""
     config = model_config(case)
     expected = (
         Decoder(of_config(config).to(torch.bfloat16), verify=False).layers()[0].get_submodule("input_layernorm")
