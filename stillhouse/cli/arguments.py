@@ -41,6 +41,7 @@ _NOTICES = (
     "full scope is deprecated",  # its own default
     "MimoModelConfig is experimental",
     "When using (async grad allreduce|sequence parallelism) it is recommended",  # docs/megatron.md has the advice
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts, which are not cut
     r"`torch\.distributed\.\w+` is deprecated",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor",  # of its optimizer's shards
 )
