@@ -363,7 +363,7 @@ RULES: tuple[Rule, ...] = (
     *(
         excludes(key, "parallel.engine=megatron", because="Megatron-Core does not have it here")
         for key in (
-            *("student.adapter", "student.mtp", "student.attention"),
+            *("student.adapter", "student.attention"),
             *("teacher.offload", "teacher.quantize", "teacher.attention", "train.optimizer", "train.compile"),
             *("objective.hidden", "parallel.offload", "parallel.gather_dtype"),
         )
@@ -385,6 +385,7 @@ RULES: tuple[Rule, ...] = (
         "null, or parallel.engine=megatron",
     ),
     Rule(("teacher.parallel.megatron",), lambda megatron: megatron is not None, "null"),
+    excludes("student.mtp.train=heads", "parallel.engine=megatron", expected="all"),
     excludes("data.packing=packed", "parallel.engine=megatron", expected="auto or rows"),
     Rule(
         ("parallel.schedule", "parallel.engine"),

@@ -61,6 +61,15 @@ CASES = [
         )
     ),
     slow(Job(Case("qwen3_moe", context=2, expert=2), uneven=True, router_aux=0.5)),
+    Job(Case("llama", pipeline=2, tied=True), depths=2, uneven=True),
+    slow(Job(Case("qwen3", tensor=2), depths=2, uneven=True)),
+    slow(Job(Case("qwen3", tensor=2, sequence=True, tied=True), "forward_kl", depths=1)),
+    slow(Job(Case("llama", tensor=2, pipeline=2), depths=2, uneven=True)),
+    slow(Job(Case("qwen3", pipeline=2, chunks=2, tied=True), "reverse_kl", depths=1, recompute=True)),
+    slow(Job(Case("llama", context=2), depths=2, uneven=True)),
+    slow(Job(Case("qwen2", data=2), "forward_kl", top_k=8, depths=1)),
+    slow(Job(Case("qwen3_moe", tensor=2, sequence=True, options={"mlp_only_layers": []}), depths=1)),
+    slow(Job(Case("deepseek_v3", pipeline=2), depths=2)),
 ]
 
 

@@ -151,6 +151,7 @@ def test_a_parameter_without_a_name_in_the_family_is_refused() -> None:
 
 def test_padding_rows_are_zero_and_tensors_of_another_shape_are_refused() -> None:
     chunk = nn.ModuleDict({"embedding": nn.ModuleDict({"word_embeddings": nn.Embedding(126, 32)})})
+    chunk.pre_process = True
     table = weight_table([chunk], model_config(Case("llama")), Place(tensor=Shard(1, 2)))
     weight_VD = torch.rand(251, 32)
     load([chunk], table, [("backbone.embed_tokens.weight", weight_VD)])
@@ -214,6 +215,18 @@ def test_all_families_have_names() -> None:
         ("llama", {}, {"pipeline_model_parallel_size": 3}, r"^num_hidden_layers=4 over 3 pipeline stages"),
         (MOE, {}, {"expert_model_parallel_size": 3}, r"^num_local_experts=4 over 3 expert ranks"),
         (MOE, {}, {"tensor_model_parallel_size": 2}, r"^sequence_parallel=False with tensor_model_parallel_size=2"),
+        (
+            "qwen3",
+            WINDOWS,
+            {"depths": 1},
+            r"^sliding_window=\d+ of a qwen3 model.* without a window for student\.mtp$",
+        ),
+        (
+            MOE,
+            {},
+            {"depths": 1},
+            r"^mlp_only_layers=\[0\] of .* expected the first 1 layers to be like the last one, for",
+        ),
     ],
 )
 def test_what_megatron_does_not_compute_exactly_is_refused(

@@ -28,12 +28,13 @@ from stillhouse.engine.megatron.student import Chunks
 from stillhouse.engine.megatron.trained import trained_parameters
 from stillhouse.engine.megatron.weights import gather, local_blocks
 from stillhouse.engine.parts import LossPart, RouterBalancing
+from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder, balance_routers
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
-from stillhouse.parallel import Layout, Mesh, ModelSource, single_process_runner
+from stillhouse.parallel import DistributedStudent, Layout, Mesh, ModelSource, single_process_runner
 from stillhouse.signals import InStageTeacher
 from stillhouse.signals.weight_average import WeightAverage
 from stillhouse.tools.parity import relative_difference
@@ -47,7 +48,7 @@ class Job:
     """case: the student and its layout. loss: the objective. top_k: entries of a stored signal; 0: a teacher that
     runs in the stages, if the objective needs one. uneven: whether rows of odd length have several documents of other
     lengths, and padding; otherwise, each row is a document. router_aux: the factor of the routers' load balancing.
-    recompute, options: of the layout.
+    recompute, options: of the layout. depths: the number of the student's MTP layers.
     """
 
     case: Case
@@ -57,10 +58,12 @@ class Job:
     router_aux: float = 0.0
     recompute: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    depths: int = 0
 
     @property
     def name(self) -> str:
         flags = ["uneven"] * self.uneven + ["balanced"] * bool(self.router_aux) + ["recompute"] * self.recompute
+        flags += [f"depths {self.depths}"] * bool(self.depths)
         return " ".join([self.case.name, self.loss, *[f"top {self.top_k}"] * bool(self.top_k), *flags, *self.options])
 
 
@@ -88,7 +91,7 @@ def compare(rank: Rank, job: Job) -> Difference:
     spec, case = parse_objective(job.loss), job.case
     student, teacher = (decoder(job, seed, verify=job.uneven) for seed in range(2))
     runner = single_process_runner(student, teacher)
-    exact = run(TorchEngine(runner, spec, train=TRAIN, parts=parts(job)), job)
+    exact = run(TorchEngine(runner, spec, train=TRAIN, parts=parts(job, runner)), job)
     expected = {name: tensor.detach() for name, tensor in student.state_dict().items()}
     with laid_out(case):
         engine = megatron_engine(job, spec)
@@ -126,7 +129,7 @@ def distances(rank: Rank, job: Job) -> Distances:
 
     def of_torch(dtype: torch.dtype, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
         runner = single_process_runner(*(decoder(job, seed).to(dtype) for seed in range(2)))
-        engine = TorchEngine(runner, spec, train=TRAIN, autocast=autocast, parts=parts(job))
+        engine = TorchEngine(runner, spec, train=TRAIN, autocast=autocast, parts=parts(job, runner))
         return run(engine, job, steps=1)[1]
 
     exact = of_torch(torch.float64)
@@ -193,15 +196,31 @@ def apart(sums: dict[str, float], expected: dict[str, float]) -> dict[str, float
 
 
 def decoder(job: Job, seed: int, *, verify: bool = False) -> Decoder:
-    """verify: choose by a proof how documents are packed."""
+    """verify: choose by a proof how documents are packed. Seed 0 is the student's."""
     made = Decoder(of_config(model_config(job.case), seed=seed), verify=verify)
     if job.router_aux and seed == 0:
         balance_routers(made)
+    if job.depths and seed == 0:
+        _add_mtp(made, job.depths)
     return made
 
 
-def parts(job: Job) -> list[LossPart]:
-    return [RouterBalancing(job.router_aux)] if job.router_aux else []
+def _add_mtp(decoder: Decoder, depths: int) -> None:
+    """Add MTP layers whose weights are large enough that a mistake changes the result."""
+    from stillhouse.models.mtp import add_mtp
+
+    add_mtp(decoder, depths, is_new=True)
+    assert decoder.mtp is not None
+    decoder.mtp.initialize(decoder.pretrained, 0)
+    random = torch.Generator().manual_seed(0)
+    for tensor in decoder.mtp.state_dict().values():
+        tensor.add_(0.2 * torch.randn(tensor.shape, generator=random))
+
+
+def parts(job: Job, student: DistributedStudent) -> list[LossPart]:
+    balancing: list[LossPart] = [RouterBalancing(job.router_aux)] if job.router_aux else []
+    mtp: list[LossPart] = [MtpLoss(parse_objective(job.loss), job.depths, scale=0.3)] if job.depths else []
+    return [part.distributed(student) for part in (*balancing, *mtp)]
 
 
 def megatron_engine(job: Job, spec: ObjectiveSpec, **precision: torch.dtype) -> MegatronEngine:
@@ -218,7 +237,7 @@ def megatron_engine(job: Job, spec: ObjectiveSpec, **precision: torch.dtype) -> 
     mesh = Mesh(case.degrees, torch.device("cpu"))
     sources = [ModelSource(partial(decoder, job, seed), name="model") for seed in range(2)]
     student = build_megatron_student(layout, mesh, *sources)
-    return MegatronEngine(student, spec, train=TRAIN, parts=[part.distributed(student) for part in parts(job)])
+    return MegatronEngine(student, spec, train=TRAIN, parts=parts(job, student))
 
 
 def build_chunks(case: Case, mesh: Mesh, source: ModelSource) -> tuple[Chunks, Decoder]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kit import slow
-from kit.layout_runs import assert_same_weights
+from kit.layout_runs import assert_same_weights, weights
 from kit.megatron_runs import LIMIT, assert_same_steps, megatron, without_cuda
 from kit.ranks import Ranks
 from kit.runs import contents, metrics, run, write_run
@@ -19,6 +19,8 @@ pytest.importorskip("megatron.core")
 
 
 STEPS = {"train.steps": 4, "checkpoint.every": 2, "data.packing": "rows"}
+MTP = {"student.mtp": {"depths": 2}}
+TWO_PROCESSES = ["fsdp 2", "tensor 2", "tensor 2, sequence", "context 2", "pipeline 2, 1f1b"]
 
 
 def write(folder: Path, family: str, **settings: Any) -> Path:
@@ -53,9 +55,11 @@ def killed_without_cuda(step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_killed_run_resumes_under_another_layout_and_with_the_other_engine(tmp_path: Path, family: str) -> None:
-    undisturbed = write(tmp_path, family)
+@pytest.mark.parametrize(("family", "settings"), [("qwen3", {}), ("llama", {}), ("llama", MTP)])
+def test_a_killed_run_resumes_under_another_layout_and_with_the_other_engine(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    undisturbed = write(tmp_path, family, **settings)
     killed = tmp_path / "killed"
     arguments = ("distill", tmp_path / "run.yaml", f"out={killed}", "parallel.engine=megatron", "parallel.tensor=2")
     ranks = Ranks(2, *arguments, hook=killed_without_cuda, hook_arguments=(3,))
@@ -68,6 +72,17 @@ def test_a_killed_run_resumes_under_another_layout_and_with_the_other_engine(tmp
     assert "resuming from" in resumed
     assert_same_steps(tmp_path / "moved", undisturbed)
     assert_same_weights(tmp_path / "moved", undisturbed)
+
+
+@pytest.mark.slow
+def test_mtp_layers_of_a_checkpoint_are_trained_on(tmp_path: Path) -> None:
+    model = write(tmp_path, "llama", **MTP) / "model"
+    other = tmp_path / "other"
+    run("distill", tmp_path / "run.yaml", f"out={other}", f"student.model={model}")
+    out = megatron(tmp_path, "megatron", 2, "parallel.context=2", f"student.model={model}")
+    assert_same_steps(out, other)
+    assert_same_weights(out, other)
+    assert any(".eh_proj." in name for name in weights(out))
 
 
 @pytest.mark.slow
@@ -110,11 +125,13 @@ def test_a_run_in_bfloat16_resumes_with_the_other_engine_from_float32_weights(tm
 
 
 @pytest.mark.parametrize(
-    ("family", "processes", "layouts"),
+    ("family", "settings", "processes", "layouts"),
     [
-        ("qwen3", 2, ["fsdp 2", "tensor 2", "tensor 2, sequence", "context 2", "pipeline 2, 1f1b"]),
+        ("qwen3", {}, 2, TWO_PROCESSES),
+        slow("llama", MTP, 2, TWO_PROCESSES),
         slow(
             "qwen3",
+            {},
             4,
             [
                 *("fsdp 4", "fsdp 2 × tensor 2", "fsdp 2 × tensor 2, sequence", "fsdp 2 × context 2"),
@@ -126,13 +143,15 @@ def test_a_run_in_bfloat16_resumes_with_the_other_engine_from_float32_weights(tm
                 ),
             ],
         ),
-        slow("qwen3_moe", 2, ["fsdp 2", "fsdp 2 × expert 2", "tensor 2, sequence", "context 2", "pipeline 2, 1f1b"]),
+        slow(
+            "qwen3_moe", {}, 2, ["fsdp 2", "fsdp 2 × expert 2", "tensor 2, sequence", "context 2", "pipeline 2, 1f1b"]
+        ),
     ],
 )
 def test_parity_compares_the_layouts_of_megatron_core(
-    tmp_path: Path, family: str, processes: int, layouts: list[str]
+    tmp_path: Path, family: str, settings: dict[str, Any], processes: int, layouts: list[str]
 ) -> None:
-    write_run(tmp_path, family=family)
+    write_run(tmp_path, family=family, **settings)
     ranks = Ranks(processes, "parity", tmp_path / "run.yaml", "parallel.engine=megatron", hook=without_cuda)
     assert ranks.wait(LIMIT) == [0] * processes, ranks.texts
     rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]

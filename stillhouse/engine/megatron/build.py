@@ -50,6 +50,7 @@ def build_megatron_student(
             continue
         decoder = source.build()
         of_model = _model_options(layout, decoder, is_student=source is student_source)
+        of_model["depths"] = 0 if decoder.mtp is None else decoder.mtp.depths
         has_experts = require_family(decoder.config).experts is not None
         of_model |= {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
         with refused_settings():

@@ -24,6 +24,7 @@ from stillhouse.engine.megatron.student import MegatronStudent
 from stillhouse.engine.megatron.trained import require_partition, trained_parameters
 from stillhouse.engine.megatron.weights import gather, local_blocks
 from stillhouse.engine.parts import LossPart, RouterBalancing
+from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.engine.state_folder import write_state
 from stillhouse.models import NotFiniteError
 from stillhouse.objective import Signals
@@ -48,11 +49,11 @@ class MegatronEngine(EnginePasses):
         average: WeightAverage | None = None,
     ):
         # the rules of the configuration refuse these before a model is loaded
-        others = [part.key for part in parts if not isinstance(part, RouterBalancing)]
+        others = [part.key for part in parts if not isinstance(part, (MtpLoss, RouterBalancing))]
         if train.optimizer != "adamw" or others:
             raise ValueError(
-                "parallel.engine: megatron with another optimizer than adamw, or a loss beside the objective and the "
-                "routers' load balancing: expected none of them"
+                "parallel.engine: megatron with another optimizer than adamw, or a loss beside the objective, that "
+                "of MTP layers and the routers' load balancing: expected none of them"
             )
         if autocast not in (None, dtype := student.student.transformer.params_dtype):
             raise ValueError(f"autocast to {autocast} of parameters in {dtype}: expected parameters in {autocast}")

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -56,26 +57,32 @@ def _build_chunk(
 ) -> MultiTokenGPTModel:
     family = require_family(config)
     place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    block = _block_spec(config, transformer, family, vp_stage)
     model = MultiTokenGPTModel(
         transformer,
-        _block_spec(config, transformer, family, vp_stage),
+        block,
         padded_vocabulary(config.vocab_size, transformer.tensor_model_parallel_size),
         config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
         post_process=parallel_state.is_pipeline_last_stage(**place),
         share_embeddings_and_output_weights=config.tie_word_embeddings,
         position_embedding_type="rope",
+        mtp_block_spec=_mtp_spec(block, transformer, family, vp_stage),
         vp_stage=vp_stage,
     )
+    has_copy = model.mtp_process and not model.pre_process  # of the embedding, for the MTP layers
+    if has_copy and config.tie_word_embeddings:
+        model.output_layer.weight = None  # the copy is also the head's weight
     for name, module in model.named_modules():
         # GPTModel's own arguments express only the scaling of Llama 3.1 with its default numbers
         if isinstance(module, RotaryEmbedding):
             layer_type = "sliding_attention" if name.endswith("window_rotary_pos_emb") else "full_attention"
             frequencies_C, _ = rotary_frequencies(config, layer_type)
             module.inv_freq = frequencies_C.to(module.inv_freq.device)
-    if model.pre_process and config.pad_token_id is not None:
+    has_embedding = model.pre_process or has_copy
+    if has_embedding and config.pad_token_id is not None:
         model.embedding.word_embeddings.register_forward_hook(partial(_frozen_padding, config.pad_token_id))
-    if model.pre_process and family.gemma:
+    if has_embedding and family.gemma:
         scale = torch.tensor(config.hidden_size**0.5).to(transformer.params_dtype)
         model.embedding.register_forward_hook(lambda module, inputs, hidden_SBD: hidden_SBD * scale.to(hidden_SBD))
     # with a GPU, Megatron-Core creates the router's weight in host memory
@@ -122,3 +129,16 @@ def _block_spec(
             attention.linear_proj = NormedProjection
             layer.submodules.mlp.keywords["submodules"].linear_fc2 = NormedProjection
     return block
+
+
+def _mtp_spec(
+    block: TransformerBlockSubmodules, transformer: TransformerConfig, family: Family, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Return the MTP layers of the chunk, which are like the last layer; None for a chunk without them."""
+    if not transformer.mtp_num_layers:
+        return None
+    spec = get_gpt_mtp_block_spec(transformer, block, uses_transformer_engine(family), vp_stage=vp_stage)
+    for layer in () if spec is None or uses_transformer_engine(family) else spec.layer_specs:
+        norms = layer.submodules
+        norms.enorm = norms.hnorm = norms.layer_norm = RmsNorm
+    return spec

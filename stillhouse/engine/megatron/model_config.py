@@ -132,17 +132,20 @@ _ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 def transformer_config(
-    config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, **options: Any
+    config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, depths: int = 0, **options: Any
 ) -> TransformerConfig:
     """Return Megatron-Core's configuration of a model.
 
-    dtype: of the weights and of the hidden states that pipeline stages send. options: fields of `TransformerConfig`
-    for the layout, memory and speed; a field that the model or the loss determines is refused.
+    dtype: of the weights and of the hidden states that pipeline stages send. depths: the number of MTP layers.
+    options: fields of `TransformerConfig` for the layout, memory and speed; a field that the model or the loss
+    determines is refused.
     Raises ValueError, naming the key, for what Megatron-Core does not compute exactly as transformers does.
     """
     family = require_family(config)
     _require_exact(config, family)
-    determined = _model_fields(config, family) | _loss_fields()
+    determined = _model_fields(config, family) | _loss_fields(depths)
+    if depths:
+        _require_mtp(config, depths, determined)
     kind = MLATransformerConfig if family.latent else TransformerConfig
     known = {field.name for field in fields(kind)}
     for name in options:
@@ -298,14 +301,14 @@ def _latent_fields(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _loss_fields() -> dict[str, Any]:
+def _loss_fields(depths: int) -> dict[str, Any]:
     """The loss is a sum that the engine has already divided, and Megatron-Core adds no loss of its own."""
     return {
         "calculate_per_token_loss": True,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
-        "mtp_num_layers": None,
+        "mtp_num_layers": depths or None,
     }
 
 
@@ -325,6 +328,21 @@ def _require_exact(config: PreTrainedConfig, family: Family) -> None:
         part = rotary.get("partial_rotary_factor", 1.0)
         if part != 1.0:
             raise _not_exact(config, "rope_parameters.partial_rotary_factor", part, "1.0")
+
+
+def _require_mtp(config: PreTrainedConfig, depths: int, determined: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the MTP layers are like the last layer, of which Megatron-Core makes them."""
+    if determined.get("window_size") is not None:
+        # Megatron-Core numbers MTP layers from 1, so they would have the windows of the first layers
+        raise _not_exact(
+            config, "sliding_window", config.sliding_window, "a student without a window for student.mtp"
+        )
+    is_sparse = determined.get("moe_layer_freq", [0])
+    # transformers numbers MTP layers from 0, and Qwen3-MoE's dense layers have numbers
+    of_depths = is_sparse[:depths] if hasattr(config, "mlp_only_layers") else [is_sparse[-1]]
+    if {*of_depths} != {is_sparse[-1]}:
+        expected = f"the first {depths} layers to be like the last one, for student.mtp"
+        raise _not_exact(config, "mlp_only_layers", config.mlp_only_layers, expected)
 
 
 def _rotary_sections(config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -1,11 +1,13 @@
 """Proves that Megatron-Core's chunks compute the logits of transformers' model, under the run's layout.
 
-B rows of one document each, S tokens per row, D width, V vocabulary.
+K depths of multi-token prediction (depth 0 is the model itself), B rows of one document each, S tokens per row, D
+width, V vocabulary.
 """
 
 import math
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from stillhouse.engine.megatron.model_config import require_family
 from stillhouse.engine.megatron.student import Chunks
 from stillhouse.models import ProofError
 from stillhouse.models.forward_modes import evaluating
+from stillhouse.objective import OutputHead
 from stillhouse.parallel import Mesh, ModelSource
 from stillhouse.parallel.backbone_cut import require_cuttable
 from stillhouse.parallel.stages import keep_layers
@@ -38,21 +41,30 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
     tokens += -tokens % degrees.context  # context ranks divide the columns
     random = torch.Generator().manual_seed(0)
     ids_BS = torch.randint(chunks.config.vocab_size, (rows, tokens), generator=random).to(mesh.device)
-    expected_BSV = torch.empty(*ids_BS.shape, chunks.config.vocab_size, device=mesh.device)
+    depths = 1 + chunks.depths
+    expected_KBSV = torch.empty(depths, *ids_BS.shape, chunks.config.vocab_size, device=mesh.device)
     with mesh.ranks.all_raise(*LOAD_ERRORS):
         if mesh.ranks.is_first:
-            expected_BSV.copy_(_logits_of_transformers(source, ids_BS, degrees.pipeline * degrees.experts))
-    dist.broadcast(expected_BSV, group=mesh.ranks.group, group_src=0)
-    expected_BSV = expected_BSV.chunk(degrees.context, dim=1)[mesh.coordinate("context")]
-    error = 0.0
-    for logits_BSV, start in chunks.logits(ids_BS, degrees.pipeline)[:1]:
-        of_rank_BSV = expected_BSV[..., start : start + logits_BSV.shape[-1]]
-        difference_BSV = logits_BSV[..., : of_rank_BSV.shape[-1]].float() - of_rank_BSV
-        error_BS = difference_BSV.norm(dim=-1) / expected_BSV.norm(dim=-1)
-        # rounding can change the experts of single tokens
-        is_routed = require_family(chunks.config).experts is not None and dtype != torch.float32
-        error = float(error_BS.median() if is_routed else error_BS.max())
-    largest = max(mesh.ranks.gather(error if math.isfinite(error) else math.inf))
+            expected_KBSV.copy_(_logits_of_transformers(source, ids_BS, degrees.pipeline * degrees.experts))
+    dist.broadcast(expected_KBSV, group=mesh.ranks.group, group_src=0)
+    # at the last tokens of a row, an MTP layer has no further token to read
+    is_real_KS = torch.arange(tokens) < tokens - torch.arange(depths)[:, None]
+    expected_KBSV, is_real_KS = (
+        part.chunk(degrees.context, dim=dim)[mesh.coordinate("context")]
+        for part, dim in ((expected_KBSV, 2), (is_real_KS, 1))
+    )
+    # rounding can change the experts of single tokens
+    is_routed = require_family(chunks.config).experts is not None and dtype != torch.float32
+    errors = [0.0]
+    for by_depth, start in chunks.logits(ids_BS, degrees.pipeline)[:1]:
+        for logits_BSV, expected_BSV, is_real_S in zip(by_depth, expected_KBSV, is_real_KS, strict=True):
+            of_rank_BSV = expected_BSV[..., start : start + logits_BSV.shape[-1]]
+            difference_BSV = logits_BSV[..., : of_rank_BSV.shape[-1]].float() - of_rank_BSV
+            error_BS = (difference_BSV.norm(dim=-1) / expected_BSV.norm(dim=-1))[:, is_real_S.to(mesh.device)]
+            if error_BS.numel():
+                errors.append(float(error_BS.median() if is_routed else error_BS.max()))
+    # max() ignores a NaN
+    largest = max(mesh.ranks.gather(max(error if math.isfinite(error) else math.inf for error in errors)))
     if largest > TOLERANCE[dtype]:
         raise ProofError(
             f"{source.name}: the logits of Megatron-Core differ from those of transformers by {largest:.1e} of their "
@@ -62,8 +74,9 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
 
 
 def _logits_of_transformers(source: ModelSource, ids_BS: Tensor, parts: int) -> Tensor:
-    """Return logits [B, S, V] in this process alone. parts: how many parts of the layers are loaded one by one."""
-    count = source.build().config.num_hidden_layers
+    """Return logits [K, B, S, V] in this process alone. parts: how many parts of the layers are loaded one by one."""
+    full = source.build()
+    count, mtp = full.config.num_hidden_layers, {} if full.mtp is None else {"mtp_input_ids": ids_BS}
     parts = min(parts, count)
     output: Tensor | None = None
     for start, stop in pairwise(count * part // parts for part in range(parts + 1)):
@@ -75,6 +88,14 @@ def _logits_of_transformers(source: ModelSource, ids_BS: Tensor, parts: int) -> 
             source.load_weights(decoder)
         decoder.to(ids_BS.device)  # a source may load weights into host memory
         with torch.no_grad(), evaluating(decoder):
-            output = decoder(ids_BS) if output is None else decoder(None, inputs_embeds=output)
+            inputs: dict[str, Any] = {"input_ids": ids_BS} if output is None else {"inputs_embeds": output}
+            of_last = {"processor": _stacked, **mtp} if stop == count else {}
+            output = decoder(**{"input_ids": None, **inputs, **of_last})
     assert output is not None
     return output
+
+
+def _stacked(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
+    """An output processor that returns the logits of all depths."""
+    by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+    return torch.stack([head.logits(hidden_BSD) for hidden_BSD in by_depth])

@@ -44,21 +44,25 @@ from stillhouse.parallel import (
     Layout,
     Mesh,
     ModelSource,
+    NextTokens,
     ShardedMicroBatches,
     StageInputs,
     StageWeight,
     shard_micro_batches,
 )
-from stillhouse.parallel.layer_loss_interface import LayerLoss
+from stillhouse.parallel.layer_loss_interface import LayerLoss, MtpLayersRun
 from stillhouse.parallel.pair import InStage, distill_targets
 from stillhouse.parallel.teacher_head import DecoderHead
 from stillhouse.parallel.teacher_prefetch import TeacherPrefetch
 
 
 class VocabLogits(NamedTuple):
-    """Logits [B, S, rows] of this rank's rows of the vocabulary, which begin at `start` and may end with padding."""
+    """Logits [B, S, rows] of each depth, of this rank's rows of the vocabulary.
 
-    logits_BSV: Tensor
+    The rows begin at `start` and may end with padding.
+    """
+
+    by_depth: Sequence[Tensor]
     start: int
 
 
@@ -132,8 +136,13 @@ class Chunks:
             model.eval().requires_grad_(False)
         return self
 
+    @property
+    def depths(self) -> int:
+        """The number of MTP layers."""
+        return self.transformer.mtp_num_layers or 0
+
     def logits(self, ids_BS: Tensor, micro_batches: int) -> list[VocabLogits]:
-        """Return the logits of equal micro-batches on the last stage, without gradients.
+        """Return the logits of all depths of equal micro-batches on the last stage, without gradients.
 
         ids_BS: the tokens of all context ranks, which divide the columns; each gets the logits of its own.
         """
@@ -149,7 +158,8 @@ class Chunks:
         part = batch.part(
             parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         )
-        inputs = [StageInputs(part, {}, _logits)] * micro_batches
+        losses = [MtpLayersRun(NextTokens(self.depths))] if self.depths else []
+        inputs = [StageInputs(part, {}, _logits, losses)] * micro_batches
         with torch.no_grad():
             return self.run(inputs, [None] * micro_batches, _logits, backward=False)
 
@@ -166,28 +176,36 @@ class Chunks:
 
         Returns the processor's result for each micro-batch on the last stage, otherwise an empty list. backward:
         also add the gradient of the results' losses. losses: the load-balancing loss of each micro-batch, if there
-        is one. Raises ValueError if the model did not call the processor.
+        is one. With a loss of MTP layers, the processor gets a tuple of the hidden states of all depths.
+        Raises ValueError if the model did not call the processor.
         """
         is_interleaved = self.transformer.virtual_pipeline_model_parallel_size is not None
+        with_depths = self.depths > 0 and bool(inputs[0].losses)
         rows = LayerRows.of_pass([entry.micro_batch for entry in inputs], uniform_shapes=is_interleaved)
         batches = [*zip(rows, contexts, losses or [LayerLoss()] * len(rows), strict=True)]
         results: list[Any] = []
 
-        def collected(*, hidden_states: Tensor, context: Any, **others: Any) -> Tensor:
+        def collected(
+            *, hidden_states: Tensor, head: OutputHead, context: tuple[LayerRows, Any, list[Tensor]], depth: int = 0
+        ) -> Tensor:
             """Keep the processor's result; Megatron-Core's schedules expect a tensor."""
-            rows, of_batch = context
-            hidden_BSD = rows.pack(hidden_states)
-            results.append(processor(hidden_states=hidden_BSD, context=of_batch, **others))
+            rows, of_batch, by_depth = context
+            by_depth.append(rows.pack(hidden_states) if with_depths or not depth else hidden_states)
+            if depth < self.depths:
+                return hidden_states
+            hidden: Any = tuple(by_depth) if with_depths else by_depth[0]
+            results.append(processor(hidden_states=hidden, head=head, context=of_batch))
             return results[-1].loss if backward else torch.zeros((), device=hidden_states.device)
 
         def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Any, Any]:
             rows, context, loss = next(data)
-            hook = {"output_processor": self.processor, "output_processor_context": (rows, context)}
+            hook = {"output_processor": self.processor, "output_processor_context": (rows, context, [])}
             with loss.during_student():
                 if self.balance is not None:
                     self.balance.current = self.balance.current._replace(rows=rows)
                 # no mask: attention is causal, and the padding of a row is behind its document
-                return model(rows.ids_NL, rows.positions_NL, None, **hook), loss_of
+                output = model(rows.ids_NL, rows.positions_NL, None, **hook)
+            return output[-1] if isinstance(output, tuple) else output, loss_of  # the last depth has the loss
 
         def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, None]:
             # the number of tokens is not used: the loss is divided already, by the step's normalizer
@@ -212,7 +230,8 @@ class Chunks:
                 f"{type(self.models[-1]).__name__} of megatron-core {megatron.core.__version__} called the output "
                 f"processor {len(results)} times for {len(batches)} micro-batches: expected one call for each"
             )
-        require_losses(self.models, losses)
+        if self.balance is not None:
+            require_losses(self.models, losses)
         return results
 
 
@@ -324,8 +343,9 @@ class MegatronStudent(DistributedStudent):
         ]
 
 
-def _logits(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> VocabLogits:
-    return VocabLogits(head.logits(hidden_states), 0 if head.shard is None else head.shard.start)
+def _logits(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> VocabLogits:
+    by_depth = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+    return VocabLogits([head.logits(hidden) for hidden in by_depth], 0 if head.shard is None else head.shard.start)
 
 
 def _sum_gradients(models: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:

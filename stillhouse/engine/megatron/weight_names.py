@@ -227,8 +227,16 @@ NAMES: dict[str, Mapping[str, Rule]] = {
     "gemma3_text": _DENSE | _GEMMA,
 }
 
+#: the parameters of an MTP layer beside those of its transformer layer
+_MTP: Mapping[str, Rule] = {
+    "enorm.weight": Whole("enorm.weight"),
+    "hnorm.weight": Whole("hnorm.weight"),
+    "eh_proj.weight": Rows(("eh_proj.weight",)),
+    "final_layernorm.weight": Whole("post_norm.weight"),
+}
+
 _EMBEDDING, _HEAD = "backbone.embed_tokens.weight", "head.linear.weight"
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?(.+)")
 #: a module for each expert, or a tensor for each expert in one module of Transformer Engine
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<module>\d+)\.)?(?P<name>linear_fc[12]\.(?:weight_IO|shift_1O|weight))(?P<tensor>\d*)"
@@ -252,16 +260,20 @@ def parameter_pieces(
     expert = _EXPERT.fullmatch(name)
     if expert is not None:
         name = f"mlp.experts.*.{expert['name']}"
-    rule = NAMES[config.model_type].get(name)
+    rule = {**_MTP, **NAMES[config.model_type]}.get(name)
     if rule is None or in_layer is None:
         raise ValueError(f"parameter '{parameter}' of Megatron-Core has no name in a {config.model_type} model")
-    # Megatron-Core counts the layers of all stages from 1
-    layer = chunk.get_submodule(f"decoder.layers.{in_layer[1]}").layer_number - 1  # type: ignore[operator]
+    if parameter.startswith("mtp."):
+        prefix = f"mtp.layers.{in_layer[1]}." + "mtp_block." * (name not in _MTP)
+    else:
+        # Megatron-Core counts the layers of all stages from 1
+        layer = chunk.get_submodule(f"decoder.layers.{in_layer[1]}").layer_number - 1  # type: ignore[operator]
+        prefix = f"backbone.layers.{layer}."
     for local, relative, index in rule.pieces(shape, place.tensor, config):
         if expert is not None:
             first = place.expert.rank * config.num_local_experts // place.expert.size
             index = (first + int(expert["module"] or expert["tensor"]), *index)
-        yield local, f"backbone.layers.{layer}.{relative}", index
+        yield local, f"{prefix}{relative}", index
 
 
 def _rows(start: int, stop: int, shape: Sequence[int]) -> tuple[slice, ...]:

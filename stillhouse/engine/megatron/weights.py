@@ -28,8 +28,8 @@ from stillhouse.engine.megatron.weight_names import Index, Place, parameter_piec
 class Block:
     """A rectangle of one parameter of this rank, and the same rectangle of a tensor of the full model.
 
-    chunk: the number of the model chunk. is_copy: whether this is the last stage's copy of a tied embedding, so that
-    the block counts only on the first stage.
+    chunk: the number of the model chunk. is_copy: whether this is the last stage's copy of the embedding, as its tied
+    head or for MTP layers, so that the block counts only on the first stage.
     """
 
     chunk: int
@@ -65,7 +65,8 @@ def weight_table(chunks: Sequence[nn.Module], config: PreTrainedConfig, place: P
     for number, chunk in enumerate(chunks):
         for parameter, tensor in _named_tensors(chunk):
             shape = tuple(tensor.shape)
-            is_copy = parameter == "output_layer.weight" and bool(config.tie_word_embeddings)
+            of_head = parameter == "output_layer.weight" and bool(config.tie_word_embeddings)
+            is_copy = of_head or (parameter == "embedding.word_embeddings.weight" and not chunk.pre_process)
             for local, name, index in parameter_pieces(chunk, parameter, shape, config, place):
                 blocks.append(Block(number, parameter, local, name, index, is_copy))
             if parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
