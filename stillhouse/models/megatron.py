@@ -189,7 +189,7 @@ class MultiTokenGPTModel(GPTModel):
 
 
 def _require_hook(model: nn.Module) -> None:
-    name = f"{type(model).__name__} of megatron-core {megatron.core.__version__}"
+    name = f"{type(model).__name__} of megatron-core {megatron.core.__shortversion__}"
     functions = [model.forward, *([model._postprocess] if hasattr(model, "_postprocess") else [])]
     if not all(_reads(function, "output_processor") for function in functions):
         raise ValueError(

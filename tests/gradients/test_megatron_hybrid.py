@@ -29,14 +29,16 @@ def test_what_the_installed_hybrid_model_lacks() -> None:
     assert inspect.signature(GPTModel.forward).parameters.keys() >= HOOK
     missing = HOOK - inspect.signature(HybridModel.forward).parameters.keys()
     assert missing == HOOK, (
-        f"HybridModel of megatron-core {megatron.core.__version__} has {sorted(HOOK - missing)}. If it calls the "
-        "processor, build models with it, and delete docs/upstream/hybrid_hook.md and this test"
+        f"HybridModel of megatron-core {megatron.core.__shortversion__} has {sorted(HOOK - missing)}. If it calls "
+        "the processor, build models with it, and delete docs/upstream/hybrid_hook.md and this test"
     )
 
 
 def test_a_hybrid_model_is_refused_by_name_when_it_is_built() -> None:
     for message in pool_of_meshes(2).call(refusal, Layout(tensor=2)):
-        assert message.startswith(f"HybridModel of megatron-core {megatron.core.__version__} does not call an output")
+        assert message.startswith(
+            f"HybridModel of megatron-core {megatron.core.__shortversion__} does not call an output"
+        )
 
 
 @pytest.mark.parametrize(

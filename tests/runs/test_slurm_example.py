@@ -66,8 +66,8 @@ http.server.HTTPServer((os.environ["NODE"], port), Health).serve_forever()
 #: a tenth of a second instead of five
 SLEEP = "#!/bin/bash\nexec /bin/sleep 0.1\n"
 TORCHRUN = """#!/bin/bash
-printf '%s\\n' "$@" > "$LOG/torchrun.partial" && mv "$LOG/torchrun.partial" "$LOG/torchrun.$NODE"
 trap 'touch "$LOG/checkpoint"; exit 143' TERM
+printf '%s\\n' "$@" > "$LOG/torchrun.partial" && mv "$LOG/torchrun.partial" "$LOG/torchrun.$NODE"
 [[ -z ${TRAINS:-} ]] || while true; do sleep 0.1; done
 """
 

@@ -227,8 +227,8 @@ class Chunks:
         )
         if self.models[-1].post_process and len(results) != len(batches):
             raise ValueError(
-                f"{type(self.models[-1]).__name__} of megatron-core {megatron.core.__version__} called the output "
-                f"processor {len(results)} times for {len(batches)} micro-batches: expected one call for each"
+                f"{type(self.models[-1]).__name__} of megatron-core {megatron.core.__shortversion__} called the "
+                f"output processor {len(results)} times for {len(batches)} micro-batches: expected one call for each"
             )
         if self.balance is not None:
             require_losses(self.models, losses)
