@@ -87,7 +87,6 @@ CPU_LAYOUTS = {
     "fsdp 2": Layout(Degrees(fsdp=2)),
     "tensor 2": Layout(Degrees(tensor=2)),
     "tensor 2, sequence": Layout(Degrees(tensor=2), sequence=True),
-    "context 2": Layout(Degrees(context=2)),
     "pipeline 2": Layout(Degrees(pipeline=2)),
 }
 
