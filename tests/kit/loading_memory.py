@@ -33,6 +33,12 @@ class Memory:
     step: float
 
 
+def save_two(folder: Path) -> tuple[Path, Path, float, float]:
+    """Save a tiny model and one of 126 MiB. Return their folders, and the sizes of the latter and its layer."""
+    save(folder / "small", 64)
+    return folder / "small", folder / "large", *save(folder / "large", 768)
+
+
 def save(folder: Path, width: int) -> tuple[float, float]:
     """Save a model of four layers in files of about one layer. Return the sizes of model and layer in MiB."""
     config = LlamaConfig(

@@ -150,10 +150,7 @@ def test_experts_are_counted_where_the_family_names_them(family: str) -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float, float]:
-    """The folders of a tiny model and of one of 126 MiB, and the sizes of the latter and of one of its layers."""
-    folder = tmp_path_factory.mktemp("models")
-    loading_memory.save(folder / "small", 64)
-    return folder / "small", folder / "large", *loading_memory.save(folder / "large", 768)
+    return loading_memory.save_two(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.skipif(not loading_memory.SUPPORTED, reason="no /proc to read the peak from")

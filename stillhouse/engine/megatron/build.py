@@ -1,5 +1,6 @@
 """Builds a student, and a teacher in its stages, on Megatron-Core: process groups, chunks, weights and a proof."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,19 +49,8 @@ def build_megatron_student(
     for source in (student_source, None if teacher_head_only else teacher_source):
         if source is None:
             continue
-        decoder = source.build()
-        of_model = _model_options(layout, decoder, is_student=source is student_source)
-        of_model["depths"] = 0 if decoder.mtp is None else decoder.mtp.depths
-        has_experts = require_family(decoder.config).experts is not None
-        of_model |= {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
-        with refused_settings():
-            transformer = transformer_config(decoder.config, **of_model)
-        chunks = Chunks.build(source, decoder, transformer, mesh)
-        if prove and source.has_values:
-            prove_chunks(chunks, source, mesh)
-        tied = decoder.shared_names()
-        decoder.to("meta").share(tied)  # the chunks have the values now; the move makes two parameters of a tied one
-        models.append((chunks, decoder))
+        is_student = source is student_source
+        models.append(_build_model(source, layout, mesh, options, is_student=is_student, prove=prove))
     (student, decoder), *others = models
     teacher, teacher_decoder = others[0] if others else (None, None)
     head = None
@@ -76,6 +66,28 @@ def build_megatron_student(
         teacher_head=head,
         data_parallel=data_parallel,
     )
+
+
+def _build_model(
+    source: ModelSource, layout: Layout, mesh: Mesh, options: Mapping[str, Any], *, is_student: bool, prove: bool
+) -> tuple[Chunks, Decoder]:
+    """Return a model's chunks with their weights, and the full model without values.
+
+    options: of `transformer_config`, for the layout and from `parallel.megatron`.
+    """
+    decoder = source.build()
+    of_model = _model_options(layout, decoder, is_student=is_student)
+    of_model["depths"] = 0 if decoder.mtp is None else decoder.mtp.depths
+    has_experts = require_family(decoder.config).experts is not None
+    of_model |= {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
+    with refused_settings():
+        transformer = transformer_config(decoder.config, **of_model)
+    chunks = Chunks.build(source, decoder, transformer, mesh)
+    if prove and source.has_values:
+        prove_chunks(chunks, source, mesh)
+    tied = decoder.shared_names()
+    decoder.to("meta").share(tied)  # the chunks have the values now; the move makes two parameters of a tied one
+    return chunks, decoder
 
 
 def _teacher_head(layout: Layout, mesh: Mesh, source: ModelSource) -> DecoderHead | None:

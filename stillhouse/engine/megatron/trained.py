@@ -1,8 +1,10 @@
 """The weights in float32, moments and gradients of a student, which Megatron-Core's distributed optimizer shards.
 
     for entry in trained_parameters(chunks, optimizer):
-        full = entry.collect(entry.master)      # a collective of the data ranks; on one of them
-        entry.master.copy_(entry.of_rank(entry.spread(full)))  # the opposite: each takes its elements
+        full = entry.collect(entry.master)          # the full tensor on one of the data ranks
+        entry.master.copy_(entry.of_rank(entry.spread(full)))       # each data rank takes its elements again
+
+Both are collectives of the data ranks.
 
 The optimizer's shards do not respect the borders of rows: each data rank has a range of the elements of a parameter.
 So one parameter at a time is collected, on a rank that `trained_parameters` chooses, such that all data ranks of a
