@@ -6,6 +6,7 @@ The models are small, and all processes are on the CPU (`cuda_is_cpu.py`).
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,8 @@ def test_the_command_trains_and_ends_its_servers(tmp_path: Path, signal: str) ->
         *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=11"),
         *("train.epochs=null", "train.steps=3", "parallel.pipeline=1", f"teacher.signal={signal}", "seed=3"),
     ]
-    python = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    commands = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    python = {"PATH": commands, "PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         ["bash", ROOT / "examples" / "megatron_gkd.sh", ROOT / "examples" / "megatron_gkd.yaml", *small],
         env=os.environ | ports | models | python,
