@@ -280,17 +280,20 @@ def test_a_teacher_that_overflows_is_never_sent(folder: Path, decoder: Decoder) 
 @pytest.mark.parametrize("options", [(), ("--generate",)], ids=["score", "generate"])
 def test_every_route_but_healthz_needs_the_token(folder: Path, options: tuple[str, ...]) -> None:
     environment, headers = {"STILLHOUSE_TOKEN": "s3cret"}, {"authorization": "Bearer s3cret"}
-    with Server(folder, *options, environment=environment, headers=headers) as server:
+    with (
+        Server(folder, *options, environment=environment, headers=headers) as server,
+        httpx2.Client(base_url=server.url) as stranger,
+    ):
         paths = [path.replace("{name}", "config.json") for path in server.client.get("/openapi.json").json()["paths"]]
         for wrong in (None, "Bearer wrong", "s3cret", "Bearer", "bearer s3cret"):
             sent = {} if wrong is None else {"authorization": wrong}
             for path in {*paths, "/openapi.json", "/none"} - {"/healthz"}:
                 for method in ("GET", "POST"):
-                    answer = httpx2.request(method, server.url + path, headers=sent)
+                    answer = stranger.request(method, path, headers=sent)
                     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
-        large = httpx2.post(server.url + paths[-1], content=b" " * (20 * 2**20))
+        large = stranger.post(paths[-1], content=b" " * (20 * 2**20))
         assert large.status_code == 401  # and no reset connection
-        assert httpx2.get(f"{server.url}/healthz").status_code == 200
+        assert stranger.get("/healthz").status_code == 200
         assert server.client.get("/v1/info").status_code == 200
         assert "s3cret" not in server.first.out
 

@@ -7,7 +7,6 @@ states are the teacher's and noise; forward KL between the two is 0.5 nats per t
 
 import pytest
 import torch
-from kit import slow
 from torch import Tensor
 
 from stillhouse.objective import Distill, FullVocab, OutputHead, Signal, TopK, linear_objective, parse_divergence
@@ -51,10 +50,8 @@ def measured(kind: str, dtype: torch.dtype, noise: float) -> tuple[float, float]
     return float(error.norm() / reference.norm()), nats
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [case if case == ("hidden", "bfloat16") else slow(*case) for case in ERRORS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "dtype"), ERRORS)
 def test_rounded_signals_have_the_gradient_errors_of_the_documentation(kind: str, dtype: str) -> None:
     errors_and_nats = [measured(kind, getattr(torch, dtype), noise) for noise in (0.356, 0.0356)]
     assert [nats for _, nats in errors_and_nats] == pytest.approx([0.5, 0.005], rel=0.1)
