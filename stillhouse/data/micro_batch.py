@@ -16,6 +16,7 @@ from stillhouse.document_lengths import DocumentLengths
 NO_LABEL = -1
 #: the address of each tensor in a buffer is a multiple of this number of bytes
 _ALIGNMENT = 16
+_POSITIONS = {"position_ids", "axis_position_ids"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,13 +26,19 @@ class MicroBatch:
     inputs: arguments of a model's forward, always with `input_ids` and `position_ids`, [B, S] int64. Positions
         restart at every document. They separate documents only if the model gets no attention mask and
         `use_cache=False`. The padding of a row is a document without weight, and so is each gap. A tensor whose
-        first two dims are not [B, S] has no token dim and is never cut.
+        first two dims are not [B, S] has no token dim and is never cut. Models that read images may also have
+        `mm_token_type_ids` or `token_type_ids` [B, S], which are 0 in padding, and `axis_position_ids` [B, S, A]
+        int64, the rotary positions of A axes, which are the text position in padding and in texts.
+    images: arguments of a model's forward that belong to the images of all documents, in the order of the documents
+        in the flattened rows, such as `pixel_values` and `image_grid_thw`; empty without images. They have no token
+        dim, so that `select` and `padded` do not change them.
     labels_T: int64, the token that row t predicts, or -1.
     weights_T: float32, the weight of the label (1 if `Documents.weights_N` is None), or 0 without a label.
     document_T: int64, the document's number in its `Documents`; -1 for padding.
     valid_index: int64, the rows with a non-zero weight, ascending.
     per_token: additional tensors [T, …], such as advantages and old log-probabilities.
-    teacher_inputs: like `inputs`, if the teacher reads other tokens than the student in the same rows.
+    teacher_inputs, teacher_images: like `inputs` and `images`, if the teacher reads other tokens or images than the
+        student in the same rows. `teacher_images` is only used together with `teacher_inputs`.
     lengths, teacher_lengths: of the documents in `inputs` and `teacher_inputs`, before context ranks got their
         columns; None until the micro-batch is moved to its device, so that nothing waits for the device to read them.
 
@@ -47,6 +54,8 @@ class MicroBatch:
     teacher_inputs: Mapping[str, Tensor] | None = None
     lengths: DocumentLengths | None = None
     teacher_lengths: DocumentLengths | None = None
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    teacher_images: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for inputs in (self.inputs, self.teacher_inputs or self.inputs):
@@ -88,7 +97,7 @@ class MicroBatch:
         """The same rows with the inputs that a teacher reads."""
         if self.teacher_inputs is None:
             return self
-        return replace(self, inputs=self.teacher_inputs, lengths=self.teacher_lengths)
+        return replace(self, inputs=self.teacher_inputs, lengths=self.teacher_lengths, images=self.teacher_images)
 
     def without_targets(self) -> "MicroBatch":
         """The same tokens without labels and documents, and with weights 0."""
@@ -111,9 +120,17 @@ class MicroBatch:
         return self.select(index_BS)
 
     def part(self, number: int, count: int) -> "MicroBatch":
-        """The shard of a context rank: a block of columns. `count` must divide the number of columns."""
+        """The shard of a context rank: a block of columns. `count` must divide the number of columns.
+
+        Raises ValueError for a micro-batch with images, whose features are not sharded.
+        """
         if count == 1:
             return self
+        if self.images or self.teacher_images:
+            raise ValueError(
+                f"parallel.context: got {count}, but the data has images, whose features cannot be split by columns: "
+                "expected 1"
+            )
         columns, whole = self.select(self._numbers_BS().chunk(count, 1)[number]), self.with_lengths()
         return replace(columns, lengths=whole.lengths, teacher_lengths=whole.teacher_lengths)
 
@@ -164,7 +181,8 @@ class MicroBatch:
             if tuple(value.shape[:2]) == self.shape_BS:
                 padding = int(value[0, 0]) if name == "input_ids" else 0
                 chosen[name] = take(value.flatten(0, 1), index_BS.flatten(), padding).unflatten(0, index_BS.shape)
-        chosen["position_ids"] = _with_padding_positions(chosen["position_ids"], index_BS)
+        for name in _POSITIONS & chosen.keys():
+            chosen[name] = _with_padding_positions(chosen[name], index_BS)
         return chosen
 
 
@@ -217,8 +235,12 @@ def _views(buffer: Tensor, tensors: Iterable[Tensor], ends: Sequence[int]) -> li
     ]
 
 
-def _with_padding_positions(position_ids_BS: Tensor, index_BS: Tensor) -> Tensor:
-    """Let the positions of a row's padding begin at 0, because the padding is a separate document."""
+def _with_padding_positions(positions: Tensor, index_BS: Tensor) -> Tensor:
+    """Let the positions of a row's padding begin at 0, because the padding is a separate document.
+
+    positions: [B, S], or [B, S, A] for A axes.
+    """
     tokens_B1 = (index_BS >= 0).sum(1, keepdim=True)
     count_BS = torch.arange(index_BS.shape[1]).expand_as(index_BS) - tokens_B1
-    return torch.where(index_BS < 0, count_BS, position_ids_BS)
+    of_axes = index_BS.shape + (1,) * (positions.dim() - 2)
+    return torch.where(index_BS.view(of_axes) < 0, count_BS.reshape(of_axes), positions)

@@ -138,6 +138,34 @@ def test_everything_per_token_is_cut_and_padded_by_one_rule() -> None:
     assert padded.position_ids_BS[:, 4:].tolist() == [[0, 1, 0, 1], [4, 5, 0, 1], [4, 5, 6, 7]]
 
 
+def test_images_stay_whole_and_the_inputs_that_come_with_them_are_padded() -> None:
+    batch = make_micro_batch(random_documents([4, 6, 2]), [[0, 2], [1]])
+    kinds_BS, axes_BSA = torch.ones(2, 6, dtype=torch.int64), batch.position_ids_BS[..., None] + torch.tensor([0, 5])
+    batch = replace(
+        batch,
+        inputs={**batch.inputs, "mm_token_type_ids": kinds_BS, "axis_position_ids": axes_BSA},
+        images={"pixel_values": torch.rand(2, 6, 3)},  # the first two dims of pixels can be those of tokens
+        teacher_inputs=batch.inputs,
+        teacher_images={"pixel_values": torch.rand(2, 6, 4)},
+    )
+    padded = batch.padded(3, 8)
+    assert padded.images is batch.images
+    assert padded.inputs["mm_token_type_ids"].tolist() == [[1] * 6 + [0] * 2] * 2 + [[0] * 8]
+    assert torch.equal(padded.inputs["axis_position_ids"][:2, :6], axes_BSA)
+    assert torch.equal(padded.inputs["axis_position_ids"][:2, 6:], torch.tensor([[0, 0], [1, 1]]).expand(2, 2, 2))
+    assert torch.equal(padded.inputs["axis_position_ids"][2], torch.arange(8)[:, None].expand(8, 2))
+    assert batch.without_targets().images is batch.images
+    as_teacher = batch.to("cpu").as_read_by_teacher
+    assert torch.equal(as_teacher.images["pixel_values"], batch.teacher_images["pixel_values"])
+    assert "mm_token_type_ids" not in as_teacher.inputs
+    moved = batch.to("meta")
+    assert moved.images["pixel_values"].is_meta
+    assert moved.teacher_images["pixel_values"].is_meta
+    assert batch.part(0, 1) is batch
+    with pytest.raises(ValueError, match=r"parallel\.context: got 2, but the data has images"):
+        batch.part(0, 2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
