@@ -249,6 +249,12 @@ RULES: tuple[Rule, ...] = (
         "more leaves no room for a prompt of two tokens",
     ),
     excludes("rollout.discount", "parallel.context", because="context parallelism divides completions"),
+    Rule(
+        ("objective.loss", "parallel.context"),
+        lambda loss, context: bool(re.search(r"\bratio\s*=\s*sequence\b", loss)) and (context or 1) > 1,
+        "ratio=token, or parallel.context=1",
+        "context parallelism divides completions",
+    ),
     excludes("objective.tokens", "rollout", because="rollouts train on completions"),
     excludes("teacher.cross_tokenizer", "rollout"),
     Rule(

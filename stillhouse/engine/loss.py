@@ -65,10 +65,10 @@ class StepLoss:
         with ExitStack() as heads:
             signals = {name: heads.enter_context(signal.opened(head)) for name, signal in targets.signals.items()}
             if routed := {name: signal for name, signal in signals.items() if isinstance(signal, RoutedSignal)}:
-                groups = self._routed_terms(routed, targets, head)
+                groups = self._routed_terms(hidden_TD, routed, targets, head)
                 output = routed_objective(hidden_TD, head, groups, **options)
             else:
-                terms = self._terms(signals, targets, head, targets.valid_index, depth)
+                terms = self._terms(hidden_TD, signals, targets, head, targets.valid_index, depth)
                 output = linear_objective(hidden_TD, head, terms, valid_index=targets.valid_index, **options)
             output = replace(output, metrics=output.metrics | _row_counts(targets, routed, output))
             if self.with_teacher_cross_entropy and not depth:
@@ -78,15 +78,16 @@ class StepLoss:
         return output
 
     def _routed_terms(
-        self, routed: Mapping[str, RoutedSignal], targets: DistillTargets, head: OutputHead
+        self, hidden_TD: Tensor, routed: Mapping[str, RoutedSignal], targets: DistillTargets, head: OutputHead
     ) -> Iterator[tuple[Tensor, list[Term]]]:
         """Yield each teacher's rows and terms, while the teacher's output head is in memory."""
         for name, signal in routed.items():
             with signal.signal.opened(head) as opened:
-                yield signal.index, self._terms({name: opened}, targets, head, signal.index)
+                yield signal.index, self._terms(hidden_TD, {name: opened}, targets, head, signal.index)
 
     def _terms(
         self,
+        hidden_TD: Tensor,
         signals: Signals,
         targets: DistillTargets,
         head: OutputHead,
@@ -109,6 +110,7 @@ class StepLoss:
             document_T=targets.document_T,
             valid_index=valid_index,
             student=head,
+            hidden_TD=hidden_TD,
         )
 
 

@@ -21,7 +21,7 @@ from stillhouse.objective.importance_correction import Correction
 from stillhouse.objective.log_probs import linear_log_probs
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL
-from stillhouse.objective.sampled_tokens import discounted_sum
+from stillhouse.objective.sampled_tokens import discounted_sum, sequence_ratios
 from stillhouse.objective.signals import (
     TEACHER,
     Chosen,
@@ -80,6 +80,7 @@ __all__ = [
     "parse_divergence",
     "reverse_kl",
     "routed_objective",
+    "sequence_ratios",
     "skew_forward_kl",
     "skew_reverse_kl",
     "teacher_log_probs",

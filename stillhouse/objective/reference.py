@@ -140,12 +140,14 @@ def _at_sampled(term: SampledKL | PolicyGradient | LogRatio, log_q_T: Tensor, ha
         return r_T.square() / 2 if term.estimator == "k2" else r_T.exp() - 1 - r_T
     advantages_T = term.advantages_T[has_label_T].to(log_q_T.dtype)
     ratio_T = torch.exp(log_q_T - term.old_log_probs_T[has_label_T].to(log_q_T.dtype))
+    if term.sequence_ratios_T is not None:  # its value is the sequence's, its derivative is ratio · ∂log q
+        ratio_T = term.sequence_ratios_T[has_label_T].to(log_q_T.dtype) * (log_q_T - log_q_T.detach()).exp()
     clipped_T = torch.clamp(ratio_T, 1 - term.clip_low, 1 + term.clip_high)
     gain_T = torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
     if term.surrogate == "cispo":
         gain_T = clipped_T.detach() * advantages_T * log_q_T
     elif term.surrogate == "corrected":
-        gain_T = _correction(term.correction, log_q_T, term.old_log_probs_T[has_label_T]) * advantages_T * log_q_T
+        gain_T = _correction(term.correction, ratio_T.log(), torch.zeros_like(ratio_T)) * advantages_T * log_q_T
     elif term.dual_clip is not None:
         gain_T = torch.where(advantages_T < 0, torch.max(gain_T, term.dual_clip * advantages_T), gain_T)
     value_T = -gain_T

@@ -15,7 +15,7 @@ C rows of a chunk of T tokens.
 import math
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from stillhouse.objective.signals import check_temperature
 from stillhouse.objective.terms import LabelTerm, check_labels, check_scale, labelled
 from stillhouse.objective.tile.tile import TermResult, Tile
 from stillhouse.objective.tile.tile_plan import Plan
+
+Surrogate = Literal["clip", "cispo", "corrected"]
 
 
 class SampledTerm(LabelTerm):
@@ -138,6 +140,9 @@ class PolicyGradient(SampledTerm):
         token keeps a gradient of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5; that paper has no lower
         bound, that is, clip_low=1). "corrected" is value = −w·A·log q(y), where w is the constant weight of
         `correction`, 1 by default; clip_low and clip_high have no effect.
+    sequence_ratios_T: constant ratios that take the place of ρ, such as those of whole sequences (`sequence_ratios`);
+        None: each token's own. The derivative of −ρA is −ρA·∂log q(y) as before: GSPO-token (Zheng et al. 2025,
+        arXiv:2507.18071, eqs. 13 to 17), which is GSPO if all tokens of a sequence have one advantage and weight.
 
     The penalty is that of GRPO; its on-policy gradient is the gradient of KL(ref‖q). For KL(q‖ref), use kl_scale=0
     and add SampledKL(…, "k2") with the reference as the teacher. To use distillation as a reward, set
@@ -160,8 +165,9 @@ class PolicyGradient(SampledTerm):
     _: KW_ONLY
     weights_T: Tensor | None = None
     dual_clip: float | None = None
-    surrogate: Literal["clip", "cispo", "corrected"] = "clip"
+    surrogate: Surrogate = "clip"
     correction: Correction = NO_CORRECTION
+    sequence_ratios_T: Tensor | None = None
 
     name = "policy_gradient"
 
@@ -172,13 +178,14 @@ class PolicyGradient(SampledTerm):
             advantages_T=self.advantages_T,
             old_log_probs_T=self.old_log_probs_T,
             reference_log_probs_T=self.reference_log_probs_T,
+            sequence_ratios_T=self.sequence_ratios_T,
         )
         if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
             raise ValueError(
                 f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 ≤ clip_low ≤ 1 and clip_high ≥ 0 "
                 "(infinity for none)"
             )
-        if self.surrogate not in ("clip", "cispo", "corrected"):
+        if self.surrogate not in get_args(Surrogate):
             raise ValueError(f"surrogate={self.surrogate!r}: expected 'clip', 'cispo' or 'corrected'")
         if self.correction.kind != "none" and self.surrogate != "corrected":
             raise ValueError(
@@ -198,7 +205,10 @@ class PolicyGradient(SampledTerm):
 
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         advantage_C = tile.take(self.advantages_T).to(log_q_C.dtype)
-        ratio_C = (log_q_C - tile.take(self.old_log_probs_T).to(log_q_C.dtype)).exp()
+        if self.sequence_ratios_T is None:
+            ratio_C = (log_q_C - tile.take(self.old_log_probs_T).to(log_q_C.dtype)).exp()
+        else:
+            ratio_C = tile.take(self.sequence_ratios_T).to(log_q_C.dtype)
         value_C, slope_C, is_clipped_C = self._surrogate(ratio_C, advantage_C, log_q_C)
         statistics = {"ratio": ratio_C, "clipped": is_clipped_C.to(log_q_C.dtype)}
         if self.reference_log_probs_T is not None:

@@ -1,20 +1,23 @@
 """The tokens of a batch that the student's policy has sampled, and their log-probabilities for the terms.
 
     advantage_t += Σ_{u ≥ t} γ^(u−t) (log p_u − log q_old_u)        MiniLLM (arXiv:2306.08543), in the same document
+    ratio_t = exp(mean_u (log q_u − log q_old_u))                   GSPO (arXiv:2507.18071), over the document
 
 p is the teacher's probability of a row's label; q_old is the probability with which the label was sampled. In a
 packed batch, a row's label may also come from the dataset, or be absent; such rows are ignored here. T tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from stillhouse.objective.head import OutputHead, common_vocabulary
+from stillhouse.objective.fused import linear_objective
+from stillhouse.objective.head import OutputHead, common_vocabulary, detached
 from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.sampled_terms import LogProb
 from stillhouse.objective.signals import Signal, check_per_token
 from stillhouse.objective.teacher_log_probs import teacher_log_probs
 
@@ -23,6 +26,7 @@ from stillhouse.objective.teacher_log_probs import teacher_log_probs
 class SampledTokens:
     """per_token: the tensors of `metric_keys.py`, [T] each.
     document_T: the document of each row.
+    hidden_TD: the student's hidden states, for `sequence_ratios`.
     valid_index: the rows that count; None: all rows.
     teacher_heads: the heads of all teachers of the batch. Probabilities are over the tokens that all heads have.
     """
@@ -33,6 +37,7 @@ class SampledTokens:
     valid_index: Tensor | None = None
     student: OutputHead | None = None
     teacher_heads: Sequence[OutputHead] = ()
+    hidden_TD: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_per_token(len(self.labels_T), **{f"per_token[{name!r}]": one for name, one in self.per_token.items()})
@@ -70,12 +75,17 @@ class SampledTokens:
         """Return a tensor of `per_token`, with 0 at rows without a sampled token."""
         return self.require(name).masked_fill(~self.is_sampled_T, 0.0)
 
+    @property
+    def sampled_labels_T(self) -> Tensor:
+        """The sampled tokens, and −1 at other rows."""
+        return self.labels_T.masked_fill(~self.is_sampled_T, -1)
+
     def log_probs(self, signal: Signal, temperature: float) -> Tensor:
         """Return the teacher's log p of the sampled tokens, 0 elsewhere."""
         student = self.student
         return teacher_log_probs(
             signal,
-            self.labels_T.masked_fill(~self.is_sampled_T, -1),
+            self.sampled_labels_T,
             temperature,
             vocabulary=None if student is None else common_vocabulary([student, *self.teacher_heads]),
             shard=None if student is None else student.shard,
@@ -90,6 +100,47 @@ class SampledTokens:
         if self.document_T is None:
             raise ValueError(f"discount={discount} without document_T: expected the document of each row")
         return discounted_sum(ratio_T, self.document_T, discount)
+
+    @torch.no_grad()
+    def sequence_ratios(self, temperature: float) -> Tensor:
+        """Return `sequence_ratios` of the student's present and old log-probabilities of the sampled tokens, [T].
+
+        This projects the hidden states once more, without a gradient. Over a sharded head, each chunk takes one
+        all-gather. temperature: the sampling temperature.
+        """
+        if self.hidden_TD is None or self.student is None or self.document_T is None:
+            raise ValueError(
+                "ratio=sequence: expected the student's hidden states and head and the document of each row, because "
+                "the ratio of a sequence needs all of its tokens"
+            )
+        head = replace(detached(self.student), vocab_size=common_vocabulary([self.student, *self.teacher_heads]))
+        output = linear_objective(
+            self.hidden_TD.detach(),
+            head,
+            [LogProb(self.sampled_labels_T, temperature)],
+            weights_T=self.is_sampled_T.to(self.hidden_TD.dtype),
+            valid_index=self.valid_index,
+        )
+        log_ratio_T = output.per_token["log_prob"] - self.at_sampled(OLD_LOG_PROBS)
+        return sequence_ratios(log_ratio_T, self.document_T, self.is_sampled_T)
+
+
+def sequence_ratios(log_ratio_T: Tensor, document_T: Tensor, is_counted_T: Tensor) -> Tensor:
+    """Return, at each row, the geometric mean of the ratios of the counted rows of its document, [T].
+
+    log_ratio_T: log q(y) − log q_old(y) of each row. is_counted_T: a mask of the sampled tokens. Rows of a document
+    without a counted row get 1. A document ends where the number in document_T changes.
+    (Zheng et al. 2025, arXiv:2507.18071, eq. 7)
+    """
+    log_ratio_T = log_ratio_T.masked_fill(~is_counted_T, 0.0)
+    # a document's sum is the undiscounted sum at its first row, always added up in the same order
+    sums_T = discounted_sum(log_ratio_T, document_T, 1.0)
+    counts_T = discounted_sum(is_counted_T.to(sums_T.dtype), document_T, 1.0)
+    is_first_T = torch.ones_like(is_counted_T)
+    is_first_T[1:] = document_T[1:] != document_T[:-1]
+    rows_T = torch.arange(len(document_T), device=document_T.device)
+    first_T = torch.where(is_first_T, rows_T, 0).cummax(0).values
+    return (sums_T / counts_T.clamp_min(1.0))[first_T].exp()
 
 
 def discounted_sum(values_T: Tensor, document_T: Tensor, discount: float) -> Tensor:

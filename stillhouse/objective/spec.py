@@ -5,8 +5,9 @@ entropy bonus has a negative coefficient) and `uld` (`sorted_l1.py`). All diverg
 that they share one pass over the tile; the term's name in metrics is the divergences' expression.
 
 Two more terms train on sampled tokens of a batch of rollouts: `sampled_kl(k2)` or `sampled_kl(k3)`, and
-`policy_gradient(clip_low=…, clip_high=…, teacher_kl=…)`. There, cross-entropy and z-loss count at the other tokens.
-Divergences and the entropy count at all tokens and need no importance correction: they are exact for any token.
+`policy_gradient(clip_low=…, teacher_kl=…, …)`, whose arguments are in `policy.py`. There, cross-entropy and z-loss
+count at the other tokens. Divergences and the entropy count at all tokens and need no importance correction: they are
+exact for any token.
 """
 
 import math
@@ -23,6 +24,7 @@ from stillhouse.objective.head import OutputHead
 from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
 from stillhouse.objective.metric_keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.mixture import Mixture
+from stillhouse.objective.policy import PolicySettings, policy_fields
 from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL, check_estimator
 from stillhouse.objective.sampled_tokens import SampledTokens
 from stillhouse.objective.signals import Signal, Signals
@@ -59,13 +61,12 @@ class ObjectiveSpec:
     the teachers' probabilities, instead of one divergence from each teacher.
 
     sampled_kl, estimator: the coefficient of `SampledKL`, and "k2" or "k3".
-    policy_gradient: the coefficient of `PolicyGradient`. clip_low, clip_high: if at least one of them is given, the
-        surrogate is "clip" (a limit that is not given is 0.2), otherwise "corrected".
+    policy_gradient, policy: the coefficient and the settings of `PolicyGradient`.
     teacher_kl: teacher_kl · (log p(y) − log q_old(y)), the k1 estimator of reverse KL, is added to the advantage. p
         and q_old are at the sampling temperature, whatever the temperatures of divergences.
     discount: γ in 0 … 1: the log-ratios of later tokens are also added to a token's advantage (`sampled_tokens.py`).
         0: only the token's own log-ratio.
-    correction: the importance correction of sampled_kl, and of policy_gradient without clipping.
+    correction: the importance correction of sampled_kl, and of policy_gradient with the surrogate "corrected".
     sampling_temperature: the temperature at which the student samples tokens.
     """
 
@@ -81,8 +82,7 @@ class ObjectiveSpec:
     sampled_kl: float | None = None
     estimator: Literal["k2", "k3"] = "k2"
     policy_gradient: float | None = None
-    clip_low: float | None = None
-    clip_high: float | None = None
+    policy: PolicySettings = field(default_factory=PolicySettings)
     teacher_kl: float = 0.0
     discount: float = 0.0
     correction: Correction = NO_CORRECTION
@@ -92,7 +92,8 @@ class ObjectiveSpec:
 
     @property
     def needs_teacher(self) -> bool:
-        of_sampled = self.sampled_kl is not None or bool(self.policy_gradient and self.teacher_kl)
+        of_policy = bool(self.policy_gradient and (self.teacher_kl or self.policy.kl_scale))
+        of_sampled = self.sampled_kl is not None or of_policy
         return self.divergence is not None or self.uld is not None or of_sampled
 
     @property
@@ -128,21 +129,24 @@ class ObjectiveSpec:
         document_T: Tensor | None = None,
         valid_index: Tensor | None = None,
         student: OutputHead | None = None,
+        hidden_TD: Tensor | None = None,
     ) -> list[Term]:
         """Return the terms for one batch.
 
         signals: the signals of all teachers that score rows of the batch, by teacher name; empty without teachers.
         per_token: the tensors of `metric_keys.py` for a batch of rollouts. If they include `OLD_LOG_PROBS`, the terms
             include a `LogRatio`.
-        document_T: the document of each row, needed for a discount.
+        document_T: the document of each row, needed for a discount and for ratio=sequence.
         valid_index: the rows that count; None: all rows. The sampled terms read only these rows of a signal.
-        student: the student's head; needed if it is sharded, or if its vocabulary is smaller than a teacher's.
+        student: the student's head; needed if it is sharded, if its vocabulary is smaller than a teacher's, and for
+            ratio=sequence.
+        hidden_TD: the student's hidden states, needed for ratio=sequence.
 
         Raises ValueError if a signal is missing, or belongs to a teacher that the objective does not name.
         """
         self._require_signals(signals, len(labels_T))
         heads = [head for signal in signals.values() for head in signal.heads()]
-        tokens = SampledTokens(labels_T, per_token or {}, document_T, valid_index, student, heads)
+        tokens = SampledTokens(labels_T, per_token or {}, document_T, valid_index, student, heads, hidden_TD)
         terms: list[Term] = []
         if self.cross_entropy is not None:
             # the term's scale also multiplies z-loss, but in the expression z-loss has its own coefficient
@@ -245,31 +249,28 @@ class ObjectiveSpec:
         old_T = tokens.at_sampled(OLD_LOG_PROBS)
         has_rewards = self.needs_rewards or ADVANTAGES in tokens.per_token
         advantages_T = tokens.at_sampled(ADVANTAGES) if has_rewards else None
-        if self.teacher_kl:
-            for _, signal, weight, _ in self._shares(signals, self.sampling_temperature):
-                log_p_T = tokens.log_probs(signal, self.sampling_temperature)
-                of_teacher_T = self.teacher_kl * weight * tokens.log_ratio(log_p_T, self.discount)
-                advantages_T = of_teacher_T if advantages_T is None else advantages_T + of_teacher_T
+        reference_T, temperature = None, self.sampling_temperature
+        if self.teacher_kl or self.policy.kl_scale:
+            shares = self._shares(signals, temperature)
+            if self.policy.kl_scale and len(shares) > 1:
+                raise ValueError(f"kl_scale={self.policy.kl_scale} with {len(shares)} teachers: expected one")
+            for _, signal, weight, _ in shares:
+                reference_T = tokens.log_probs(signal, temperature)
+                if self.teacher_kl:
+                    of_teacher_T = self.teacher_kl * weight * tokens.log_ratio(reference_T, self.discount)
+                    advantages_T = of_teacher_T if advantages_T is None else advantages_T + of_teacher_T
         assert advantages_T is not None
-        settings: dict[str, Any] = {"surrogate": "corrected", "correction": self.correction}
-        if self._clips is not None:
-            settings = dict(zip(("clip_low", "clip_high"), self._clips, strict=True))
         return PolicyGradient(
             tokens.labels_T,
             advantages_T,
             old_T,
+            reference_T if self.policy.kl_scale else None,
             scale=scale,
-            temperature=self.sampling_temperature,
+            temperature=temperature,
             weights_T=tokens.weights_T,
-            **settings,
+            sequence_ratios_T=tokens.sequence_ratios(temperature) if self.policy.ratio == "sequence" else None,
+            **self.policy.options(self.correction),
         )
-
-    @property
-    def _clips(self) -> tuple[float, float] | None:
-        """clip_low and clip_high of the surrogate "clip"; None with "corrected"."""
-        if self.clip_low is None and self.clip_high is None:
-            return None
-        return 0.2 if self.clip_low is None else self.clip_low, 0.2 if self.clip_high is None else self.clip_high
 
     def in_words(self) -> str:
         """Return the objective in words, for the first lines of a run's output."""
@@ -306,10 +307,7 @@ class ObjectiveSpec:
         if self.teacher_kl:
             discounted = f" discounted by {self.discount:g}" if self.discount else ""
             advantage += _times(self.teacher_kl, f"(log p − log q){discounted} of teacher and student")
-        if self._clips is None:
-            return advantage + self._corrected_in_words()
-        low, high = self._clips
-        return f"{advantage}, ratio clipped to {1 - low:g} … {1 + high:g}"
+        return advantage + self.policy.in_words(self._corrected_in_words())
 
 
 def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> ObjectiveSpec:
@@ -320,11 +318,11 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
     """
     others: dict[str, Summand] = {}
     divergences: list[Summand] = []
-    for summand in parse_sum(text, take_words=("sampled_kl",)):
+    for summand in parse_sum(text, TAKE_WORDS):
         if summand.name in DIVERGENCES:
             divergences.append(summand)
         elif summand.name not in OTHERS:
-            raise unknown_name(summand.name, OTHERS)
+            raise unknown_name(summand.name, OTHERS, summand.place)
         elif summand.name in others:
             raise ValueError(f"{summand.name} comes twice in {text!r}; expected one coefficient for it")
         else:
@@ -372,27 +370,14 @@ def _sampled_kl(estimator: str = "k2") -> dict[str, Any]:
     return {"estimator": estimator}
 
 
-def _policy_gradient(
-    *, clip_low: float | None = None, clip_high: float | None = None, teacher_kl: float | None = None
-) -> dict[str, Any]:
-    for name, value in (("clip_low", clip_low), ("clip_high", clip_high), ("teacher_kl", teacher_kl)):
-        if value is not None and (isinstance(value, bool) or not 0 <= value < math.inf):
-            raise ValueError(f"policy_gradient({name}={value}): expected a finite number, not below 0")
-    if clip_low is not None and clip_low > 1:
-        raise ValueError(f"policy_gradient(clip_low={clip_low}): expected 0 ≤ clip_low ≤ 1 (1: no lower limit)")
-    if teacher_kl == 0:
-        raise ValueError(
-            "policy_gradient(teacher_kl=0): expected a positive number; leave teacher_kl out for rewards alone"
-        )
-    return {"clip_low": clip_low, "clip_high": clip_high, "teacher_kl": teacher_kl or 0.0}
-
-
 #: the names that take arguments, each with a function that turns the arguments into fields of `ObjectiveSpec`
 ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "cross_entropy": _cross_entropy,
     "sampled_kl": _sampled_kl,
-    "policy_gradient": _policy_gradient,
+    "policy_gradient": policy_fields,
 }
+#: the arguments that are words (see `parse_sum`)
+TAKE_WORDS = {"sampled_kl": ("*", "estimator"), "policy_gradient": ("surrogate", "ratio")}
 
 
 def _times(coefficient: float, what: str) -> str:

@@ -41,6 +41,12 @@ class RunObjective:
         self._parts(spec)  # raises ConfigError
         if self.teachers is not None:
             spec = replace(spec, teachers=_shares(self.teachers), is_mixture=self.teachers.sum == "distributions")
+            if spec.policy.kl_scale and self.teachers.route is None and not spec.is_mixture:
+                raise ConfigError(
+                    "objective.loss",
+                    f"got '{objective.loss}' with a divergence from each of several teachers: the penalty kl_scale "
+                    "has one; expected sampled_kl(k3) in its place, teachers.route, or teachers.sum=distributions",
+                )
         elif self.teacher is None and spec.needs_teacher:
             raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
         return spec

@@ -140,7 +140,7 @@ def test_gradients_against_finite_differences(signal: str) -> None:
 
 
 #: terms whose gradient takes a weight for a constant that depends on the student
-WITH_CONSTANT_WEIGHTS = ("k2, corrected", "k3, masked", "cispo", "masked")
+WITH_CONSTANT_WEIGHTS = ("k2, corrected", "k3, masked", "cispo", "masked", "sequences")
 
 
 def test_logits_objective_equals_the_pass_from_hidden_states() -> None:

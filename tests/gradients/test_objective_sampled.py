@@ -47,6 +47,7 @@ from stillhouse.objective import (
     linear_objective,
     logits_objective,
     reverse_kl,
+    sequence_ratios,
 )
 from stillhouse.objective.metric_keys import IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import parse_objective
@@ -357,6 +358,24 @@ def gspo(log_q_T: Tensor, old_T: Tensor, sequence_T: Tensor, advantages_N: Tenso
         ratio = ((log_q_T[of_it] - old_T[of_it]).sum() / of_it.sum()).exp()
         total = total + torch.min(ratio * advantage, ratio.clamp(1 - 3e-1, 1 + 4e-1) * advantage)
     return total / len(advantages_N)
+
+
+def test_the_term_with_the_ratios_of_sequences_is_gspo() -> None:
+    """A sequence counts once if its tokens have the weight 1 / length; the ratios come from the same weights."""
+    sequence_T, advantages_N = torch.arange(T) // 13, torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64)
+    old_T, tokens_N = old_log_probs(1.0) * 0.9, torch.bincount(sequence_T[HAS_LABEL])
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in vars(make_leaves()).items()}
+    log_q_TV = plain_log_probs(Leaves(**leaves), 1.0)
+    log_q_T = log_q_TV.gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
+    loss = -gspo(log_q_T, old_T, sequence_T, advantages_N)
+    loss.backward()
+    ratios_T = sequence_ratios(log_q_T.detach() - old_T, sequence_T, HAS_LABEL)
+    term = PolicyGradient(LABELS, advantages_N[sequence_T], old_T, None, 0.3, 0.4, sequence_ratios_T=ratios_T)
+    weights_T = 1 / tokens_N[sequence_T].double()
+    actual = run(linear_objective, make_leaves(), [term], weights_T=weights_T, normalizer=3.0, chunk_tokens=10)
+    assert 0 < actual.output.metrics["clipped"] < 3
+    torch.testing.assert_close(actual.output.loss, loss.detach(), rtol=1e-12, atol=0)
+    assert_near(actual.gradients, {name: leaf.grad for name, leaf in leaves.items()}, 1e-12)
 
 
 def test_the_documentations_sequence_level_ratios_are_gspos() -> None:

@@ -279,6 +279,8 @@ def test_gradients_over_shards(pool: RankPool, ranks: int) -> None:
         ("discount", "full", 240),
         ("k2", "dense", V),
         ("k2", "dense", 240),
+        ("sequence", "full", V),
+        ("penalty", "full", 240),
     ]
     for case, kind, vocabulary in cases:
         batch = make_batch(vocabulary=vocabulary)

@@ -277,6 +277,7 @@ def other_terms(
         "reference": policy(known_NT[3], clip_high=0.28, kl_scale=0.04, temperature=0.8),
         "dual clip": policy(dual_clip=1.3),
         "cispo": policy(clip_low=1.0, clip_high=0.5, surrogate="cispo"),
+        "sequences": policy(sequence_ratios_T=known_NT[3].exp() * vocabulary, temperature=0.8),
         "masked": policy(surrogate="corrected", correction=Correction("masked", 3.0)),
         "log ratio": LogRatio(labels_T, known_NT[2], 0.8),
         "continuation": Continuation(labels_T, 0.3, 0.8, scale_by_temperature_squared=True),

@@ -35,6 +35,14 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "teacher": ("policy_gradient(teacher_kl=0.5)", {"temperature": 1.7, "correction": Correction("truncated")}),
     "discount": ("policy_gradient(teacher_kl=1)", {"discount": 0.9, "correction": Correction("truncated")}),
     "no discount": ("policy_gradient(teacher_kl=1, clip_low=0.2, clip_high=0.3)", {"discount": 1.0}),
+    "dual clip": ("policy_gradient(dual_clip=1.3, clip_high=0.1)", {}),
+    "cispo": ("policy_gradient(surrogate=cispo, clip_low=1, clip_high=0.3)", {}),
+    "sequence": ("policy_gradient(ratio=sequence, clip_low=0.02, clip_high=0.02)", {}),
+    "sequence, truncated": (
+        "policy_gradient(ratio=sequence, teacher_kl=0.5)",
+        {"discount": 0.9, "correction": Correction("truncated", 1.02)},
+    ),
+    "penalty": ("policy_gradient(clip_low=0.2, kl_scale=0.4) + 0.1*reverse_kl", {"temperature": 1.7}),
     "everything": (
         "0.3*cross_entropy + 1e-2*z_loss + policy_gradient(teacher_kl=0.3) + 0.1*reverse_kl - 0.01*entropy "
         "+ 0.7*sampled_kl(k3)",
@@ -130,10 +138,25 @@ def plain_loss(spec: ObjectiveSpec, leaves: Leaves, log_p: Callable[[float], Ten
             log_ratio_T = torch.where(sampled_T & (batch.weights_T != 0), at(log_p(sampling), labels_T) - old_T, 0.0)
             summed_T = looped_sum(log_ratio_T, batch.document_T, spec.discount)
             advantages_T = advantages_T + spec.teacher_kl * summed_T
-        gain_T = weight_T * advantages_T * at(log_q(sampling), labels_T)
-        if spec.clip_low is not None or spec.clip_high is not None:
-            low, high = (0.2 if limit is None else limit for limit in (spec.clip_low, spec.clip_high))
-            gain_T = torch.min(ratio_T * advantages_T, ratio_T.clamp(1 - low, 1 + high) * advantages_T)
+        log_q_T, policy = at(log_q(sampling), labels_T), spec.policy
+        if policy.ratio == "sequence":
+            # GSPO-token: the sequence's ratio, with the derivative of the token's own log-probability
+            counted_T = sampled_T & (batch.weights_T != 0)
+            mean_T = looped_mean((log_q_T - old_T).detach(), batch.document_T, counted_T)
+            ratio_T = mean_T.exp() * (log_q_T - log_q_T.detach()).exp()
+            weight_T = corrected(ratio_T.detach(), spec.correction.kind, spec.correction.limit)
+        gain_T = weight_T * advantages_T * log_q_T
+        if policy.kind != "corrected":
+            low, high = (0.2 if limit is None else limit for limit in (policy.clip_low, policy.clip_high))
+            clipped_T = ratio_T.clamp(1 - low, 1 + high)
+            gain_T = torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
+            if policy.kind == "cispo":
+                gain_T = clipped_T.detach() * advantages_T * log_q_T
+            elif policy.dual_clip is not None:
+                gain_T = torch.where(advantages_T < 0, torch.max(gain_T, policy.dual_clip * advantages_T), gain_T)
+        if policy.kl_scale:
+            r_T = at(log_p(sampling), labels_T) - log_q_T
+            gain_T = gain_T - policy.kl_scale * (r_T.exp() - 1 - r_T)
         total_T = total_T - spec.policy_gradient * torch.where(sampled_T, gain_T, 0.0)
     return (batch.weights_T * torch.where(batch.weights_T == 0, 0.0, total_T)).sum() / NORMALIZER
 
@@ -154,6 +177,15 @@ def looped_sum(values_T: Tensor, document_T: Tensor, discount: float) -> Tensor:
         running = float(values_T[row]) + (discount * running if follows else 0.0)
         sums.append(running)
     return values_T.new_tensor(sums[::-1])
+
+
+def looped_mean(values_T: Tensor, document_T: Tensor, counted_T: Tensor) -> Tensor:
+    """The mean of the counted values of each row's document."""
+    means = []
+    for row in range(len(values_T)):
+        of_it_T = (document_T == document_T[row]) & counted_T
+        means.append(float(values_T[of_it_T].mean()) if of_it_T.any() else 0.0)
+    return values_T.new_tensor(means)
 
 
 def spec_of(case: str) -> ObjectiveSpec:

@@ -178,6 +178,10 @@ def test_a_run_goes_on_under_another_layout_with_the_samples_of_the_first(one_pr
         ("policy_gradient + 0.1*reverse_kl", {"rollout.reward": "hooks:length"}),
         ("policy_gradient(teacher_kl=1)", {"rollout.discount": 0.9, "rollout.temperature": 0.7}),
         ("policy_gradient(clip_low=0.2, clip_high=0.3)", {"rollout.reward": "hooks:length", "rollout.top_k": 5}),
+        (
+            "policy_gradient(ratio=sequence, clip_low=3e-4, dual_clip=3, kl_scale=0.01)",
+            {"rollout.reward": "hooks:length", "rollout.schedule": "one_step_off", "train.precision": "bf16"},
+        ),
         ("jsd(0.5)", {"rollout.environment": "hooks:echo", "rollout.stop": ["e"]}),
         ("cross_entropy + jsd(0.5)", {"rollout.share": 0.5, "rollout.position_decay": 0.9}),
         ("cross_entropy", {"rollout.writer": "teacher", "rollout.schedule": "one_step_off"}),
@@ -205,6 +209,11 @@ def test_every_kind_of_objective(tmp_path: Path, loss: str, settings: dict[str, 
         ({"rollout.writer": "teacher", "objective.loss": "sampled_kl(k2)"}, "objective.loss", "student's own"),
         ({"rollout.reward": "hooks.length", "objective.loss": "policy_gradient"}, "rollout.reward", "package.module"),
         ({"rollout.discount": 0.5}, "rollout.discount", "only with policy_gradient"),
+        (
+            {"objective.loss": "reverse_kl + policy_gradient(clip_low=2)"},
+            "objective.loss",
+            "see 'policy_gradient.clip_low=2.' at character 14",
+        ),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused_by_its_key(

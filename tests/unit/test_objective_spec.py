@@ -24,6 +24,7 @@ from stillhouse.objective import (
     parse_divergence,
 )
 from stillhouse.objective.metric_keys import ADVANTAGES, OLD_LOG_PROBS
+from stillhouse.objective.policy import PolicySettings
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 
@@ -152,6 +153,12 @@ def test_several_divergences_are_one_term() -> None:
         ),
         (spec_of("rewards"), "2 × policy gradient (advantage from rewards)"),
         (spec_of("clip"), "policy gradient (advantage from rewards, ratio clipped to 0.9 … 1.2)"),
+        (spec_of("dual clip"), "policy gradient (advantage from rewards, ratio clipped to 0.8 … 1.1, dual clip 1.3)"),
+        (spec_of("cispo"), "policy gradient (advantage from rewards, ratio clipped to 0 … 1.3 (cispo))"),
+        (
+            spec_of("sequence"),
+            "policy gradient (advantage from rewards, ratio of each sequence clipped to 0.98 … 1.02)",
+        ),
         (
             spec_of("discount"),
             "policy gradient (advantage from rewards, if any, and from (log p − log q) discounted by 0.9 of teacher "
@@ -224,8 +231,23 @@ EXPRESSIONS = {
     "policy_gradient(clip_low=2)": "clip_low=2.*expected 0 ≤ clip_low ≤ 1",
     "policy_gradient(clip_low=-0.1)": "clip_low=-0.1",
     "policy_gradient(clip_high=True)": "clip_high=True",
+    "policy_gradient(dual_clip=1)": "dual_clip=1.*expected a number above 1",
+    "policy_gradient(surrogate=cispo, dual_clip=3)": "dual_clip=3.*expected none: the gradient of surrogate=cispo",
+    "policy_gradient(surrogate=corrected, clip_high=0.3)": "clip_high=0.3.*expected surrogate=clip or cispo",
+    "policy_gradient(surrogate=ppo)": "surrogate=ppo.*expected one of clip, cispo, corrected",
+    "policy_gradient(surrogate='clip')": "cannot read .'clip'.*expected a word, without quotation marks",
+    "policy_gradient(ratio=0.3)": "cannot read '0.3'.*expected a word",
+    "policy_gradient(ratio=document)": "ratio=document.*expected one of token, sequence",
+    "policy_gradient(clip_low=low)": "cannot read 'low'.*expected a number",
+    "policy_gradient(kl_scale=-1)": "kl_scale=-1.*expected a finite number",
     "policy_gradient(teacher_kl=0)": "teacher_kl=0.*expected a positive number",
     "policy_gradient(teacher_kl=-1)": "teacher_kl=-1",
+    # the place of a wrong summand
+    "0.1*reverse_kl + 2*policy_gradient(clip_low=2)": (
+        r"expected 0 ≤ clip_low ≤ 1 .*; see '2\*policy_gradient\(clip_low=2\)' at character 18 of '0.1\*reverse_kl"
+    ),
+    "jsd(2) + cross_entropy": r"beta.*; see 'jsd\(2\)' at character 1 of",
+    "cross_entropy + forwardkl": "did you mean forward_kl.*; see 'forwardkl' at character 17 of",
     # coefficients
     "True*forward_kl": r"coefficient True in 'True\*forward_kl': expected a number",
     "0.5*forward_kl + cross_entropy*True": "coefficient True in .*expected a number",
@@ -285,9 +307,13 @@ def test_expressions_that_are_refused(parse: Callable[[str], Any], text: str, wo
         ("sampled_kl", {"sampled_kl": 1.0, "estimator": "k2"}),
         ("0.5*sampled_kl(k3)", {"sampled_kl": 0.5, "estimator": "k3"}),
         ("sampled_kl(estimator=k2)*2", {"sampled_kl": 2.0, "estimator": "k2"}),
-        ("policy_gradient", {"policy_gradient": 1.0, "clip_low": None, "clip_high": None, "teacher_kl": 0.0}),
-        ("policy_gradient(clip_low=0.1)", {"clip_low": 0.1, "clip_high": None}),
-        ("3*policy_gradient(clip_low=1, clip_high=0.3)", {"policy_gradient": 3.0, "clip_low": 1, "clip_high": 0.3}),
+        ("policy_gradient", {"policy_gradient": 1.0, "policy": PolicySettings(), "teacher_kl": 0.0}),
+        ("policy_gradient(clip_low=0.1)", {"policy": PolicySettings(clip_low=0.1)}),
+        ("3*policy_gradient(clip_low=1, clip_high=0.3)", {"policy_gradient": 3.0, "policy": PolicySettings(1, 0.3)}),
+        (
+            "policy_gradient(surrogate=clip, ratio=sequence, dual_clip=3, kl_scale=0.01, teacher_kl=2)",
+            {"policy": PolicySettings(None, None, 3, "clip", "sequence", 0.01), "teacher_kl": 2},
+        ),
         ("policy_gradient(teacher_kl=2)", {"teacher_kl": 2}),
     ],
 )
@@ -309,6 +335,7 @@ def test_what_an_objective_needs() -> None:
         "policy_gradient": (False, True, True),
         "policy_gradient + 0.1*reverse_kl": (True, True, True),
         "policy_gradient(teacher_kl=1)": (True, True, False),
+        "policy_gradient(kl_scale=0.1)": (True, True, True),
     }
     for text, expected in needs.items():
         spec = parse_objective(text)
