@@ -99,7 +99,7 @@ docs: $(VENV)/.development
 # the documentation as a site, in site/; it loads nothing from elsewhere
 site: $(VENV)/.development
 	mkdir -p .site
-	cd .site && ln -sfn ../README.md ../CONTRIBUTING.md ../docs ../examples ../benchmarks ../tests .
+	cd .site && ln -sfn ../*.md ../*.cff ../docs ../examples ../benchmarks ../tests .
 	$(BIN)/mkdocs build --strict
 
 # a wheel and a source archive in dist/

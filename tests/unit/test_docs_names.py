@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
+DOCUMENTS = [
+    str(path.relative_to(ROOT))
+    for pattern in ("README.md", "[!R]*.md", "docs/**/*.md")
+    for path in ROOT.glob(pattern)
+]
 OTHERS = ["Makefile", "mkdocs.yml", "pyproject.toml", ".ci/run", "examples", "benchmarks"]
 #: files of other projects
 FOREIGN = {"models/mcore/model_forward_fused.py", "models/mcore/mtp_patch.py", "distributed/model_utils.py"}

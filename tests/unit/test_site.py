@@ -34,7 +34,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (linked,) = re.findall(r"ln -sfn (.*) \.\n", (ROOT / "Makefile").read_text())
     (folder / ".site").mkdir()
     for part in linked.split():
-        (folder / ".site" / Path(part).name).symlink_to(ROOT / Path(part).name)
+        for path in ROOT.glob(Path(part).name):
+            (folder / ".site" / path.name).symlink_to(path)
     (folder / "mkdocs.yml").write_text((ROOT / "mkdocs.yml").read_text())
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     built = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -44,7 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Yield each page of the repository and its place on the site."""
-    for path in (ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    for path in (*sorted(ROOT.glob("[!R]*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
         yield path, f"{path.relative_to(ROOT).with_suffix('')}/index.html"
     yield ROOT / "README.md", "index.html"
 

@@ -3,17 +3,26 @@
 The environment sees the libraries of the development environment through a .pth file, but not the editable package.
 """
 
+import configparser
 import os
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
+from collections.abc import Iterator
+from email import message_from_string
 from pathlib import Path
 
 import pytest
 from kit.runs import write_run
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import stillhouse
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 pytestmark = pytest.mark.slow
 
 
@@ -37,6 +46,44 @@ def test_the_wheel_has_the_package_and_its_data_and_nothing_else(wheel: Path) ->
     assert {"stillhouse/py.typed", "stillhouse/output/report/assets/report.js"} <= names
     assert "stillhouse/tools/plan/hooks.cpp" in names
     assert "stillhouse/tools/demo/teacher/model.safetensors" in names
+
+
+def test_the_metadata_are_those_of_the_project(wheel: Path) -> None:
+    """The version is that of `stillhouse/__init__.py` alone: pyproject.toml has none of its own."""
+    assert "version" not in PROJECT
+    assert wheel.name == f"stillhouse-{stillhouse.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as files:
+        parts = {name.partition(".dist-info/")[2]: name for name in files.namelist() if ".dist-info/" in name}
+        metadata = message_from_string(files.read(parts["METADATA"]).decode())
+        commands = configparser.ConfigParser()
+        commands.read_string(files.read(parts["entry_points.txt"]).decode())
+    assert metadata["Version"] == stillhouse.__version__
+    assert metadata["Requires-Python"] == PROJECT["requires-python"]
+    assert metadata["License-Expression"] == PROJECT["license"]
+    assert "licenses/LICENSE" in parts
+    assert metadata.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+    extras = PROJECT["optional-dependencies"]
+    assert set(metadata.get_all("Provides-Extra")) == extras.keys()
+    expected = {str(requirement) for requirement in map(read, PROJECT["dependencies"])}
+    expected |= {f'{requirement}; extra == "{extra}"' for extra in extras for requirement in libraries_of(extra)}
+    assert {str(requirement) for requirement in map(read, metadata.get_all("Requires-Dist"))} == expected
+    assert dict(commands["console_scripts"]) == PROJECT["scripts"]
+
+
+def read(line: str) -> Requirement:
+    requirement = Requirement(line)
+    requirement.name = canonicalize_name(requirement.name)
+    return requirement
+
+
+def libraries_of(extra: str) -> Iterator[Requirement]:
+    """Yield the libraries of an extra, with those of the extras that it has."""
+    for requirement in map(read, PROJECT["optional-dependencies"][extra]):
+        if requirement.name == PROJECT["name"]:
+            for other in requirement.extras:
+                yield from libraries_of(other)
+        else:
+            yield requirement
 
 
 def untracked() -> set[str]:
@@ -79,7 +126,8 @@ def ran(installed: Path, folder: Path, *command: str) -> str:
 def test_its_commands_run_without_the_checkout(installed: Path, tmp_path: Path) -> None:
     location = ran(installed, tmp_path, "python", "-c", "import stillhouse; print(stillhouse.__file__)")
     assert Path(location.strip()).is_relative_to(installed.parent)
-    assert ran(installed, tmp_path, "stillhouse", "--version").startswith("stillhouse ")
+    assert ran(installed, tmp_path, "stillhouse", "--version") == f"stillhouse {stillhouse.__version__}\n"
+    assert "stillhouse demo" in ran(installed, tmp_path, "stillhouse", "--help")
     write_run(tmp_path)
     run = str(tmp_path / "run.yaml")
     assert "gradient norm" in ran(installed, tmp_path, "stillhouse", "check", run)

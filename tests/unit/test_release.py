@@ -1,0 +1,50 @@
+"""The files that a release has beside the package agree with it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from kit import slow
+
+import stillhouse
+from stillhouse.serving.server.limits import MIB, Limits
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == stillhouse.__version__
+    assert citation["license"] == "Apache-2.0"
+
+
+def test_the_changes_begin_with_this_version() -> None:
+    first = re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert first is not None
+    assert first[1] == stillhouse.__version__
+
+
+def test_the_version_is_in_one_place() -> None:
+    """Other files of the package import it, and a page of the documentation that had it would become wrong."""
+    written = re.compile(rf"stillhouse\D{{0,5}}{re.escape(stillhouse.__version__)}|__version__ = ")
+    sources = [*(ROOT / "stillhouse").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "pyproject.toml"]
+    found = [path for path in sources if written.search(path.read_text(encoding="utf-8"))]
+    assert found == [ROOT / "stillhouse" / "__init__.py"]
+
+
+def test_the_limits_of_servers_are_those_of_the_page() -> None:
+    page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    limits = Limits(vocabulary=1, max_tokens=1, max_request_tokens=1, max_top_k=1)
+    assert f"{limits.json_bytes // MIB} MiB of JSON or {limits.binary_bytes // MIB} MiB of safetensors" in page
+    assert f"in memory at a time have {limits.bodies_bytes // MIB} MiB" in page
+    assert f"at most {limits.max_sequences:,} sequences" in page
+
+
+@pytest.mark.parametrize(("schema", "file"), [slow("citation-file-format", "CITATION.cff")])
+def test_a_file_is_valid_by_its_schema(schema: str, file: str) -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", ROOT / file]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
