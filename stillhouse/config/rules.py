@@ -375,17 +375,6 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     Rule(
-        ("train.activation_checkpointing", "objective.router_aux_loss", "parallel.engine"),
-        lambda is_on, scale, engine: is_on and scale and engine == "megatron",
-        "false, or parallel.engine=torch",
-        "Megatron-Core does not tell the routers which micro-batch they compute again",
-    ),
-    Rule(
-        ("objective.router_aux_loss", "train.precision", "parallel.engine"),
-        lambda scale, precision, engine: scale and yaml_value(precision) == "bf16" and engine == "megatron",
-        "0.0, or train.precision=fp32, or parallel.engine=torch",
-    ),
-    Rule(
         ("parallel.megatron", "parallel.engine"),
         lambda megatron, engine: megatron is not None and engine != "megatron",
         "null, or parallel.engine=megatron",

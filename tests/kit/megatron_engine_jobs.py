@@ -48,7 +48,8 @@ class Job:
     """case: the student and its layout. loss: the objective. top_k: entries of a stored signal; 0: a teacher that
     runs in the stages, if the objective needs one. uneven: whether rows of odd length have several documents of other
     lengths, and padding; otherwise, each row is a document. router_aux: the factor of the routers' load balancing.
-    recompute, options: of the layout. depths: the number of the student's MTP layers.
+    recompute, options: of the layout. depths: the number of the student's MTP layers. fixed_experts: whether all
+    tokens choose the same experts of a layer, by margins that rounding does not reach.
     """
 
     case: Case
@@ -59,10 +60,12 @@ class Job:
     recompute: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     depths: int = 0
+    fixed_experts: bool = False
 
     @property
     def name(self) -> str:
         flags = ["uneven"] * self.uneven + ["balanced"] * bool(self.router_aux) + ["recompute"] * self.recompute
+        flags += ["fixed experts"] * self.fixed_experts
         flags += [f"depths {self.depths}"] * bool(self.depths)
         return " ".join([self.case.name, self.loss, *[f"top {self.top_k}"] * bool(self.top_k), *flags, *self.options])
 
@@ -128,7 +131,10 @@ def distances(rank: Rank, job: Job) -> Distances:
     spec, case = parse_objective(job.loss), job.case
 
     def of_torch(dtype: torch.dtype, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
-        runner = single_process_runner(*(decoder(job, seed).to(dtype) for seed in range(2)))
+        models = [decoder(job, seed).to(dtype) for seed in range(2)]
+        for model in models:
+            model.config._experts_implementation = "eager"  # the others have no float64
+        runner = single_process_runner(*models)
         engine = TorchEngine(runner, spec, train=TRAIN, autocast=autocast, parts=parts(job, runner))
         return run(engine, job, steps=1)[1]
 
@@ -198,11 +204,24 @@ def apart(sums: dict[str, float], expected: dict[str, float]) -> dict[str, float
 def decoder(job: Job, seed: int, *, verify: bool = False) -> Decoder:
     """verify: choose by a proof how documents are packed. Seed 0 is the student's."""
     made = Decoder(of_config(model_config(job.case), seed=seed), verify=verify)
+    if job.fixed_experts:
+        _fix_experts(made)
     if job.router_aux and seed == 0:
         balance_routers(made)
     if job.depths and seed == 0:
         _add_mtp(made, job.depths)
     return made
+
+
+@torch.no_grad()
+def _fix_experts(decoder: Decoder) -> None:
+    """Give all tokens a large equal element, to which the routers' experts react in different ways."""
+    weights = decoder.state_dict()
+    embedding_VD = weights["backbone.embed_tokens.weight"]
+    embedding_VD[:, 0] = 2 * embedding_VD.norm(dim=1).mean()
+    for name, weight_XD in weights.items():
+        if name.endswith((".mlp.gate.weight", ".mlp.router.weight")):
+            weight_XD[:, 0] = torch.linspace(1, -1, len(weight_XD))
 
 
 def _add_mtp(decoder: Decoder, depths: int) -> None:
@@ -330,6 +349,21 @@ def silent_model(rank: Rank, case: Case) -> str:
         model.forward = lambda *inputs, **hook: called(*inputs)
         try:
             chunks.logits(torch.zeros(B, S, dtype=torch.int64), 2)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def refused_teacher(rank: Rank, family: str) -> str:
+    """A job: the message for a teacher of a family without a conversion."""
+    student = Case("qwen3", tensor=2)
+    with laid_out(student):
+        sources = [
+            ModelSource(partial(decoder, Job(case), 0), name=name)
+            for name, case in (("student", student), ("teacher", Case(family)))
+        ]
+        try:
+            build_megatron_student(Layout(student.degrees), Mesh(student.degrees, torch.device("cpu")), *sources)
         except ValueError as error:
             return str(error)
     return ""

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from stillhouse.engine.megatron.model_config import require_family, transformer_config
-from stillhouse.engine.megatron.options import RECOMPUTE, refused_settings, split_options
+from stillhouse.engine.megatron.model_config import UnsupportedModelError, require_family, transformer_config
+from stillhouse.engine.megatron.options import RECOMPUTE, split_options
 from stillhouse.engine.megatron.proof import prove_chunks
 from stillhouse.engine.megatron.student import Chunks, MegatronStudent
 from stillhouse.models import Decoder, ProofError
@@ -78,10 +78,12 @@ def _build_model(
     decoder = source.build()
     of_model = _model_options(layout, decoder, is_student=is_student)
     of_model["depths"] = 0 if decoder.mtp is None else decoder.mtp.depths
-    has_experts = require_family(decoder.config).experts is not None
-    of_model |= {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
-    with refused_settings():
+    try:
+        has_experts = require_family(decoder.config).experts is not None
+        of_model |= {key: value for key, value in options.items() if has_experts or not key.startswith("expert_")}
         transformer = transformer_config(decoder.config, **of_model)
+    except UnsupportedModelError as error:
+        raise ValueError(f"{source.name}.model: {error}") from error
     chunks = Chunks.build(source, decoder, transformer, mesh)
     if prove and source.has_values:
         prove_chunks(chunks, source, mesh)

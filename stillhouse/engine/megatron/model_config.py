@@ -22,6 +22,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from stillhouse.engine.megatron.options import refused_settings
+
+
+class UnsupportedModelError(ValueError):
+    """A model, or its layout, that Megatron-Core would not compute as transformers does."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -139,7 +145,8 @@ def transformer_config(
     dtype: of the weights and of the hidden states that pipeline stages send. depths: the number of MTP layers.
     options: fields of `TransformerConfig` for the layout, memory and speed; a field that the model or the loss
     determines is refused.
-    Raises ValueError, naming the key, for what Megatron-Core does not compute exactly as transformers does.
+    Raises UnsupportedModelError, naming the key, for what Megatron-Core does not compute as transformers does, and
+    ValueError for options that the model determines or Megatron-Core refuses.
     """
     family = require_family(config)
     _require_exact(config, family)
@@ -170,13 +177,14 @@ def transformer_config(
     }
     given = defaults | options
     _require_even_shards(config, family, given)
-    return kind(**determined, **given)
+    with refused_settings():
+        return kind(**determined, **given)
 
 
 def require_family(config: PreTrainedConfig) -> Family:
-    """Return the model's family. Raises ValueError for a model type without one."""
+    """Return the model's family. Raises UnsupportedModelError for a model type without one."""
     if config.model_type not in FAMILIES:
-        raise ValueError(
+        raise UnsupportedModelError(
             f"model_type '{config.model_type}' has no conversion to Megatron-Core: expected {', '.join(FAMILIES)}"
         )
     return FAMILIES[config.model_type]
@@ -331,7 +339,7 @@ def _require_exact(config: PreTrainedConfig, family: Family) -> None:
 
 
 def _require_mtp(config: PreTrainedConfig, depths: int, determined: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the MTP layers are like the last layer, of which Megatron-Core makes them."""
+    """Raise an error unless the MTP layers are like the last layer, of which Megatron-Core makes them."""
     if determined.get("window_size") is not None:
         # Megatron-Core numbers MTP layers from 1, so they would have the windows of the first layers
         raise _not_exact(
@@ -351,8 +359,8 @@ def _rotary_sections(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return [rotary] if "rope_type" in rotary else [*rotary.values()]
 
 
-def _not_exact(config: PreTrainedConfig, key: str, value: Any, expected: str) -> ValueError:
-    return ValueError(
+def _not_exact(config: PreTrainedConfig, key: str, value: Any, expected: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
         f"{key}={value!r} of a {config.model_type} model: Megatron-Core would not compute it as transformers does; "
         f"expected {expected}"
     )
@@ -361,12 +369,12 @@ def _not_exact(config: PreTrainedConfig, key: str, value: Any, expected: str) ->
 def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapping[str, Any]) -> None:
     tensor = options.get("tensor_model_parallel_size", 1)
     if family.experts and tensor > 1 and not options.get("sequence_parallel", False):
-        raise ValueError(
+        raise UnsupportedModelError(
             f"sequence_parallel=False with tensor_model_parallel_size={tensor} for a {config.model_type} model: "
             "Megatron-Core does not train experts this way; expected sequence_parallel=True (parallel.sequence: true)"
         )
     if family.gpt_oss and (options.get("expert_tensor_parallel_size") or tensor) > 1:
-        raise ValueError(
+        raise UnsupportedModelError(
             f"tensor_model_parallel_size={tensor} for a {config.model_type} model without expert parallelism: "
             "experts with biases are not cut; expected parallel.expert as a multiple of parallel.tensor"
         )
@@ -389,4 +397,4 @@ def _require_even_shards(config: PreTrainedConfig, family: Family, options: Mapp
         sizes["q_lora_rank"] = (config.q_lora_rank, tensor, "tensor ranks")
     for key, (size, parts, what) in sizes.items():
         if size % parts:
-            raise ValueError(f"{key}={size} over {parts} {what}: expected a multiple of {parts}")
+            raise UnsupportedModelError(f"{key}={size} over {parts} {what}: expected a multiple of {parts}")

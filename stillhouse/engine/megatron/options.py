@@ -15,6 +15,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -49,8 +50,8 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of TransformerConfig and those of DistributedDataParallelConfig.
 
-    Raises ValueError, with the key, for a name of neither, a setting that is not passed on, and a value of another
-    type than the field's.
+    Raises ValueError, with the key, for a name of neither, a setting that is not passed on, a value of another type
+    than the field's, and modules that need Transformer Engine.
     """
     types = get_type_hints(MLATransformerConfig) | get_type_hints(DistributedDataParallelConfig)
     names = {field.name for kind in (MLATransformerConfig, DistributedDataParallelConfig) for field in fields(kind)}
@@ -70,14 +71,19 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
             raise ValueError(f"parallel.megatron.{name}={value!r}: {reason[0].lower()}{reason[1:]}") from error
+    if "layernorm" in (options.get("recompute_modules") or ()) and not HAVE_TE:
+        raise ValueError(
+            "parallel.megatron.recompute_modules: Megatron-Core needs Transformer Engine to compute layernorm again; "
+            "expected other modules"
+        )
     data_parallel = {name: value for name, value in options.items() if name in _DATA_PARALLEL}
     return {name: value for name, value in options.items() if name in _TRANSFORMER}, data_parallel
 
 
 @contextmanager
 def refused_settings() -> Iterator[None]:
-    """Raise ValueError where Megatron-Core refuses settings by an assertion, or lacks a library for one of them."""
+    """Raise ValueError, with the key, where Megatron-Core refuses settings or lacks a library for one of them."""
     try:
         yield
-    except (AssertionError, ImportError) as error:
+    except (AssertionError, ImportError, ValueError) as error:
         raise ValueError(f"parallel.megatron: Megatron-Core refuses these settings: {error}") from error

@@ -12,28 +12,33 @@ from typing import Any
 
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from stillhouse.models.router_aux_loss import RouterBalance
 from stillhouse.parallel.layer_loss_interface import LayerLoss
 
 
-def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module], transformer: TransformerConfig) -> None:
+def add_balance(balance: RouterBalance, chunks: Sequence[nn.Module]) -> None:
     """Register hooks that add the current loss of `balance` in the routers of the chunks.
 
-    Raises ValueError if layers with experts are computed again in backward: Megatron-Core does not say then which
-    micro-batch a layer belongs to.
+    A layer that backward computes again adds the loss only then, because only then it has gradients. So `balance`
+    must have the micro-batch's loss again when the micro-batch's backward begins (`current_in_backward`).
     """
-    modules = transformer.recompute_modules or ()
-    if transformer.recompute_granularity == "full" or (transformer.recompute_granularity and "moe" in modules):
-        raise ValueError(
-            f"objective.router_aux_loss with recompute_granularity={transformer.recompute_granularity!r} and "
-            f"recompute_modules={[*modules]}: expected parallel.megatron without layers or experts that are "
-            "computed again in backward (full, or moe), or router_aux_loss: 0"
-        )
     for name, router in _routers(chunks).items():
         router.register_forward_hook(partial(_add_loss, balance, name))
+
+
+def current_in_backward(balance: RouterBalance, output: Tensor) -> None:
+    """Set the current loss of `balance` again when the gradient of a chunk's output arrives.
+
+    This is before the backward of the chunk's layers, which other micro-batches' forward passes may precede.
+    """
+    current = balance.current
+
+    def set_current(gradient: Tensor) -> None:
+        balance.current = current
+
+    output.register_hook(set_current)
 
 
 def require_losses(chunks: Sequence[nn.Module], losses: Sequence[LayerLoss]) -> None:
@@ -43,7 +48,7 @@ def require_losses(chunks: Sequence[nn.Module], losses: Sequence[LayerLoss]) -> 
         if len(loss.losses()) != len(routers):
             raise ValueError(
                 f"{len(loss.losses())} of {len(routers)} routers of Megatron-Core added the load-balancing loss: "
-                "expected all of them, in a forward pass with gradients (without recomputed layers)"
+                "expected all of them, in a forward pass with gradients or in one that backward computes again"
             )
 
 

@@ -28,12 +28,13 @@ from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.megatron.loading import load_from_source
 from stillhouse.engine.megatron.model import build_chunks
 from stillhouse.engine.megatron.options import refused_settings
-from stillhouse.engine.megatron.routers import add_balance, require_losses
+from stillhouse.engine.megatron.routers import add_balance, current_in_backward, require_losses
 from stillhouse.engine.megatron.rows import LayerRows
 from stillhouse.engine.megatron.stage_tensors import StageTensor, stage_tensors, stage_weights
 from stillhouse.engine.megatron.weight_names import Place
 from stillhouse.engine.megatron.weights import WeightTable, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
+from stillhouse.models.layer_hooks import Current
 from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.model_parts import LogitRule
 from stillhouse.models.processors import full_vocab
@@ -108,7 +109,7 @@ class Chunks:
         balance = decoder.layer_losses.get(RouterBalance.name)
         assert balance is None or isinstance(balance, RouterBalance)
         if balance is not None:
-            add_balance(balance, models, transformer)
+            add_balance(balance, models)
         return cls(decoder.config, transformer, models, table, processor, unrounded, balance=balance)
 
     def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
@@ -205,7 +206,10 @@ class Chunks:
                     self.balance.current = self.balance.current._replace(rows=rows)
                 # no mask: attention is causal, and the padding of a row is behind its document
                 output = model(rows.ids_NL, rows.positions_NL, None, **hook)
-            return output[-1] if isinstance(output, tuple) else output, loss_of  # the last depth has the loss
+                output = output[-1] if isinstance(output, tuple) else output  # the last depth has the loss
+                if self.balance is not None and backward:
+                    current_in_backward(self.balance, output)
+            return output, loss_of
 
         def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, None]:
             # the number of tokens is not used: the loss is divided already, by the step's normalizer
@@ -232,6 +236,7 @@ class Chunks:
             )
         if self.balance is not None:
             require_losses(self.models, losses)
+            self.balance.current = Current(None, recomputing=False)
         return results
 
 
