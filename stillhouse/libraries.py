@@ -44,9 +44,14 @@ _PYTHONS = (
     RuntimeError,
     MemoryError,
     OSError,
+    SyntaxError,
+    EOFError,
 )
 #: libraries whose errors derive directly from Exception; panics of Rust code even derive from BaseException
-_LIBRARIES = (*("datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors", "sqlite3"),)
+_LIBRARIES = (
+    *("PIL", "datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors", "sqlite3"),
+    *("struct", "zlib"),
+)
 
 
 class reading(AbstractContextManager[object]):

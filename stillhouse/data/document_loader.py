@@ -21,12 +21,15 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport, piece_source
 from stillhouse.data.documents import Documents
+from stillhouse.data.images import EncodedImage, ImageWriter, pillow_version
 from stillhouse.data.prefixes import EncodedPrefix, Prefixes, offsets_of
 from stillhouse.data.read.data_source import local_files, read_records
 from stillhouse.data.read.foreign_columns import ForeignColumns, foreign_columns
+from stillhouse.data.read.image_columns import with_images
 from stillhouse.data.record import (
     MAX_CHARACTERS,
     DataError,
+    ProcessorError,
     Record,
     RecordError,
     TemplateLimitError,
@@ -34,15 +37,17 @@ from stillhouse.data.record import (
     describe,
     without_null,
 )
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.render.record_forms import template_for
 from stillhouse.data.render.templates import Encoded, Rendered, Targets, Template, Tokens
-from stillhouse.data.token_cache import TARGETS, TOKENS, cached_documents, entry_key
+from stillhouse.data.token_cache import IMAGES, TARGETS, TOKENS, cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
 _BATCH = 512  # records per call of the tokenizer
 _PART = 2**22  # tokens that are searched at a time
 _REASONS = 5  # the most errors that a report keeps
+_BYTES_PER_CHARACTER = 200  # bytes of images that wait count like the memory that a tokenizer takes
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,11 @@ def load_documents(
     tokenizer: PreTrainedTokenizerBase,
     options: LoadOptions,
     cache: Path | None = None,
+    processor: ImageProcessor | None = None,
 ) -> Documents:
     """Read and tokenize a dataset. source: as in `read_records`.
 
+    processor: that of the student, for images; None if the student has none.
     cache: a folder of tokenized datasets, which are memory-mapped (`token_cache.py`). It has no effect for a hub id,
         a slow tokenizer, or `keep_records`.
 
@@ -100,7 +107,7 @@ def load_documents(
     name = os.fspath(source)
 
     def load(folder: Path | None) -> Documents:
-        with _Loader(name, tokenizer, options, folder) as loader:
+        with _Loader(name, tokenizer, options, folder, processor) as loader:
             for record in read_records(source):
                 loader.add(record)
             return loader.finish()
@@ -109,6 +116,8 @@ def load_documents(
         return load(None)
     # as a list, because the order of the prefixes matters and JSON objects have no order
     decisive = asdict(options) | {"source": name, "prefixes": list(options.prefixes.items())}
+    if processor is not None:
+        decisive["processor"] = [processor.identity(), pillow_version()]
     key = functools.partial(entry_key, files, tokenizer, decisive)
     return cached_documents(cache, lambda: local_files(source) or [], key, load)
 
@@ -126,14 +135,24 @@ class _Waiting:
 
     @property
     def characters(self) -> int:
-        return sum(map(len, (self.rendered.prompt, self.rendered.body, *self.prefixes)))
+        images = () if self.rendered.encoded is None else self.rendered.encoded.images
+        image_bytes = sum(len(image.data or b"") for image in images)
+        texts = (self.rendered.prompt, self.rendered.body, *self.prefixes)
+        return sum(map(len, texts)) + image_bytes // _BYTES_PER_CHARACTER
 
 
 class _Loader:
     """Collects documents record by record, and tokenizes a batch of records at a time."""
 
-    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase, options: LoadOptions, folder: Path | None):
-        self.tokenizer, self.options = tokenizer, options
+    def __init__(
+        self,
+        source: str,
+        tokenizer: PreTrainedTokenizerBase,
+        options: LoadOptions,
+        folder: Path | None,
+        processor: ImageProcessor | None,
+    ):
+        self.tokenizer, self.options, self.processor = tokenizer, options, processor
         self.prefix_templates = {name: PrefixTemplate(name, text) for name, text in options.prefixes.items()}
         self.report = DataReport(source)
         self.template: Template | None = None
@@ -144,6 +163,7 @@ class _Loader:
         self.files: list[BinaryIO] = [
             io.BytesIO() if folder is None else (folder / f"{name}.bin").open("wb") for name in (TOKENS, TARGETS)
         ]
+        self.images = ImageWriter(None if folder is None else folder / IMAGES)
         # one entry per document
         self.lengths: list[int] = []
         self.keys: list[int] = []
@@ -159,8 +179,8 @@ class _Loader:
             return
         try:
             template = self.template or self._template_for(record)
-            waiting = self._rendered(self._converted(record), template)
-        except TemplateLimitError as error:
+            waiting = self._rendered(self._converted(record), template, record.fields)
+        except (TemplateLimitError, ProcessorError) as error:
             raise DataError(record.where, str(error)) from error
         except (RecordError, RecursionError) as error:
             self._reject(DataError(record.where, first_line(error)))
@@ -187,6 +207,7 @@ class _Loader:
             )
         columns = map(list, zip(*self.values, strict=True))
         by_teacher = map(Prefixes.of, zip(*self.prefixes, strict=True))
+        images = self.images.finish()
         return Documents(
             tokens_N,
             targets_N,
@@ -197,12 +218,14 @@ class _Loader:
             dict(zip(self.options.columns, columns, strict=True)),
             dict(zip(self.prefix_templates, by_teacher, strict=True)),
             self.records,
+            images=images if len(images.table) else None,
         )
 
     def __enter__(self) -> "_Loader":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.images.close()
         for file in self.files:
             if not isinstance(file, io.BytesIO):  # the arrays use the buffer of a BytesIO
                 file.close()
@@ -221,7 +244,8 @@ class _Loader:
         targets = self.options.targets
         try:
             self.foreign = foreign_columns(first.fields, self.tokenizer, prompts=targets == "none")
-            self.template = template_for(self._converted(first).fields, self.tokenizer, targets)
+            fields = self._converted(first).fields
+            self.template = template_for(fields, self.tokenizer, targets, self.processor)
         except RecordError:
             raise
         except ValueError as error:
@@ -230,9 +254,13 @@ class _Loader:
         return self.template
 
     def _converted(self, record: Record) -> Record:
-        return record if self.foreign is None else replace(record, fields=self.foreign.convert(record.fields))
+        """The record in Stillhouse's columns, with the bytes of its images."""
+        return with_images(
+            record if self.foreign is None else replace(record, fields=self.foreign.convert(record.fields))
+        )
 
-    def _rendered(self, record: Record, template: Template) -> _Waiting:
+    def _rendered(self, record: Record, template: Template, own_fields: dict[str, Any]) -> _Waiting:
+        """own_fields: those of the record as it is in the source."""
         fields, options = record.fields, self.options
         return _Waiting(
             template.render(fields),
@@ -243,7 +271,7 @@ class _Loader:
                 prefix.render(fields, template) if options.reader is None or fields[options.reader] == name else ""
                 for name, prefix in self.prefix_templates.items()
             ],
-            fields if options.keep_records else None,
+            own_fields if options.keep_records else None,
         )
 
     def _reject(self, error: DataError) -> None:
@@ -284,6 +312,7 @@ class _Loader:
             self.lengths.append(len(piece.ids))
             for file, values in zip(self.files, (piece.ids, piece.targets), strict=True):
                 file.write(values.tobytes())
+            self.images.add(piece.images)
             self.keys.append(waiting.key)
             self.sources.append(piece_source(waiting.where, number, len(pieces)))
             self.values.append(waiting.values)
@@ -301,6 +330,12 @@ class _Loader:
                 f"the prefix of teacher {max(lengths, key=lengths.__getitem__)!r} has {most - room:,} tokens, which "
                 f"leaves fewer than 2 of the {most:,} of max_tokens for the document: expected a shorter prefix or a "
                 "larger max_tokens"
+            )
+        if encoded.images_end > room:
+            return (
+                f"its images end at token {encoded.images_end:,}, and the document would be cut at {room:,}: "
+                "expected all images of a document before the cut; raise data.max_tokens, lower data.image_pixels, "
+                "or give fewer images"
             )
         if self.options.targets != "none":
             return ""
@@ -323,7 +358,7 @@ class _Loader:
             return _pieces(encoded, max_tokens)
         self.report.cut_documents += 1
         self.report.cut_tokens += excess
-        return [Encoded(encoded.ids[:max_tokens], encoded.targets[:max_tokens])]
+        return [replace(encoded, ids=encoded.ids[:max_tokens], targets=encoded.targets[:max_tokens])]
 
     def _stops(self, tokens_N: np.ndarray, targets_N: np.ndarray) -> bool:
         """Whether an end-of-sequence token is a target; also True if the tokenizer has no such token."""
@@ -354,8 +389,13 @@ def _kept_value(fields: dict[str, Any], column: str, allowed: Collection[Any] | 
     return value
 
 
+def _as_json(value: Any) -> str:
+    """The text that stands for a value without a JSON type: an image counts as its bytes, and not as its path."""
+    return value.sha256.hex() if isinstance(value, EncodedImage) else str(value)
+
+
 def _content_key(fields: dict[str, Any], template: Template) -> int:
     """The first 64 bits of the sha256 of a record's used columns. An absent extra counts as a null or empty one."""
     used = [*template.columns, *(column for column in template.extras if fields.get(column))]
-    content = json.dumps([without_null(fields[column]) for column in used], sort_keys=True, default=str)
+    content = json.dumps([without_null(fields[column]) for column in used], sort_keys=True, default=_as_json)
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from stillhouse.data.data_report import DataReport
+from stillhouse.data.images import Images
 from stillhouse.data.prefixes import Prefixes, chosen_tokens, offsets_of, part_lengths
 from stillhouse.data.record import DataError
 
@@ -36,6 +37,7 @@ class Documents:
     weights_N: float32, the weights of the targets, above 0; None: all weights are 1.
     set_D: int64, the number of the set (a weighted source, or an evaluation set) of each document. None: one set.
     reports: the report of each set by the set's name, in the order of the set numbers.
+    images: the encoded images of the documents; None if no document has one.
     """
 
     tokens_N: np.ndarray
@@ -51,6 +53,7 @@ class Documents:
     weights_N: np.ndarray | None = None
     set_D: np.ndarray | None = None
     reports: Mapping[str, DataReport] = field(default_factory=dict)
+    images: Images | None = None
 
     @classmethod
     def joined(cls, parts: Mapping[str, "Documents"]) -> "Documents":
@@ -79,6 +82,9 @@ class Documents:
             [record for part in parts for record in part.records] if all(part.records for part in parts) else (),
             {name: np.concatenate([part.per_token[name] for part in parts]) for name in first.per_token},
             np.concatenate(weights) if weights else None,
+            images=Images.joined([part.images or Images.none(len(part)) for part in parts])
+            if any(part.images for part in parts)
+            else None,
         )
 
     def __len__(self) -> int:
@@ -144,13 +150,15 @@ class Documents:
         )
 
     def fingerprint(self) -> str:
-        """A sha256 of tokens, targets, offsets, columns, prefixes and records. A resumed run compares it."""
+        """A sha256 of tokens, targets, offsets, columns, prefixes, records and images. A resumed run compares it."""
         digest = hashlib.sha256()
         arrays = [self.tokens_N, self.targets_N, self.offsets]
         for prefixes in (self.prefixes[name] for name in sorted(self.prefixes)):
             arrays += [prefixes.tokens_N, prefixes.offsets, prefixes.after_bos_D]
         if self.set_D is not None:
             arrays.append(self.set_D)
+        if self.images is not None:
+            arrays += [self.images.offsets, np.frombuffer(self.images.hashes(), dtype=np.uint8)]
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
         if self.columns or self.prefixes or self.records:
@@ -181,6 +189,7 @@ class Documents:
                 name: self._counted(report, chosen[set_D == number])
                 for number, (name, report) in enumerate(self.reports.items())
             },
+            None if self.images is None else self.images.select(chosen),
         )
 
     def _counted(self, report: DataReport, chosen: Sequence[int] | np.ndarray) -> DataReport:

@@ -12,7 +12,7 @@ B rows, S columns per row (the longest of the micro-batch), T = B·S; M document
 predict.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,18 +22,27 @@ from torch import Tensor
 from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import NO_LABEL, MicroBatch
 from stillhouse.data.prefixes import chosen_tokens, offsets_of
+from stillhouse.data.render.image_processor import ImageInputs
 
 
 def make_micro_batch(
-    documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str] = ()
+    documents: Documents,
+    rows: Sequence[Sequence[int] | np.ndarray],
+    gaps: Sequence[str] = (),
+    teacher: str | None = None,
+    image_inputs: ImageInputs | None = None,
 ) -> MicroBatch:
     """Pack documents into a micro-batch.
 
     rows: for each row, the numbers of its documents, in order.
     gaps: names of teachers. The gap before a document has the length of its longest prefix for these teachers.
+    teacher: one of `gaps`, the teacher of the `teacher_inputs`, which reads its prefixes.
+    image_inputs: makes the tensors of images. Only documents without images can be packed without it.
 
-    Raises ValueError if there is no row, or a row without a document.
+    Raises ValueError if there is no row, or a row without a document, and if an image's file has changed.
     """
+    if documents.images is not None and image_inputs is None:
+        raise ValueError(f"{documents.report.source} has images, which are not supported here: expected texts")
     if not rows or not all(len(row) for row in rows):
         raise ValueError("a micro-batch needs at least one row, and each row at least one document")
     places = _Places.of(documents, rows, gaps)
@@ -49,23 +58,30 @@ def make_micro_batch(
     per_token = {
         name: places.filled(0, np.float32, row_P, values_N[index_P]) for name, values_N in documents.per_token.items()
     }
+    members = places.document_M.tolist()
+    inputs, images = _packed_inputs(places, ids_N, lengths_M), list[dict[str, Tensor]]()
+    if image_inputs is not None:
+        images = image_inputs.tensors(documents, members)
+        inputs |= _image_inputs(
+            places, inputs, [documents.tokens(member) for member in members], images, image_inputs
+        )
+    of_teacher, all_images = None, {} if image_inputs is None else image_inputs.processor.join(images)
+    if teacher is not None:
+        ids_M = [documents.prefixes[teacher].before(member, documents.tokens(member)) for member in members]
+        of_teacher = _packed_inputs(places, np.concatenate(ids_M), np.asarray([len(ids) for ids in ids_M]))
+        if image_inputs is not None:
+            of_teacher |= _image_inputs(places, of_teacher, ids_M, images, image_inputs)
     return MicroBatch(
-        inputs=_packed_inputs(places, ids_N, lengths_M),
+        inputs=inputs,
         labels_T=torch.from_numpy(labels_T),
         weights_T=torch.from_numpy(places.filled(0, np.float32, row_P, np.where(is_target_P, weights_P, 0.0))),
         document_T=torch.from_numpy(places.filled(-1, np.int64, row_N, document_N)),
         valid_index=torch.from_numpy(np.flatnonzero(labels_T >= 0)),
         per_token={name: torch.from_numpy(values_T) for name, values_T in per_token.items()},
+        teacher_inputs=of_teacher,
+        images=all_images,
+        teacher_images={} if of_teacher is None else all_images,
     )
-
-
-def teacher_inputs(
-    documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str], teacher: str
-) -> dict[str, Tensor]:
-    """The inputs of a teacher with prefixes. Its rows are those of `make_micro_batch(documents, rows, gaps)`."""
-    places, prefixes = _Places.of(documents, rows, gaps), documents.prefixes[teacher]
-    ids = [prefixes.before(document, documents.tokens(document)) for document in places.document_M.tolist()]
-    return _packed_inputs(places, np.concatenate(ids), np.asarray([len(document_ids) for document_ids in ids]))
 
 
 @dataclass(frozen=True)
@@ -114,3 +130,21 @@ def _packed_inputs(places: _Places, ids_N: np.ndarray, lengths_M: np.ndarray) ->
         name: torch.from_numpy(values_T.reshape(places.shape_BS))
         for name, values_T in (("input_ids", input_ids_T), ("position_ids", position_T))
     }
+
+
+def _image_inputs(
+    places: _Places,
+    inputs: Mapping[str, Tensor],
+    ids_M: Sequence[np.ndarray],
+    images_M: Sequence[Mapping[str, Tensor]],
+    image_inputs: ImageInputs,
+) -> dict[str, Tensor]:
+    """The further inputs per token of models that read images. ids_M, images_M: of each document."""
+    made: dict[str, Tensor] = {}
+    for ids, images, stop in zip(ids_M, images_M, places.stop_M.tolist(), strict=True):
+        for name, values in image_inputs.per_token(ids, images).items():
+            if name not in made:
+                zeros = torch.zeros(*inputs["input_ids"].shape, *values.shape[1:], dtype=torch.int64)
+                made[name] = zeros if values.ndim == 1 else zeros + inputs["position_ids"][..., None]
+            made[name].flatten(0, 1)[stop - len(ids) : stop] = torch.from_numpy(values)
+    return made

@@ -8,7 +8,7 @@ the data.
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import replace
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +16,9 @@ import numpy as np
 
 from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import MicroBatch
-from stillhouse.data.packed_rows import make_micro_batch, teacher_inputs
+from stillhouse.data.packed_rows import make_micro_batch
 from stillhouse.data.prefixes import offsets_of
+from stillhouse.data.render.image_processor import AxisPositions, ImageInputs
 from stillhouse.data.sequence_order import permutation, weighted_order
 from stillhouse.data.step_micro_batches import StepMicroBatches
 
@@ -35,6 +36,7 @@ class PackedSequences:
         once per epoch.
     by_length: whether a sequence has documents of similar lengths, for models that run one document per padded row.
         With this padding, too, the documents of a sequence have at most `max_tokens` tokens.
+    image_inputs: see `make_micro_batch`.
 
     set_S: int64, the set of each sequence; 0 without sets.
     widths_D: int64, the number of columns of each document (its gap and its tokens).
@@ -51,6 +53,7 @@ class PackedSequences:
         together: str | None = None,
         weights: Sequence[float] | None = None,
         by_length: bool = False,
+        image_inputs: ImageInputs | None = None,
     ):
         widths_D = documents.lengths_D + documents.gaps_D(gaps)
         if len(widths_D) == 0 or widths_D.max() > max_tokens:
@@ -60,7 +63,7 @@ class PackedSequences:
                 f"got {len(widths_D)} of at most {widths_D.max(initial=0)}"
             )
         self.documents, self.gaps, self.widths_D, self.by_length = documents, tuple(gaps), widths_D, by_length
-        self.together = together
+        self.together, self.image_inputs = together, image_inputs
         self.max_tokens, self.seed, self.shuffle, self.weights = max_tokens, seed, shuffle, weights
         # Permutation 0 orders documents of equal length for packing; permutation e + 1 is the order of epoch e.
         order_D = permutation(len(widths_D), seed, 0) if shuffle else np.arange(len(widths_D))
@@ -92,7 +95,15 @@ class PackedSequences:
             together=self.together,
             weights=self.weights,
             by_length=True,
+            image_inputs=self.image_inputs,
         )
+
+    def with_axis_positions(self, axis_positions: AxisPositions) -> "PackedSequences":
+        """The same sequences, whose micro-batches have the model's positions of images (see `ImageInputs`)."""
+        other = copy(self)
+        if self.image_inputs is not None:
+            other.image_inputs = ImageInputs(self.image_inputs.processor, axis_positions)
+        return other
 
     def __len__(self) -> int:
         return len(self._borders) - 1
@@ -133,10 +144,7 @@ class PackedSequences:
     def micro_batch(self, sequences: Sequence[int] | np.ndarray, teacher: str | None = None) -> MicroBatch:
         """These sequences as rows of a micro-batch. teacher: one of `gaps`, the teacher of the `teacher_inputs`."""
         rows = [self.members(sequence) for sequence in sequences]
-        micro_batch = make_micro_batch(self.documents, rows, self.gaps)
-        if teacher is None:
-            return micro_batch
-        return replace(micro_batch, teacher_inputs=teacher_inputs(self.documents, rows, self.gaps, teacher))
+        return make_micro_batch(self.documents, rows, self.gaps, teacher, self.image_inputs)
 
     def micro_batches(self, rows: Sequence[np.ndarray]) -> "PackedMicroBatches":
         """One micro-batch for each array of sequence numbers."""

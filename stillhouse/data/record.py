@@ -49,6 +49,10 @@ class RecordError(ValueError):
     """An invalid record. The message does not contain the record's location; the caller adds it."""
 
 
+class ProcessorError(ValueError):
+    """The data has images, and the student has no usable processor. This concerns all records."""
+
+
 class TemplateLimitError(ValueError):
     """The chat template exceeds its limits. This concerns all records, so that on_error="skip" does not skip it."""
 

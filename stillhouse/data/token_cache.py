@@ -6,7 +6,9 @@ has
 
     manifest.json     that hash, the report on the records, the sha256 of each other file and of the manifest itself
     sources.arrow     `file:line` of each document
-    NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), and those of prefixes
+    images.arrow      the images of all documents, if there are images: paths with hashes, or the bytes of their files
+    NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), those of prefixes, and
+                      image_offsets (int64)
 
 An entry is written under a temporary name and then renamed, so that it is read without a lock. A lock file lets one
 process write it while the others wait.
@@ -30,15 +32,18 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.documents import Documents
+from stillhouse.data.images import Images, image_table
 from stillhouse.data.prefixes import Prefixes
 from stillhouse.hashing import file_hash, json_hash
 from stillhouse.libraries import reading
 
-MANIFEST, SOURCES = "manifest.json", "sources.arrow"
+MANIFEST, SOURCES, IMAGES = "manifest.json", "sources.arrow", "images.arrow"
 _PROOF = "sha256_of_the_above"
 TOKENS, TARGETS = "tokens", "targets"
 _PREFIX_PARTS = {"prefix_tokens": np.int32, "prefix_offsets": np.int64, "prefix_after_bos": np.bool_}
+_IMAGE_OFFSETS = "image_offsets"
 _DTYPES = {TOKENS: np.int32, TARGETS: np.bool_, "offsets": np.int64, "keys": np.uint64} | _PREFIX_PARTS
+_DTYPES |= {_IMAGE_OFFSETS: np.int64}
 _BATCH = 100_000  # strings of one batch in an Arrow file
 
 
@@ -127,6 +132,10 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
         for number, prefixes in enumerate(documents.prefixes.values()):
             values_of_parts = (prefixes.tokens_N, prefixes.offsets, prefixes.after_bos_D)
             arrays |= zip((f"{part}-{number}" for part in _PREFIX_PARTS), values_of_parts, strict=True)
+        if documents.images is None:
+            (partial / IMAGES).unlink(missing_ok=True)
+        else:
+            arrays[_IMAGE_OFFSETS] = documents.images.offsets
         for array, values in arrays.items():
             _array_file(partial, array).write_bytes(np.ascontiguousarray(values).tobytes())
         _write_strings(partial / SOURCES, documents.sources)
@@ -135,6 +144,7 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
             "report": documents.report.as_dict(),
             "columns": dict(documents.columns),
             "prefixes": list(documents.prefixes),
+            "has_images": documents.images is not None,
             "sha256": {file.name: file_hash(file) for file in sorted(partial.iterdir())},
         }
         (partial / MANIFEST).write_text(json.dumps(manifest | {_PROOF: json_hash(manifest)}), encoding="utf-8")
@@ -161,7 +171,10 @@ def _read(path: Path, name: str) -> Documents:
         raise ValueError(f"{damaged}: {changed[0]} has other bytes than when it was written")
     arrays = [TOKENS, TARGETS, "offsets", "keys"]
     arrays += [f"{part}-{number}" for number in range(len(manifest["prefixes"])) for part in _PREFIX_PARTS]
-    if lost := {SOURCES, *(_array_file(path, name).name for name in arrays)} - sha256.keys():
+    image_arrays = [_IMAGE_OFFSETS] if manifest["has_images"] else []
+    expected = {SOURCES, *([IMAGES] if image_arrays else ())}
+    expected |= {_array_file(path, array).name for array in [*arrays, *image_arrays]}
+    if lost := expected - sha256.keys():
         raise ValueError(f"{damaged}: {', '.join(sorted(lost))} has no hash in {MANIFEST}")
     documents = Documents(
         _array(path, TOKENS),
@@ -175,11 +188,22 @@ def _read(path: Path, name: str) -> Documents:
             teacher: Prefixes(*(_array(path, f"{part}-{number}") for part in _PREFIX_PARTS))
             for number, teacher in enumerate(manifest["prefixes"])
         },
+        images=_images(path, damaged) if image_arrays else None,
     )
     counts = {len(documents), len(documents.keys_D), len(documents.offsets) - 1}
+    counts |= set() if documents.images is None else {len(documents.images.offsets) - 1}
     if len(counts) != 1 or not (documents.offsets[-1] == len(documents.tokens_N) == len(documents.targets_N)):
         raise ValueError(f"{damaged}: the numbers of documents and tokens differ between its files")
     return documents
+
+
+def _images(path: Path, damaged: str) -> Images:
+    offsets = _array(path, _IMAGE_OFFSETS)
+    with reading(damaged):
+        table = image_table(path / IMAGES)
+    if offsets[-1] != len(table):
+        raise ValueError(f"{damaged}: {IMAGES} has {len(table)} images, and {_IMAGE_OFFSETS} has {offsets[-1]}")
+    return Images.stored(table, offsets)
 
 
 def _array(folder: Path, name: str) -> np.ndarray:

@@ -28,9 +28,11 @@ from stillhouse.data import (
     load_tokenizer,
 )
 from stillhouse.data.render.chat_template import ChatTemplate
+from stillhouse.data.render.image_processor import AxisPositions, ImageInputs, ImageProcessor
 from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.token_cache import user_folder
 from stillhouse.display import first_line
+from stillhouse.hashing import json_hash
 from stillhouse.libraries import reading
 from stillhouse.models.pretrained import require_model_folder
 from stillhouse.signals import SignalStore
@@ -44,6 +46,7 @@ class RunData:
     evaluation: the held-out documents; None if the configuration has none
     hashes: a hash of the documents, by split
     dataset: the documents with completions, in a run with rollouts that takes a share of each step from the dataset
+    processor: the student's processor for images; None if no document has an image
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -52,6 +55,12 @@ class RunData:
     hashes: dict[str, str]
     warnings: list[str]
     dataset: Documents | None = None
+    processor: ImageProcessor | None = None
+
+    def with_axis_positions(self, axis_positions: AxisPositions) -> "RunData":
+        """The same data, whose images get the positions that the student's model gives them (see `ImageInputs`)."""
+        evaluation = None if self.evaluation is None else self.evaluation.with_axis_positions(axis_positions)
+        return replace(self, train=self.train.with_axis_positions(axis_positions), evaluation=evaluation)
 
     def sorted_by_length(self, max_tokens: int, held_out_tokens: int) -> "RunData":
         """The same data in sequences of documents of similar lengths, of these capacities (see `PackedSequences`)."""
@@ -69,11 +78,12 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
             PrefixTemplate(name, teacher.prefix or "")  # raises ValueError for a malformed prefix
     chat_template = config.data.chat_template
     tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, chat_template, stores)
+    processor = _processor(config, tokenizer)
     sections = config.data, config.objective, tokenizer, config.teachers
-    train, held_out = load_data(*sections, config.rollout)
+    train, held_out = load_data(*sections, config.rollout, processor)
     dataset = None
     if config.rollout is not None and not config.rollout.is_on_student_alone:
-        dataset, _ = load_data(*sections)
+        dataset, _ = load_data(*sections, processor=processor)
     route = None if config.teachers is None else config.teachers.route
     if route is not None and (unused := [name for name in config.several if name not in train.columns[route]]):
         raise ConfigError(
@@ -83,6 +93,13 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
     splits = {which: documents for which, documents in all_splits.items() if documents is not None}
     for documents in splits.values():
         warnings = warnings + documents.report.warnings
+    with_images = [documents for documents in splits.values() if documents.images is not None]
+    if not with_images:
+        processor = None
+    elif processor is not None:
+        require_image_support(config, stores)
+        for documents in splits.values():
+            processor.check_texts(documents)
     if held_out is not None and (shared := held_out.overlap(train)):
         warnings.append(
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
@@ -98,16 +115,54 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
             gaps=_with_gaps(config.several, stores),
             together=route,
             weights=[source.weight for source in config.data.weighted_sources] or None if shuffle else None,
+            image_inputs=None if processor is None else ImageInputs(processor),
         )
 
+    hashes = {which: documents.fingerprint() for which, documents in splits.items()}
+    if processor is not None:  # the pixels, too, depend on it
+        hashes = {which: json_hash([split_hash, processor.identity()]) for which, split_hash in hashes.items()}
     return RunData(
         tokenizer,
         pack(train, shuffle=True),
         None if held_out is None else pack(held_out, shuffle=False),
-        {which: documents.fingerprint() for which, documents in splits.items()},
+        hashes,
         warnings,
         dataset,
+        processor,
     )
+
+
+def require_image_support(config: RunConfig, stores: Mapping[str, SignalStore]) -> None:
+    """Raise ConfigError for a part of the configuration that cannot be used with images.
+
+    stores: the signal stores, by the keys of the teachers' sections
+    """
+    expected = "the data has images, which this cannot read yet: expected {}, or documents without images"
+    if config.rollout is not None:
+        raise ConfigError("rollout", expected.format("no such section"))
+    if config.parallel.engine != "torch":
+        raise ConfigError("parallel.engine", expected.format("torch"))
+    if config.parallel.context > 1:
+        raise ConfigError("parallel.context", expected.format("1"))
+    for section, teacher in config.teacher_sections.items():
+        if section in stores:
+            raise ConfigError(section, expected.format("a teacher in this job (key model)"))
+        if teacher.cross_tokenizer is not None:
+            raise ConfigError(f"{section}.cross_tokenizer", expected.format("null"))
+
+
+def _processor(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
+    """The student's processor for images; None if it has none."""
+    student = config.student
+    with as_config_error("student.model"):
+        return ImageProcessor.find(
+            str(student.model),
+            tokenizer,
+            revision=student.revision,
+            trust_remote_code=student.trust_remote_code,
+            most_pixels=config.data.image_pixels,
+            template_is_set=config.data.chat_template is not None,
+        )
 
 
 def load_tokenizers(
@@ -214,8 +269,11 @@ def load_data(
     tokenizer: PreTrainedTokenizerBase,
     teachers: TeachersConfig | None = None,
     rollout: RolloutConfig | None = None,
+    processor: ImageProcessor | None = None,
 ) -> tuple[Documents, Documents | None]:
     """Load the training documents, and the held-out documents (None if the configuration has none).
+
+    processor: the student's processor for images; None if the student reads no images
 
     teachers: if given, the column of the route and the teachers' prefixes are read, too
     rollout: if given, the training documents are prompts with their records; the held-out records stay the same
@@ -237,7 +295,7 @@ def load_data(
             keep_records=rollout is not None,
         )
         try:
-            return load_documents(source, tokenizer, options, cache)
+            return load_documents(source, tokenizer, options, cache, processor)
         except NoSourceError as error:
             share = " (a share is written as a number, such as 0.05)" if source.endswith("%") else ""
             raise ConfigError(key, f"{error}{share}") from error

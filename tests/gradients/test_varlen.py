@@ -1,7 +1,6 @@
 """Variable-length attention by its reference on the CPU: hidden states, gradients, what is refused."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from kit.varlen_cases import error, micro_batch, packed_gradients, plain_gradien
 from kit.varlen_reference import attend, reference
 
 from stillhouse.data import make_micro_batch
-from stillhouse.data.packed_rows import teacher_inputs
 from stillhouse.generation.generate import check_generation
 from stillhouse.libraries import is_supported
 from stillhouse.models import Activations, Decoder, ProofError, prove_decoder, varlen
@@ -152,10 +150,7 @@ def _returned(*, hidden_states: Any, head: OutputHead, context: Any, depth: int 
 def test_a_micro_batch_has_the_lengths_of_its_documents() -> None:
     documents = random_documents([5, 9, 2, 7, 3], {"teacher": [4, 0, 1, 2, 3]})
     rows = [[0, 1], [2, 3, 4]]
-    batch = replace(
-        make_micro_batch(documents, rows, ["teacher"]),
-        teacher_inputs=teacher_inputs(documents, rows, ["teacher"], "teacher"),
-    )
+    batch = make_micro_batch(documents, rows, ["teacher"], "teacher")
     moved = batch.to("cpu")
     for inputs, lengths in ((batch.inputs, moved.lengths), (batch.teacher_inputs, moved.teacher_lengths)):
         assert inputs is not None

@@ -67,6 +67,9 @@ class DataConfig(Section):
     chat_template: PathText | None = Field(default=None, examples=["template.jinja"])
     """Chat template for conversations: a Jinja file, or a folder or hub id whose tokenizer has it, such as the
     teacher's. The student is saved with it. null: that of the student's tokenizer."""
+    image_pixels: int | None = Field(default=None, ge=1, examples=[1048576])
+    """The most pixels (width × height) of an image: a larger one is scaled down before the model's processor, which
+    has limits of its own. null: only those."""
     cache: PathText | None = Field(default=None, examples=["auto"])
     """Folder for tokenized data: the next start on the same files, tokenizer and options maps them from there, and
     they need not fit into memory. auto: stillhouse/data in the user's cache folder. null: none. No effect on hub ids

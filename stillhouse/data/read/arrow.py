@@ -85,10 +85,22 @@ def read_hub(source: str, name: str, configuration: str | None, split: str) -> I
 
 
 def _read_rows(name: str, dataset: Any) -> Iterator[Record]:
-    rows = iter(dataset)
+    if _has_images(dataset.features):  # as Arrow tables, whose images are not decoded
+        rows = (table.to_pylist()[0] for table in dataset.with_format("arrow"))
+    else:
+        rows = iter(dataset)
     for number in itertools.count(1):
         with reading(f"{name}:{number}: not a readable record"):
             fields = next(rows, None)
         if fields is None:
             return
         yield Record(f"{name}:{number}", fields)
+
+
+def _has_images(features: Any) -> bool:
+    """Whether a feature of `datasets`, or a part of it, is an image."""
+    if isinstance(features, dict):
+        return any(map(_has_images, features.values()))
+    if isinstance(features, list):
+        return any(map(_has_images, features))
+    return type(features).__name__ == "Image" or _has_images(getattr(features, "feature", None) or {})

@@ -1,4 +1,8 @@
-"""Checks the messages and tools of a record with a conversation."""
+"""Checks the messages and tools of a record with a conversation.
+
+The content of a message is a text, or a list of parts: `{"type": "text", "text": …}` and `{"type": "image", …}`. An
+image part without a value stands for the next image of the record's column of images (`image_columns.py`).
+"""
 
 import json
 from typing import Any
@@ -13,6 +17,12 @@ Tools = list[dict[str, Any]] | None
 MASKS = ("weight", "train", "loss")
 #: ShareGPT's names of the roles. Chat templates do not know these names, so no turn would be a target
 OTHER_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+#: keys of an image part that may have its value
+_IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
+#: the most parts of one message
+MAX_PARTS = 10_000
 
 
 def messages_of(fields: dict[str, Any], column: str) -> list[Message]:
@@ -34,11 +44,69 @@ def _message(message: Any, name: str) -> Message:
             continue
         if key not in message:
             raise RecordError(f"{name} has no '{key}' (found {name_list(message)})")
-        if not isinstance(message[key], str):
-            raise RecordError(f"'{key}' of {name} must be a string, got {describe(message[key])}")
+        if key == "content" and isinstance(message[key], list):
+            message[key] = _parts(message[key], name)
+        elif not isinstance(message[key], str):
+            expected = "a string" if key == "role" else "a string or a list of parts"
+            raise RecordError(f"'{key}' of {name} must be {expected}, got {describe(message[key])}")
     if (role := message["role"]) in OTHER_ROLES:
         raise RecordError(f"'role' of {name} is {role!r}: expected {OTHER_ROLES[role]!r} (system, user, assistant)")
     return message
+
+
+def _parts(parts: list[Any], name: str) -> list[dict[str, Any]]:
+    if len(parts) > MAX_PARTS:
+        raise RecordError(f"{name} has {len(parts):,} parts: expected at most {MAX_PARTS:,}")
+    return [_part(part, f"part {number} of {name}") for number, part in enumerate(parts, start=1)]
+
+
+def _part(part: Any, name: str) -> dict[str, Any]:
+    """A part with the keys `type` and `text`, or `type` and, if it has a value, `image`."""
+    if not isinstance(part, dict):
+        raise RecordError(f"{name} must be an object with 'type', got {describe(part)}")
+    part = {key: value for key, value in part.items() if value is not None}  # Parquet adds absent keys as null
+    kind = part.get("type")
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise RecordError(f"'text' of {name} must be a string, got {describe(part.get('text'))}")
+        return {"type": "text", "text": part["text"]}
+    if kind not in ("image", "image_url"):
+        raise RecordError(f"'type' of {name} is {describe(kind)}: expected 'text' or 'image'")
+    values = {key: part[key] for key in _IMAGE_KEYS if key in part}
+    if len(values) > 1:
+        raise RecordError(f"{name} has {name_list(values)}: expected one of them")
+    if not values:
+        return {"type": "image"}
+    key, value = values.popitem()
+    if key == "image_url" and isinstance(value, dict):
+        value = value.get("url")
+    if key == "base64" and isinstance(value, str):
+        value = f"data:image/;base64,{value}"
+    return {"type": "image", "image": value}
+
+
+def text_of(message: Message) -> str:
+    """All text of a message's content; "" if it has no content."""
+    content = message.get("content", "")
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def with_text_appended(message: Message, text: str) -> Message:
+    """The message with this text at the end of its content."""
+    content = message.get("content", "")
+    if isinstance(content, str):
+        return message | {"content": content + text}
+    if content and content[-1]["type"] == "text":
+        return message | {"content": [*content[:-1], content[-1] | {"text": content[-1]["text"] + text}]}
+    return message | {"content": [*content, {"type": "text", "text": text}]}
+
+
+def with_parts(message: Message) -> Message:
+    """The message with its content as a list of parts."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}] if content else []}
 
 
 def require_targets(messages: list[Message], column: str) -> None:

@@ -16,8 +16,9 @@ turn. Every other deviation raises ValueError.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from stillhouse.data.read.messages import Message
+from stillhouse.data.read.messages import Message, text_of, with_text_appended
 
 Span = tuple[int, int]
 
@@ -78,7 +79,7 @@ class Turns:
         complete = _behind(self.text(anchored + self.messages[count:], False))
         if shortened is None or complete is None:
             return "", ""
-        if not self.messages[count - 1].get("content", "").strip():
+        if not text_of(self.messages[count - 1]).strip():
             # Before a tool call, templates write white space only if the content is not empty.
             return shortened.lstrip(), complete.lstrip()
         return shortened, complete
@@ -94,7 +95,8 @@ class Turns:
 
     def _heading(self, count: int) -> str:
         """The text between the content of message number `count` (from 1) and the content of the next message."""
-        turn = self.messages[count] | {"content": ANCHOR}
+        empty: str | list[Any] = [] if isinstance(self.messages[count].get("content"), list) else ""
+        turn = with_text_appended(self.messages[count] | {"content": empty}, ANCHOR)
         text = _behind(self.text([*self._anchored(count), turn, *self.messages[count + 1 :]], False))
         return (text or "").partition(ANCHOR)[0]
 
@@ -108,8 +110,7 @@ class Turns:
         return max((token for token in self.special if shortened.startswith(token)), key=len, default="")
 
     def _anchored(self, count: int) -> list[Message]:
-        last = self.messages[count - 1]
-        return [*self.messages[: count - 1], last | {"content": last.get("content", "") + ANCHOR}]
+        return [*self.messages[: count - 1], with_text_appended(self.messages[count - 1], ANCHOR)]
 
     def _end_of_turn(self, start: int, stop: int) -> int:
         """The end of the turn without white space after the end marker, which the assistant does not generate."""

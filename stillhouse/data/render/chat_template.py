@@ -7,14 +7,25 @@ the text.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from textwrap import shorten
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.read.messages import Message, Tools, messages_of, require_targets, tools_of
+from stillhouse.data.images import EncodedImage
+from stillhouse.data.read.messages import (
+    Message,
+    Tools,
+    messages_of,
+    require_targets,
+    text_of,
+    tools_of,
+    with_parts,
+)
 from stillhouse.data.record import (
+    ProcessorError,
     RecordError,
     TemplateLimitError,
     column_value,
@@ -22,8 +33,9 @@ from stillhouse.data.record import (
     require_encodable,
     require_length,
 )
-from stillhouse.data.render.assistant_turns import Span
+from stillhouse.data.render.assistant_turns import ANCHOR, Span
 from stillhouse.data.render.conversations import Conversations
+from stillhouse.data.render.image_processor import Expanded, ImageProcessor
 from stillhouse.data.render.isolated_process import Isolated, LimitError
 from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Targets, Template
 
@@ -38,12 +50,21 @@ class ChatTemplate(Template):
     these characters. In records with prompt and completion, only the assistant's turns in the completion are targets.
     A prefix is a system turn. Without targets, the assistant's turns at the end of the conversation are dropped, and
     the generation prompt follows.
+
+    processor: that of a model that reads images. As transformers does with such a processor, the tokenizer then adds
+    its special tokens to a text that the template does not begin with a BOS. If the template only writes contents
+    that are lists of parts, all contents become such lists.
     """
 
     extras: tuple[str, ...] = ("tools",)
-    bos_from: BosFrom = "chat template"
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], targets: Targets):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: tuple[str, ...],
+        targets: Targets,
+        processor: ImageProcessor | None = None,
+    ):
         if not tokenizer.chat_template:
             raise ValueError(
                 f"the data holds messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
@@ -52,10 +73,18 @@ class ChatTemplate(Template):
         if not tokenizer.is_fast:
             raise ValueError(f"chats need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")
         tokenizer.get_chat_template()  # raises if there are several templates and no default
-        self.tokenizer, self.columns, self.targets = tokenizer, columns, targets
+        self.tokenizer, self.columns, self.targets, self.processor = tokenizer, columns, targets, processor
         # A method of this object would make a reference cycle, which would keep this object and its process alive.
         answer = Conversations(tokenizer, targets).answer
         self.render_isolated = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
+        self.needs_parts, self.adds_special = False, False
+        if processor is not None:
+            example: Message = {"role": "user", "content": ANCHOR}
+            self.needs_parts = ANCHOR not in self._example(example)
+            body = self._example(with_parts(example) if self.needs_parts else example)
+            self.adds_special = not body.startswith(tokenizer.bos_token or "\0")
+        has_bos = self.adds_special and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        self.bos_from: BosFrom = "tokenizer" if has_bos else "chat template"
 
     def render(self, fields: dict[str, Any]) -> Rendered:
         if self.targets == "none":
@@ -66,23 +95,28 @@ class ChatTemplate(Template):
             messages = [message for of_column in by_column for message in of_column]
             first = len(messages) - len(by_column[-1])  # the first message that may be a target
         tools = tools_of(fields)
-        require_length(sum(len(message.get("content", "")) for message in messages), " and ".join(self.columns))
+        require_length(sum(len(text_of(message)) for message in messages), " and ".join(self.columns))
+        messages, images = _without_images(messages)
         rendered = self._rendered(messages, tools, first)
         require_encodable(rendered.body, f"'{self.columns[0]}'")
-        return rendered
+        return self._with_images(rendered, images) if images else rendered
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
+        texts = [record for record in rendered if record.encoded is None]
+        if not texts:
+            return [record.encoded for record in rendered if record.encoded is not None]
         batch = self.tokenizer(
-            [record.body for record in rendered],
-            add_special_tokens=False,
+            [record.body for record in texts],
+            add_special_tokens=self.adds_special,
             return_offsets_mapping=True,
             return_attention_mask=False,
             verbose=False,
         )
-        return [
+        encoded_texts = (
             _with_targets(ids, offsets, record.spans)
-            for ids, offsets, record in zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
-        ]
+            for ids, offsets, record in zip(batch["input_ids"], batch["offset_mapping"], texts, strict=True)
+        )
+        return [record.encoded or next(encoded_texts) for record in rendered]
 
     def render_prefix(self, text: str) -> str:
         body = self._rendered([{"role": "system", "content": text}], None, None).body
@@ -105,7 +139,25 @@ class ChatTemplate(Template):
             raise RecordError(f"'{column}' has only turns of the assistant, got {describe(fields[column])}")
         return messages
 
+    def _example(self, message: Message) -> str:
+        """How the template writes a conversation of one message; "" if it refuses it."""
+        body, _, _ = self.render_isolated([message], None, None)
+        return body
+
+    def _with_images(self, rendered: Rendered, images: tuple[EncodedImage, ...]) -> Rendered:
+        if self.processor is None:
+            raise ProcessorError(
+                f"the record has images, but {self.tokenizer.name_or_path!r} has no processor for images (no "
+                "processor_config.json or preprocessor_config.json): expected a student that reads images"
+            )
+        self.processor.prepare()
+        expanded = self.processor.expand(rendered.body, images, special=self.adds_special)
+        encoded = _with_targets(expanded.ids, expanded.offsets, expanded.shifted(rendered.spans))
+        return replace(rendered, encoded=_with_image_tokens(encoded, expanded, images))
+
     def _rendered(self, messages: list[Message], tools: Tools, first: int | None) -> Rendered:
+        if self.needs_parts:
+            messages = [with_parts(message) for message in messages]
         try:
             body, spans, problem = self.render_isolated(messages, tools, first)
         except LimitError as error:
@@ -124,3 +176,30 @@ def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) 
         joined += bool(((begins_T < begin) & (ends_T > begin)).any())
     targets_T[:1] = False
     return Encoded(np.asarray(ids, dtype=np.int32), targets_T, joined)
+
+
+def _with_image_tokens(encoded: Encoded, expanded: Expanded, images: tuple[EncodedImage, ...]) -> Encoded:
+    """Add the images, and let none of their tokens be a target."""
+    begins_T, ends_T = np.asarray(expanded.offsets, dtype=np.int64).reshape(-1, 2).T
+    of_image_T = np.zeros(len(encoded.ids), dtype=bool)
+    for _, (begin, end) in expanded.replaced:
+        of_image_T |= (begins_T < end) & (ends_T > begin)
+    return replace(
+        encoded,
+        targets=encoded.targets & ~of_image_T,
+        images=images,
+        images_end=int(np.flatnonzero(of_image_T)[-1]) + 1,
+    )
+
+
+def _without_images(messages: list[Message]) -> tuple[list[Message], tuple[EncodedImage, ...]]:
+    """The messages with image parts that have no values, as chat templates read them, and the values."""
+    images: list[EncodedImage] = []
+    bare = []
+    for message in messages:
+        if isinstance(content := message.get("content"), list):
+            images += [part["image"] for part in content if part["type"] == "image"]
+            parts = [part if part["type"] == "text" else {"type": "image"} for part in content]
+            message = message | {"content": parts}
+        bare.append(message)
+    return bare, tuple(images)

@@ -14,14 +14,20 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.read.foreign_columns import own_forms
 from stillhouse.data.render.chat_template import ChatTemplate
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.templates import CompletionTemplate, Targets, Template, TextTemplate
 from stillhouse.display import name_list
 
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 
 
-def template_for(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, targets: Targets) -> Template:
-    """The template for a dataset whose first record has these columns.
+def template_for(
+    fields: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    targets: Targets,
+    processor: ImageProcessor | None = None,
+) -> Template:
+    """The template for a dataset whose first record has these columns. processor: that of the student for images.
 
     Raises ValueError if the columns match none or several of the forms, or if the tokenizer lacks something that the
     form needs: an end-of-sequence token, a chat template, or character offsets.
@@ -36,7 +42,7 @@ def template_for(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tar
         # the content key is a hash of these columns, and must not depend on whether only the prompt is read
         columns = ("prompt", "completion")
     if columns == ("messages",) or isinstance(fields["prompt"], list):
-        return ChatTemplate(tokenizer, columns, targets)
+        return ChatTemplate(tokenizer, columns, targets, processor)
     return CompletionTemplate(tokenizer, columns, targets)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.images import EncodedImage
 from stillhouse.data.record import column_value, string_value
 from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.tokenizers import tokenize
@@ -26,26 +27,34 @@ BosFrom = Literal["tokenizer", "chat template"] | None
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """A record as text. `prompt` and `body` are tokenized separately. spans: the target characters of a chat."""
-
-    body: str
-    prompt: str = ""
-    spans: tuple[Span, ...] = ()
-
-
-@dataclass(frozen=True)
 class Encoded:
     """A tokenized record.
 
     ids: token ids, [n] int32.
-    targets: which tokens are targets, [n] bool. The first token is never a target.
+    targets: which tokens are targets, [n] bool. The first token is never a target, and no token of an image.
     joined_turns: the number of turns whose first token also has characters of the prompt.
+    images: in the order of their tokens.
+    images_end: the position after the last token of an image; 0 without images.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     joined_turns: int = 0
+    images: tuple[EncodedImage, ...] = ()
+    images_end: int = 0
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A record as text. `prompt` and `body` are tokenized separately. spans: the target characters of a chat.
+
+    encoded: the record's tokens if it has images, because an error of an image must name the record.
+    """
+
+    body: str
+    prompt: str = ""
+    spans: tuple[Span, ...] = ()
+    encoded: Encoded | None = None
 
 
 class Template(Protocol):

@@ -1,0 +1,177 @@
+"""Puts the images of a record into its messages.
+
+An image is a path (relative to the file of the records), the bytes of an image file, {"bytes", "path"} as `datasets`
+writes it, or a data URL. It is the value of an image part of a message, or it is in the column `images` (or `image`).
+In the second case, an image part without a value, or `<image>` in a text, marks its place, as for TRL, ms-swift and
+LLaVA. Without any such mark, the images are put in front of the first turn of the user, as TRL does.
+"""
+
+import base64
+import binascii
+import re
+from pathlib import Path
+from typing import Any
+
+from stillhouse.data.images import MAX_IMAGE_BYTES, EncodedImage
+from stillhouse.data.read.messages import Message, messages_of, with_parts
+from stillhouse.data.read.open_files import kind_of
+from stillhouse.data.record import Record, RecordError, describe
+from stillhouse.display import name_list
+
+Fields = dict[str, Any]
+MARK = "<image>"
+#: the most images of one record
+MAX_IMAGES = 1000
+_COLUMNS = ("images", "image")
+_OTHER_MEDIA = ("videos", "video", "audios", "audio")
+_MESSAGE_COLUMNS = ("messages", "prompt", "completion")
+_SCHEME = re.compile(r"(?i)([a-z][a-z0-9+.-]*)://|data:")
+_DATA_URL = re.compile(r"(?i)data:image/[\w.+-]*;base64,")
+
+
+def with_images(record: Record) -> Record:
+    """The record with the bytes of all images in its messages, as values of image parts. The columns of images are
+    removed. A record without images is returned unchanged.
+
+    Raises RecordError for an image that cannot be read, and for a number of marks that differs from the number of
+    images.
+    """
+    fields = record.fields
+    listed = _listed(fields)
+    columns = [column for column in _MESSAGE_COLUMNS if isinstance(fields.get(column), list)]
+    if not listed and not any(_has_parts(fields[column]) for column in columns):
+        return record
+    if listed and not columns:
+        raise RecordError(
+            f"the record has {len(listed)} images and no messages: expected 'messages', or 'prompt' and 'completion' "
+            "as lists of messages; texts as strings cannot have images"
+        )
+    for column in _OTHER_MEDIA:
+        if fields.get(column):
+            raise RecordError(f"'{column}' is not empty: expected only text and images")
+    messages = {column: messages_of(fields, column) for column in columns}
+    if listed:
+        messages = _with_listed(messages, listed)
+    images = [part for of_column in messages.values() for part in _image_parts(of_column)]
+    if len(images) > MAX_IMAGES:
+        raise RecordError(f"the record has {len(images):,} images: expected at most {MAX_IMAGES:,}")
+    folder = _folder(record.where)
+    for number, part in enumerate(images, start=1):
+        if "image" not in part:
+            raise RecordError(f"image {number} has no value: expected one, or a column 'images' with an image for it")
+        part["image"] = _encoded(part["image"], folder, f"image {number}")
+    kept = {name: value for name, value in fields.items() if name not in _COLUMNS}
+    return Record(record.where, kept | messages)
+
+
+def _listed(fields: Fields) -> list[Any]:
+    """The images of the record's column of images; empty without such a column."""
+    found = {name: fields[name] for name in _COLUMNS if fields.get(name) not in (None, [], "")}
+    if len(found) > 1:
+        raise RecordError(f"both {name_list(found)} have images: expected one of these columns")
+    value: Any = next(iter(found.values()), [])
+    return value if isinstance(value, list) else [value]
+
+
+def _has_parts(messages: list[Any]) -> bool:
+    return any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages)
+
+
+def _image_parts(messages: list[Message]) -> list[dict[str, Any]]:
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return [part for content in contents for part in content if part["type"] == "image"]
+
+
+def _with_listed(messages: dict[str, list[Message]], images: list[Any]) -> dict[str, list[Message]]:
+    """Put the images of a column into the messages. The images are the parts' values in the order of the marks."""
+    marked = {column: [_with_marks(message) for message in of_column] for column, of_column in messages.items()}
+    parts = [part for of_column in marked.values() for part in _image_parts(of_column)]
+    if any("image" in part for part in parts):
+        raise RecordError("a column of images and an image part with a value: expected one of them")
+    if not parts:
+        parts = [{"type": "image"} for _ in images]
+        user = next((turn for of_column in marked.values() for turn in of_column if turn["role"] == "user"), None)
+        if user is None or "content" not in user:
+            raise RecordError("the record has images, but no turn of the user before which they could be put")
+        user["content"] = [*parts, *user["content"]]
+    if len(parts) != len(images):
+        raise RecordError(
+            f"the messages have {len(parts)} places for images ({MARK}, or image parts), and the record has "
+            f"{len(images)} images: expected one place per image"
+        )
+    for part, image in zip(parts, images, strict=True):
+        part["image"] = image
+    return marked
+
+
+def _with_marks(message: Message) -> Message:
+    """The message with an image part for each `<image>` in its text."""
+    message = with_parts(message)
+    if "content" not in message:
+        return message
+    content: list[dict[str, Any]] = []
+    for part in message["content"]:
+        texts = part["text"].split(MARK) if part["type"] == "text" else [None]
+        for number, text in enumerate(texts):
+            if number:
+                content.append({"type": "image"})
+            if text is None:
+                content.append(part)
+            elif text:
+                content.append({"type": "text", "text": text})
+    return message | {"content": content}
+
+
+def _folder(where: str) -> Path:
+    """The folder to which paths in a record are relative. where: see `Record`."""
+    source = Path(where.rpartition(":")[0])
+    return source if source.is_dir() else source.parent
+
+
+def _encoded(value: Any, folder: Path, name: str) -> EncodedImage:
+    if isinstance(value, EncodedImage):
+        return value
+    if isinstance(value, dict):
+        value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+    try:
+        if isinstance(value, bytes):
+            return EncodedImage.of(value)
+        if isinstance(value, str) and _DATA_URL.match(value):
+            return EncodedImage.of(_from_base64(value.partition(",")[2]))
+        if isinstance(value, str) and value:
+            return _from_file(value, folder)
+    except RecordError as error:
+        raise RecordError(f"{name} {error}") from error
+    raise RecordError(f"{name} is {describe(value)}: expected a path, bytes, or a dict with 'bytes' or 'path'")
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RecordError(f"is not valid base64: {error}") from error
+
+
+def _from_file(value: str, folder: Path) -> EncodedImage:
+    if scheme := _SCHEME.match(value):
+        raise RecordError(
+            f"is the URL {value[:80]!r}: expected a path, because nothing is downloaded"
+            if scheme[1]
+            else "is a data URL of another form: expected data:image/…;base64,…"
+        )
+    path = folder / value
+    try:
+        kind = kind_of(path)
+        if kind is not None:
+            raise RecordError(f"({value[:200]!r}) is {kind}: expected a regular file")
+        if path.stat().st_size > MAX_IMAGE_BYTES:
+            raise RecordError(
+                f"({value[:200]!r}) has {path.stat().st_size:,} bytes: expected at most {MAX_IMAGE_BYTES:,}"
+            )
+        return EncodedImage.of(path.read_bytes(), str(path))
+    except OSError as error:
+        raise RecordError(f"({value[:200]!r}) cannot be read: {error.strerror}") from error
+    except ValueError as error:  # such as a null character in the path
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError(f"({value[:200]!r}) is not a path: {error}") from error

@@ -1,0 +1,345 @@
+"""Turns the images of documents into placeholder tokens and pixel tensors, with the model's own processor.
+
+When the data is loaded, the processor replaces each image's placeholder in the text by the tokens of the image's
+features. The pixel tensors are made again when a micro-batch is built, by one call for each document, so that they do
+not depend on the other documents. At the first use it is proven on small pictures that the tensors of documents, each
+made by one call and then concatenated, are those of one call for all of them.
+
+S tokens of a document, A axes of rotary positions.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from stillhouse.data.documents import Documents
+from stillhouse.data.images import EncodedImage, open_image, require_pillow
+from stillhouse.data.record import DataError, ProcessorError, RecordError
+from stillhouse.data.render.assistant_turns import Span
+from stillhouse.data.render.processors import load_processor
+from stillhouse.data.render.tokenizers import tokenizer_fingerprint
+from stillhouse.hashing import file_hash
+from stillhouse.libraries import reading
+
+#: computes the rotary positions of one document, [S, A]: of its ids [S], its token types [S] or None, and its images.
+#: None for a model with one axis
+AxisPositions = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], Tensor | None]
+#: files of which a model with a processor has one
+_FILES = ("processor_config.json", "preprocessor_config.json")
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+_PER_TOKEN = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets", *_TOKEN_TYPES}
+_PROBES = ((37, 23), (64, 48), (20, 50))  # widths and heights
+_PART = 2**22  # tokens that are searched at a time
+
+
+class Expanded(NamedTuple):
+    """A text with its placeholders expanded.
+
+    offsets: the characters of each token in the expanded text. replaced: for each image, the span of its placeholder
+    in the text and in the expanded text.
+    """
+
+    ids: list[int]
+    offsets: list[Span]
+    replaced: list[tuple[Span, Span]]
+
+    def shifted(self, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """Spans of the text as spans of the expanded text."""
+        ends = [span[1] for span, _ in self.replaced]
+        gained = [0, *(new[1] - span[1] for span, new in self.replaced)]
+        moved = [[at + gained[bisect_right(ends, at)] for at in span] for span in spans]
+        return tuple((begin, end) for begin, end in moved)
+
+
+class _Layout(NamedTuple):
+    """How a processor returns the tensors of images.
+
+    token_types: the name of its token types; None if it has none. stacked: names of tensors whose first dim is
+    documents and whose second dim is their images.
+    """
+
+    token_types: str | None
+    stacked: frozenset[str]
+
+
+class ImageProcessor:
+    """The processor of a student. It is loaded when the first image is read.
+
+    files: the processor's files. tokenizer: the student's, which the processor must have, too.
+    most_pixels: a larger image is scaled down to this number of pixels; None: no limit.
+    template_is_set: whether the tokenizer's chat template was replaced by another one.
+    """
+
+    def __init__(
+        self,
+        name_or_path: str,
+        files: Sequence[Path],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        most_pixels: int | None = None,
+        template_is_set: bool = False,
+    ):
+        self.name, self.files, self.tokenizer, self.most_pixels = name_or_path, list(files), tokenizer, most_pixels
+        self._options = revision, trust_remote_code
+        self._template_is_set = template_is_set
+
+    @classmethod
+    def find(
+        cls, name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, revision: str | None = None, **options: Any
+    ) -> "ImageProcessor | None":
+        """The processor of a folder or a hub id; None if it has none. options: see the constructor."""
+        found = []
+        for name in _FILES:
+            with reading(f"the processor of {name_or_path!r} cannot be read"):
+                path = cached_file(
+                    name_or_path,
+                    name,
+                    revision=revision,
+                    _raise_exceptions_for_missing_entries=False,
+                    _raise_exceptions_for_connection_errors=False,
+                )
+            if path is not None:
+                found.append(Path(path))
+        return cls(name_or_path, found, tokenizer, revision=revision, **options) if found else None
+
+    def identity(self) -> list[Any]:
+        """Everything that determines the tokens and pixels of an image beside the versions of libraries."""
+        return [self.most_pixels, *(file_hash(path) for path in self.files)]
+
+    @cached_property
+    def processor(self) -> Any:
+        """transformers' processor. Raises ValueError if it cannot be loaded, has another tokenizer or another chat
+        template, or does not say where it expands placeholders.
+        """
+        require_pillow()
+        processor = load_processor(self.name, *self._options)
+        what = f"the processor of {self.name!r}"
+        if tokenizer_fingerprint(processor.tokenizer) != tokenizer_fingerprint(self.tokenizer):
+            raise ValueError(
+                f"{what} has another tokenizer than the model ({type(processor.tokenizer).__name__} with "
+                f"{len(processor.tokenizer):,} tokens, expected {len(self.tokenizer):,}): save both again, with "
+                "AutoProcessor.from_pretrained(…).save_pretrained(folder)"
+            )
+        template = self.tokenizer.chat_template
+        if not self._template_is_set and processor.chat_template not in (None, template):
+            raise ValueError(
+                f"{what} and its tokenizer have different chat templates: set data.chat_template to a file with the "
+                "one that is meant"
+            )
+        if getattr(processor, "image_token", None) is None:
+            raise ValueError(f"{what} ({type(processor).__name__}) has no placeholder token for images")
+        return processor
+
+    @cached_property
+    def placeholder_ids(self) -> list[int]:
+        """The ids of the tokens that stand for features of images."""
+        ids = {*self.processor.image_token_ids, self.tokenizer.convert_tokens_to_ids(self.processor.image_token)}
+        return sorted(index for index in ids if index is not None)
+
+    @cached_property
+    def layout(self) -> _Layout:
+        """Raises ValueError if tensors of several documents are not those of each document, concatenated."""
+        with reading(f"the processor of {self.name!r} ({type(self.processor).__name__}) does not process pictures"):
+            pictures = _random_pictures()
+            one, two, together = pictures[:1], pictures[1:], pictures
+            separate = [self._tensors([one]), self._tensors([two])]
+            stacked = frozenset(
+                name
+                for name in separate[0]
+                if {len(tensors[name]) for tensors in separate} == {1}
+                and separate[0][name].dim() > 1
+                and [tensors[name].shape[1] for tensors in separate] != [separate[0][name].shape[1]] * 2
+            )
+            made, of_one = self._tensors([one, two]), self._tensors([together])
+            kinds = self._call([one], [self.processor.image_token])
+        for name, tensor in concatenated(separate, stacked).items():
+            expected = of_one[name] if name in stacked else made[name]
+            if tensor.shape != expected.shape or not torch.equal(tensor, expected):
+                raise ValueError(
+                    f"the processor of {self.name!r} ({type(self.processor).__name__}) makes another {name!r} of the "
+                    "images of two documents together than of each document: such models cannot be trained on images"
+                )
+        return _Layout(self._token_types(kinds), stacked)
+
+    def prepare(self) -> None:
+        """Load and prove the processor. Raises ProcessorError if it cannot be used."""
+        try:
+            self.layout  # noqa: B018 - a cached property
+        except ValueError as error:
+            raise ProcessorError(str(error)) from error
+
+    def expand(self, text: str, images: Sequence[EncodedImage], *, special: bool) -> Expanded:
+        """Tokenize a text with one placeholder for each image. special: whether the tokenizer adds special tokens.
+
+        Raises RecordError for an image that cannot be decoded or that the processor refuses, and for a text with
+        other placeholders.
+        """
+        token = self.processor.image_token
+        if (count := text.count(token)) != len(images):
+            raise RecordError(
+                f"the text that the chat template renders has {count} times the placeholder {token!r} for "
+                f"{len(images)} images: expected one per image, and none in the texts of the record"
+            )
+        pictures = [self._opened(image, number) for number, image in enumerate(images, start=1)]
+        try:
+            with reading("the processor refuses the images"):
+                out = self.processor(
+                    text=[text],
+                    images=[pictures],
+                    add_special_tokens=special,
+                    return_offsets_mapping=True,
+                    return_text_replacement_offsets=True,
+                )
+                ids, offsets = list(out["input_ids"][0]), [tuple(span) for span in out["offset_mapping"][0]]
+                replaced = [
+                    (tuple(item["span"]), tuple(item["new_span"])) for item in out["text_replacement_offsets"][0]
+                ]
+        except ValueError as error:
+            raise RecordError(str(error)) from error
+        return Expanded(ids, offsets, replaced)
+
+    def tensors(self, documents: Documents, document: int) -> dict[str, Tensor]:
+        """The tensors of one document's images, as arguments of the model; empty without images.
+
+        Raises DataError if a file has changed since the data was loaded, or if the processor now makes another
+        number of placeholder tokens.
+        """
+        images = [] if documents.images is None else documents.images.of(document)
+        if not images:
+            return {}
+        where = documents.sources[document]
+        try:
+            pictures = [self._opened(image, number) for number, image in enumerate(images, start=1)]
+        except ValueError as error:
+            raise DataError(where, str(error)) from error
+        out = self._call([pictures], [self.processor.image_token * len(pictures)])
+        placeholders = self.count_placeholders(np.asarray(out["input_ids"][0]))
+        expected = self.count_placeholders(documents.tokens(document))
+        if placeholders != expected:
+            raise DataError(
+                where,
+                f"its images have {expected} placeholder tokens in the loaded data, and the processor makes "
+                f"{placeholders} now: start again without the entry of data.cache that has this data",
+            )
+        return {name: out[name] for name in out if name not in _PER_TOKEN}
+
+    def example_documents(self) -> list[dict[str, Tensor]]:
+        """Documents with one, two and no random pictures of unlike sizes, as the processor returns them, [1, S]. With
+        them, a model is proven at load. `join` joins their images.
+        """
+        one, *two = _random_pictures()
+        token, what = self.processor.image_token, f"the processor of {self.name!r} does not process pictures"
+        with reading(what):
+            made = [
+                self._call([[one]], [f"two and {token} two is four"]),
+                self._call([two], [f"what {token} is {token} next"]),
+                self._call(None, ["numbers such as 1024"]),
+            ]
+        kept = {*_TOKEN_TYPES, "input_ids"}
+        return [{name: out[name] for name in out if name in kept or name not in _PER_TOKEN} for out in made]
+
+    def join(self, documents: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors of the images of several documents, as a micro-batch has them; empty without images."""
+        with_images = [tensors for tensors in documents if tensors]
+        return concatenated(with_images, self.layout.stacked) if with_images else {}
+
+    def count_placeholders(self, ids: np.ndarray) -> int:
+        """The number of tokens that stand for features of images."""
+        return int(np.isin(ids, self.placeholder_ids).sum())
+
+    def token_types(self, ids: np.ndarray) -> np.ndarray:
+        """The processor's token types of a document, [S] int64."""
+        return np.asarray(self.processor.create_mm_token_type_ids([ids.tolist()])[0], dtype=np.int64)
+
+    def check_texts(self, documents: Documents) -> None:
+        """Raise DataError for a document without images that has a placeholder token."""
+        assert documents.images is not None
+        counts_D = np.diff(documents.images.offsets)
+        for start in range(0, len(documents.tokens_N), _PART):
+            found = start + np.flatnonzero(np.isin(documents.tokens_N[start : start + _PART], self.placeholder_ids))
+            owners = np.searchsorted(documents.offsets, found, side="right") - 1
+            if len(without := owners[counts_D[owners] == 0]):
+                raise DataError(
+                    documents.sources[int(without[0])],
+                    "its text has a placeholder token of images, and it has no image",
+                )
+
+    def _opened(self, image: EncodedImage, number: int) -> Any:
+        try:
+            return open_image(image.read(), self.most_pixels)
+        except RecordError as error:
+            place = "" if image.path is None else f" ({image.path})"
+            raise RecordError(f"image {number}{place} {error}") from error
+
+    def _call(self, pictures: list[list[Any]] | None, texts: list[str]) -> Mapping[str, Any]:
+        return self.processor(text=texts, images=pictures, padding=len(texts) > 1, return_tensors="pt")
+
+    def _tensors(self, pictures: list[list[Any]]) -> dict[str, Tensor]:
+        out = self._call(pictures, [self.processor.image_token * len(of_document) for of_document in pictures])
+        return {name: out[name] for name in out if name not in _PER_TOKEN}
+
+    def _token_types(self, out: Mapping[str, Any]) -> str | None:
+        """The name of the token types that are not zero for the placeholders of an image."""
+        return next((name for name in _TOKEN_TYPES if name in out and out[name].any()), None)
+
+
+def _random_pictures() -> list[Any]:
+    random = np.random.default_rng(0)
+    fromarray = require_pillow().fromarray
+    return [fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in _PROBES]
+
+
+def concatenated(parts: Sequence[Mapping[str, Tensor]], stacked: frozenset[str]) -> dict[str, Tensor]:
+    """The tensors of several documents' images as those of one call. stacked: see `_Layout`.
+
+    Images are concatenated along their dim. Other dims that differ are padded with zeros at their ends.
+    """
+    return {
+        name: _joined([part[name][0] for part in parts])[None]
+        if name in stacked
+        else _joined([part[name] for part in parts])
+        for name in parts[0]
+    }
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        whole = tensor.new_zeros(len(tensor), *sizes)
+        whole[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
+        padded.append(whole)
+    return torch.cat(padded)
+
+
+class ImageInputs:
+    """Makes the inputs of a micro-batch that come from images. axis_positions: see `AxisPositions`."""
+
+    def __init__(self, processor: ImageProcessor, axis_positions: AxisPositions | None = None):
+        self.processor, self.axis_positions = processor, axis_positions
+
+    def tensors(self, documents: Documents, members: Sequence[int]) -> list[dict[str, Tensor]]:
+        """The tensors of the images of each document."""
+        return [self.processor.tensors(documents, member) for member in members]
+
+    def per_token(self, ids: np.ndarray, images: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        """The further inputs of one document: token types [S] and axis positions [S, A], if the model has them."""
+        name, found = self.processor.layout.token_types, {}
+        if name is not None:
+            found[name] = self.processor.token_types(ids)
+        if self.axis_positions is not None:
+            types = None if name is None else torch.from_numpy(found[name])
+            positions_SA = self.axis_positions(torch.from_numpy(ids.astype(np.int64)), types, images)
+            if positions_SA is not None:
+                found["axis_position_ids"] = positions_SA.numpy()
+        return found
