@@ -2,13 +2,18 @@
 
     python -m benchmarks.megatron_engine                        on a CPU, two gloo processes
     python -m benchmarks.megatron_engine --device cuda          on one GPU, in one process
+    python -m benchmarks.megatron_engine --documents            packed documents beside rows, on a CPU, in one process
 
 A student and a teacher of Qwen3's architecture, in the same stages, make the same steps with both engines, which take
 turns in the same processes. So a change of the machine's speed affects both. On a CPU, both engines run their layers
 in float32 and Megatron-Core's are its local ones; `tests/kit/cuda_is_cpu.py` replaces the CUDA devices that it
 requests. So the CPU shows that nothing is done twice, not the speed of Megatron-Core's kernels.
 
-Writes benchmarks/results/megatron-engine-<date>.json, or megatron-engine-cuda-<date>.json.
+With --documents, a student alone learns from documents whose lengths are those of `benchmarks/rows.py`: packed, the
+same micro-batches as rows (on-policy), and in rows of micro-batches of similar lengths (datasets).
+
+Writes benchmarks/results/megatron-engine-<date>.json, megatron-engine-cuda-<date>.json or
+megatron-documents-<date>.json.
 """
 
 import argparse
@@ -21,9 +26,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,11 +40,12 @@ from benchmarks.measure import synchronize
 from benchmarks.objective_scaling import on_ranks
 from benchmarks.parallel_ranks import GIVEN_SECOND, NO_SENDING, SENT, byte_count, group_of
 from benchmarks.record import result_file, write_result
+from benchmarks.rows import MAX_TOKENS, VOCABULARY, conversations
 from stillhouse.config import TrainConfig
-from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.data import MicroBatch, PackedSequences, StepMicroBatches
 from stillhouse.engine.engine import Engine
 from stillhouse.models import Decoder
-from stillhouse.models.document_packing import ROWS
+from stillhouse.models.document_packing import AUTO, PACKED, ROWS
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, start_alone
 from stillhouse.signals import InStageTeacher
@@ -82,6 +90,7 @@ def sizes_of(student: Sequence[int], teacher: Sequence[int], vocabulary: int, ro
 
 
 CPU_SIZES = sizes_of((256, 8), (512, 8), 8192, 2, 128)
+DOCUMENT_SIZES = sizes_of((256, 8), (256, 8), VOCABULARY, 1, MAX_TOKENS)
 GPU_SIZES = sizes_of((1024, 28), (2048, 28), 151_936, 4, 2048)
 CPU_LAYOUTS = {
     "fsdp 2": Layout(Degrees(fsdp=2)),
@@ -96,7 +105,11 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--turns", type=int, default=9, help="measured steps of each engine under each layout")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to test that it runs")
+    parser.add_argument("--documents", action="store_true", help="compare packed documents with rows")
     options = parser.parse_args()
+    if options.documents:
+        compare_packings(1024 if options.small else 8192, options.turns)
+        return
     is_cpu = options.device == "cpu"
     sizes = sizes_of((256, 2), (256, 2), 512, 2, 32) if options.small else CPU_SIZES if is_cpu else GPU_SIZES
     if is_cpu:
@@ -112,6 +125,18 @@ def main() -> None:
     path = result_file("megatron-engine" if is_cpu else "megatron-engine-cuda")
     content = {"theme": "megatron-engine", "loss": LOSS, "sizes": asdict(sizes), "turns": options.turns}
     write_result(path, content | {"layouts": rows}, options.device)
+
+
+def compare_packings(tokens: int, turns: int) -> None:
+    (seconds,) = on_ranks(run_packings, 1, (tokens, turns), 1, {"TORCH_COMPILE_DISABLE": "1"})
+    # of steps one after another, because the machine's speed changes
+    ratios = {name: statistics.median(map(truediv, seconds[PACKED], of_case)) for name, of_case in seconds.items()}
+    for name, ratio in ratios.items():
+        print(f"{name:24} {statistics.median(seconds[name]):.2f} s; packed / this {ratio:.2f}", flush=True)
+    content = {"theme": "megatron-documents", "tokens": tokens, "sizes": asdict(DOCUMENT_SIZES)}
+    write_result(
+        result_file("megatron-documents"), content | {"packed_relative_to": ratios, "seconds": seconds}, "cpu"
+    )
 
 
 def row(name: str, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -176,24 +201,47 @@ def run_layout(layout: Layout, sizes: Sizes, turns: int, device: torch.device) -
     return results
 
 
-def make_engine(name: str, layout: Layout, mesh: Mesh, sizes: Sizes) -> Engine:
+def run_packings(tokens: int, turns: int) -> dict[str, list[float]]:
+    """Return the seconds of steps on the same documents, by how they lie in the layers."""
+    documents, capacity = conversations(tokens), {"max_tokens": MAX_TOKENS, "seed": 0}
+    packed = PackedSequences(documents, **capacity)
+    similar = PackedSequences(documents, **capacity, by_length=True)
+    cases = {PACKED: (AUTO, packed), "rows": (ROWS, packed), "rows of similar lengths": (ROWS, similar)}
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    with without_cuda():
+        mesh = Mesh(Degrees(), torch.device("cpu"))
+        engines = {
+            packing: make_engine("megatron", Layout(), mesh, DOCUMENT_SIZES, "cross_entropy", packing)
+            for packing in (AUTO, ROWS)
+        }
+        for turn in range(turns + 1):
+            for name, (packing, sequences) in cases.items():
+                batches = sequences.micro_batches([*np.arange(len(sequences))[:, None]])
+                started = time.perf_counter()
+                step(engines[packing], StepMicroBatches([batch.to("cpu") for batch in batches]))
+                if turn:  # the first one warms up
+                    seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def make_engine(name: str, layout: Layout, mesh: Mesh, sizes: Sizes, loss: str = LOSS, packing: str = ROWS) -> Engine:
     from stillhouse.engine.build_engine import ENGINES
 
-    sources = [
-        ModelSource(partial(decoder, configuration, sizes, mesh.device), name="model", is_proven=True)
+    student, teacher = (
+        ModelSource(partial(decoder, configuration, sizes, mesh.device, packing), name="model", is_proven=True)
         for configuration in (sizes.student, sizes.teacher)
-    ]
+    )
     kind = ENGINES[name]
     train = TrainConfig(learning_rate=LEARNING_RATE)
-    student = kind.distribute(layout, mesh, *sources)
-    return kind.engine(student, parse_objective(LOSS), train=train, autocast=layout.autocast)
+    distributed = kind.distribute(layout, mesh, student, teacher if loss == LOSS else None)
+    return kind.engine(distributed, parse_objective(loss), train=train, autocast=layout.autocast)
 
 
-def decoder(configuration: dict[str, int], sizes: Sizes, device: torch.device) -> Decoder:
+def decoder(configuration: dict[str, int], sizes: Sizes, device: torch.device, packing: str) -> Decoder:
     config = Qwen3Config(**configuration, vocab_size=sizes.vocabulary, head_dim=64, tie_word_embeddings=False)
     torch.manual_seed(0)
     with device:
-        return Decoder(AutoModelForCausalLM.from_config(config, dtype=torch.float32), packing=ROWS, verify=False)
+        return Decoder(AutoModelForCausalLM.from_config(config, dtype=torch.float32), packing=packing, verify=False)
 
 
 def micro_batch(sizes: Sizes, mesh: Mesh, number: int) -> MicroBatch:
@@ -212,7 +260,9 @@ def micro_batch(sizes: Sizes, mesh: Mesh, number: int) -> MicroBatch:
 def step(engine: Engine, micro_batches: Sequence[MicroBatch]) -> None:
     batches = StepMicroBatches(micro_batches)
     shards = engine.student.shard(batches)
-    signals = InStageTeacher(engine.student).request(shards).result()  # type: ignore[arg-type]
+    signals = [{}] * len(shards)
+    if engine.needs_teacher:
+        signals = InStageTeacher(engine.student).request(shards).result()  # type: ignore[arg-type]
     engine.update(LEARNING_RATE, engine.forward_backward(shards, signals, batches.normalizer))
 
 

@@ -15,13 +15,18 @@ class DocumentLengths(NamedTuple):
     borders_M: int32, the places at which the documents begin and end (`cu_seqlens`), from 0 to T.
     longest: the length of the longest document.
     filled_K: int64, the numbers of the documents that are not padding alone; at least one document.
-    longest_filled: the length of the longest of them.
+    filled: the lengths of these documents.
     """
 
     borders_M: Tensor
     longest: int
     filled_K: Tensor
-    longest_filled: int
+    filled: tuple[int, ...]
+
+    @property
+    def longest_filled(self) -> int:
+        """The length of the longest document that is not padding alone."""
+        return max(self.filled)
 
     @classmethod
     def of(cls, position_ids_BS: Tensor, is_padding_BS: Tensor | None = None) -> Self:
@@ -39,7 +44,7 @@ class DocumentLengths(NamedTuple):
             is_filled_N = tokens_N > 0
             is_filled_N[0] |= ~is_filled_N.any()
         filled_K, length_N = is_filled_N.nonzero()[:, 0], borders_M.diff()
-        return cls(borders_M, int(length_N.max()), filled_K, int(length_N[filled_K].max()))
+        return cls(borders_M, int(length_N.max()), filled_K, tuple(length_N[filled_K].tolist()))
 
 
 def document_starts(position_ids_BS: Tensor) -> Tensor:

@@ -381,7 +381,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("teacher.parallel.megatron",), lambda megatron: megatron is not None, "null"),
     excludes("student.mtp.train=heads", "parallel.engine=megatron", expected="all"),
-    excludes("data.packing=packed", "parallel.engine=megatron", expected="auto or rows"),
     Rule(
         ("parallel.schedule", "parallel.engine"),
         lambda schedule, engine: schedule not in ("1f1b", "interleaved") and engine == "megatron",

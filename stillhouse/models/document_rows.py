@@ -4,9 +4,11 @@
 no mask, and position ids count from 0 in each row. `JoinedRow` is for functions that separate packed documents only
 in a batch of one row.
 
-B rows, S columns of the micro-batch, T = B·S; N documents, L columns of their rows, the longest document's length.
+B rows, S columns of the micro-batch, T = B·S; N documents, F of which are not padding alone, L columns of their rows,
+the longest document's length.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,10 +23,10 @@ COLUMNS = 8
 
 @dataclass(frozen=True, eq=False)
 class DocumentRows:
-    """The places of a micro-batch's documents in rows.
+    """The places of a micro-batch's documents in rows of one document, or in one row of all documents (N = 1).
 
-    index_NL: the place of each row's tokens in the flattened micro-batch; for padding, the row's first token.
-    place_T: the place of each token in the flattened rows. Documents without a row have 0.
+    index_NL: the place of each row's tokens in the flattened micro-batch; for padding, the document's first token.
+    place_T: the place of each token in the flattened rows. Documents without a place have 0.
     shape_BS: rows and columns of the micro-batch.
     """
 
@@ -39,6 +41,7 @@ class DocumentRows:
         is_padding_BS: Tensor | None = None,
         lengths: DocumentLengths | None = None,
         multiple: int = COLUMNS,
+        widths: Sequence[int] | None = None,
     ) -> Self:
         """Return the rows of all documents. A document begins where position ids do not continue.
 
@@ -46,19 +49,28 @@ class DocumentRows:
             the backbone runs on one row. None: all documents get one.
         lengths: those of the documents, with this padding; None: they are read, which waits for the device.
         multiple: the number of the rows' columns is a multiple of this.
+        widths: the columns that each document gets in one row of all; None: each document has a row of its own.
         """
         if lengths is None or is_padding_BS is None:
             lengths = DocumentLengths.of(position_ids_BS, is_padding_BS)
         rows, columns = position_ids_BS.shape
         document_T = document_starts(position_ids_BS).cumsum(0) - 1
         start_N, length_N = lengths.borders_M[:-1].long(), lengths.borders_M.diff().long()
-        filled_K = lengths.filled_K
-        column_L = torch.arange(-(-lengths.longest_filled // multiple) * multiple, device=start_N.device)
-        index_NL = start_N[filled_K, None] + torch.where(column_L < length_N[filled_K, None], column_L, 0)
-        has_row_N = torch.zeros_like(start_N).index_fill_(0, filled_K, 1)
-        row_N = has_row_N.cumsum(0) - 1
+        filled_F, number_F = lengths.filled_K, torch.arange(len(lengths.filled), device=start_N.device)
+        # the document of each place, the place's number in its document, and where each document begins
+        if widths is None:
+            column_L = torch.arange(-(-lengths.longest_filled // multiple) * multiple, device=start_N.device)
+            document_NL, column_NL, offset_F = number_F[:, None], column_L[None], number_F * len(column_L)
+        else:
+            width_F = torch.tensor(widths, device=start_N.device)
+            offset_F = width_F.cumsum(0) - width_F
+            document_NL = number_F.repeat_interleave(width_F, output_size=sum(widths))[None]
+            column_NL = torch.arange(sum(widths), device=start_N.device)[None] - offset_F[document_NL]
+        of_document_NL = filled_F[document_NL]
+        index_NL = start_N[of_document_NL] + torch.where(column_NL < length_N[of_document_NL], column_NL, 0)
+        offset_N = torch.full_like(start_N, -1).index_copy_(0, filled_F, offset_F)
         column_T = torch.arange(len(document_T), device=start_N.device) - start_N[document_T]
-        place_T = torch.where(has_row_N[document_T] > 0, row_N[document_T] * len(column_L) + column_T, 0)
+        place_T = torch.where(offset_N[document_T] >= 0, offset_N[document_T] + column_T, 0)
         return cls(index_NL, place_T, (rows, columns))
 
     def position_ids(self, position_ids_BS: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from stillhouse.models.model_parts import mixes_tokens_by_score, text_config
 #: the names of the lengths among the arguments of a backbone, as transformers' flash attention calls them
 VARLEN_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: the widest head of the kernel, and the divisor of widths
-_WIDEST, _MULTIPLE = 256, 8
+WIDEST, _MULTIPLE = 256, 8
 #: some devices (compute capability 8.6, 8.9, 12.0) have no backward for widths between this one and 225
 _WIDEST_BACKWARD = 192
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -77,8 +77,8 @@ def refusal_of_model(model: PreTrainedModel) -> str | None:
         return "it caps its attention scores"
     if getattr(config, "attention_dropout", 0.0):
         return "it has dropout in its attention"
-    if max(widths := _head_widths(config), default=0) > _WIDEST:
-        return f"its heads have a width of {max(widths)}, and the kernel's widest is {_WIDEST}"
+    if max(widths := _head_widths(config), default=0) > WIDEST:
+        return f"its heads have a width of {max(widths)}, and the kernel's widest is {WIDEST}"
     return None
 
 
@@ -163,17 +163,23 @@ def attention(
         unsupported += _unsupported_windows(module, options)
     if unsupported:
         raise ValueError(f"attention '{VARLEN}' got {name_list(unsupported)}: expected another one, such as sdpa")
-    width, value_width = query_BHTD.shape[-1], value_BGTD.shape[-1]
-    padded = -(-max(width, value_width) // _MULTIPLE) * _MULTIPLE
-    if padded > _WIDEST_BACKWARD:
-        padded = _WIDEST
     query_THD, key_TGD, value_TGD = (
-        _padded(heads[0].transpose(0, 1).to(_operand_dtype(value_BGTD)), padded)
-        for heads in (query_BHTD, key_BGTD, value_BGTD)
+        heads[0].transpose(0, 1).to(_operand_dtype(value_BGTD)) for heads in (query_BHTD, key_BGTD, value_BGTD)
     )
-    scale = width**-0.5 if scaling is None else scaling
-    output_THD = attend(query_THD, key_TGD, value_TGD, cu_seq_lens_q, max_length_q, scale=scale, window=window)
-    return output_THD[None, ..., :value_width], None
+    scale = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
+    borders = (cu_seq_lens_q, max_length_q)
+    return attend_padded(query_THD, key_TGD, value_TGD, *borders, scale=scale, window=window)[None], None
+
+
+def attend_padded(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens_M: Tensor, longest: int, **options: Any
+) -> Tensor:
+    """As `attend`, for heads of any width up to `WIDEST`, and values of another width than the queries."""
+    width = -(-max(query_THD.shape[-1], value_TGD.shape[-1]) // _MULTIPLE) * _MULTIPLE
+    if width > _WIDEST_BACKWARD:
+        width = WIDEST
+    query, key, value = (_padded(heads_TD, width) for heads_TD in (query_THD, key_TGD, value_TGD))
+    return attend(query, key, value, cu_seqlens_M, longest, **options)[..., : value_TGD.shape[-1]]
 
 
 def _unsupported_windows(module: nn.Module, options: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,6 @@ from stillhouse.config.rules import check_rules
 from stillhouse.engine.build_engine import ENGINES
 from stillhouse.engine.engine import Engine
 from stillhouse.models import ProofError
-from stillhouse.models.document_packing import ROWS
 from stillhouse.objective import use_kernels
 from stillhouse.parallel import (
     Degrees,
@@ -123,7 +122,7 @@ class RunSetup:
 
     def models(self, mesh: Mesh) -> ModelSources:
         """The sources of the models, for the processes of a mesh."""
-        config, is_megatron = self.config, self.config.parallel.engine == "megatron"
+        config = self.config
         return ModelSources(
             config.student,
             self.teachers,
@@ -132,7 +131,7 @@ class RunSetup:
             config.seed,
             config.parallel.offload,
             config.train.activation_checkpointing,
-            ROWS if is_megatron else config.data.packing,
+            config.data.packing,
             self._autocast,
         )
 

@@ -18,10 +18,12 @@ from kit.megatron_engine_jobs import (
     compare,
     distances,
     refused_teacher,
+    reordered,
     saved_and_loaded,
 )
 from kit.megatron_weights_jobs import Case
 
+from stillhouse.models.document_packing import ROWS
 from stillhouse.tools.parity import worst
 
 LIMIT = 180.0
@@ -45,12 +47,12 @@ CASES = [
     slow(Job(Case("llama", pipeline=2), options={"deallocate_pipeline_outputs": True})),
     slow(Job(Case("qwen3_moe", tensor=2, sequence=True))),
     slow(Job(Case("llama", tied=True, pipeline=2, data=2))),
-    slow(Job(Case("qwen3", tied=True, pipeline=2, chunks=2, data=2), uneven=True)),
+    slow(Job(Case("qwen3", tied=True, pipeline=2, chunks=2, data=2), uneven=True, packing=ROWS)),
     slow(Job(Case("qwen3", tensor=2, pipeline=2, chunks=2, sequence=True), "forward_kl")),
     slow(Job(Case("qwen3_moe", pipeline=2, data=2, expert=2))),
     slow(Job(Case("qwen3_moe", tensor=2, expert=4, data=2, sequence=True))),
     slow(Job(Case("qwen3", data=2), uneven=True)),
-    slow(Job(Case("llama", context=2), "forward_kl", top_k=8, uneven=True)),
+    slow(Job(Case("llama", context=2), "forward_kl", top_k=8, uneven=True, packing=ROWS)),
     slow(Job(Case("llama", tied=True, context=4), uneven=True)),
     slow(Job(Case("qwen3", tensor=2, context=2), uneven=True)),
     slow(Job(Case("qwen3", tensor=2, sequence=True, context=2, tied=True), "reverse_kl", uneven=True)),
@@ -59,7 +61,7 @@ CASES = [
     slow(Job(Case("qwen3_moe", context=2, expert=2), uneven=True)),
     slow(Job(Case("gemma2", tensor=2, tied=True), uneven=True)),
     slow(Job(Case("gpt_oss", tensor=2, expert=2, sequence=True))),
-    slow(Job(Case("gpt_oss", data=2, expert=2), uneven=True)),
+    slow(Job(Case("gpt_oss", data=2, expert=2), uneven=True, packing=ROWS)),
     slow(Job(Case("gpt_oss", tensor=2, expert=2, sequence=True), uneven=True, router_aux=0.5)),
     slow(Job(Case("gpt_oss", pipeline=2, chunks=2), router_aux=0.5)),
     slow(Job(Case("qwen3_moe", pipeline=2, chunks=2), uneven=True, router_aux=0.5, recompute=True)),
@@ -69,12 +71,15 @@ CASES = [
     Job(Case("llama", pipeline=2, tied=True), depths=2, uneven=True),
     slow(Job(Case("qwen3", tensor=2), depths=2, uneven=True)),
     slow(Job(Case("qwen3", tensor=2, sequence=True, tied=True), "forward_kl", depths=1)),
-    slow(Job(Case("llama", tensor=2, pipeline=2), depths=2, uneven=True)),
+    slow(Job(Case("llama", tensor=2, pipeline=2), depths=2, uneven=True, packing=ROWS)),
     slow(Job(Case("qwen3", pipeline=2, chunks=2, tied=True), "reverse_kl", depths=1, recompute=True)),
     slow(Job(Case("llama", context=2), depths=2, uneven=True)),
     slow(Job(Case("qwen2", data=2), "forward_kl", top_k=8, depths=1)),
     slow(Job(Case("qwen3_moe", tensor=2, sequence=True, options={"mlp_only_layers": []}), depths=1)),
-    slow(Job(Case("deepseek_v3", pipeline=2), depths=2)),
+    slow(Job(Case("deepseek_v3", pipeline=2), depths=2, uneven=True)),
+    slow(Job(Case("deepseek_v3", tensor=2, sequence=True), uneven=True, kernel=True)),
+    slow(Job(Case("deepseek_v3", context=2), uneven=True)),
+    slow(Job(Case("mistral", tensor=2, options={"sliding_window": 5}), uneven=True, kernel=True)),
 ]
 
 
@@ -89,6 +94,15 @@ def test_steps_are_those_of_the_other_engine(job: Job) -> None:
         assert difference.norm <= 1e-4, rank
         assert worst(difference.gradients.items())[1] <= 1e-5, (rank, difference.gradients)
         assert worst(difference.weights.items())[1] <= 1e-4, (rank, difference.weights)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", *map(slow, ["deepseek_v3", "gemma2", "gpt_oss"])])
+def test_the_order_of_packed_documents_changes_nothing(model_type: str) -> None:
+    """Hidden states of every token are the same, too, not only the sum of gradients."""
+    job = Job(Case(model_type, data=2), "cross_entropy")
+    for hidden, gradients in pool_of_meshes(2).call(reordered, job, limit=LIMIT):
+        assert hidden <= 1e-5
+        assert worst(gradients.items())[1] <= 1e-5
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
-from stillhouse.engine.megatron.attention import CausalAttention, context_positions
+from stillhouse.engine.megatron.attention import context_positions
 from stillhouse.engine.megatron.loading import load
 from stillhouse.engine.megatron.model_config import FAMILIES, rotary_frequencies, transformer_config
 from stillhouse.engine.megatron.weight_names import NAMES, Place, Shard
@@ -262,15 +262,9 @@ def test_rotary_frequencies_are_transformers_own(scaling: dict[str, Any]) -> Non
     assert factor == embedding.attention_scaling
 
 
-def test_rows_that_attention_cannot_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = CausalAttention(transformer_config(model_config(Case("llama"))), 1)
-    heads_SBHC = torch.zeros(4, 1, 2, 12)
-    with pytest.raises(
-        ValueError, match=r"^packed documents without Transformer Engine: expected one document per row"
-    ):
-        attention(heads_SBHC, heads_SBHC, heads_SBHC, packed_seq_params=object())
+def test_documents_that_context_ranks_cannot_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: 1)
     monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
     assert context_positions(8).tolist() == [2, 3, 4, 5]
-    with pytest.raises(ValueError, match=r"^rows of 6 tokens over 2 context ranks: expected a multiple of 4"):
+    with pytest.raises(ValueError, match=r"^documents of 6 tokens over 2 context ranks: expected a multiple of 4"):
         context_positions(6)

@@ -5,6 +5,7 @@ B rows, S tokens per row.
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit import varlen_reference
 from kit.causal_families import of_config
 from kit.megatron_weights_jobs import Case, laid_out, model_config
 from kit.shard_ranks import Rank
@@ -31,10 +33,12 @@ from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder, balance_routers
+from stillhouse.models.document_packing import AUTO
+from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
-from stillhouse.parallel import DistributedStudent, Layout, Mesh, ModelSource, single_process_runner
+from stillhouse.parallel import DistributedStudent, Layout, Mesh, ModelSource, StageInputs, single_process_runner
 from stillhouse.signals import InStageTeacher
 from stillhouse.signals.weight_average import WeightAverage
 from stillhouse.tools.parity import relative_difference
@@ -49,7 +53,8 @@ class Job:
     runs in the stages, if the objective needs one. uneven: whether rows of odd length have several documents of other
     lengths, and padding; otherwise, each row is a document. router_aux: the factor of the routers' load balancing.
     recompute, options: of the layout. depths: the number of the student's MTP layers. fixed_experts: whether all
-    tokens choose the same experts of a layer, by margins that rounding does not reach.
+    tokens choose the same experts of a layer, by margins that rounding does not reach. packing: `data.packing`.
+    kernel: whether Megatron-Core's layers have variable-length attention, by the reference of `varlen_reference`.
     """
 
     case: Case
@@ -61,11 +66,14 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     depths: int = 0
     fixed_experts: bool = False
+    packing: str = AUTO
+    kernel: bool = False
 
     @property
     def name(self) -> str:
         flags = ["uneven"] * self.uneven + ["balanced"] * bool(self.router_aux) + ["recompute"] * self.recompute
         flags += ["fixed experts"] * self.fixed_experts
+        flags += [self.packing] * (self.packing != AUTO) + ["kernel"] * self.kernel
         flags += [f"depths {self.depths}"] * bool(self.depths)
         return " ".join([self.case.name, self.loss, *[f"top {self.top_k}"] * bool(self.top_k), *flags, *self.options])
 
@@ -96,7 +104,7 @@ def compare(rank: Rank, job: Job) -> Difference:
     runner = single_process_runner(student, teacher)
     exact = run(TorchEngine(runner, spec, train=TRAIN, parts=parts(job, runner)), job)
     expected = {name: tensor.detach() for name, tensor in student.state_dict().items()}
-    with laid_out(case):
+    with laid_out(case), varlen_reference.reference() if job.kernel else nullcontext():
         engine = megatron_engine(job, spec)
         steps, gradients = run(engine, job)
         weights = values(engine)
@@ -110,6 +118,30 @@ def compare(rank: Rank, job: Job) -> Difference:
         {name: relative_difference(gradients[name], gradient, least) for name, gradient in exact_gradients.items()},
         {name: relative_difference(weights[name], expected[name]) for name in weights},
     )
+
+
+def reordered(rank: Rank, job: Job) -> tuple[float, dict[str, float]]:
+    """A job: how far the last hidden states and the gradients, by name, of documents in another order are apart."""
+    batch = micro_batch(0, empty=False, uneven=True)
+    document_T = batch.document_T
+    numbers = [number for number in document_T.unique().tolist() if number >= 0]
+    made = []
+    with laid_out(job.case):
+        engine = megatron_engine(job, parse_objective(job.loss))
+        for order in (numbers, numbers[::-1]):
+            place_T = torch.cat([(document_T == number).nonzero()[:, 0] for number in order])
+            one_row = batch.select(place_T[None]).to("cpu")
+            inputs = StageInputs(one_row, {}, full_vocab, [])
+            (signal,) = engine.student.forward([inputs])
+            engine.forward_backward([one_row], [{}], 1.0)
+            gradients = {name: gradient.clone() for name, gradient in engine.gradients() if gradient is not None}
+            engine.zero_grad()
+            made.append((signal.hidden_TE[place_T.argsort()], gradients))
+    (hidden, gradients), (other_hidden, other_gradients) = made
+    least = 1e-3 * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    return relative_difference(other_hidden, hidden), {
+        name: relative_difference(other_gradients[name], gradient, least) for name, gradient in gradients.items()
+    }
 
 
 @dataclass
@@ -203,7 +235,7 @@ def apart(sums: dict[str, float], expected: dict[str, float]) -> dict[str, float
 
 def decoder(job: Job, seed: int, *, verify: bool = False) -> Decoder:
     """verify: choose by a proof how documents are packed. Seed 0 is the student's."""
-    made = Decoder(of_config(model_config(job.case), seed=seed), verify=verify)
+    made = Decoder(of_config(model_config(job.case), seed=seed), packing=job.packing, verify=verify)
     if job.fixed_experts:
         _fix_experts(made)
     if job.router_aux and seed == 0:
@@ -316,7 +348,7 @@ def micro_batches(step: int, uneven: bool) -> list[MicroBatch]:
 
 def micro_batch(seed: int, *, empty: bool, uneven: bool) -> MicroBatch:
     # where the documents of each row end; the rest is padding
-    ends = ((5, 9, 11), (2, 12)) if uneven else ((S,), (S,))
+    ends = ((5, 6, 11), (2, 12)) if uneven else ((S,), (S,))
     tokens = S + uneven
     random = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(200, (B, tokens), generator=random)
@@ -348,7 +380,7 @@ def silent_model(rank: Rank, case: Case) -> str:
         called = model.forward
         model.forward = lambda *inputs, **hook: called(*inputs)
         try:
-            chunks.logits(torch.zeros(B, S, dtype=torch.int64), 2)
+            chunks.logits(*2 * [torch.arange(S).expand(B, S)], 2)
         except ValueError as error:
             return str(error)
     return ""

@@ -1,9 +1,11 @@
 """Jobs for ranks: a model's folder is read onto Megatron-Core's chunks under some layout, and proven."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from kit import loading_memory
@@ -13,7 +15,7 @@ from kit.megatron_engine_jobs import build_chunks
 from kit.megatron_weights_jobs import Case, laid_out, model_config
 from kit.shard_ranks import Rank
 
-from stillhouse.engine.megatron import model
+from stillhouse.engine.megatron import model, rows
 from stillhouse.engine.megatron.model_config import transformer_config
 from stillhouse.engine.megatron.proof import prove_chunks
 from stillhouse.engine.megatron.weights import gather, tensor_of
@@ -87,6 +89,22 @@ def prove_damaged(rank: Rank, job: tuple[Path, Case, float]) -> str:
             name = next(name for _, name in chunks.table.shapes if name.endswith("linear_fc2.weight"))
             with torch.no_grad():
                 tensor_of(chunks.models[0], name)[0] *= factor
+        try:
+            prove_chunks(chunks, source, mesh)
+        except ProofError as error:
+            return str(error)
+    return ""
+
+
+def prove_with_borders(_: Rank, job: tuple[Path, Case, Callable[[Sequence[int]], Sequence[int]]]) -> str:
+    """A job: pack documents with wrong borders, and return the proof's error. The last entry changes the documents'
+    lengths.
+    """
+    folder, case, change = job
+    borders = rows.borders
+    with laid_out(case), patch.object(rows, "borders", lambda documents, device: borders(change(documents), device)):
+        mesh, source = Mesh(case.degrees, CPU), loading_memory.source(folder)
+        chunks, _ = build_chunks(case, mesh, source)
         try:
             prove_chunks(chunks, source, mesh)
         except ProofError as error:

@@ -5,7 +5,7 @@ A folder with wrong weights is refused by all ranks of a run, although only one 
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("megatron.core")
 
-from kit.megatron_loading_jobs import Loading, load, measure, normalized, prove_damaged
+from kit.megatron_loading_jobs import Loading, load, measure, normalized, prove_damaged, prove_with_borders
 from kit.megatron_runs import without_cuda
 from kit.megatron_weights_jobs import Case, model_config
 from kit.ranks import Ranks
@@ -94,6 +94,31 @@ def test_a_wrong_weight_of_one_rank_fails_the_proof_on_all(tmp_path: Path, case:
     assert errors[0].startswith("model: the logits of Megatron-Core differ from those of transformers by ")
 
 
+def without_the_first(documents: Sequence[int]) -> Sequence[int]:
+    """The first two documents see each other."""
+    return [documents[0] + documents[1], *documents[2:]]
+
+
+def a_token_late(documents: Sequence[int]) -> Sequence[int]:
+    """The last token of the proof's third document is in the fourth one."""
+    return [*documents[:2], documents[2] - 1, documents[3] + 1, *documents[4:]]
+
+
+@pytest.mark.parametrize("change", [without_the_first, slow(a_token_late)])
+@pytest.mark.parametrize(
+    "case",
+    [Case("llama", tensor=2), *map(slow, [Case(LATENT, data=2), Case(GEMMA, pipeline=2)])],
+    ids=lambda case: case.name,
+)
+def test_wrong_borders_of_packed_documents_fail_the_proof(
+    tmp_path: Path, case: Case, change: Callable[[Sequence[int]], Sequence[int]]
+) -> None:
+    for error in pool_of_meshes(case.processes).call(
+        prove_with_borders, (save(tmp_path, case), case, change), limit=LIMIT
+    ):
+        assert error.startswith("model: the logits of Megatron-Core differ from those of transformers by ")
+
+
 def changed(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors[name] = change(tensors[name])
@@ -146,7 +171,7 @@ def another_model(folder: Path) -> None:
 def test_a_damaged_folder_is_refused_by_all_ranks(
     tmp_path: Path, damage: Callable[[Path], None], layout: str, code: int, message: str
 ) -> None:
-    write_run(tmp_path, family="qwen3", **{"data.packing": "rows", "parallel.engine": "megatron"})
+    write_run(tmp_path, family="qwen3", **{"parallel.engine": "megatron"})
     damage(tmp_path / "student")
     ranks = Ranks(2, "distill", tmp_path / "run.yaml", layout, hook=without_cuda)
     assert ranks.wait(LIMIT) == [code, code], ranks.texts

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 pytest.importorskip("megatron.core")
 
 
-STEPS = {"train.steps": 4, "checkpoint.every": 2, "data.packing": "rows"}
+STEPS = {"train.steps": 4, "checkpoint.every": 2}
 MTP = {"student.mtp": {"depths": 2}}
 TWO_PROCESSES = ["fsdp 2", "tensor 2", "tensor 2, sequence", "context 2", "pipeline 2, 1f1b"]
 
@@ -87,7 +87,7 @@ def test_mtp_layers_of_a_checkpoint_are_trained_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_of_the_other_engine_resumes_on_megatron_core_to_the_same_model(tmp_path: Path) -> None:
-    undisturbed = write(tmp_path, "qwen3")
+    undisturbed = write(tmp_path, "qwen3", **{"data.packing": "rows"})
     kill_at(3, tmp_path / "killed", tmp_path / "run.yaml", f"out={tmp_path / 'killed'}")
     out = megatron(tmp_path, "killed", 2, "parallel.tensor=2", "parallel.sequence=true")
     assert_same_steps(out, undisturbed)

@@ -37,7 +37,7 @@ LOSSES = ("forward_kl", "reverse_kl", "jsd(0.1)", "forward_kl + reverse_kl", "0.
 
 
 def write(folder: Path, **settings: Any) -> None:
-    write_run(folder, **{"train.steps": 3, "checkpoint.every": 0, "data.packing": "rows"} | settings)
+    write_run(folder, **{"train.steps": 3, "checkpoint.every": 0} | settings)
 
 
 @pytest.mark.slow

@@ -64,6 +64,26 @@ def test_known_lengths_are_not_read_from_the_device() -> None:
             DocumentRows.of(positions_BS, is_padding_BS)
 
 
+def test_documents_in_one_row_lie_one_behind_another() -> None:
+    """Each is padded to a multiple of 4 with its first token; padding alone has no place."""
+    lengths = DocumentLengths.of(POSITIONS_BS, IS_PADDING_BS)
+    widths = [-(-length // 4) * 4 for length in lengths.filled]
+    with FakeTensorMode() as mode:
+        fake = lengths._replace(
+            borders_M=mode.from_tensor(lengths.borders_M), filled_K=mode.from_tensor(lengths.filled_K)
+        )
+        positions_BS, is_padding_BS = mode.from_tensor(POSITIONS_BS), mode.from_tensor(IS_PADDING_BS)
+        assert DocumentRows.of(positions_BS, is_padding_BS, fake, widths=widths).index_NL.shape == (1, sum(widths))
+    rows = DocumentRows.of(POSITIONS_BS, IS_PADDING_BS, lengths, widths=widths)
+    values_1P = rows.unpack(POSITIONS_BS)
+    expected = [
+        [*range(length), *[0] * (width - length)] for length, width in zip(lengths.filled, widths, strict=True)
+    ]
+    assert values_1P[0].tolist() == [position for of_document in expected for position in of_document]
+    ids_BS = torch.arange(POSITIONS_BS.numel()).view(POSITIONS_BS.shape)
+    assert torch.equal(rows.pack(rows.unpack(ids_BS))[~IS_PADDING_BS], ids_BS[~IS_PADDING_BS])
+
+
 def test_a_moved_micro_batch_has_the_lengths_of_its_rows() -> None:
     batch = make_micro_batch(random_documents([3, 2, 5]), [[0, 1], [2]]).padded(2, 9)
     lengths = batch.to("cpu").lengths

@@ -4,18 +4,21 @@
     positions_S = context_positions(tokens)                  # the tokens of each row that this context rank has
 
 Megatron-Core's own local attention keeps all attention probabilities, and it has neither context parallelism nor
-values of another width than the keys. This one calls torch's `scaled_dot_product_attention`, for rows of one document
-each.
+values of another width than the keys. This one takes rows of one document each, or packed documents in one row, whose
+borders Megatron-Core passes on (`PackedSeqParams`). It calls torch's `scaled_dot_product_attention` for all rows, or
+for one packed document after the other, and for packed documents its variable-length attention where this can run.
 
-S tokens of a row on this rank, K tokens of the row on all context ranks, B rows, H heads, C width of a head, L
-width of the latent vectors.
+S tokens of a row or of a packed document on this rank, K of its tokens on all context ranks, B rows, H heads, C width
+of a head, T tokens of all packed documents, L width of the latent vectors.
 """
 
+from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -27,11 +30,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
+from stillhouse.models import Activations, varlen
+
 
 class CausalAttention(nn.Module):
     """The core attention of a layer, with a window if the layer has one.
 
-    Context ranks gather the keys and values of the row; backward reduces their gradients.
+    Context ranks gather the keys and values of all rows; backward reduces their gradients.
     softcap: scores become softcap · tanh(scores / softcap); None: they stay. With a softcap, and with the learnable
     `softmax_type` of gpt-oss, whose heads have a further score without a value, all probabilities are in memory.
     """
@@ -60,32 +65,64 @@ class CausalAttention(nn.Module):
 
     def forward(
         self,
-        query_SBHC: Tensor,
-        key_SBHC: Tensor,
-        value_SBHC: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         *_: Any,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **__: Any,
     ) -> Tensor:
-        """Return the heads' outputs [S, B, H·C], with the width of the values."""
-        if packed_seq_params is not None:
-            raise ValueError("packed documents without Transformer Engine: expected one document per row")
+        """Return the heads' outputs [S, B, H·C], with the width of the values.
+
+        The heads are [S, B, H, C] of rows, or [T, H, C] of packed documents; then the outputs are [T, H·C].
+        """
         group = parallel_state.get_context_parallel_group()
-        if group.size() > 1:
-            key_SBHC, value_SBHC = (
-                gather_from_sequence_parallel_region(heads.contiguous(), group=group)
-                for heads in (key_SBHC, value_SBHC)
-            )
+        if packed_seq_params is None:
+            return self._of_documents(query, key, value, [len(query) * group.size()])
+        if group.size() == 1 and self._may_read_borders(query):
+            borders = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            window = None if self.window is None else self.window + 1
+            made_THC = varlen.attend_padded(query, key, value, *borders, scale=self.scale, window=window)
+            return made_THC.flatten(1)
+        query, key, value = (heads_THC[:, None] for heads_THC in (query, key, value))
+        return self._of_documents(query, key, value, packed_seq_params.cu_seqlens_q.diff().tolist())[:, 0]
+
+    def _may_read_borders(self, query_THC: Tensor) -> bool:
+        """Whether variable-length attention can run."""
+        activations = Activations(query_THC.device)
+        return (
+            self._is_plain
+            and query_THC.shape[-1] <= varlen.WIDEST
+            and varlen.refusal(activations, query_THC.dtype) is None
+        )
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.softcap is None and self.softmax_offset is None
+
+    def _of_documents(
+        self, query_SBHC: Tensor, key_SBHC: Tensor, value_SBHC: Tensor, lengths: Sequence[int]
+    ) -> Tensor:
+        """Return the outputs of documents that lie one behind another, [S, B, H·C]. lengths: on all context ranks"""
+        group = parallel_state.get_context_parallel_group()
+        parts = [length // group.size() for length in lengths]
+        keys, values = (
+            [of_document.flatten(0, 1) for of_document in _gathered(heads_SBHC).split(parts, dim=1)]
+            for heads_SBHC in (key_SBHC, value_SBHC)
+        )
+        outputs = [self._attend(*heads) for heads in zip(query_SBHC.split(parts), keys, values, strict=True)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend(self, query_SBHC: Tensor, key_KBHC: Tensor, value_KBHC: Tensor) -> Tensor:
         mask_SK = None
-        is_plain = self.softcap is None and self.softmax_offset is None
-        if group.size() > 1 or self.window is not None or not is_plain:
-            distance_SK = context_positions(len(key_SBHC))[:, None] - all_positions(len(key_SBHC))
+        if len(query_SBHC) < len(key_KBHC) or self.window is not None or not self._is_plain:
+            distance_SK = context_positions(len(key_KBHC))[:, None] - all_positions(len(key_KBHC))
             mask_SK = distance_SK >= 0
             if self.window is not None:
                 mask_SK &= distance_SK <= self.window
             mask_SK = mask_SK.to(query_SBHC.device)
-        query_BHSC, key_BHKC, value_BHKC = (heads.permute(1, 2, 0, 3) for heads in (query_SBHC, key_SBHC, value_SBHC))
-        if not is_plain:
+        query_BHSC, key_BHKC, value_BHKC = (heads.permute(1, 2, 0, 3) for heads in (query_SBHC, key_KBHC, value_KBHC))
+        if not self._is_plain:
             assert mask_SK is not None
             return _joined(self._eager(query_BHSC * self.scale, key_BHKC, value_BHKC, mask_SK))
         output_BHSC = nn.functional.scaled_dot_product_attention(
@@ -131,33 +168,42 @@ class LatentAttention(MLASelfAttention):
         return query_SBL, key_value_SBL
 
 
+def _gathered(heads_SBHC: Tensor) -> Tensor:
+    """Return the keys or values of all context ranks, with a first dim for the ranks."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return heads_SBHC[None]
+    return gather_from_sequence_parallel_region(heads_SBHC.contiguous(), group=group).unflatten(0, (group.size(), -1))
+
+
 def _joined(output_BHSC: Tensor) -> Tensor:
     """Return the outputs of all heads [S, B, H·C]."""
     return output_BHSC.permute(2, 0, 1, 3).flatten(2)
 
 
 def context_positions(tokens: int) -> Tensor:
-    """Return the positions of a row's tokens that this context rank has, in their order.
+    """Return the positions of a document's tokens that this context rank has, in their order.
 
-    The row is divided into two chunks per rank, and rank r has chunk r and the r-th chunk from the end, so that all
-    ranks have the same work. tokens: of the full row, a multiple of twice the number of context ranks if there are
-    several.
+    The document is divided into two chunks per rank, and rank r has chunk r and the r-th chunk from the end, so that
+    all ranks have the same work. tokens: of the full document with its padding, a multiple of twice the number of
+    context ranks if there are several.
     """
-    return _positions(
-        tokens, parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    return positions_on(
+        parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size(), tokens
     )
 
 
 def all_positions(tokens: int) -> Tensor:
-    """Return the positions of a row's tokens in the order in which the parts of all context ranks are gathered."""
+    """Return the positions of a document's tokens in the order in which the ranks' parts of it are gathered."""
     size = parallel_state.get_context_parallel_world_size()
-    return torch.cat([_positions(tokens, rank, size) for rank in range(size)])
+    return torch.cat([positions_on(rank, size, tokens) for rank in range(size)])
 
 
-def _positions(tokens: int, rank: int, size: int) -> Tensor:
+def positions_on(rank: int, size: int, tokens: int) -> Tensor:
+    """As `context_positions`, for rank `rank` of `size` context ranks."""
     if size == 1:
         return torch.arange(tokens)
     if tokens % (2 * size):
-        raise ValueError(f"rows of {tokens} tokens over {size} context ranks: expected a multiple of {2 * size}")
+        raise ValueError(f"documents of {tokens} tokens over {size} context ranks: expected a multiple of {2 * size}")
     chunks = torch.arange(tokens).chunk(2 * size)
     return torch.cat([chunks[rank], chunks[-1 - rank]])

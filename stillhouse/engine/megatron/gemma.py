@@ -54,6 +54,8 @@ class GemmaAttention(SelfAttention):
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         if self.window_rotary_pos_emb is not None:
-            tokens = len(rotary_pos_emb) * self.config.context_parallel_size
-            rotary_pos_emb = self.window_rotary_pos_emb(tokens)
+            # the embedding of packed documents has the positions of all context ranks
+            is_packed = options.get("packed_seq_params") is not None
+            tokens = len(rotary_pos_emb) * (1 if is_packed else self.config.context_parallel_size)
+            rotary_pos_emb = self.window_rotary_pos_emb(tokens, packed_seq=is_packed)
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **options)

@@ -7,8 +7,7 @@
 
 The weights are allocated, not initialized. With Transformer Engine installed, the layers are those of its layer spec.
 Without it, and always for Gemma and gpt-oss, they are Megatron-Core's local layers, on a CPU or a GPU, with `RmsNorm`
-and `CausalAttention`, for which each row of a micro-batch must be one document. The path with Transformer Engine has
-not been run: it needs a GPU.
+and `CausalAttention`. The path with Transformer Engine has not been run: it needs a GPU.
 
 S tokens of a row on this rank, B rows, D width, C half of the width of a head.
 """
@@ -108,6 +107,9 @@ def _block_spec(
         vp_stage=vp_stage,
     )
     if uses_transformer_engine(family):
+        if transformer.params_dtype == torch.float32:  # its attention separates packed documents in 16 bits alone
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = CausalAttention
         return block
     norm = block.layer_norm = partial(RmsNorm, rounds_last=family.gpt_oss)
     for layer in block.layer_specs:

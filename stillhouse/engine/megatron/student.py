@@ -34,6 +34,7 @@ from stillhouse.engine.megatron.stage_tensors import StageTensor, stage_tensors,
 from stillhouse.engine.megatron.weight_names import Place
 from stillhouse.engine.megatron.weights import WeightTable, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
+from stillhouse.models.document_packing import ROWS
 from stillhouse.models.layer_hooks import Current
 from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.model_parts import LogitRule
@@ -74,7 +75,8 @@ class Chunks:
     table: the places of the chunks' parameters in the full model. processor: calls the output processor of a pass.
     unrounded: the weights in float32 that the dtype of the parameters rounds; the optimizer takes them from here.
     wrapped: the chunks in wrappers that add up the gradients of the data ranks; empty for a frozen model.
-    balance: the load balancing of the routers; None without it.
+    balance: the load balancing of the routers; None without it. packs: whether the documents of a micro-batch are
+    packed; otherwise, each has a row.
     """
 
     config: PreTrainedConfig
@@ -85,12 +87,13 @@ class Chunks:
     unrounded: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     wrapped: Sequence[Any] = ()
     balance: RouterBalance | None = None
+    packs: bool = True
 
     @classmethod
     def build(cls, source: ModelSource, decoder: Decoder, transformer: TransformerConfig, mesh: Mesh) -> "Chunks":
         """Build the chunks of a model and load their weights. A collective of all ranks.
 
-        decoder: the full model, whose values are not used.
+        decoder: the full model, whose values are not used; its `packing` decides whether documents are packed.
         Raises ValueError on all ranks for a weight that the chunks do not have exactly once, or as the source does.
         """
         with refused_settings():
@@ -110,7 +113,8 @@ class Chunks:
         assert balance is None or isinstance(balance, RouterBalance)
         if balance is not None:
             add_balance(balance, models)
-        return cls(decoder.config, transformer, models, table, processor, unrounded, balance=balance)
+        packs = decoder.packing.name != ROWS
+        return cls(decoder.config, transformer, models, table, processor, unrounded, balance=balance, packs=packs)
 
     def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
         """replicas: of the optimizer's shards. options: further fields of `DistributedDataParallelConfig`."""
@@ -142,12 +146,12 @@ class Chunks:
         """The number of MTP layers."""
         return self.transformer.mtp_num_layers or 0
 
-    def logits(self, ids_BS: Tensor, micro_batches: int) -> list[VocabLogits]:
+    def logits(self, ids_BS: Tensor, positions_BS: Tensor, micro_batches: int) -> list[VocabLogits]:
         """Return the logits of all depths of equal micro-batches on the last stage, without gradients.
 
-        ids_BS: the tokens of all context ranks, which divide the columns; each gets the logits of its own.
+        ids_BS, positions_BS: the tokens of all context ranks, which divide the columns, and their positions in their
+        documents; each rank gets the logits of its own columns.
         """
-        positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
         labels_T = torch.full_like(ids_BS.flatten(), -1)
         batch = MicroBatch(
             {"input_ids": ids_BS, "position_ids": positions_BS},
@@ -173,7 +177,7 @@ class Chunks:
         backward: bool,
         losses: Sequence[LayerLoss] = (),
     ) -> list[Any]:
-        """Run micro-batches through Megatron-Core's schedule, each as rows of one document.
+        """Run micro-batches through Megatron-Core's schedule.
 
         Returns the processor's result for each micro-batch on the last stage, otherwise an empty list. backward:
         also add the gradient of the results' losses. losses: the load-balancing loss of each micro-batch, if there
@@ -182,7 +186,9 @@ class Chunks:
         """
         is_interleaved = self.transformer.virtual_pipeline_model_parallel_size is not None
         with_depths = self.depths > 0 and bool(inputs[0].losses)
-        rows = LayerRows.of_pass([entry.micro_batch for entry in inputs], uniform_shapes=is_interleaved)
+        rows = LayerRows.of_pass(
+            [entry.micro_batch for entry in inputs], packs=self.packs, uniform_shapes=is_interleaved
+        )
         batches = [*zip(rows, contexts, losses or [LayerLoss()] * len(rows), strict=True)]
         results: list[Any] = []
 
@@ -204,8 +210,8 @@ class Chunks:
             with loss.during_student():
                 if self.balance is not None:
                     self.balance.current = self.balance.current._replace(rows=rows)
-                # no mask: attention is causal, and the padding of a row is behind its document
-                output = model(rows.ids_NL, rows.positions_NL, None, **hook)
+                # no mask: attention is causal within documents, and padding is behind its document
+                output = model(rows.ids_NL, rows.positions_NL, None, packed_seq_params=rows.packed, **hook)
                 output = output[-1] if isinstance(output, tuple) else output  # the last depth has the loss
                 if self.balance is not None and backward:
                     current_in_backward(self.balance, output)
