@@ -3,14 +3,19 @@
 Configurations and scripts use the names of this module, as in `rollout.reward: stillhouse.tasks:exact_match`. A new
 task is a function and its entry in `TASKS`. A task, a seed and a number give the same problem on every machine. The
 hash of its prompt decides whether a problem is held out, so that no problem is in both splits, for any seeds and
-lengths.
+lengths. A problem of `digits` is a picture of its answer (see stillhouse/digit_strips.py), so the hash of the answer
+decides.
 """
 
 import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy import int64
+    from numpy.typing import NDArray
 
 #: about this share of all problems is held out
 HELD_OUT_SHARE = 0.2
@@ -67,7 +72,7 @@ class TaskSpec:
 class Problem:
     """A prompt with its only right answer.
 
-    length: terms of a sum, letters to reverse, or brackets to close.
+    length: terms of a sum, letters to reverse, brackets to close, or digits to read.
     """
 
     prompt: str
@@ -85,28 +90,34 @@ def problem(task: TaskSpec, seed: int, number: int, *, held_out: bool) -> Proble
     Problems with different numbers may be equal. This is likely only for short lengths, because few problems exist.
     """
     length = task.shortest + number % (task.longest - task.shortest + 1)
-    random = _RandomNumbers(task.name, seed, number)
+    random = RandomNumbers(task.name, seed, number)
     while True:
         prompt, answer = TASKS[task.name].write(random, length)
-        if is_held_out(task.name, prompt) == held_out:
+        if is_held_out(task.name, answer if TASKS[task.name].of_images else prompt) == held_out:
             return Problem(prompt, answer, length)
 
 
-def is_held_out(task: str, prompt: str) -> bool:
-    """Whether a problem belongs to the held-out split."""
-    digest = hashlib.sha256(f"{task}\n{prompt}".encode()).digest()
+def is_held_out(task: str, text: str) -> bool:
+    """Whether a problem belongs to the held-out split. text: its prompt; of a task of images, its answer."""
+    digest = hashlib.sha256(f"{task}\n{text}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < int(HELD_OUT_SHARE * 2**64)
 
 
 def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> float:
     """1 if a completion (without special tokens) equals the record's completion, otherwise 0. For `rollout.reward`.
 
-    White space around the two texts is ignored.
+    The completion of a record with `messages` is the text of the last one. White space around the two texts is
+    ignored.
     """
-    return float(completion.strip() == record["completion"].strip())
+    answer = record["completion"] if "completion" in record else _text(record["messages"][-1]["content"])
+    return float(completion.strip() == answer.strip())
 
 
-class _RandomNumbers:
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+class RandomNumbers:
     """Random integers, made from raw 64-bit integers, which are the same in all versions of numpy."""
 
     def __init__(self, task: str, seed: int, number: int):
@@ -119,8 +130,12 @@ class _RandomNumbers:
         """A random integer from 0 to end - 1. The modulo bias is below 2**-56, because `end` is small here."""
         return int(self._bits.random_raw()) % end
 
+    def many(self, count: int, end: int) -> "NDArray[int64]":
+        """Random integers like those of `below`."""
+        return (self._bits.random_raw(count) % end).astype("int64")
 
-def _sum(random: _RandomNumbers, length: int) -> tuple[str, str]:
+
+def _sum(random: RandomNumbers, length: int) -> tuple[str, str]:
     """`3+14-5=` with the answer `12`."""
     total = 1 + random.below(LARGEST_TERM)
     text = str(total)
@@ -131,13 +146,13 @@ def _sum(random: _RandomNumbers, length: int) -> tuple[str, str]:
     return f"{text}=", str(total)
 
 
-def _reversal(random: _RandomNumbers, length: int) -> tuple[str, str]:
+def _reversal(random: RandomNumbers, length: int) -> tuple[str, str]:
     """`reverse: abcde =` with the answer `edcba`."""
     letters = "".join(LETTERS[random.below(len(LETTERS))] for _ in range(length))
     return f"reverse: {letters} =", letters[::-1]
 
 
-def _brackets(random: _RandomNumbers, length: int) -> tuple[str, str]:
+def _brackets(random: RandomNumbers, length: int) -> tuple[str, str]:
     """`close: ([]{ =` with the answer `})`. About half of the open brackets follow a pair that is already closed."""
     kinds, text, answer = list(BRACKETS), "", ""
     for _ in range(length):
@@ -149,12 +164,26 @@ def _brackets(random: _RandomNumbers, length: int) -> tuple[str, str]:
     return f"close: {text} =", answer
 
 
+def _digits(random: RandomNumbers, length: int) -> tuple[str, str]:
+    """`read the digits` with the answer `407`."""
+    return "read the digits", "".join(str(random.below(10)) for _ in range(length))
+
+
 @dataclass(frozen=True)
 class Task:
-    """lengths: default (shortest, longest). write: a function (random numbers, length) → (prompt, answer)."""
+    """lengths: default (shortest, longest). write: a function (random numbers, length) → (prompt, answer).
+
+    of_images: whether a problem is a picture, and all prompts are the same.
+    """
 
     lengths: tuple[int, int]
-    write: Callable[[_RandomNumbers, int], tuple[str, str]]
+    write: Callable[[RandomNumbers, int], tuple[str, str]]
+    of_images: bool = False
 
 
-TASKS = {"sums": Task((2, 6), _sum), "reversal": Task((2, 12), _reversal), "brackets": Task((2, 12), _brackets)}
+TASKS = {
+    "sums": Task((2, 6), _sum),
+    "reversal": Task((2, 12), _reversal),
+    "brackets": Task((2, 12), _brackets),
+    "digits": Task((2, 4), _digits, of_images=True),
+}

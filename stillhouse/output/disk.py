@@ -21,10 +21,15 @@ UNFINISHED = ".partial"
 
 
 def replace_text(path: Path, content: str) -> None:
+    """`replace_bytes` for a text."""
+    replace_bytes(path, content.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
     """Write a file under a temporary name and rename it, so that a reader never sees an incomplete file."""
     partial = path.with_name(f".{path.name}{UNFINISHED}")
     with explained_write_errors(path):
-        partial.write_text(content, encoding="utf-8")
+        partial.write_bytes(content)
         flush(partial)
         os.replace(partial, path)
 

@@ -5,11 +5,13 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from stillhouse.config.section import FunctionPath, Section, Text
-from stillhouse.tasks import TaskSpec
+from stillhouse.tasks import TASKS, TaskSpec
 
 
 def _checked_tasks(tasks: list[str]) -> list[str]:
     names = [TaskSpec.parse(text).name for text in tasks]
+    if of_images := [name for name in names if TASKS[name].of_images]:
+        raise ValueError(f"got {of_images[0]}, whose problems are images: expected tasks with problems of text")
     if len(set(names)) < len(names):
         raise ValueError(f"got {', '.join(tasks)}, expected each task once")
     return tasks

@@ -1,0 +1,96 @@
+"""The task `digits`: pictures of digits, to be read.
+
+With one version of Pillow, which has the font, a problem has the same picture on every machine.
+"""
+
+import io
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from stillhouse.tasks import RandomNumbers, TaskSpec, problem
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageFont import FreeTypeFont
+
+#: pixels of a picture's height, and of its width for each digit
+SIDE = 16
+#: smallest and largest size of the font, in pixels
+SIZES = (12, 16)
+#: largest angle to both sides, in degrees, and largest shift to each side, in pixels
+TURN, SHIFT = 12, 2
+#: each channel of the dark colour is below this, and each of the light one is at most as far from white
+DARK = 96
+#: largest noise of a channel to both sides
+NOISE = 24
+#: rows of one row group of the file
+_GROUP = 1000
+
+
+def parquet_file(spec: TaskSpec, seed: int, count: int, *, held_out: bool) -> bytes:
+    """The content of a Parquet file with the columns messages, images, task and length, as `datasets` reads it.
+
+    Raises ValueError if Pillow is not installed.
+    """
+    if find_spec("PIL") is None:
+        raise ValueError(f"task {spec.name}: pillow not installed; pip install 'stillhouse[images]'")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from datasets import Features, Image, List, Value
+
+    message = {"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})}
+    columns = {"messages": List(message), "images": List(Image()), "task": Value("string"), "length": Value("int64")}
+    rows = [record(spec, seed, number, held_out=held_out) for number in range(count)]
+    content = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, Features(columns).arrow_schema), content, row_group_size=_GROUP)
+    return content.getvalue()
+
+
+def record(spec: TaskSpec, seed: int, number: int, *, held_out: bool) -> dict[str, Any]:
+    """Problem `number` as a record of training data, with the bytes of a PNG file."""
+    item = problem(spec, seed, number, held_out=held_out)
+    encoded = io.BytesIO()
+    strip(item.answer, RandomNumbers(f"{spec.name} picture", seed, number)).save(encoded, "png")
+    question = [{"type": "image", "text": None}, {"type": "text", "text": item.prompt}]
+    answer = [{"type": "text", "text": item.answer}]
+    return {
+        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+        "images": [{"bytes": encoded.getvalue(), "path": None}],
+        "task": spec.name,
+        "length": item.length,
+    }
+
+
+def strip(digits: str, random: RandomNumbers) -> "Image":
+    """Draw each digit in a random size, place and angle, all in a random light colour on a dark one, with noise.
+
+    The picture has SIDE rows and SIDE columns for each digit.
+    """
+    import numpy as np
+    from PIL import Image, ImageDraw
+
+    mask = Image.new("L", (SIDE * len(digits), SIDE))
+    for place, digit in enumerate(digits):
+        cell = Image.new("L", (SIDE, SIDE))
+        x, y = (SIDE / 2 + random.below(2 * SHIFT + 1) - SHIFT for _ in range(2))
+        font = _font(SIZES[0] + random.below(SIZES[1] - SIZES[0] + 1))
+        ImageDraw.Draw(cell).text((x, y), digit, 255, font, anchor="mm")
+        angle = random.below(2 * TURN + 1) - TURN
+        mask.paste(cell.rotate(angle, Image.Resampling.BICUBIC), (place * SIDE, 0))
+    dark = [random.below(DARK) for _ in range(3)]
+    light = [255 - random.below(DARK) for _ in range(3)]
+    share = np.asarray(mask, dtype=np.int64)[..., None]
+    colours = (np.array(light) * share + np.array(dark) * (255 - share)) // 255
+    noise = random.many(colours.size, 2 * NOISE + 1).reshape(colours.shape) - NOISE
+    return Image.fromarray((colours + noise).clip(0, 255).astype(np.uint8))
+
+
+@cache
+def _font(size: int) -> "FreeTypeFont":
+    from PIL import ImageFont
+
+    font = ImageFont.load_default(size)
+    if not isinstance(font, ImageFont.FreeTypeFont):
+        raise ValueError("the task digits needs Pillow with FreeType, and the one that is installed has no FreeType")
+    return font
