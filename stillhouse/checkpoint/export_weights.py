@@ -55,7 +55,8 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
     with torch.device("meta"):
         full = Decoder(
-            auto_class(part.config).from_config(part.config, dtype=dtype, trust_remote_code=False), verify=False
+            auto_class(part.config, images=True).from_config(part.config, dtype=dtype, trust_remote_code=False),
+            verify=False,
         )
     model = full.pretrained
     model.generation_config = part.pretrained.generation_config

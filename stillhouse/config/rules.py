@@ -344,6 +344,10 @@ RULES: tuple[Rule, ...] = (
         expected="random",
         because="the teacher's embedding is of other tokens",
     ),
+    # the student's trained parts
+    excludes("student.train", "student.adapter", because="only the adapter is trained"),
+    excludes("student.train", "student.mtp"),
+    excludes("student.train", "parallel.engine=megatron"),
     # steps and batches
     Rule(
         ("train.steps", "train.epochs"),

@@ -20,6 +20,7 @@ from stillhouse.models.model_parts import eos_ids
 from stillhouse.models.moe import balance_routers
 from stillhouse.models.quantized import quantized_identity
 from stillhouse.models.router_aux_loss import RouterAuxLoss
+from stillhouse.models.trained_parts import train_parts
 from stillhouse.models.varlen import Activations
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "prove_decoder",
     "quantized_identity",
     "recorded",
+    "train_parts",
     "warn_of_positions",
     "without_lora",
 ]

@@ -30,6 +30,7 @@ from stillhouse.models.document_packing import (
 )
 from stillhouse.models.document_rows import DocumentRows, JoinedRow
 from stillhouse.models.forward_modes import evaluating
+from stillhouse.models.image_inputs import AXES, axis_positions, model_images, read_token_inputs
 from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
 from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough
 from stillhouse.models.load_proof import prove_decoder, require_runnable
@@ -45,6 +46,8 @@ from stillhouse.models.model_parts import (
 )
 from stillhouse.models.pretrained import load_causal_lm
 from stillhouse.models.processors import full_vocab
+from stillhouse.models.shared_weights import keep_shared_once
+from stillhouse.models.trained_parts import image_weights_reached
 from stillhouse.models.varlen import VARLEN_LENGTHS, Activations
 from stillhouse.objective import FullVocab, OutputHead
 
@@ -101,9 +104,7 @@ class Decoder(nn.Module):
         embedding = model.get_input_embeddings().weight
         self.tied = linear.weight is embedding
         self.embedding_name = next(name for name, weight in self.named_parameters() if weight is embedding)
-        self.register_state_dict_post_hook(_drop_shared)
-        self.register_load_state_dict_pre_hook(_find_shared)
-        self.register_load_state_dict_post_hook(_share_again)
+        keep_shared_once(self)
         if verify:
             prove_decoder(self)
 
@@ -119,6 +120,7 @@ class Decoder(nn.Module):
         device: str | torch.device | None = None,
         quantize: str | None = None,
         packing: str = AUTO,
+        images: bool = False,
         activations: Activations | None = None,
         verify: bool = True,
     ) -> "Decoder":
@@ -128,7 +130,8 @@ class Decoder(nn.Module):
         this dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
         `attn_implementation`. `device`: the model is moved to this device before it is verified, since some attention
         implementations run only on a GPU. `quantize`: "int8", "nf4" or "fp8", for a frozen model whose layers have
-        weights of 8 or 4 bits (see `quantized.py`).
+        weights of 8 or 4 bits (see `quantized.py`). `images`: load the vision tower, too, of a family that also has a
+        class for its language model alone.
 
         Raises ValueError for a model that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """
@@ -139,6 +142,7 @@ class Decoder(nn.Module):
             attention=attention,
             trust_remote_code=trust_remote_code,
             quantize=quantize,
+            images=images,
             device=device,
         )
         if dtype is None and model.dtype.itemsize < torch.float32.itemsize:
@@ -164,6 +168,7 @@ class Decoder(nn.Module):
         mtp_input_ids: Tensor | None = None,
         is_padding: Tensor | None = None,
         lengths: DocumentLengths | None = None,
+        images: Mapping[str, Tensor] | None = None,
         **backbone_kwargs: Any,
     ) -> Any:
         """Return logits [B, S, V], or what `processor` returns for the hidden states (see `OutputProcessor`).
@@ -173,25 +178,32 @@ class Decoder(nn.Module):
         positions restart at each document, and attention_mask must be None. `attention_mask`: [B, S], 1 for tokens, 0
         for padding. `is_padding`: [B, S] bool; a backbone that gets one document per row does not run documents of
         padding alone, and their hidden states are arbitrary. `lengths`: those of all documents that `position_ids`
-        separates, in place of reading them from the device. `backbone_kwargs` are passed to the backbone; with
-        `inputs_embeds` [B, S, D] among them, `input_ids` must be None. `mtp_input_ids`: the token ids [B, S]; if
-        given, the MTP layers run, and the head calls the processor once with a tuple of the hidden states of depths
-        0, 1, ….
+        separates, in place of reading them from the device. `images`: arguments of the backbone that belong to
+        images, in the order of the documents in the flattened rows. `backbone_kwargs` are passed to the backbone;
+        with `position_ids` and without a mask, they are tensors [B, S, …] of the tokens, such as `axis_position_ids`
+        [B, S, A], the rotary positions of A axes; with `inputs_embeds` [B, S, D], `input_ids` must be None.
+        `mtp_input_ids`: the token ids [B, S]; if given, the MTP layers run, and the head calls the processor once
+        with a tuple of the hidden states of depths 0, 1, ….
         """
         rows, attention = None, self.packing.attention
-        arguments = {"input_ids": input_ids, **backbone_kwargs}
+        arguments = {"input_ids": input_ids, **read_token_inputs(self.backbone, backbone_kwargs)}
+        images = model_images(self.pretrained, self.backbone, images or {})
+        if mtp_input_ids is not None and (images or AXES in arguments):
+            raise ValueError(
+                "student.mtp: the layers read embeddings of tokens, but the data has images: expected mtp null"
+            )
         is_packed = position_ids is not None and attention_mask is None
         if position_ids is not None and attention_mask is None:
             arguments, rows = backbone_inputs(
-                self.pretrained, self.packing, position_ids, is_padding, arguments, lengths
+                self.pretrained, self.packing, position_ids, is_padding, arguments, lengths, images
             )
         else:
-            arguments["attention_mask"] = attention_mask
+            arguments |= {"attention_mask": attention_mask, **images}
             if position_ids is not None and attention_mask is not None:
                 require_separable(position_ids, attention_mask)
                 arguments["position_ids"] = position_ids
         with nullcontext() if is_packed else attention.without_lengths():
-            with self._in_rows(rows):
+            with self._in_rows(rows), image_weights_reached(self):
                 hidden = self.backbone(**arguments, use_cache=False, return_dict=True).last_hidden_state
             depths: tuple[Tensor, ...] = (hidden,)
             if mtp_input_ids is not None:
@@ -217,6 +229,15 @@ class Decoder(nn.Module):
         with evaluating(self):
             return self(input_ids, position_ids, attention_mask, processor=full_vocab, **backbone_kwargs)
 
+    def axis_positions(
+        self, input_ids_S: Tensor, token_types_S: Tensor | None, images: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """Return the rotary positions of one document, [S, A] int64; None for a family with one axis.
+
+        See `image_inputs.axis_positions`.
+        """
+        return axis_positions(self.backbone, input_ids_S, token_types_S, images)
+
     @property
     def has_head(self) -> bool:
         """False for a pipeline stage without the head: its forward returns hidden states."""
@@ -226,10 +247,6 @@ class Decoder(nn.Module):
         """The language model's layers on this process, in order."""
         numbered = layer_list(self.pretrained)
         return _with_parameters(outermost_lists(self.backbone) if numbered is None else [numbered])
-
-    def blocks(self) -> list[nn.Module]:
-        """The backbone's repeated modules on this process: its layers, and the layers of a vision tower, if any."""
-        return _with_parameters(outermost_lists(self.backbone))
 
     def mtp_layers(self) -> list[nn.Module]:
         """The MTP layers on this process."""
@@ -372,25 +389,3 @@ class Decoder(nn.Module):
 def _with_parameters(lists: Iterable[nn.ModuleList]) -> list[nn.Module]:
     """Return the members of the lists, without a pipeline stage's placeholders for layers of other stages."""
     return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
-
-
-def _drop_shared(decoder: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:
-    """Keep a shared weight in the state dict only once, so that a checkpoint contains it once."""
-    assert isinstance(decoder, Decoder)
-    for name in decoder.shared_names():
-        state.pop(prefix + name, None)
-
-
-def _find_shared(decoder: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """When loading, use a shared weight for all parameters that share it."""
-    assert isinstance(decoder, Decoder)
-    decoder.__dict__["_shared"] = decoder.shared_names()
-    for name, other in decoder.shared_names().items():
-        if prefix + other in state:
-            state.setdefault(prefix + name, state[prefix + other])
-
-
-def _share_again(decoder: nn.Module, _: Any) -> None:
-    """Share the weights again, because `load_state_dict(assign=True)` gives each name a parameter of its own."""
-    assert isinstance(decoder, Decoder)
-    decoder.share(decoder.__dict__.pop("_shared"))

@@ -29,6 +29,7 @@ from stillhouse.document_lengths import DocumentLengths, document_starts
 from stillhouse.libraries import reading
 from stillhouse.models.document_rows import DocumentRows, JoinedRow
 from stillhouse.models.forward_modes import VARLEN, uses_flash_attention
+from stillhouse.models.image_inputs import AXES, is_placeholder, model_positions, padded_with_text
 from stillhouse.models.model_checks import ProofError, describe
 from stillhouse.models.model_parts import row_windows
 from stillhouse.models.packed_attention import PackedAttention
@@ -70,6 +71,7 @@ class Packing:
     name: the way that is used. reason: why an earlier way was refused; None if none was.
     attention: the function for packed documents; with variable-length attention, each way is tried first.
     is_sharded: whether context parallelism shards the documents.
+    reads_images: whether `prove_images` has proven this way for documents with images.
 
     Raises PackingError if the model's code shows that no way of this setting is exact, ValueError if the model's
     configuration names variable-length attention and it cannot be used.
@@ -83,7 +85,7 @@ class Packing:
         activations: Activations | None = None,
     ):
         self._model, self._advice = model, _ADVICE
-        self.is_sharded = False
+        self.is_sharded = self.reads_images = False
         self.takes_positions = "position_ids" in inspect.signature(backbone.forward).parameters
         self.reason: str | None = None
         self.attention = PackedAttention(model, activations)
@@ -128,6 +130,7 @@ class Packing:
     def refuse(self, error: PackingError) -> None:
         """Use the next way, because of this error. Raises PackingError if there is no other way."""
         name, reads_lengths = self._ways[0]
+        self.reads_images = False
         if reads_lengths and (name, False) in self._ways:
             self.attention.reason = str(error)
             del self._ways[0]
@@ -228,41 +231,61 @@ def backbone_inputs(
     is_padding_BS: Tensor | None,
     inputs: Mapping[str, Any],
     lengths: DocumentLengths | None = None,
+    images: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Any], DocumentRows | JoinedRow | None]:
     """Return the arguments of a backbone that gets no attention mask, and the rows of its outputs; None: as packed.
 
-    inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other arguments.
+    inputs: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and other tensors [B, S, …] of the tokens, which are laid
+        out as the ids are; `axis_position_ids` [B, S, A] are among the positions of the backbone.
     is_padding_BS: bool; see `DocumentRows.of`.
     lengths: those of the documents in all rows; None: the position ids say them, which waits for the device.
-    Raises ValueError for inputs beside the tokens, such as images, unless the model is simply packed.
+    images: the arguments of the backbone that belong to images, in the order of the documents.
+    Raises ValueError for other inputs, such as images among `inputs`, and for images if it is not proven that packed
+    documents with images are exact.
     """
-    name = "inputs_embeds" if inputs["input_ids"] is None else "input_ids"
-    tokens: Tensor = inputs[name]
-    shape_BS = tokens.shape[:2]
-    joins_rows = packing.joins_rows and shape_BS[0] > 1
-    more = [key for key, value in inputs.items() if value is not tokens and value is not None]
-    if more and (packing.name != PACKED or joins_rows or packing.attention.reads_lengths):
+    images = images or {}
+    if images and not packing.reads_images and packing.name != ROWS:
         raise ValueError(
-            f"{describe(model)}, whose documents are {_IN_WORDS[packing.name]}, got {name_list(more)} with "
-            "position_ids: expected tokens alone, or no position_ids if every row is one document"
+            f"{describe(model)} got images, and it is not proven that their documents can be "
+            f"{_IN_WORDS[packing.name]}: expected prove_images before, or data.packing: rows"
         )
+    of_tokens = {key: value for key, value in inputs.items() if value is not None}
+    name = "inputs_embeds" if inputs["input_ids"] is None else "input_ids"
+    shape_BS = of_tokens[name].shape[:2]
+    if others := [key for key, value in of_tokens.items() if getattr(value, "shape", ())[:2] != shape_BS]:
+        raise ValueError(
+            f"{describe(model)} got {name_list(others)} with position_ids: expected tensors of the tokens, "
+            f"{list(shape_BS)}, and those of images in `images`"
+        )
+    placeholder_BS = is_placeholder(model, of_tokens) if images else None
+    if name == "input_ids" and placeholder_BS is not None and is_padding_BS is not None:
+        of_tokens[name] = padded_with_text(of_tokens[name], placeholder_BS, is_padding_BS)
+    layout: DocumentRows | JoinedRow | None = None
     if packing.name == ROWS:
-        rows = DocumentRows.of(position_ids_BS.expand(shape_BS), is_padding_BS, lengths)
-        return {"input_ids": None, name: rows.unpack(tokens)}, rows
-    joined = JoinedRow((shape_BS[0], shape_BS[1])) if joins_rows else None
-    if joined is not None:
-        tokens, position_ids_BS = joined.unpack(tokens), joined.unpack(position_ids_BS.expand(shape_BS))
-    arguments = {**inputs, name: tokens}
+        expanded_BS = position_ids_BS.expand(shape_BS)
+        layout = DocumentRows.of(expanded_BS, is_padding_BS, lengths, is_placeholder_BS=placeholder_BS)
+    elif packing.joins_rows and shape_BS[0] > 1:
+        layout = JoinedRow((shape_BS[0], shape_BS[1]))
+        position_ids_BS = layout.unpack(position_ids_BS.expand(shape_BS))
+    if layout is not None:
+        of_tokens = {key: layout.unpack(value) for key, value in of_tokens.items()}
+    axes_BSA = of_tokens.pop(AXES, None)
+    arguments = {"input_ids": None, **of_tokens, **images}
+    if packing.name == ROWS:
+        if axes_BSA is not None:
+            arguments["position_ids"] = model_positions(position_ids_BS, axes_BSA, separates=False)
+        return arguments, layout
     if packing.takes_positions:
-        arguments["position_ids"] = position_ids_BS
+        arguments["position_ids"] = model_positions(position_ids_BS, axes_BSA, separates=True)
+    laid_out_BS = position_ids_BS.expand(of_tokens[name].shape[:2])
     if packing.name == MASKED:
-        arguments["attention_mask"] = packed_masks(model, position_ids_BS.expand(tokens.shape[:2]))
+        arguments["attention_mask"] = packed_masks(model, laid_out_BS)
     if packing.length_names:
         assert lengths is not None or not packing.is_sharded, (
             "a context rank does not know the other columns' lengths"
         )
-        arguments |= _lengths(position_ids_BS.expand(tokens.shape[:2]), packing.length_names, lengths)
-    return arguments, joined
+        arguments |= _lengths(laid_out_BS, packing.length_names, lengths)
+    return arguments, layout
 
 
 def _lengths(position_ids_BS: Tensor, names: Sequence[str], lengths: DocumentLengths | None = None) -> dict[str, Any]:

@@ -25,7 +25,8 @@ COLUMNS = 8
 class DocumentRows:
     """The places of a micro-batch's documents in rows of one document, or in one row of all documents (N = 1).
 
-    index_NL: the place of each row's tokens in the flattened micro-batch; for padding, the document's first token.
+    index_NL: the place of each row's tokens in the flattened micro-batch; for padding, the document's first token, or
+        its first one that is no placeholder of an image.
     place_T: the place of each token in the flattened rows. Documents without a place have 0.
     shape_BS: rows and columns of the micro-batch.
     """
@@ -42,6 +43,7 @@ class DocumentRows:
         lengths: DocumentLengths | None = None,
         multiple: int = COLUMNS,
         widths: Sequence[int] | None = None,
+        is_placeholder_BS: Tensor | None = None,
     ) -> Self:
         """Return the rows of all documents. A document begins where position ids do not continue.
 
@@ -50,6 +52,7 @@ class DocumentRows:
         lengths: those of the documents, with this padding; None: they are read, which waits for the device.
         multiple: the number of the rows' columns is a multiple of this.
         widths: the columns that each document gets in one row of all; None: each document has a row of its own.
+        is_placeholder_BS: bool, the tokens that stand for features of images, which cannot be padding.
         """
         if lengths is None or is_padding_BS is None:
             lengths = DocumentLengths.of(position_ids_BS, is_padding_BS)
@@ -67,7 +70,12 @@ class DocumentRows:
             document_NL = number_F.repeat_interleave(width_F, output_size=sum(widths))[None]
             column_NL = torch.arange(sum(widths), device=start_N.device)[None] - offset_F[document_NL]
         of_document_NL = filled_F[document_NL]
-        index_NL = start_N[of_document_NL] + torch.where(column_NL < length_N[of_document_NL], column_NL, 0)
+        is_token_NL = column_NL < length_N[of_document_NL]
+        index_NL = start_N[of_document_NL] + torch.where(is_token_NL, column_NL, 0)
+        if is_placeholder_BS is not None:
+            assert widths is None, "a row of several documents with images"
+            first_N = (~is_placeholder_BS.flatten()[index_NL]).int().argmax(1, keepdim=True)
+            index_NL = torch.where(is_token_NL, index_NL, index_NL.gather(1, first_N))
         offset_N = torch.full_like(start_N, -1).index_copy_(0, filled_F, offset_F)
         column_T = torch.arange(len(document_T), device=start_N.device) - start_N[document_T]
         place_T = torch.where(offset_N[document_T] >= 0, offset_N[document_T] + column_T, 0)
@@ -78,8 +86,8 @@ class DocumentRows:
         return torch.arange(self.index_NL.shape[1], device=position_ids_BS.device)[None]
 
     def unpack(self, values_BS: Tensor) -> Tensor:
-        """Return values [B, S, …] of the micro-batch as rows [N, L, …]. Padding repeats the row's first token: a
-        special token may have an embedding without a finite gradient (Gemma 3n).
+        """Return values [B, S, …] of the micro-batch as rows [N, L, …]. Padding repeats a token of the row: a special
+        token may have an embedding without a finite gradient (Gemma 3n).
         """
         return values_BS.flatten(0, 1)[self.index_NL]
 

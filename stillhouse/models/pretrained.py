@@ -57,6 +57,7 @@ def load_causal_lm(
     attention: str | None = None,
     trust_remote_code: bool = False,
     quantize: str | None = None,
+    images: bool = False,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
     """Load a model by `from_pretrained` of `auto_class`, with the name unchanged. Every failure is a ValueError.
@@ -66,6 +67,7 @@ def load_causal_lm(
     trust_remote_code.
 
     quantize: quantize the linear layers to "int8", "nf4" or "fp8" (see `quantized.py`). device: None means the CPU.
+    images: see `auto_class`.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
     failure = f"{what} cannot be loaded as a causal language model"
@@ -83,7 +85,7 @@ def load_causal_lm(
         if quantize is not None:
             with prefixed(failure):
                 options |= quantized_loading(config, quantize, options["dtype"], device)
-        build = auto_class(config)
+        build = auto_class(config, images=images)
         with reading(failure):
             model, report = build.from_pretrained(
                 name_or_path,
@@ -123,16 +125,18 @@ def read_configuration(
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
+def auto_class(config: PreTrainedConfig, *, images: bool = False) -> Any:
     """Return transformers' class for the model of this configuration.
 
     A vision-language model without a causal language model class has AutoModelForImageTextToText. All others have
-    AutoModelForCausalLM, which raises a ValueError for an unknown model.
+    AutoModelForCausalLM, which raises a ValueError for an unknown model. images: the class that reads images, if the
+    family has both. The configuration of a model that is already built has only one of them: its language model alone
+    has the configuration of that.
     """
     # a model's folder may contain its class as code
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if images and not causal else AutoModelForCausalLM
+    has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if has_images and (images or not causal) else AutoModelForCausalLM
 
 
 def keep_in_float32(model: PreTrainedModel) -> None:

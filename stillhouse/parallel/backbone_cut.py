@@ -126,7 +126,7 @@ def _cut(config: PreTrainedConfig, name: str, returns_tuple: bool) -> BackboneCu
         # the layers do not run here, and variable-length attention does not accept the device
         config._attn_implementation = "eager"
     with torch.device("meta"):
-        decoder = Decoder(auto_class(config).from_config(config, trust_remote_code=False), verify=False)
+        decoder = Decoder(auto_class(config, images=True).from_config(config, trust_remote_code=False), verify=False)
     backbone: Any = decoder.backbone
     embedding, layers = _children(decoder, name)
     _require_separate_weights(decoder, name)

@@ -196,10 +196,12 @@ def distill_targets(micro_batch: MicroBatch, signals: Signals) -> DistillTargets
 
 
 def model_inputs(micro_batch: MicroBatch, hidden: Tensor | None) -> dict[str, Any]:
-    """Return the arguments of a decoder's forward; the previous stage's hidden states replace the token ids."""
+    """Return the arguments of a decoder's forward; the previous stage's hidden states replace ids and images."""
     inputs = {
         **micro_batch.inputs,
         "is_padding": micro_batch.is_padding_BS,
         "lengths": micro_batch.lengths,
     }
-    return inputs if hidden is None else {**inputs, "input_ids": None, "inputs_embeds": hidden}
+    if hidden is None:
+        return {**inputs, "images": micro_batch.images}
+    return {**inputs, "input_ids": None, "inputs_embeds": hidden}

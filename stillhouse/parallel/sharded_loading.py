@@ -64,11 +64,13 @@ def empty_decoder(
     dtype: str | None = None,
     attention: str | None = None,
     packing: str = AUTO,
+    images: bool = False,
     activations: Activations | None = None,
 ) -> Decoder:
     """Return a decoder with a folder's configuration on the meta device.
 
     dtype: None or "auto" for the dtype in which the model was saved. packing, activations: see `Decoder`.
+    images: see `auto_class`.
     Raises ValueError for a model that cannot be constructed, needs its own code, or is quantized.
     """
     require_safe_files(folder)
@@ -76,7 +78,7 @@ def empty_decoder(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantized: expected plain weights under a layout of several processes")
-    parsed, build = parse_dtype(dtype), auto_class(config)
+    parsed, build = parse_dtype(dtype), auto_class(config, images=images)
     with torch.device("meta"), reading(f"{folder} cannot be constructed as a causal language model"):
         model = build.from_config(
             config,

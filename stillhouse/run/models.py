@@ -20,6 +20,7 @@ from stillhouse.models import (
     model_fingerprint,
     prove_decoder,
     quantized_identity,
+    train_parts,
 )
 from stillhouse.models.document_packing import AUTO
 from stillhouse.models.packed_attention import activations_for
@@ -41,6 +42,7 @@ class ModelSources:
     recompute: whether the student uses activation checkpointing
     packing: `data.packing`
     autocast: the dtype of the student's activations under autocast; None: the dtype of its weights
+    images: whether the models read images
     """
 
     student: StudentConfig
@@ -52,6 +54,7 @@ class ModelSources:
     recompute: bool
     packing: str
     autocast: torch.dtype | None
+    images: bool = False
 
     @property
     def teacher_is_base(self) -> bool:
@@ -82,7 +85,9 @@ class ModelSources:
     def whole_teacher(self, section: str) -> ModelSource:
         """The source of a teacher that this process loads without sharding, with transformers."""
         teacher = self.teachers[section]
-        load = partial(load_model, section, str(teacher.model), teacher, self.mesh.device, self.packing)
+        load = partial(
+            load_model, section, str(teacher.model), teacher, self.mesh.device, self.packing, images=self.images
+        )
         return ModelSource(load, name=section, is_proven=True)
 
     def head_of_store(self, section: str, store: SignalStore, device: torch.device | None = None) -> ModelSource:
@@ -95,7 +100,8 @@ class ModelSources:
 
         def build() -> Decoder:
             if student.init is None:
-                return load_model("student", student.model, student, self.mesh.device, self.packing, self.autocast)
+                options = self.mesh.device, self.packing, self.autocast, self.images
+                return load_model("student", student.model, student, *options)
             source = self._sharded_student()
             empty = source.build()
             assert source.load_weights is not None
@@ -156,6 +162,7 @@ class ModelSources:
             dtype=model.dtype,
             attention=model.attention,
             packing=self.packing,
+            images=self.images,
             activations=activations_for(model.attention, device or self.mesh.device, autocast),
         )
         return ModelSource(build, weights, offload=offload, name=section)
@@ -169,7 +176,11 @@ class ModelSources:
             decoder.mtp.initialize(decoder.pretrained, self.seed)
 
     def _prepared(self, student: Decoder) -> Decoder:
-        """Add the adapter, let each loss prepare the student, enable activation checkpointing, set train mode."""
+        """Freeze parts that are not trained, add the adapter, let each loss prepare the student, enable activation
+        checkpointing, set train mode.
+        """
+        with as_config_error("student.train"):
+            train_parts(student, self.student.train)
         if (adapter := self.student.adapter) is not None:
             options = adapter.model_dump(exclude={"type"})
             with as_config_error("student.adapter.targets"):
@@ -229,10 +240,12 @@ def load_model(
     device: torch.device,
     packing: str = AUTO,
     autocast: torch.dtype | None = None,
+    images: bool = False,
 ) -> Decoder:
     """Load a model and check that its weights are finite.
 
-    which: the model's name in error messages. autocast: the dtype of its activations; None: that of its weights
+    which: the model's name in error messages. autocast: the dtype of its activations; None: that of its weights.
+    images: whether it reads images
     """
     try:
         decoder = Decoder.from_pretrained(
@@ -244,6 +257,7 @@ def load_model(
             device=device,
             quantize=model.quantize if isinstance(model, TeacherConfig) else None,
             packing=packing,
+            images=images,
             activations=activations_for(model.attention, device, autocast),
         )
     except ValueError as error:

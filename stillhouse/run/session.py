@@ -20,6 +20,7 @@ from stillhouse.generation import PromptPlan
 from stillhouse.loops.session_objects import Session
 from stillhouse.models.document_packing import ROWS
 from stillhouse.parallel import Layout, join, watchdog
+from stillhouse.run.image_models import require_image_layout, with_images_proven
 from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import check_before_loading, check_data, check_models, schedule_warnings
 from stillhouse.run.setup import RunSetup, with_precision
@@ -54,8 +55,12 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     check_data(setup, data, model_hashes)
     _enter("loading the models", announce)
     layout = setup.layout
-    models = setup.models(join(layout.degrees, setup.device, config.train.timeout))
+    if data.processor is not None:
+        require_image_layout(setup, data.processor)
+    mesh = join(layout.degrees, setup.device, config.train.timeout)
+    models = setup.models(mesh, images=data.processor is not None)
     engine, source = setup.engine(models, layout)
+    data = with_images_proven(data, engine, source)
     by_length = _runs_rows(engine, source)
     packed = data
     if by_length and config.rollout is None:

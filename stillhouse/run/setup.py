@@ -120,8 +120,8 @@ class RunSetup:
         """Fingerprints of the student and of each teacher; see `model_fingerprints`."""
         return model_fingerprints(self.config.student, self.teachers, self.config.seed, self.stores)
 
-    def models(self, mesh: Mesh) -> ModelSources:
-        """The sources of the models, for the processes of a mesh."""
+    def models(self, mesh: Mesh, *, images: bool = False) -> ModelSources:
+        """The sources of the models, for the processes of a mesh. images: whether the models read images."""
         config = self.config
         return ModelSources(
             config.student,
@@ -133,6 +133,7 @@ class RunSetup:
             config.train.activation_checkpointing,
             config.data.packing,
             self._autocast,
+            images,
         )
 
     def engine(self, models: ModelSources, layout: Layout) -> tuple[Engine, SignalSource]:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from kit.families import build
-from kit.image_text_models import MAKERS, S, gemma3, llava, model_of, qwen2_5_vl, qwen3_vl, with_image
+from kit.image_documents import joined_images
+from kit.image_text_models import IMAGE, MAKERS, S, gemma3, llava, model_of, qwen2_5_vl, qwen3_vl, with_image
 from kit.parity_cases import ONE, mesh_of
 from kit.shard_ranks import Rank, shared_pool
 from kit.teacher_gradients import named_gradients
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -25,6 +25,7 @@ from transformers import (
 
 from stillhouse.models import Decoder
 from stillhouse.models.dtensors import gathered_tensor
+from stillhouse.models.image_proof import prove_images
 from stillhouse.models.pretrained import auto_class
 from stillhouse.models.processor_targets import Targets
 from stillhouse.models.processors import cross_entropy
@@ -35,12 +36,6 @@ from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 from stillhouse.tools.parity import relative_difference
 
 EACH_DECODER = pytest.mark.parametrize("family", ["gemma3", "llava", "qwen3_vl"])
-
-
-def twice(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Pack the same document twice into one row."""
-    stacked = ("pixel_values", "image_grid_thw")
-    return {name: torch.cat([tensor, tensor], 0 if name in stacked else -1) for name, tensor in inputs.items()}
 
 
 @pytest.mark.parametrize(
@@ -85,28 +80,39 @@ def test_gradients_reach_the_image_and_recomputation_changes_nothing(family: str
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2_5_vl", "qwen3_vl"])
-def test_packed_documents_with_images_do_not_see_each_other(family: str) -> None:
-    """Of four axes of positions, axis 0 separates documents; axes 1 to 3 are the multimodal rotary encoding's."""
-    has_axes = family.startswith("qwen")
-    decoder, inputs = Decoder(model_of(family), verify=not has_axes), with_image(family)
-    model: Any = decoder.pretrained
+@pytest.mark.parametrize(("family", "packing"), [("llava", "packed"), ("qwen2_5_vl", "masked")])
+def test_packed_documents_with_images_do_not_see_each_other(family: str, packing: str) -> None:
+    decoder, inputs = Decoder(model_of(family)), with_image(family)
+    types = {name: torch.zeros_like(value) for name, value in inputs.items() if name == "mm_token_type_ids"}
+    prove_images(decoder, [inputs, {"input_ids": inputs["input_ids"] - 3, **types}], joined_images)
+    assert decoder.packing.name == packing
+    of_tokens = {name: inputs.pop(name) for name in ("input_ids", "mm_token_type_ids") if name in inputs}
+    ids_S = of_tokens["input_ids"][0]
+    axes_SA = decoder.axis_positions(ids_S, (ids_S == IMAGE).long(), inputs)
+    if axes_SA is not None:
+        of_tokens["axis_position_ids"] = axes_SA[None]
     positions = torch.arange(S)[None]
-    if has_axes:
-        kinds = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids")}
-        positions = torch.cat([positions[None], model.model.get_rope_index(inputs["input_ids"], **kinds)[0]])
     with torch.no_grad():
-        separate = decoder(**inputs)
-        packed = decoder(**twice(inputs), position_ids=torch.cat([positions, positions], -1))
+        separate = decoder(**with_image(family))
+        twice = {name: torch.cat([tensor, tensor], 1) for name, tensor in of_tokens.items()}
+        images = {name: torch.cat([tensor, tensor]) for name, tensor in inputs.items()}
+        packed = decoder(**twice, position_ids=torch.cat([positions, positions], -1), images=images)
     for part in packed.split(S, 1):
         torch.testing.assert_close(part, separate, rtol=1e-3, atol=1e-4)
 
 
-def test_documents_that_plain_positions_do_not_separate_get_masks_but_no_images() -> None:
-    decoder, inputs = Decoder(model_of("qwen2_5_vl")), with_image("qwen2_5_vl")
-    assert decoder.packing.name == "masked"
-    with pytest.raises(ValueError, match=r"got image_grid_thw, mm_token_type_ids, pixel_values with position_ids"):
-        decoder(**twice(inputs), position_ids=torch.arange(S).repeat(2)[None])
+def test_what_cannot_be_run_with_images_is_refused() -> None:
+    decoder, inputs = Decoder(model_of("llava"), verify=False), with_image("llava")
+    ids_BS, images, positions = inputs.pop("input_ids"), inputs, torch.arange(S)[None]
+    with pytest.raises(
+        ValueError, match=r"got pixel_values with position_ids: expected tensors of the tokens, \[1, 12\]"
+    ):
+        decoder(ids_BS, positions, **images)
+    with pytest.raises(ValueError, match=r"student\.mtp: .* the data has images: expected mtp null"):
+        decoder(ids_BS, positions, images=images, mtp_input_ids=ids_BS)
+    text = Decoder(build("llama"), verify=False)
+    with pytest.raises(ValueError, match=r"got pixel_values, and its backbone reads none of them: expected a vision"):
+        text(ids_BS, positions, images=images)
 
 
 def test_code_that_comes_with_such_a_model_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,4 +178,3 @@ def test_layers_are_those_of_the_language_model() -> None:
     decoder = Decoder(model_of("gemma3"), verify=False)
     language = decoder.pretrained.get_decoder()
     assert decoder.layers() == list(language.layers)
-    assert len(decoder.blocks()) == len(decoder.layers()) + 1  # the tower has one

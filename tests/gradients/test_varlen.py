@@ -64,8 +64,10 @@ def test_the_language_model_of_a_larger_model_uses_it_without_images() -> None:
     assert decoder.packing.attention.reads_lengths
     assert decoder.config.vision_config._attn_implementation == "sdpa"
     ids_BS = torch.arange(24).view(1, 24) + 3
-    with pytest.raises(ValueError, match="got token_type_ids with position_ids: expected tokens alone"):
-        decoder(ids_BS, torch.arange(24)[None], token_type_ids=torch.zeros_like(ids_BS))
+    with pytest.raises(
+        ValueError, match="it is not proven that their documents can be packed: expected prove_images"
+    ):
+        decoder(ids_BS, torch.arange(24)[None], images={"pixel_values": torch.zeros(1, 3, 8, 8)})
 
 
 @pytest.mark.usefixtures("reference")

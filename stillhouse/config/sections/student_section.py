@@ -74,6 +74,15 @@ def _checked_layers(layers: str | list[int] | None) -> str | list[int] | None:
     return layers
 
 
+_Part = Literal["language", "projector", "vision"]
+
+
+def _unlike(parts: list[str]) -> list[str]:
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"got {parts}, expected different parts")
+    return parts
+
+
 class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
     """Where the student's first weights are from. The folder student.model then needs no weights, only the rest."""
 
@@ -120,5 +129,9 @@ class StudentConfig(ModelConfig):
     """An adapter to train instead of the model's own weights. null: train the weights."""
     mtp: MtpConfig | None = None
     """Multi-token prediction: layers that draft tokens. null: the student has none."""
+    train: Annotated[list[_Part], Field(min_length=1), AfterValidator(_unlike)] = Field(default=["language"])
+    """The parts of a vision-language model that are trained; the others are frozen and stay as they are. language:
+    the language model with its embedding and head, or all of a model that reads no images; projector: what maps
+    features of images to the language model; vision: the vision tower."""
     init: StudentInitConfig | None = None
     """The weights to begin with. null: those of the files of student.model."""

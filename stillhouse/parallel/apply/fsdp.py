@@ -1,8 +1,11 @@
 """FSDP2 and HSDP: shards weights, gradients and optimizer state over ranks.
 
 The weights of each layer and of an untied head are gathered for the forward and the backward of this module. The
-output processor runs in the head's forward, so it sees the full weight. Gradients are summed over ranks and not
-averaged, because the losses are sums over tokens, already divided by the step's token count.
+output processor runs in the head's forward, so it sees the full weight. A vision tower is in the root's group: a
+process whose micro-batch has no image does not run the tower, and another one must not wait for it.
+
+Gradients are summed over ranks and not averaged, because the losses are sums over tokens, already divided by the
+step's token count.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,7 +50,7 @@ def apply_fsdp(
     for module in experts:  # before the layers that contain them
         assert expert_mesh is not None
         inner(module, mesh=expert_mesh, shard_placement_fn=partial(_expert_placement, expert_mesh))
-    for layers in _by_shared_weights([*decoder.blocks(), *decoder.mtp_layers()]):
+    for layers in _by_shared_weights([*decoder.layers(), *decoder.mtp_layers()]):
         _require_one_dtype(decoder, layers)
         inner(layers if len(layers) > 1 else layers[0], mesh=mesh)
     for module in (module for loss in decoder.layer_losses.values() for module in loss.with_weights()):

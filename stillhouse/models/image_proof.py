@@ -1,0 +1,244 @@
+"""Proves that documents with images that are packed together are those of the plain model, one document at a time.
+
+The documents are those of the model's own processor, of unlike images, and at least one has no image. The plain model
+gets each document alone, as the processor returns it: without positions, which it then computes itself. The decoder
+gets all of them in two rows with padding. Each document must have the same hidden states. Then the images of one
+document are changed. Its hidden states must change, and those of all others must not: so images are read, and they
+belong to the right documents.
+
+B rows, S columns, A axes of positions; D width.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from stillhouse.libraries import reading
+from stillhouse.models.document_packing import ROWS, PackingError
+from stillhouse.models.forward_modes import autocast, autocast_dtype, evaluating
+from stillhouse.models.image_inputs import AXES, TOKEN_TYPES
+from stillhouse.models.load_proof import PLACE_TOLERANCE, relative_errors
+from stillhouse.models.model_checks import ProofError, describe
+
+#: joins the images of several documents, as a micro-batch has them
+JoinImages = Callable[[Sequence[Mapping[str, Tensor]]], Mapping[str, Tensor]]
+#: the least relative change of a hidden state that shows that images are read: equal inputs give equal bits
+_CHANGED = 1e-4
+_PADDING = 3  # columns, behind the documents of the longer row
+
+
+@dataclass(frozen=True)
+class ImageDocument:
+    """A document as its processor returns it.
+
+    ids_S, types_S: the token ids and the kinds of tokens, by their names in TOKEN_TYPES.
+    images: all other tensors, except for the attention mask.
+    """
+
+    ids_S: Tensor
+    types_S: Mapping[str, Tensor]
+    images: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "ImageDocument":
+        """tensors: [1, S] for tokens."""
+        of_tokens = {"input_ids", "attention_mask", *TOKEN_TYPES}
+        return cls(
+            tensors["input_ids"][0],
+            {name: tensors[name][0] for name in TOKEN_TYPES if name in tensors},
+            {name: value for name, value in tensors.items() if name not in of_tokens},
+        )
+
+    def with_other_images(self) -> "ImageDocument":
+        """The same document with images of inverted colours, mirrored."""
+        images = {
+            name: -value.flip(-1) if value.is_floating_point() else value for name, value in self.images.items()
+        }
+        return ImageDocument(self.ids_S, self.types_S, images)
+
+
+def prove_images(
+    decoder: Any,
+    documents: Sequence[Mapping[str, Tensor]],
+    join: JoinImages,
+    agreed: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Prove that a `Decoder` reads documents with images as the plain model does, or pack them in the next way.
+
+    documents: one or more with images and one or more without, as the processor returns them for one document each.
+    join: joins the images of several documents.
+    agreed: a context that raises a PackingError or ProofError of its block on all processes that share the model.
+    Raises ProofError, naming the model, if the documents are not exact in rows of their own, either. Does not change
+    weights, modes or the state of random generators.
+    """
+    parsed = [ImageDocument.of(tensors) for tensors in documents]
+    with_images = [document for document in parsed if document.images]
+    if not with_images or len(with_images) == len(parsed):
+        raise ValueError(
+            f"got {len(with_images)} documents with images of {len(parsed)}: expected some with and some without"
+        )
+    model = decoder.pretrained
+    dtype = autocast_dtype(model)
+    with torch.no_grad(), evaluating(decoder, model), autocast(model.device, dtype), _kept_deltas(decoder):
+        expected = None
+        while True:
+            try:
+                with agreed():
+                    expected = expected or [_alone(decoder, document) for document in parsed]
+                    decoder.packing.reads_images = True
+                    _prove_packed(decoder, parsed, expected, join, dtype)
+                return
+            except PackingError as error:
+                decoder.packing.reads_images = False
+                if decoder.packing.name == ROWS:
+                    raise ProofError(
+                        f"{error}: expected documents without images, or another vision-language model"
+                    ) from error
+                decoder.packing.refuse(error)
+
+
+@dataclass(frozen=True)
+class _PackedRows:
+    """The documents in two rows. places: the row and the columns of each document"""
+
+    documents: Sequence[ImageDocument]
+    inputs: dict[str, Tensor]
+    is_padding_BS: Tensor
+    places: Sequence[tuple[int, slice]]
+
+    @classmethod
+    def of(cls, decoder: Any, documents: Sequence[ImageDocument]) -> "_PackedRows":
+        half = (len(documents) + 1) // 2
+        rows = [documents[:half], documents[half:]]
+        columns = _PADDING + max(sum(len(document.ids_S) for document in row) for row in rows)
+        parts: list[dict[str, Tensor]] = []
+        places: list[tuple[int, slice]] = []
+        lengths = [sum(len(document.ids_S) for document in row) for row in rows]
+        for number, row in enumerate(rows):
+            tensors, start = [_tensors(decoder, document) for document in row], 0
+            for document in row:
+                places.append((number, slice(start, start + len(document.ids_S))))
+                start += len(document.ids_S)
+            missing = columns - lengths[number]
+            parts.append({name: _padded(name, [part[name] for part in tensors], missing) for name in tensors[0]})
+        inputs = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        is_padding_BS = torch.arange(columns) >= torch.tensor(lengths)[:, None]
+        return cls(documents, inputs, is_padding_BS, places)
+
+    def run(self, decoder: Any, images: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the hidden states [S, D] of each document."""
+        device = decoder.pretrained.device
+        arguments = {name: value.to(device) for name, value in self.inputs.items()}
+        on_device = {name: value.to(device) for name, value in images.items()}
+        hidden_BSD = decoder(**arguments, is_padding=self.is_padding_BS.to(device), images=on_device, head=False)
+        return [hidden_BSD[row, columns] for row, columns in self.places]
+
+
+def _prove_packed(
+    decoder: Any,
+    documents: Sequence[ImageDocument],
+    expected: Sequence[Tensor],
+    join: JoinImages,
+    precision: torch.dtype | None,
+) -> None:
+    """Raise PackingError unless the packed documents have these hidden states, and their images are read.
+
+    expected: of each document alone, [S, D]. precision: the dtype of the matrix products; None: that of the weights.
+    """
+    packed, name = _PackedRows.of(decoder, documents), describe(decoder.pretrained)
+    with _packing_errors(f"{name} cannot run packed documents with images"):
+        hidden = packed.run(decoder, join([document.images for document in documents if document.images]))
+    precision = precision or expected[0].dtype
+    for number, (hidden_SD, expected_SD) in enumerate(zip(hidden, expected, strict=True), start=1):
+        error = _error(hidden_SD, expected_SD, precision)
+        if not error <= PLACE_TOLERANCE[precision]:
+            raise PackingError(
+                f"{name}: the hidden states of document {number} of {len(documents)} with images, packed, differ by "
+                f"{error:.2%} from those of the plain model on that document alone"
+            )
+    for number, document in enumerate(documents):
+        if document.images:
+            others = list(documents)
+            others[number] = document.with_other_images()
+            changed = packed.run(decoder, join([document.images for document in others if document.images]))
+            _prove_change(name, number, hidden, changed, precision)
+
+
+def _prove_change(
+    name: str, number: int, hidden: Sequence[Tensor], changed: Sequence[Tensor], precision: torch.dtype
+) -> None:
+    """Raise PackingError unless other images in document `number` change its hidden states, and no others."""
+    change = float(relative_errors(changed[number], hidden[number]).max())
+    if not change > _CHANGED:
+        raise PackingError(f"{name} ignores images: its hidden states change by {change:.2%} with them")
+    for other, (before_SD, after_SD) in enumerate(zip(hidden, changed, strict=True)):
+        error = _error(after_SD, before_SD, precision)
+        if other != number and not error <= PLACE_TOLERANCE[precision]:
+            raise PackingError(
+                f"{name}: the hidden states of a document change by {error:.2%} with the images of another document"
+            )
+
+
+def _alone(decoder: Any, document: ImageDocument) -> Tensor:
+    """Return the hidden states [S, D] of the plain model for a document alone."""
+    device = decoder.pretrained.device
+    types = {name: value[None].to(device) for name, value in document.types_S.items()}
+    images = {name: value.to(device) for name, value in document.images.items()}
+    with reading(f"{describe(decoder.pretrained)} cannot run a document with images", passes=ProofError):
+        hidden_1SD: Tensor = decoder(document.ids_S[None].to(device), **types, images=images, head=False)
+    return hidden_1SD[0]
+
+
+def _tensors(decoder: Any, document: ImageDocument) -> dict[str, Tensor]:
+    """Return the document's inputs of a micro-batch, [S, …]."""
+    types_S = next(iter(document.types_S.values()), None)
+    axes_SA = decoder.axis_positions(document.ids_S, types_S, document.images)
+    tensors = {"input_ids": document.ids_S, "position_ids": torch.arange(len(document.ids_S)), **document.types_S}
+    return tensors if axes_SA is None else {**tensors, AXES: axes_SA}
+
+
+def _padded(name: str, parts: Sequence[Tensor], columns: int) -> Tensor:
+    """Join values [S, …] of documents and of padding, which is a document: its positions begin at 0 in each axis."""
+    joined_S = torch.cat([*parts])
+    if name not in ("position_ids", AXES):
+        return pad(joined_S, (0, columns), value=int(joined_S[0]) if name == "input_ids" else 0)
+    positions = torch.arange(columns).view(-1, *[1] * (joined_S.dim() - 1)).expand(columns, *joined_S.shape[1:])
+    return torch.cat([joined_S, positions])
+
+
+def _error(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype) -> float:
+    """Return the largest relative difference; in half precision, where rounding can change the experts of single
+    tokens, the median over tokens.
+    """
+    errors_S = relative_errors(hidden_SD, expected_SD)
+    if not bool(errors_S.isfinite().all()):
+        return float("nan")
+    return float(errors_S.max() if precision.itemsize >= torch.float32.itemsize else errors_S.median())
+
+
+@contextmanager
+def _packing_errors(what: str) -> Iterator[None]:
+    """Raise a library's error in the block as a PackingError, which begins with `what`."""
+    try:
+        with reading(what, passes=ProofError):
+            yield
+    except ProofError:
+        raise
+    except ValueError as error:
+        raise PackingError(str(error)) from error
+
+
+@contextmanager
+def _kept_deltas(decoder: Any) -> Iterator[None]:
+    """Restore the state that a backbone keeps of its last images, and which it adds to later positions."""
+    kept = [(module, module.rope_deltas) for module in decoder.modules() if hasattr(module, "rope_deltas")]
+    try:
+        yield
+    finally:
+        for module, deltas in kept:
+            module.rope_deltas = deltas

@@ -1,0 +1,67 @@
+"""Prepares a run whose data has images: proves that its models read them, and gives the data their positions."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from stillhouse.config import ConfigError
+from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.engine.engine import Engine
+from stillhouse.models import Decoder, ProofError
+from stillhouse.models.document_packing import PackingError
+from stillhouse.models.image_proof import prove_images
+from stillhouse.models.model_checks import prefixed
+from stillhouse.run.inputs import RunData
+from stillhouse.run.setup import RunSetup
+from stillhouse.signals import SignalSource
+
+
+def require_image_layout(setup: RunSetup, processor: ImageProcessor) -> None:
+    """Raise ConfigError for a layout that does not read images, or for a teacher with another processor of images."""
+    expected = "the data has images, which this cannot read yet: expected {}, or documents without images"
+    if setup.layout.stages > 1:
+        raise ConfigError("parallel.pipeline", expected.format("1"))
+    for section in setup.own_layouts:
+        raise ConfigError(f"{section}.parallel", expected.format("null"))
+    own = _settings(processor)
+    for section, teacher in setup.teachers.items():
+        if teacher.model is None:
+            continue
+        other = ImageProcessor.find(
+            str(teacher.model),
+            processor.tokenizer,
+            revision=teacher.revision,
+            trust_remote_code=teacher.trust_remote_code,
+        )
+        if other is None or _settings(other) != own:
+            found = "no processor of images" if other is None else "another processor of images"
+            raise ConfigError(f"{section}.model", f"it has {found} than student.model: expected the same one")
+
+
+def with_images_proven(data: RunData, engine: Engine, source: SignalSource) -> RunData:
+    """Prove the models of this job on documents with images, and return the data with the student's axis positions.
+
+    A collective of all processes. Without images, this returns the same data. Raises ProofError, naming the model,
+    for a model that does not read images exactly.
+    """
+    if data.processor is None:
+        return data
+    student = engine.student
+    documents = data.processor.example_documents()
+    for name, decoder in _models(engine, source):
+        agreed = partial(student.ranks.all_raise, PackingError, ProofError)
+        with prefixed(name, ProofError):
+            prove_images(decoder, documents, data.processor.join, agreed)
+    return data.with_axis_positions(student.decoders[0].axis_positions)
+
+
+def _settings(processor: ImageProcessor) -> dict[str, Any]:
+    settings: dict[str, Any] = processor.processor.image_processor.to_dict()
+    return settings
+
+
+def _models(engine: Engine, source: SignalSource) -> Iterator[tuple[str, Decoder]]:
+    """Yield names and decoders of the student and of its teachers in this job."""
+    yield from (("student", decoder) for decoder in engine.student.decoders)
+    others = {"teacher": engine.student.teacher, **source.decoders}
+    yield from ((name, decoder) for name, decoder in others.items() if decoder is not None)

@@ -1,0 +1,286 @@
+"""Eight families of vision-language models: packed documents with images are those of plain transformers.
+
+The plain model gets one document at a time, as its processor returns it, and computes whole logits in float64.
+
+B rows, S tokens per row, D width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from kit import first_is_quick, slow
+from kit.families import build
+from kit.image_documents import (
+    Document,
+    Packed,
+    documents_of,
+    images_of,
+    joined_images,
+    labels_of,
+    model_of,
+    packed,
+)
+from kit.image_models import FAMILIES
+from kit.parity_cases import ONE, mesh_of
+from kit.shard_ranks import Rank, shared_pool
+from torch import Tensor
+from torch.nn.functional import cross_entropy as torch_cross_entropy
+
+from stillhouse.config import TrainConfig
+from stillhouse.engine.optimizer import make_optimizer
+from stillhouse.models import Decoder, ProofError, document_packing
+from stillhouse.models.dtensors import gathered_tensor
+from stillhouse.models.image_proof import prove_images
+from stillhouse.models.processors import cross_entropy
+from stillhouse.models.trained_parts import LANGUAGE, PROJECTOR, VISION, train_parts
+from stillhouse.parallel import Degrees, Layout, ModelSource, build_runner
+from stillhouse.parallel.gradients import reduce_partial_grads
+from stillhouse.tools.parity import relative_difference
+
+EACH_FAMILY = pytest.mark.parametrize("family", first_is_quick(FAMILIES))
+#: the families whose documents with images cannot be packed: DeltaNet layers without kernels, and Gemma's image
+#: blocks, which transformers' masks of sliding windows look for in the row's first document
+IN_ROWS = {"qwen3_5", "gemma3"}
+
+
+def decoder_of(family: str, dtype: torch.dtype = torch.float64) -> Decoder:
+    model = model_of(family).to(dtype)
+    if dtype == torch.float64:  # torch's grouped products have no such kernel
+        model.set_experts_implementation("eager")
+    return Decoder(model)
+
+
+def loss_and_gradients(decoder: Decoder, batch: Packed) -> tuple[float, dict[str, Tensor]]:
+    decoder.zero_grad()
+    output = decoder(**batch.arguments, processor=cross_entropy(), context=batch.targets)
+    output.loss.backward()
+    return float(output.loss.detach()), gradients_of(decoder)
+
+
+def gradients_of(decoder: Decoder) -> dict[str, Tensor]:
+    return {name: weight.grad.clone() for name, weight in decoder.named_parameters() if weight.grad is not None}
+
+
+def plain_loss(model: Any, document: Document) -> Tensor:
+    """Sum of cross-entropies of plain transformers over whole logits."""
+    inputs = {name: value for name, value in document.items() if name != "attention_mask"}
+    logits_SV = model(**inputs, use_cache=False).logits[0]
+    return torch_cross_entropy(logits_SV, labels_of(model, document), ignore_index=-1, reduction="sum")
+
+
+def trained_names(decoder: Decoder, part: str) -> set[str]:
+    train_parts(decoder, [part])
+    names = {name for name, weight in decoder.named_parameters() if weight.requires_grad}
+    decoder.requires_grad_(True)
+    return names
+
+
+@EACH_FAMILY
+def test_packed_documents_are_those_of_plain_transformers(family: str, tmp_path: Path) -> None:
+    """Losses and gradients of all parts; images that are exchanged change the loss, documents that are do not."""
+    decoder, documents = decoder_of(family), documents_of(family, tmp_path)
+    prove_images(decoder, documents, joined_images)
+    assert (decoder.packing.name == "rows") == (family in IN_ROWS)
+    one, two, text, last = documents
+    batch = packed(decoder, [[one, two], [text, last]])
+    loss, gradients = loss_and_gradients(decoder, batch)
+
+    decoder.zero_grad()
+    expected = [plain_loss(decoder.pretrained, document) for document in documents]
+    torch.stack(expected).sum().backward()
+    assert loss == pytest.approx(float(sum(expected).detach()), rel=1e-6)
+    plain = gradients_of(decoder)
+    unreached = {name for name, gradient in gradients.items() if name not in plain and not gradient.any()}
+    assert gradients.keys() == plain.keys() | unreached
+    assert all(relative_difference(gradients[name], plain[name], 1e-3) < 1e-5 for name in plain)
+    for part in (LANGUAGE, PROJECTOR, VISION):
+        assert any(plain[name].any() for name in trained_names(decoder, part) & plain.keys())
+
+    others, _ = loss_and_gradients(decoder, packed(decoder, [[last, text, two], [one]], padding=0))
+    assert others == pytest.approx(loss, rel=1e-6)
+    separate = [loss_and_gradients(decoder, packed(decoder, [[document]], 0))[0] for document in documents]
+    assert sum(separate) == pytest.approx(loss, rel=1e-6)
+    images = [images_of(document) for document in (one, two, last)]
+    swapped = batch.changed(images=joined_images([other_images(images[0]), *images[1:]]))
+    assert abs(loss_and_gradients(decoder, replace(batch, arguments=swapped))[0] - loss) > 1e-3
+
+
+def other_images(images: Document) -> Document:
+    return {name: value.flip(-1) if value.is_floating_point() else value for name, value in images.items()}
+
+
+@EACH_FAMILY
+def test_the_first_step_in_float32_has_the_loss_of_float64(family: str, tmp_path: Path) -> None:
+    decoder, documents = decoder_of(family, torch.float32), documents_of(family, tmp_path)
+    prove_images(decoder, documents, joined_images)
+    with torch.no_grad():
+        batch = packed(decoder, [documents[:2], documents[2:]])
+        loss = decoder(**batch.arguments, processor=cross_entropy(), context=batch.targets).loss
+        model = decoder.pretrained.double()
+        model.set_experts_implementation("eager")
+        expected = sum(float(plain_loss(model, document)) for document in documents)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_image_blocks_of_gemma_4_are_not_packed(tmp_path: Path) -> None:
+    decoder = Decoder(model_of("gemma4", use_bidirectional_attention="vision"))
+    prove_images(decoder, documents_of("gemma4", tmp_path), joined_images)
+    assert decoder.packing.name == "rows"
+
+
+# trained parts
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("qwen3_vl", [LANGUAGE]),
+        slow("qwen3_vl", [PROJECTOR, VISION]),
+        slow("gemma3", [LANGUAGE, PROJECTOR]),
+        slow("llava_onevision", [PROJECTOR]),
+    ],
+)
+def test_only_the_chosen_parts_change(family: str, parts: list[str], tmp_path: Path) -> None:
+    """The bytes of all other weights are those before the update, and the optimizer has no state for them."""
+    decoder, documents = decoder_of(family, torch.float32), documents_of(family, tmp_path)
+    prove_images(decoder, documents, joined_images)
+    wanted = {name for part in parts for name in trained_names(decoder, part)}
+    train_parts(decoder, parts)
+    before = {name: weight.detach().clone() for name, weight in decoder.named_parameters()}
+    optimizer = make_optimizer(decoder.parameters(), TrainConfig(steps=1, learning_rate=0.1, micro_batch_tokens=8))
+    _, gradients = loss_and_gradients(decoder, packed(decoder, [documents]))
+    optimizer.step()
+    assert gradients.keys() == wanted
+    changed = {name for name, weight in decoder.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {name for name, gradient in gradients.items() if gradient.any()}
+    states = {id(weight) for weight in optimizer.state}
+    assert {name for name, weight in decoder.named_parameters() if id(weight) in states} == wanted
+
+
+def test_a_part_that_a_model_does_not_have_is_refused() -> None:
+    text = Decoder(build("llama"), verify=False)
+    train_parts(text, [LANGUAGE])
+    assert all(weight.requires_grad for weight in text.parameters())
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM .* has no part that is its vision: expected .* language"):
+        train_parts(text, [LANGUAGE, VISION])
+
+
+# mutations: each of them is an error that the proof at load must find
+
+
+def test_a_shifted_axis_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, documents = decoder_of("qwen3_vl", torch.float32), documents_of("qwen3_vl", tmp_path)
+    positions: Any = decoder.axis_positions
+
+    def shifted(ids_S: Tensor, types_S: Tensor, images: Document) -> Tensor:
+        axes_SA: Tensor = positions(ids_S, types_S, images)
+        axes_SA[types_S > 0, 2] += 1
+        return axes_SA
+
+    monkeypatch.setattr(decoder, "axis_positions", shifted, raising=False)
+    with pytest.raises(
+        ProofError, match=r"differ by .* from those of the plain model on that document alone: expected"
+    ):
+        prove_images(decoder, documents, joined_images)
+
+
+@pytest.mark.parametrize("family", first_is_quick(["qwen3_vl", "gemma3", "idefics3"]))
+def test_images_in_another_order_are_refused(family: str, tmp_path: Path) -> None:
+    decoder, documents = decoder_of(family, torch.float32), documents_of(family, tmp_path)
+    with pytest.raises(
+        ProofError, match=r"differ by .* from those of the plain model on that document alone: expected"
+    ):
+        prove_images(decoder, documents, lambda parts: joined_images(parts[::-1]))
+
+
+def test_documents_that_see_each_other_are_packed_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, documents = decoder_of("qwen3_vl", torch.float32), documents_of("qwen3_vl", tmp_path)
+    positions: Any = document_packing.model_positions
+    monkeypatch.setattr(document_packing, "model_positions", lambda *of, **_: positions(*of, separates=False))
+    prove_images(decoder, documents, joined_images)
+    assert decoder.packing.name == "masked"
+    assert "differ by" in str(decoder.packing.reason)
+
+
+def test_a_model_that_ignores_images_is_refused(tmp_path: Path) -> None:
+    decoder, documents = decoder_of("internvl", torch.float32), documents_of("internvl", tmp_path)
+    weights: Any = decoder.get_submodule("backbone.multi_modal_projector")
+    for weight in weights.parameters():
+        weight.data.zero_()
+    with pytest.raises(ProofError, match=r"InternVLForConditionalGeneration .* ignores images"):
+        prove_images(decoder, documents, joined_images)
+
+
+def test_the_proof_needs_documents_with_and_without_images(tmp_path: Path) -> None:
+    decoder, documents = Decoder(model_of("internvl"), verify=False), documents_of("internvl", tmp_path)
+    with pytest.raises(ValueError, match=r"got 2 documents with images of 2: expected some with and some without"):
+        prove_images(decoder, documents[:2], joined_images)
+
+
+# under a layout of two processes
+
+
+def gradients_of_two(rank: Rank, case: tuple[str, Degrees, Sequence[str]]) -> dict[str, float]:
+    """A job: return each gradient's relative difference between two data ranks and one process, which accumulates.
+
+    Only the first rank's micro-batch has images.
+    """
+    family, degrees, parts = case
+    with TemporaryDirectory() as folder:
+        documents = documents_of(family, Path(folder))
+    gradients = []
+    for layout, mesh in ((Layout(), ONE), (Layout(degrees), mesh_of(degrees))):
+        runner = build_runner(layout, mesh, ModelSource(lambda: trained_decoder(family, parts)), None)
+        (decoder,) = runner.decoders
+        prove_images(decoder, documents, joined_images)
+        decoder.train()
+        shards = [[documents[:2]], [documents[2:3]]]
+        for shard in shards if mesh is ONE else [shards[mesh.coordinate("data")]]:
+            batch = packed(decoder, shard)
+            with runner.gradients_summed():
+                decoder(**batch.arguments, processor=cross_entropy(), context=batch.targets).loss.backward()
+        reduce_partial_grads(weight for _, weight in runner.named_parameters())
+        gradients.append({name: weight.grad for name, weight in runner.named_parameters() if weight.grad is not None})
+    reference, sharded = gradients
+    assert reference.keys() == sharded.keys()
+    assert all(
+        any(reference[name].any() for name in trained_names(trained_decoder(family, [part]), part)) for part in parts
+    )
+    return {name: relative_difference(gathered_tensor(sharded[name]), reference[name], 1e-3) for name in reference}
+
+
+def trained_decoder(family: str, parts: Sequence[str]) -> Decoder:
+    decoder = Decoder(model_of(family), verify=False)
+    train_parts(decoder, parts)
+    return decoder
+
+
+ALL = [LANGUAGE, PROJECTOR, VISION]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "degrees", "parts"),
+    [
+        *(("qwen3_vl", Degrees(fsdp=2), parts) for parts in ([LANGUAGE], ALL, [PROJECTOR])),
+        *(
+            (family, degrees, ALL)
+            for family, degrees in (("gemma3", Degrees(fsdp=2)), ("qwen3_vl", Degrees(replicate=2)))
+        ),
+    ],
+    ids=str,
+)
+def test_a_rank_without_images_does_not_let_others_wait(family: str, degrees: Degrees, parts: Sequence[str]) -> None:
+    for differences in shared_pool(2).call(gradients_of_two, (family, degrees, parts)):
+        assert any("vis" in name for name in differences) == (
+            VISION in parts or (PROJECTOR in parts and "qwen" in family)
+        )
+        # a bias of the keys shifts all scores of a query alike, so its gradient is rounding alone
+        assert not [name for name, error in differences.items() if not error < 1e-5 and "k_proj.bias" not in name]

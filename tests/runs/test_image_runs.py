@@ -1,0 +1,71 @@
+"""Runs whose data has images: the first step's loss is that of plain transformers, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import first_is_quick
+from kit.image_models import FAMILIES, picture, write_image_model
+from kit.runs import forward_backward, session_of
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from stillhouse.config import ConfigError
+from stillhouse.data.render.processors import load_processor
+
+SETTINGS = {"data.max_tokens": 160, "train.tokens_per_step": 640, "train.micro_batch_tokens": 320}
+RECORDS = 24
+
+
+def turns_of(number: int) -> list[dict[str, Any]]:
+    image = [{"type": "image", "image": f"{number}.png"}] if number % 3 else []
+    question = [{"type": "text", "text": f"what is {number}?"}, *image]
+    answer = [{"type": "text", "text": f"number {number}"}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def write_data(folder: Path) -> None:
+    for number in range(RECORDS):
+        picture(number, 8 + 4 * (number % 4), 8 + 4 * (number % 3)).save(folder / f"{number}.png")
+    lines = [json.dumps({"messages": turns_of(number)}) for number in range(RECORDS)]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    (folder / "eval.jsonl").write_text("\n".join(lines[:4]))
+
+
+@pytest.mark.parametrize("family", first_is_quick(FAMILIES))
+def test_the_first_step_has_the_loss_of_plain_transformers_in_float64(family: str, tmp_path: Path) -> None:
+    folder = write_image_model(family, tmp_path / "student")
+    write_data(tmp_path)
+    session = session_of(tmp_path, teacher=False, **SETTINGS)
+    loss = forward_backward(session).sums["loss"]
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    model.set_experts_implementation("eager")
+    processor: Any = load_processor(str(folder))
+    log_probs, documents = [], session.train.documents
+    for micro_batch in session.step_schedule.micro_batches(session.train, 0):
+        for number in micro_batch.document_T[micro_batch.document_T >= 0].unique().tolist():
+            images = [[Image.open(tmp_path / f"{number}.png")]] if number % 3 else None
+            text = processor.tokenizer.apply_chat_template(turns_of(number), tokenize=False)
+            inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+            assert inputs["input_ids"][0].tolist() == documents.tokens(number).tolist()
+            is_of_T = micro_batch.document_T == number
+            labels_S, weights_S = micro_batch.labels_T[is_of_T], micro_batch.weights_T[is_of_T].bool()
+            with torch.no_grad():
+                log_probs_SV = model(**inputs, use_cache=False).logits[0].log_softmax(-1)
+            log_probs.append(log_probs_SV[weights_S].gather(1, labels_S[weights_S, None]))
+    session.close()
+    assert loss == pytest.approx(-float(torch.cat(log_probs).mean()), rel=1e-5)
+
+
+def test_a_teacher_with_another_processor_of_images_is_refused(tmp_path: Path) -> None:
+    for name in ("student", "teacher"):
+        write_image_model("qwen3_vl", tmp_path / name)
+    write_data(tmp_path)
+    path = tmp_path / "teacher" / "processor_config.json"
+    settings = json.loads(path.read_text())
+    settings["image_processor"]["image_mean"] = [0.4, 0.4, 0.4]
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"teacher\.model: .* another processor of images than student\.model"):
+        session_of(tmp_path, **SETTINGS)
