@@ -42,11 +42,13 @@ _FREE = {
 #: earlier versions can be resumed
 _ADDED: dict[str, Any] = {
     "data.chat_template": None,
+    "data.image_pixels": None,
     "data.packing": "auto",
     "train.optimizer": "adamw",
     "train.momentum": 0.95,
     "student.init": None,
     "student.mtp": None,
+    "student.train": ["language"],
     "teacher.quantize": None,
     "objective.hidden": [],
     "rollout.deviation": "population",
