@@ -44,14 +44,14 @@ def with_images_proven(data: RunData, engine: Engine, source: SignalSource) -> R
     A collective of all processes. Without images, this returns the same data. Raises ProofError, naming the model,
     for a model that does not read images exactly.
     """
-    if data.processor is None:
+    if (inputs := data.train.image_inputs) is None:
         return data
-    student = engine.student
-    documents = data.processor.example_documents()
+    student, processor = engine.student, inputs.processor
+    documents = processor.example_documents()
     for name, decoder in _models(engine, source):
         agreed = partial(student.ranks.all_raise, PackingError, ProofError)
         with prefixed(name, ProofError):
-            prove_images(decoder, documents, data.processor.join, agreed)
+            prove_images(decoder, documents, processor.join, agreed)
     return data.with_axis_positions(student.decoders[0].axis_positions)
 
 

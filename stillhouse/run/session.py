@@ -55,10 +55,10 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     check_data(setup, data, model_hashes)
     _enter("loading the models", announce)
     layout = setup.layout
-    if data.processor is not None:
-        require_image_layout(setup, data.processor)
+    if (image_inputs := data.train.image_inputs) is not None:
+        require_image_layout(setup, image_inputs.processor)
     mesh = join(layout.degrees, setup.device, config.train.timeout)
-    models = setup.models(mesh, images=data.processor is not None)
+    models = setup.models(mesh, images=image_inputs is not None)
     engine, source = setup.engine(models, layout)
     data = with_images_proven(data, engine, source)
     by_length = _runs_rows(engine, source)
