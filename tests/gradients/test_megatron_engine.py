@@ -19,7 +19,12 @@ from kit.megatron_engine_jobs import (
     distances,
     refused_teacher,
     reordered,
+)
+from kit.megatron_state_jobs import (
+    replicas_apart,
+    resumed_in_another_layout,
     saved_and_loaded,
+    wrong_partition,
 )
 from kit.megatron_weights_jobs import Case
 
@@ -32,9 +37,6 @@ CASES = [
     Job(Case("qwen3", tied=True, tensor=2)),
     Job(Case("llama", pipeline=2)),
     Job(Case("qwen3", context=2), uneven=True),
-    slow(Job(Case("qwen3", data=2))),
-    slow(Job(Case("llama", tied=True, pipeline=2), "reverse_kl")),
-    slow(Job(Case("qwen3", pipeline=2, chunks=2), "forward_kl")),
     slow(Job(Case("qwen3", tensor=2, sequence=True), "forward_kl + reverse_kl")),
     slow(Job(Case("qwen3", tensor=2, pipeline=2), "0.5*cross_entropy + reverse_kl")),
     slow(Job(Case("qwen3", pipeline=2), "forward_kl", top_k=8)),
@@ -60,7 +62,6 @@ CASES = [
     slow(Job(Case("gemma3_text", pipeline=2, chunks=2, context=2, tied=True), uneven=True)),
     slow(Job(Case("qwen3_moe", context=2, expert=2), uneven=True)),
     slow(Job(Case("gemma2", tensor=2, tied=True), uneven=True)),
-    slow(Job(Case("gpt_oss", tensor=2, expert=2, sequence=True))),
     slow(Job(Case("gpt_oss", data=2, expert=2), uneven=True, packing=ROWS)),
     slow(Job(Case("gpt_oss", tensor=2, expert=2, sequence=True), uneven=True, router_aux=0.5)),
     slow(Job(Case("gpt_oss", pipeline=2, chunks=2), router_aux=0.5)),
@@ -103,6 +104,34 @@ def test_the_order_of_packed_documents_changes_nothing(model_type: str) -> None:
     for hidden, gradients in pool_of_meshes(2).call(reordered, job, limit=LIMIT):
         assert hidden <= 1e-5
         assert worst(gradients.items())[1] <= 1e-5
+
+
+@pytest.mark.slow
+def test_replicas_of_the_optimizers_shards_stay_equal_and_the_parameters_are_their_rounding() -> None:
+    job = Job(Case("qwen3", data=4, replicas=2))
+    assert pool_of_meshes(4).call(replicas_apart, job, limit=LIMIT) == [(0.0, 0.0)] * 4
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_replicas_in_bfloat16_is_read_by_an_interleaved_pipeline() -> None:
+    """The float32 weights and the moments are the same to the bit, and the parameters are their rounding."""
+    cases = Case("qwen3", tied=True, data=2, replicas=2), Case("qwen3", tied=True, pipeline=2, chunks=2)
+    for differences in pool_of_meshes(2).call(resumed_in_another_layout, cases, limit=LIMIT):
+        assert worst(differences.items())[1] == 0.0, differences
+
+
+@pytest.mark.parametrize(
+    ("ranges", "held"),
+    [
+        ((slice(0, 3), slice(3, 6)), ""),
+        ((slice(0, 3), slice(4, 6)), "[(0, 3), (4, 6)]"),
+        ((slice(0, 3), slice(2, 6)), "[(0, 3), (2, 6)]"),
+        ((slice(0, 5), slice(5, 5)), "[(0, 5)]"),
+    ],
+)
+def test_elements_that_no_data_rank_has_once_are_refused(ranges: tuple[slice, slice], held: str) -> None:
+    expected = f"the data ranks have the elements {held} of parameter 'norm': expected each of its 6 elements once"
+    assert pool_of_meshes(2).call(wrong_partition, ranges) == [expected if held else ""] * 2
 
 
 @pytest.mark.slow

@@ -3,17 +3,14 @@
 B rows, S tokens per row.
 """
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from kit import varlen_reference
 from kit.causal_families import of_config
 from kit.megatron_weights_jobs import Case, laid_out, model_config
@@ -399,23 +396,3 @@ def refused_teacher(rank: Rank, family: str) -> str:
         except ValueError as error:
             return str(error)
     return ""
-
-
-def saved_and_loaded(rank: Rank, case: Case) -> dict[str, float]:
-    """A job: the differences of weights after a step from those that another engine reads from the checkpoint."""
-    with laid_out(case):
-        engine, other = (megatron_engine(Job(case), parse_objective("cross_entropy")) for _ in range(2))
-        step = StepMicroBatches(micro_batches(0, uneven=False))
-        shards = engine.student.shard(step)
-        engine.forward_backward(shards, [{}] * len(shards), step.normalizer)
-        engine.update(0.1)
-        shared = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(shared)
-        folder = Path(shared[0]) / "checkpoint" / "resume"
-        engine.save(folder)
-        dist.barrier()
-        before = values(other)
-        other.load(folder, [])
-        weights, loaded = values(engine), values(other)
-    assert not all(torch.equal(before[name], weights[name]) for name in weights)
-    return {name: float((loaded[name] - weight).abs().max()) for name, weight in weights.items()}

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.causal_families import of_config
 from kit.layout_runs import assert_same_weights
 from kit.ranks import Ranks
 from kit.runs import metrics, run
+from kit.toy_tokenizer import TEXT, toy_backend, toy_tokenizer
 
 from stillhouse.cli.arguments import quiet_libraries
 
@@ -40,6 +42,17 @@ def megatron(
     # Megatron-Core's own notices are no news for users
     assert not [line for line in ranks.err.splitlines() if "Warning:" in line or "DEPRECATED" in line], ranks.err
     return folder / out
+
+
+def save_student(folder: Path, family: str) -> None:
+    """Save a student of a family that only `causal_families.py` has, with the tokenizer of `write_run`'s models."""
+    from kit.megatron_weights_jobs import Case, model_config  # needs Megatron-Core
+
+    tokenizer = toy_tokenizer(backend=toy_backend(text=tuple(TEXT)))
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    options = {"vocab_size": len(tokenizer), "max_position_embeddings": 128, **special}
+    of_config(model_config(Case(family, options=options))).save_pretrained(folder / "student")
+    tokenizer.save_pretrained(folder / "student")
 
 
 def assert_same_runs(folder: Path, *layout: str) -> None:
