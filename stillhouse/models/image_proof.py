@@ -184,6 +184,11 @@ def _prove_change(
             )
 
 
+def document_positions(decoder: Any, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the rotary positions [S, A] of a document as its processor returns it; None with only one axis."""
+    return _positions(decoder, ImageDocument.of(tensors))
+
+
 def _alone(decoder: Any, document: ImageDocument) -> Tensor:
     """Return the hidden states [S, D] of the plain model for a document alone."""
     device = decoder.pretrained.device
@@ -196,10 +201,15 @@ def _alone(decoder: Any, document: ImageDocument) -> Tensor:
 
 def _tensors(decoder: Any, document: ImageDocument) -> dict[str, Tensor]:
     """Return the document's inputs of a micro-batch, [S, …]."""
-    types_S = next(iter(document.types_S.values()), None)
-    axes_SA = decoder.axis_positions(document.ids_S, types_S, document.images)
+    axes_SA = _positions(decoder, document)
     tensors = {"input_ids": document.ids_S, "position_ids": torch.arange(len(document.ids_S)), **document.types_S}
     return tensors if axes_SA is None else {**tensors, AXES: axes_SA}
+
+
+def _positions(decoder: Any, document: ImageDocument) -> Tensor | None:
+    types_S = next(iter(document.types_S.values()), None)
+    positions_SA: Tensor | None = decoder.axis_positions(document.ids_S, types_S, document.images)
+    return positions_SA
 
 
 def _padded(name: str, parts: Sequence[Tensor], columns: int) -> Tensor:

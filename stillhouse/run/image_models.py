@@ -4,25 +4,29 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from stillhouse.config import ConfigError
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.engine.engine import Engine
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_packing import PackingError
-from stillhouse.models.image_proof import prove_images
+from stillhouse.models.image_proof import document_positions, prove_images
 from stillhouse.models.model_checks import prefixed
+from stillhouse.parallel import Layout
 from stillhouse.run.inputs import RunData
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource
 
+_EXPECTED = "the data has images, which this cannot read yet: expected {}, or documents without images"
+
 
 def require_image_layout(setup: RunSetup, processor: ImageProcessor) -> None:
     """Raise ConfigError for a layout that does not read images, or for a teacher with another processor of images."""
-    expected = "the data has images, which this cannot read yet: expected {}, or documents without images"
-    if setup.layout.stages > 1:
-        raise ConfigError("parallel.pipeline", expected.format("1"))
+    _require_one_stage(setup.layout)
     for section in setup.own_layouts:
-        raise ConfigError(f"{section}.parallel", expected.format("null"))
+        raise ConfigError(f"{section}.parallel", _EXPECTED.format("null"))
     own = _settings(processor)
     for section, teacher in setup.teachers.items():
         if teacher.model is None:
@@ -41,18 +45,35 @@ def require_image_layout(setup: RunSetup, processor: ImageProcessor) -> None:
 def with_images_proven(data: RunData, engine: Engine, source: SignalSource) -> RunData:
     """Prove the models of this job on documents with images, and return the data with the student's axis positions.
 
-    A collective of all processes. Without images, this returns the same data. Raises ProofError, naming the model,
-    for a model that does not read images exactly.
+    A collective of all processes. Without images, this returns the same data. Raises ConfigError for a pipeline, and
+    ProofError, naming the model, for a model that does not read images exactly, or not at the student's positions.
     """
     if (inputs := data.train.image_inputs) is None:
         return data
     student, processor = engine.student, inputs.processor
+    _require_one_stage(student.layout)
     documents = processor.example_documents()
+    positions = [document_positions(student.decoders[0], document) for document in documents]
     for name, decoder in _models(engine, source):
+        if not all(map(_is_equal, positions, (document_positions(decoder, document) for document in documents))):
+            raise ProofError(
+                f"{name}: its rotary positions of images are not those of the student: expected a model of its family"
+            )
         agreed = partial(student.ranks.all_raise, PackingError, ProofError)
         with prefixed(name, ProofError):
             prove_images(decoder, documents, processor.join, agreed)
     return data.with_axis_positions(student.decoders[0].axis_positions)
+
+
+def _require_one_stage(layout: Layout) -> None:
+    if layout.stages > 1:
+        raise ConfigError("parallel.pipeline", _EXPECTED.format("1"))
+
+
+def _is_equal(positions_SA: Tensor | None, others_SA: Tensor | None) -> bool:
+    if positions_SA is None or others_SA is None:
+        return positions_SA is others_SA
+    return torch.equal(positions_SA, others_SA)
 
 
 def _settings(processor: ImageProcessor) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
 from stillhouse.models import eos_ids, initialize_lora
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
+from stillhouse.run.image_models import with_images_proven
 from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import require_adapters, require_attention
 from stillhouse.run.setup import RunSetup
@@ -116,7 +117,9 @@ def parity(config: RunConfig) -> Iterator[Row]:
     data = setup.load_data()
     start(device, config.train.timeout)
     one_process = Mesh(Degrees(), device, of_one_process=True)
-    reference, source = in_one_process.engine(in_one_process.models(one_process), Layout())
+    images = data.train.image_inputs is not None
+    reference, source = in_one_process.engine(in_one_process.models(one_process, images=images), Layout())
+    data = with_images_proven(data, reference, source)
     if config.rollout is None:
         numbers = data.train.order(0)[: MICRO_BATCHES * processes]
         step: StepMicroBatches = data.train.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
@@ -134,7 +137,8 @@ def parity(config: RunConfig) -> Iterator[Row]:
     for layout in of_engine(processes, experts=has_experts):
         try:
             mesh = Mesh(layout.degrees, device)
-            engine, source = setup.engine(setup.models(mesh), layout)
+            engine, source = setup.engine(setup.models(mesh, images=images), layout)
+            with_images_proven(data, engine, source)
             loss = _gradient(engine, source, step, config.seed)
         except ValueError as error:
             yield Row(str(layout), refused=str(error))

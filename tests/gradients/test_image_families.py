@@ -228,9 +228,9 @@ def test_the_proof_needs_documents_with_and_without_images(tmp_path: Path) -> No
 
 
 def gradients_of_two(rank: Rank, case: tuple[str, Degrees, Sequence[str]]) -> dict[str, float]:
-    """A job: return each gradient's relative difference between two data ranks and one process, which accumulates.
+    """A job: return each gradient's relative difference between two processes and one, which accumulates.
 
-    Only the first rank's micro-batch has images.
+    Only the first of two micro-batches, which is that of the first data rank, has images.
     """
     family, degrees, parts = case
     with TemporaryDirectory() as folder:
@@ -242,7 +242,7 @@ def gradients_of_two(rank: Rank, case: tuple[str, Degrees, Sequence[str]]) -> di
         prove_images(decoder, documents, joined_images)
         decoder.train()
         shards = [[documents[:2]], [documents[2:3]]]
-        for shard in shards if mesh is ONE else [shards[mesh.coordinate("data")]]:
+        for shard in shards[mesh.coordinate("data") :: layout.degrees.data]:
             batch = packed(decoder, shard)
             with runner.gradients_summed():
                 decoder(**batch.arguments, processor=cross_entropy(), context=batch.targets).loss.backward()
@@ -272,7 +272,11 @@ ALL = [LANGUAGE, PROJECTOR, VISION]
         *(("qwen3_vl", Degrees(fsdp=2), parts) for parts in ([LANGUAGE], ALL, [PROJECTOR])),
         *(
             (family, degrees, ALL)
-            for family, degrees in (("gemma3", Degrees(fsdp=2)), ("qwen3_vl", Degrees(replicate=2)))
+            for family, degrees in (
+                ("gemma3", Degrees(fsdp=2)),
+                ("qwen3_vl", Degrees(replicate=2)),
+                ("internvl", Degrees(tensor=2)),
+            )
         ),
     ],
     ids=str,
