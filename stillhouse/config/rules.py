@@ -373,7 +373,7 @@ RULES: tuple[Rule, ...] = (
     *(
         excludes(key, "parallel.engine=megatron", because="Megatron-Core does not have it here")
         for key in (
-            *("student.adapter", "student.attention"),
+            *("student.adapter.dropout", "student.attention"),
             *("teacher.offload", "teacher.quantize", "teacher.attention", "train.optimizer", "train.compile"),
             *("objective.hidden", "parallel.offload", "parallel.gather_dtype"),
         )

@@ -9,7 +9,7 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,13 +86,20 @@ def initialize_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
     draws B in the same way as A, so that no gradient is 0. For a decoder without an adapter this does nothing.
     """
     for name, parameter in decoder.named_parameters():
-        if not is_lora(name):
-            continue
-        matrix = torch.zeros(parameter.shape, dtype=parameter.dtype)
-        if not fresh or ".lora_A." in name:
-            generator = torch.Generator().manual_seed(name_seed(seed, name))
-            nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
-        set_from_global(parameter, matrix)
+        if is_lora(name):
+            set_from_global(parameter, initial_matrix(name, parameter.shape, seed, parameter.dtype, fresh=fresh))
+
+
+def initial_matrix(
+    name: str, shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32, *, fresh: bool = True
+) -> Tensor:
+    """Return the initial values of a matrix by its name in the full decoder (see `initialize_lora`)."""
+    matrix = torch.zeros(tuple(shape), dtype=dtype)
+    if not fresh or ".lora_A." in name:
+        nn.init.kaiming_uniform_(
+            matrix, a=math.sqrt(5), generator=torch.Generator().manual_seed(name_seed(seed, name))
+        )
+    return matrix
 
 
 def is_lora(name: str) -> bool:

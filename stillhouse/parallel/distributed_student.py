@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stillhouse.data import StepMicroBatches
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, initialize_lora
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.pair import StageInputs
 from stillhouse.parallel.ranks import Ranks
@@ -80,6 +80,11 @@ class DistributedStudent(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the student's parameters on this rank, with their names in the full model."""
         ...
+
+    def initialize_adapter(self, seed: int, *, fresh: bool = True) -> None:
+        """Initialise the adapter's matrices on this process (see `initialize_lora`)."""
+        for student in self.decoders:
+            initialize_lora(student, seed, fresh=fresh)
 
     def stage_weights(self) -> dict[str, StageWeight]:
         """Return the tensors of this rank's pipeline stages, by their names in the full model.

@@ -25,7 +25,7 @@ from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
-from stillhouse.models import eos_ids, initialize_lora
+from stillhouse.models import eos_ids
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.run.image_models import with_images_proven
@@ -174,7 +174,7 @@ def _gradient(engine: Engine, source: SignalSource, step: StepMicroBatches, seed
     """Run one step and return its loss; the gradient stays in the student. seed: for initialising an adapter."""
     for student in engine.student.decoders:
         student.eval()  # dropout would use other random numbers under each layout
-        initialize_lora(student, seed, fresh=False)  # with a non-zero B: with B = 0, A's gradient would be 0
+    engine.student.initialize_adapter(seed, fresh=False)  # with B = 0, A's gradient would be 0
     micro_batches = engine.student.shard(step)
     source = source if engine.needs_teacher else NoTeacher()
     output = engine.forward_backward(micro_batches, source.request(micro_batches).result(), step.normalizer)

@@ -11,6 +11,7 @@ from kit.shard_ranks import Failure, pool_of_meshes
 
 pytest.importorskip("megatron.core")
 
+from kit.megatron_adapter_jobs import without_an_adapters_part
 from kit.megatron_engine_jobs import (
     Difference,
     Job,
@@ -28,11 +29,13 @@ from kit.megatron_state_jobs import (
 )
 from kit.megatron_weights_jobs import Case
 
+from stillhouse.models.adapter import ALL_LINEAR
 from stillhouse.models.document_packing import ROWS
 from stillhouse.tools.parity import worst
 
 LIMIT = 180.0
 RECOMPUTED_EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+LATENT_PROJECTIONS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 CASES = [
     Job(Case("qwen3", tied=True, tensor=2)),
     Job(Case("llama", pipeline=2)),
@@ -81,6 +84,24 @@ CASES = [
     slow(Job(Case("deepseek_v3", tensor=2, sequence=True), uneven=True, kernel=True)),
     slow(Job(Case("deepseek_v3", context=2), uneven=True)),
     slow(Job(Case("mistral", tensor=2, options={"sliding_window": 5}), uneven=True, kernel=True)),
+    Job(Case("qwen3", tensor=2, tied=True), adapter=ALL_LINEAR),
+    slow(Job(Case("qwen3", tensor=2, sequence=True), adapter=ALL_LINEAR)),
+    slow(Job(Case("qwen3", tensor=2, tied=True), adapter=["q_proj", "v_proj", "down_proj"], uneven=True)),
+    slow(Job(Case("qwen3", pipeline=2, tied=True), adapter=ALL_LINEAR, uneven=True)),
+    slow(Job(Case("llama", pipeline=2, chunks=2), "forward_kl", adapter=ALL_LINEAR, recompute=True)),
+    slow(Job(Case("qwen3", data=2), "reverse_kl", adapter=ALL_LINEAR)),
+    slow(Job(Case("qwen2", context=2), adapter=["k_proj", "up_proj"], uneven=True)),
+    slow(Job(Case("gemma3_text", tensor=2, tied=True), adapter=ALL_LINEAR, uneven=True)),
+    slow(Job(Case("gpt_oss", tensor=2, expert=2, sequence=True), adapter=ALL_LINEAR, router_aux=0.5)),
+    slow(Job(Case("deepseek_v3", tensor=2, sequence=True), adapter=LATENT_PROJECTIONS)),
+    slow(
+        Job(
+            Case("qwen3_moe", data=2, expert=2, options={"mlp_only_layers": []}),
+            adapter=ALL_LINEAR,
+            router_aux=0.5,
+            recompute=True,
+        )
+    ),
 ]
 
 
@@ -104,6 +125,13 @@ def test_the_order_of_packed_documents_changes_nothing(model_type: str) -> None:
     for hidden, gradients in pool_of_meshes(2).call(reordered, job, limit=LIMIT):
         assert hidden <= 1e-5
         assert worst(gradients.items())[1] <= 1e-5
+
+
+def test_an_adapter_is_proven_with_values_that_change_the_logits() -> None:
+    """The first B of a run is 0."""
+    job = Job(Case("qwen3", tensor=2, tied=True), adapter=ALL_LINEAR)
+    for message in pool_of_meshes(2).call(without_an_adapters_part, job, limit=LIMIT):
+        assert "the logits of Megatron-Core differ from those of transformers" in message
 
 
 @pytest.mark.slow
@@ -154,6 +182,7 @@ def test_a_checkpoint_of_gpt_oss_has_the_weights_of_all_experts() -> None:
         Job(Case("qwen3", data=2)),
         Job(Case("llama", tensor=2, sequence=True)),
         Job(Case("qwen3_moe", data=2, expert=2), router_aux=0.5, fixed_experts=True, recompute=True),
+        Job(Case("qwen3", tensor=2, sequence=True), adapter=ALL_LINEAR),
     ],
     ids=lambda job: job.name,
 )

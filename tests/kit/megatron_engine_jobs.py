@@ -5,7 +5,7 @@ B rows, S tokens per row.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from kit import varlen_reference
 from kit.causal_families import of_config
+from kit.megatron_frozen import one_process, require_frozen_base
 from kit.megatron_weights_jobs import Case, laid_out, model_config
 from kit.shard_ranks import Rank
 from torch import Tensor
@@ -29,13 +30,13 @@ from stillhouse.engine.megatron.weights import gather, local_blocks
 from stillhouse.engine.parts import LossPart, RouterBalancing
 from stillhouse.engine.parts.mtp import MtpLoss
 from stillhouse.engine.torch_engine import TorchEngine
-from stillhouse.models import Decoder, balance_routers
+from stillhouse.models import Decoder, add_lora, balance_routers, initialize_lora
 from stillhouse.models.document_packing import AUTO
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import TEACHER, TopK
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
-from stillhouse.parallel import DistributedStudent, Layout, Mesh, ModelSource, StageInputs, single_process_runner
+from stillhouse.parallel import DistributedStudent, Layout, Mesh, ModelSource, StageInputs
 from stillhouse.signals import InStageTeacher
 from stillhouse.signals.weight_average import WeightAverage
 from stillhouse.tools.parity import relative_difference
@@ -52,6 +53,7 @@ class Job:
     recompute, options: of the layout. depths: the number of the student's MTP layers. fixed_experts: whether all
     tokens choose the same experts of a layer, by margins that rounding does not reach. packing: `data.packing`.
     kernel: whether Megatron-Core's layers have variable-length attention, by the reference of `varlen_reference`.
+    adapter: the targets of a LoRA on the student, whose base is then the teacher.
     """
 
     case: Case
@@ -65,13 +67,14 @@ class Job:
     fixed_experts: bool = False
     packing: str = AUTO
     kernel: bool = False
+    adapter: str | list[str] = ""
 
     @property
     def name(self) -> str:
         flags = ["uneven"] * self.uneven + ["balanced"] * bool(self.router_aux) + ["recompute"] * self.recompute
         flags += ["fixed experts"] * self.fixed_experts
         flags += [self.packing] * (self.packing != AUTO) + ["kernel"] * self.kernel
-        flags += [f"depths {self.depths}"] * bool(self.depths)
+        flags += [f"depths {self.depths}"] * bool(self.depths) + [f"adapter {self.adapter}"] * bool(self.adapter)
         return " ".join([self.case.name, self.loss, *[f"top {self.top_k}"] * bool(self.top_k), *flags, *self.options])
 
 
@@ -98,13 +101,15 @@ class Difference:
 def compare(rank: Rank, job: Job) -> Difference:
     spec, case = parse_objective(job.loss), job.case
     student, teacher = (decoder(job, seed, verify=job.uneven) for seed in range(2))
-    runner = single_process_runner(student, teacher)
+    runner = one_process(student, None if job.adapter else teacher)
     exact = run(TorchEngine(runner, spec, train=TRAIN, parts=parts(job, runner)), job)
     expected = {name: tensor.detach() for name, tensor in student.state_dict().items()}
     with laid_out(case), varlen_reference.reference() if job.kernel else nullcontext():
         engine = megatron_engine(job, spec)
         steps, gradients = run(engine, job)
         weights = values(engine)
+        if job.adapter:
+            require_frozen_base(engine, decoder(job, 0).state_dict(), weights)
     of_exact, exact_gradients = exact
     pairs = [*zip(steps, of_exact, strict=True)]
     least = 1e-3 * of_exact[0].norm
@@ -163,7 +168,7 @@ def distances(rank: Rank, job: Job) -> Distances:
         models = [decoder(job, seed).to(dtype) for seed in range(2)]
         for model in models:
             model.config._experts_implementation = "eager"  # the others have no float64
-        runner = single_process_runner(*models)
+        runner = one_process(models[0], None if job.adapter else models[1])
         engine = TorchEngine(runner, spec, train=TRAIN, autocast=autocast, parts=parts(job, runner))
         return run(engine, job, steps=1)[1]
 
@@ -239,6 +244,9 @@ def decoder(job: Job, seed: int, *, verify: bool = False) -> Decoder:
         balance_routers(made)
     if job.depths and seed == 0:
         _add_mtp(made, job.depths)
+    if job.adapter and seed == 0:
+        add_lora(made, r=4, alpha=6.0, targets=job.adapter)
+        initialize_lora(made, 0, fresh=False)
     return made
 
 
@@ -283,8 +291,10 @@ def megatron_engine(job: Job, spec: ObjectiveSpec, **precision: torch.dtype) -> 
         options=job.options,
     )
     mesh = Mesh(case.degrees, torch.device("cpu"))
-    sources = [ModelSource(partial(decoder, job, seed), name="model") for seed in range(2)]
-    student = build_megatron_student(layout, mesh, *sources)
+    is_base = bool(job.adapter)
+    source, teacher = (ModelSource(partial(decoder, job, seed), name="model") for seed in range(2))
+    source = replace(source, teacher_is_base=is_base)
+    student = build_megatron_student(layout, mesh, source, None if is_base else teacher)
     return MegatronEngine(student, spec, train=TRAIN, parts=parts(job, student))
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
 
 from kit.causal_families import of_config
+from kit.megatron_adapter_jobs import published_adapter
+from kit.megatron_engine_jobs import Job, decoder
 from kit.megatron_publish_jobs import growth_of_publishing, publish_with_unequal_replicas, published
 from kit.megatron_weights_jobs import Case, model_config
 from kit.weights_jobs import read_manifest
@@ -22,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.generation.publish_weights import BUCKET_BYTES
 from stillhouse.models import Decoder
+from stillhouse.models.adapter import ALL_LINEAR, is_lora, save_lora
 
 MOE, LATENT, GEMMA = "qwen3_moe", "deepseek_v3", "gemma3_text"
 #: of three rows of the vocabulary each, the fourth tensor rank has only padding
@@ -81,6 +84,35 @@ def test_the_bytes_are_those_of_the_folder(tmp_path: Path, case: Case) -> None:
         for _, copy in answer:
             assert_same_bytes(copy, read)
     assert len([*path.glob("*.safetensors")]) > 2
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("qwen3", tensor=2, tied=True),
+        slow(Case("llama", pipeline=2, chunks=2)),
+        slow(Case("gpt_oss", tensor=2, expert=2, sequence=True)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_an_adapter_is_published_in_the_format_of_peft(tmp_path: Path, case: Case) -> None:
+    job = Job(case, adapter=ALL_LINEAR)
+    (answer,) = pool_of_meshes(case.processes).run(published_adapter, [(job, tmp_path / "weights")], limit=180)
+    assert not isinstance(answer, Failure), answer.text
+    expected = decoder(job, 0)
+    with torch.no_grad():
+        for name, parameter in expected.named_parameters():
+            parameter.mul_(1 + is_lora(name))
+    (tmp_path / "expected").mkdir()
+    save_lora(
+        expected, {name: m for name, m in expected.state_dict().items() if is_lora(name)}, tmp_path / "expected"
+    )
+    path = Path(answer[0][0])
+    for file in (tmp_path / "expected").iterdir():
+        assert (path / file.name).read_bytes() == file.read_bytes(), file.name
+    assert read_manifest(path).kind == "adapter"
+    for _, copy in answer:
+        assert_same_bytes(copy, expected.state_dict())
 
 
 def assert_same_bytes(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

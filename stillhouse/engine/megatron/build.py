@@ -64,6 +64,7 @@ def build_megatron_student(
         decoder,
         teacher_decoder,
         teacher_head=head,
+        teacher_is_base=student_source.teacher_is_base,
         data_parallel=data_parallel,
     )
 
@@ -106,20 +107,24 @@ def _teacher_head(layout: Layout, mesh: Mesh, source: ModelSource) -> DecoderHea
 def _model_options(layout: Layout, decoder: Decoder, *, is_student: bool) -> dict[str, Any]:
     """Return the dtypes of a model, and whether its layers are computed again. The teacher has its weights' dtype.
 
-    Raises ValueError for a student whose weights are not float32: the optimizer updates float32 weights.
+    With an adapter, the layers are always Megatron-Core's local ones, because some of Transformer Engine's linear
+    layers normalize their input first, which the adapter needs, too.
+    Raises ValueError for a student whose trained weights are not float32: the optimizer updates float32 weights.
     """
     dtype = next(decoder.parameters()).dtype
     if not is_student:
         return {"dtype": dtype}
-    if dtype != torch.float32:
+    if dtype != torch.float32 and (decoder.lora is None or dtype != layout.autocast):
         raise ValueError(
             f"student.dtype: the weights are {dtype}; expected float32 with parallel.engine: megatron. "
-            "train.precision: bf16 computes in bfloat16, with weights in float32 for the optimizer"
+            "train.precision: bf16 computes in bfloat16, with weights in float32 for the optimizer; then the frozen "
+            "weights below an adapter may be bfloat16"
         )
     dtype = layout.autocast or dtype
     has_wide_residual = dtype != torch.float32 and layout.residual_dtype is None
     recompute = RECOMPUTE if layout.recompute else {}
-    return {"dtype": dtype, "fp32_residual_connection": has_wide_residual} | recompute
+    layers = {} if decoder.lora is None else {"transformer_impl": "local"}
+    return {"dtype": dtype, "fp32_residual_connection": has_wide_residual} | recompute | layers
 
 
 def _require_gpu(device: torch.device) -> None:

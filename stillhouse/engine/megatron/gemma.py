@@ -22,15 +22,19 @@ from stillhouse.engine.megatron.norm import RmsNorm
 
 
 class NormedProjection(RowParallelLinear):
-    """The last projection of attention or MLP, and the norm of its output."""
+    """The last projection of attention or MLP, and the norm of its output. The norm is a forward hook, so that an
+    adapter can add to the projection before it.
+    """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any):
         super().__init__(input_size, output_size, config=config, **options)
         self.post_norm = RmsNorm(config, output_size, config.layernorm_epsilon)
+        self.register_forward_hook(_normed)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        output_SBD, bias = super().forward(input_)
-        return self.post_norm(output_SBD), bias
+
+def _normed(layer: NormedProjection, inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    output_SBD, bias = outputs
+    return layer.post_norm(output_SBD), bias
 
 
 class GemmaAttention(SelfAttention):

@@ -67,7 +67,8 @@ def load(chunks: Sequence[nn.Module], table: WeightTable, tensors: Iterable[tupl
     """Copy tensors of the full model, or shards of them, into the parameters. Padding rows become zero.
 
     tensors: each with its name. Raises ValueError for a tensor of another shape, and if one is missing.
-    Returns the parameters whose dtype rounds a value, with the values as they are, in the tensors' dtype.
+    Returns the parameters with a gradient whose dtype rounds a value, with the values as they are, in the tensors'
+    dtype.
     """
     blocks: defaultdict[str, list[Block]] = defaultdict(list)
     for block in table.blocks:
@@ -88,8 +89,9 @@ def load(chunks: Sequence[nn.Module], table: WeightTable, tensors: Iterable[tupl
                     f"its part {block.index} with shape {tuple(target.shape)}"
                 )
             target.copy_(source)
-            if key not in unrounded and not torch.equal(target.to(source), source):
-                unrounded[key] = tensor_of(chunks[block.chunk], block.parameter).to(source)
+            whole = tensor_of(chunks[block.chunk], block.parameter)
+            if whole.requires_grad and key not in unrounded and not torch.equal(target.to(source), source):
+                unrounded[key] = whole.to(source)
             if key in unrounded:
                 unrounded[key][block.local] = source
     for name, (block, *_) in blocks.items():
@@ -101,7 +103,9 @@ def load(chunks: Sequence[nn.Module], table: WeightTable, tensors: Iterable[tupl
 
 def _allocate_zeros(parameter: Tensor) -> None:
     """Fill a parameter with zeros, after allocating its memory if that has been returned."""
-    parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+    storage = parameter.untyped_storage()
+    if not storage.nbytes():  # otherwise it may also have other parameters
+        storage.resize_(parameter.numel() * parameter.element_size())
     parameter.zero_()
 
 

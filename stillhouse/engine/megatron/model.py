@@ -6,8 +6,8 @@
     load(chunks, weight_table(chunks, config, Place.current()), named_tensors)         # in loading.py
 
 The weights are allocated, not initialized. With Transformer Engine installed, the layers are those of its layer spec.
-Without it, and always for Gemma and gpt-oss, they are Megatron-Core's local layers, on a CPU or a GPU, with `RmsNorm`
-and `CausalAttention`. The path with Transformer Engine has not been run: it needs a GPU.
+Without it, and always for Gemma, gpt-oss and a student with an adapter, they are Megatron-Core's local layers, on a
+CPU or a GPU, with `RmsNorm` and `CausalAttention`. The path with Transformer Engine has not been run: it needs a GPU.
 
 S tokens of a row on this rank, B rows, D width, C half of the width of a head.
 """
@@ -33,7 +33,6 @@ from stillhouse.engine.megatron.model_config import (
     padded_vocabulary,
     require_family,
     rotary_frequencies,
-    uses_transformer_engine,
 )
 from stillhouse.engine.megatron.norm import RmsNorm
 from stillhouse.models.megatron import MultiTokenGPTModel
@@ -66,7 +65,7 @@ def _build_chunk(
         post_process=parallel_state.is_pipeline_last_stage(**place),
         share_embeddings_and_output_weights=config.tie_word_embeddings,
         position_embedding_type="rope",
-        mtp_block_spec=_mtp_spec(block, transformer, family, vp_stage),
+        mtp_block_spec=_mtp_spec(block, transformer, vp_stage),
         vp_stage=vp_stage,
     )
     has_copy = model.mtp_process and not model.pre_process  # of the embedding, for the MTP layers
@@ -102,11 +101,11 @@ def _block_spec(
 ) -> TransformerBlockSubmodules:
     block = get_gpt_decoder_block_spec(
         transformer,
-        use_transformer_engine=uses_transformer_engine(family),
+        use_transformer_engine=_has_transformer_engine(transformer),
         normalization="RMSNorm",
         vp_stage=vp_stage,
     )
-    if uses_transformer_engine(family):
+    if _has_transformer_engine(transformer):
         if transformer.params_dtype == torch.float32:  # its attention separates packed documents in 16 bits alone
             for layer in block.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = CausalAttention
@@ -134,13 +133,18 @@ def _block_spec(
 
 
 def _mtp_spec(
-    block: TransformerBlockSubmodules, transformer: TransformerConfig, family: Family, vp_stage: int | None
+    block: TransformerBlockSubmodules, transformer: TransformerConfig, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the MTP layers of the chunk, which are like the last layer; None for a chunk without them."""
     if not transformer.mtp_num_layers:
         return None
-    spec = get_gpt_mtp_block_spec(transformer, block, uses_transformer_engine(family), vp_stage=vp_stage)
-    for layer in () if spec is None or uses_transformer_engine(family) else spec.layer_specs:
+    has_engine = _has_transformer_engine(transformer)
+    spec = get_gpt_mtp_block_spec(transformer, block, has_engine, vp_stage=vp_stage)
+    for layer in () if spec is None or has_engine else spec.layer_specs:
         norms = layer.submodules
         norms.enorm = norms.hnorm = norms.layer_norm = RmsNorm
     return spec
+
+
+def _has_transformer_engine(transformer: TransformerConfig) -> bool:
+    return transformer.transformer_impl == "transformer_engine"

@@ -5,7 +5,8 @@ documents, L columns of the longest one, D width, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,10 @@ from stillhouse.engine.megatron.loading import LOAD_ERRORS
 from stillhouse.engine.megatron.model_config import require_family
 from stillhouse.engine.megatron.student import Chunks
 from stillhouse.models import ProofError
+from stillhouse.models.adapter import initial_matrix, is_lora
 from stillhouse.models.document_rows import DocumentRows
 from stillhouse.models.forward_modes import evaluating
+from stillhouse.models.lora import Lora
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Mesh, ModelSource
 from stillhouse.parallel.backbone_cut import require_cuttable
@@ -35,7 +38,8 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
 
     Megatron-Core's layers get documents of different lengths as in a run, transformers' one document per row.
     It is enough that one process runs transformers, with weights that it reads again, because it sends its logits to
-    all others. It has a part of the layers at a time, about as many as a process of this layout has.
+    all others. It has a part of the layers at a time, about as many as a process of this layout has. An adapter has
+    other matrices during the proof, because the first B is 0.
     Returns the largest error (see `TOLERANCE`). Raises ProofError on all processes.
     """
     degrees, dtype = mesh.degrees, chunks.transformer.params_dtype
@@ -62,7 +66,9 @@ def prove_chunks(chunks: Chunks, source: ModelSource, mesh: Mesh) -> float:
     # rounding can change the experts of single tokens
     is_routed = require_family(chunks.config).experts is not None and dtype != torch.float32
     errors = [0.0]
-    for by_depth, start in chunks.logits(ids_BS, positions_BS, degrees.pipeline)[:1]:
+    with _drawn_adapter(chunks):
+        logits = chunks.logits(ids_BS, positions_BS, degrees.pipeline)
+    for by_depth, start in logits[:1]:
         for logits_BSV, expected_BSV, is_real_BS in zip(by_depth, expected_KBSV, is_real_KBS, strict=True):
             of_rank_BSV = expected_BSV[..., start : start + logits_BSV.shape[-1]]
             difference_BSV = logits_BSV[..., : of_rank_BSV.shape[-1]].float() - of_rank_BSV
@@ -92,6 +98,10 @@ def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> 
             keep_layers(decoder, cut, range(start, stop), first=start == 0, last=stop == count)
         if source.load_weights is not None:
             source.load_weights(decoder)
+        if decoder.lora is not None:
+            names = {name: parameter.shape for name, parameter in decoder.named_parameters() if is_lora(name)}
+            for name, matrix in _drawn_matrices(names, decoder.lora):
+                decoder.get_parameter(name).data.copy_(matrix)
         decoder.to(ids_NL.device)  # a source may load weights into host memory
         with torch.no_grad(), evaluating(decoder):
             inputs: dict[str, Any] = {"input_ids": ids_NL} if output is None else {"inputs_embeds": output}
@@ -99,6 +109,31 @@ def _logits_of_transformers(source: ModelSource, ids_NL: Tensor, parts: int) -> 
             output = decoder(**{"input_ids": None, **inputs, **of_last})
     assert output is not None
     return output
+
+
+@contextmanager
+def _drawn_adapter(chunks: Chunks) -> Iterator[None]:
+    """Let the adapter have the matrices of the proof until the context ends."""
+    if chunks.lora is None:
+        yield
+        return
+    trained = [one for model in chunks.models for one in model.parameters() if one.requires_grad]
+    kept, unrounded = [parameter.detach().clone() for parameter in trained], dict(chunks.unrounded)
+    chunks.set_adapter(_drawn_matrices(chunks.matrices, chunks.lora))
+    try:
+        yield
+    finally:
+        for parameter, values in zip(trained, kept, strict=True):
+            parameter.data.copy_(values)
+        chunks.unrounded.clear()
+        chunks.unrounded.update(unrounded)
+
+
+def _drawn_matrices(shapes: Mapping[str, torch.Size], lora: Lora) -> Iterator[tuple[str, Tensor]]:
+    """Yield random matrices, by their names, whose product adds about a tenth of the input's size to an output."""
+    for name, shape in shapes.items():
+        matrix = initial_matrix(name, shape, 0, fresh=False)
+        yield name, matrix if ".lora_A." in name else 0.3 * lora.r / lora.alpha * matrix
 
 
 def _stacked(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Tensor:

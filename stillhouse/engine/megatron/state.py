@@ -119,7 +119,7 @@ class MegatronState:
         return _joined(held) | steps | self._random()
 
     def parameters_without_moments(self) -> list[str]:
-        return [] if self._steps() else self._trained_names()
+        return [] if self._steps() else self.student.trained
 
     def read(self, folder: Path, without_moments: Sequence[str]) -> None:
         """Restore the weights, moments and random state that any layout of either engine wrote.
@@ -155,21 +155,21 @@ class MegatronState:
                 f"'{names[0]}' is not finite after the update, so no checkpoint of it is written. The last "
                 "checkpoint is intact. The usual remedy is a run in another folder with a lower train.learning_rate"
             )
-        weights = sum(prod(shape) for shape in self.student.shapes.values())
+        weights = sum(prod(self.student.shapes[name]) for name in self.student.saved)
         return torch.float32.itemsize * (self.element_count() + weights)
 
     def element_count(self) -> int:
         """Return the number of elements in the weights and moments of all processes."""
-        shapes, trained, steps = self.student.shapes, self._trained_names(), self._steps()
+        student, steps = self.student, self._steps()
         copies = len(MOMENTS) * bool(steps) + (self.average is not None)
-        of_trained = copies * sum(prod(shapes[name]) for name in trained)
-        return sum(prod(shape) for shape in shapes.values()) + of_trained + len(steps)
+        of_trained = copies * sum(prod(student.shapes[name]) for name in student.trained)
+        return sum(prod(student.shapes[name]) for name in student.saved) + of_trained + len(steps)
 
     def _empty(self) -> dict[str, BlockTensor]:
-        """Return all tensors of the full model, without blocks."""
+        """Return all tensors of the full model that a checkpoint has, without blocks."""
         shapes = self.student.shapes
-        tensors = {f"{WEIGHT}{name}": BlockTensor.of_shape(shape) for name, shape in shapes.items()}
-        for name in self._trained_names():
+        tensors = {f"{WEIGHT}{name}": BlockTensor.of_shape(shapes[name]) for name in self.student.saved}
+        for name in self.student.trained:
             for kind in self._kinds:
                 tensors[_key(kind, name)] = BlockTensor.of_shape(shapes[name])
         return tensors
@@ -216,10 +216,6 @@ class MegatronState:
         chunks = self.student.student
         return local_blocks(chunks.models, chunks.table, lambda one: None if isinstance(one, nn.Parameter) else one)
 
-    def _trained_names(self) -> list[str]:
-        """Return the names of the trained parameters. The corrections of router scores are not trained."""
-        return [name for name in self.student.shapes if not name.endswith("e_score_correction_bias")]
-
     def _steps(self, *, created: bool = False) -> dict[str, Any]:
         """Return the number of steps that each parameter's moments are of; nothing before the first step.
 
@@ -230,7 +226,7 @@ class MegatronState:
         if not steps and not created:
             return {}
         step = torch.tensor(_only_value(steps))
-        return {f"{MOMENT}{name}.step": step.clone() for name in self._trained_names()}
+        return {f"{MOMENT}{name}.step": step.clone() for name in self.student.trained}
 
     def _random(self) -> dict[str, Tensor]:
         """Return the states of the random generators, with equal names on the tensor ranks (see `TorchState`)."""

@@ -9,7 +9,8 @@ states stay on the last stage.
 B rows, S tokens per row of a micro-batch, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.engine.megatron.loading import load_from_source
+from stillhouse.engine.megatron.adapter import add_adapter, without_adapter
+from stillhouse.engine.megatron.loading import load, load_from_source
 from stillhouse.engine.megatron.model import build_chunks
 from stillhouse.engine.megatron.options import refused_settings
 from stillhouse.engine.megatron.routers import add_balance, current_in_backward, require_losses
@@ -34,8 +36,10 @@ from stillhouse.engine.megatron.stage_tensors import StageTensor, stage_tensors,
 from stillhouse.engine.megatron.weight_names import Place
 from stillhouse.engine.megatron.weights import WeightTable, require_full_coverage, weight_table
 from stillhouse.models import Decoder, OutputProcessor
+from stillhouse.models.adapter import initial_matrix, is_lora
 from stillhouse.models.document_packing import ROWS
 from stillhouse.models.layer_hooks import Current
+from stillhouse.models.lora import Lora
 from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.model_parts import LogitRule
 from stillhouse.models.processors import full_vocab
@@ -76,7 +80,8 @@ class Chunks:
     unrounded: the weights in float32 that the dtype of the parameters rounds; the optimizer takes them from here.
     wrapped: the chunks in wrappers that add up the gradients of the data ranks; empty for a frozen model.
     balance: the load balancing of the routers; None without it. packs: whether the documents of a micro-batch are
-    packed; otherwise, each has a row.
+    packed; otherwise, each has a row. lora: the adapter; None without it. matrices: the shapes of its matrices by
+    their names in the full model.
     """
 
     config: PreTrainedConfig
@@ -88,6 +93,8 @@ class Chunks:
     wrapped: Sequence[Any] = ()
     balance: RouterBalance | None = None
     packs: bool = True
+    lora: Lora | None = None
+    matrices: Mapping[str, torch.Size] = field(default_factory=dict)
 
     @classmethod
     def build(cls, source: ModelSource, decoder: Decoder, transformer: TransformerConfig, mesh: Mesh) -> "Chunks":
@@ -98,7 +105,8 @@ class Chunks:
         """
         with refused_settings():
             models = build_chunks(decoder.config, transformer)
-        table = weight_table(models, decoder.config, Place.current())
+        with mesh.ranks.all_raise(ValueError):
+            table = add_adapter(models, weight_table(models, decoder.config, Place.current()), decoder)
         tensors = decoder.state_dict()
         names = {*tensors} - {*decoder.shared_names()}
         require_full_coverage(table, {name: tensors[name].shape for name in names})
@@ -113,8 +121,18 @@ class Chunks:
         assert balance is None or isinstance(balance, RouterBalance)
         if balance is not None:
             add_balance(balance, models)
-        packs = decoder.packing.name != ROWS
-        return cls(decoder.config, transformer, models, table, processor, unrounded, balance=balance, packs=packs)
+        return cls(
+            decoder.config,
+            transformer,
+            models,
+            table,
+            processor,
+            unrounded,
+            balance=balance,
+            packs=decoder.packing.name != ROWS,
+            lora=decoder.lora,
+            matrices={name: tensor.shape for name, tensor in tensors.items() if is_lora(name)},
+        )
 
     def trained(self, replicas: int = 1, **options: Any) -> "Chunks":
         """replicas: of the optimizer's shards. options: further fields of `DistributedDataParallelConfig`."""
@@ -145,6 +163,15 @@ class Chunks:
     def depths(self) -> int:
         """The number of MTP layers."""
         return self.transformer.mtp_num_layers or 0
+
+    def set_adapter(self, matrices: Iterable[tuple[str, Tensor]]) -> None:
+        """Set the adapter's matrices on this rank. matrices: all of the full model, with their names."""
+        blocks = tuple(block for block in self.table.blocks if is_lora(block.name))
+        held = {(block.chunk, block.parameter) for block in blocks}
+        shapes = {key: shape for key, shape in self.table.shapes.items() if key in held}
+        for key in held:
+            self.unrounded.pop(key, None)
+        self.unrounded.update(load(self.models, replace(self.table, blocks=blocks, shapes=shapes), matrices))
 
     def logits(self, ids_BS: Tensor, positions_BS: Tensor, micro_batches: int) -> list[VocabLogits]:
         """Return the logits of all depths of equal micro-batches on the last stage, without gradients.
@@ -249,7 +276,8 @@ class Chunks:
 class MegatronStudent(DistributedStudent):
     """student, teacher: the chunks of both models. decoder, teacher_decoder: the full models without values.
     teacher_head: the head of a teacher that is not in the stages, on ranks with the last stage.
-    data_parallel: settings of the sums of gradients, by Megatron-Core's names.
+    teacher_is_base: whether the teacher is the student without its adapter. data_parallel: settings of the sums of
+    gradients, by Megatron-Core's names.
     """
 
     prefetch: TeacherPrefetch | None = None
@@ -264,9 +292,11 @@ class MegatronStudent(DistributedStudent):
         teacher_decoder: Decoder | None = None,
         *,
         teacher_head: DecoderHead | None = None,
+        teacher_is_base: bool = False,
         data_parallel: Mapping[str, Any] | None = None,
     ):
         self.layout, self.mesh, self._teacher_head = layout, mesh, teacher_head
+        self.teacher_is_base = teacher_is_base
         self.student = student.trained(layout.degrees.replicate, **(data_parallel or {}))
         self.teacher_chunks = None if teacher is None else teacher.frozen()
         self._decoder, self._teacher_decoder = decoder, teacher_decoder
@@ -274,6 +304,10 @@ class MegatronStudent(DistributedStudent):
         self.has_gradient = False  # whether a pass has added to the gradients since they were set to zero
         #: of the tensors of the full model; a tied head has the embedding's name
         self.shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in shared}
+        parameters = {name: parameter for name, parameter in decoder.named_parameters() if name not in shared}
+        #: the names of the trained tensors, and of those in a checkpoint: without frozen weights, but with buffers
+        self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        self.saved = [name for name in self.shapes if name in self.trained or name not in parameters]
 
     @property
     def decoders(self) -> list[Decoder]:
@@ -296,6 +330,11 @@ class MegatronStudent(DistributedStudent):
         for number, model in enumerate(self.student.models):
             for name, parameter in model.named_parameters():
                 yield f"{number}.{name}", parameter
+
+    def initialize_adapter(self, seed: int, *, fresh: bool = True) -> None:
+        """As in the interface. To be called before the optimizer exists, because it copies the matrices."""
+        matrices = self.student.matrices.items()
+        self.student.set_adapter((name, initial_matrix(name, shape, seed, fresh=fresh)) for name, shape in matrices)
 
     @cached_property
     def _stage_tensors(self) -> list[StageTensor]:
@@ -338,10 +377,12 @@ class MegatronStudent(DistributedStudent):
         name = next((name for name, signal in given[0].items() if isinstance(signal, InStage)), None)
         if name is None:
             return given
-        assert self.teacher_chunks is not None
+        teacher = self.student if self.teacher_is_base else self.teacher_chunks
+        assert teacher is not None
         read = [replace(entry, micro_batch=entry.micro_batch.as_read_by_teacher) for entry in inputs]
-        with torch.no_grad():
-            exact = self.teacher_chunks.run(read, [None] * len(read), full_vocab, backward=False)
+        base = without_adapter(teacher.models) if self.teacher_is_base else nullcontext()
+        with torch.no_grad(), base:
+            exact = teacher.run(read, [None] * len(read), full_vocab, backward=False)
         return [{**of_one, name: signal} for of_one, signal in zip(given, exact, strict=True)] if exact else given
 
     @property
