@@ -165,8 +165,8 @@ def parts(out: Path) -> dict[str, float]:
     """Seconds of a step of sync, by what the trainer does: medians."""
     seconds: dict[str, dict[int, float]] = {}
     for span in spans(out):
-        if span["lane"] in ("trainer", "weights") and span["step"] > WARM:
-            what = "weights" if span["lane"] == "weights" else span["what"]
+        if span["lane"] == "trainer" and span["step"] > WARM:
+            what = "weights" if "version" in span["what"] else span["what"]
             by_step = seconds.setdefault(what, {})
             by_step[span["step"]] = by_step.get(span["step"], 0.0) + span["stop"] - span["start"]
     return {what: statistics.median(by_round.values()) for what, by_round in seconds.items()}

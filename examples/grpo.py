@@ -25,9 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from stillhouse import Decoder
-from stillhouse.models.processor_targets import PolicyTargets, Targets
-from stillhouse.models.processors import cross_entropy, policy_gradient, selected_log_probs
+from stillhouse import Decoder, PolicyTargets, Targets, cross_entropy, policy_gradient, selected_log_probs
 
 PAD, END = "<pad>", "<end>"
 PROMPT, ANSWER = 5, 4  # tokens: those of "17+5=", and of three digits and the end at most

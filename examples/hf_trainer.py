@@ -3,9 +3,11 @@
     python examples/hf_trainer.py --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data a.jsonl --output_dir out
 
 It needs `pip install accelerate`. All other options are those of transformers' TrainingArguments. The data have a
-column `text`. Documents of a batch follow one another in one row, without padding. Trainer passes the number of
-tokens to predict in the whole step, on all processes and in all accumulated batches, and the loss is divided by it
-once. Tested in one process and under torchrun (DDP). For gradient checkpointing, call
+column `text`, columns `prompt` and `completion`, or conversations in `messages`, as for `stillhouse distill`: only
+completions and the assistant's turns are learned. Documents of a batch follow one another in one row, without
+padding.
+Trainer passes the number of tokens to predict in the whole step, on all processes and in all accumulated batches, and
+the loss is divided by it once. Tested in one process and under torchrun (DDP). For gradient checkpointing, call
 `student.gradient_checkpointing_enable()`; the option fails.
 
 B rows of S tokens, V vocabulary.
@@ -14,20 +16,33 @@ B rows of S tokens, V vocabulary.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from datasets import load_dataset
+from datasets import Dataset
 from torch import Tensor, nn
-from transformers import DataCollatorWithFlattening, HfArgumentParser, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    HfArgumentParser,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+)
 
-from stillhouse import Decoder
-from stillhouse.data import check_same_tokenizer, load_tokenizer
-from stillhouse.engine.loss import StepLoss
-from stillhouse.models.processor_targets import DistillTargets
-from stillhouse.objective import TEACHER
-from stillhouse.objective.spec import parse_objective
+from stillhouse import (
+    TEACHER,
+    Decoder,
+    DistillTargets,
+    LoadOptions,
+    StepLoss,
+    check_same_tokenizer,
+    load_documents,
+    load_tokenizer,
+    parse_objective,
+)
 
 USAGE = (
     "python examples/hf_trainer.py --teacher MODEL --student MODEL --data JSONL --output_dir FOLDER [--max_steps …]"
@@ -68,30 +83,37 @@ class Distillation(nn.Module):
 class Options:
     teacher: str = field(metadata={"help": "Folder or hub id of the teacher."})
     student: str = field(metadata={"help": "Folder or hub id of the student, with the teacher's tokenizer."})
-    data: str = field(metadata={"help": "JSON lines with a column `text`."})
+    data: str = field(metadata={"help": "JSON lines with the column text, prompt and completion, or messages."})
     objective: str = field(default="0.3*cross_entropy + 0.7*jsd(0.5)", metadata={"help": "Terms, as in a run.yaml."})
-    max_tokens: int = field(default=2048, metadata={"help": "Longer texts are cut."})
+    max_tokens: int = field(default=2048, metadata={"help": "Longer texts are split, completions are cut."})
+    chat_template: str | None = field(default=None, metadata={"help": "A Jinja file, instead of the student's own."})
+
+
+def tokenizer_of(options: Options) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(options.student)
+    if options.chat_template is not None:
+        tokenizer.chat_template = Path(options.chat_template).read_text(encoding="utf-8")
+    return tokenizer
 
 
 def make_trainer(options: Options, arguments: TrainingArguments, **more: Any) -> Trainer:
     """Return the trainer; `more` are further arguments of Trainer."""
-    tokenizer = load_tokenizer(options.student)
+    tokenizer = tokenizer_of(options)
     check_same_tokenizer(tokenizer, load_tokenizer(options.teacher))
     student = Decoder.from_pretrained(options.student, dtype=torch.float32)
     teacher = Decoder.from_pretrained(options.teacher, dtype="auto", device=arguments.device).requires_grad_(False)
 
-    def tokenize(record: dict[str, str]) -> dict[str, list[int]]:
-        ids = tokenizer(record["text"]).input_ids[: options.max_tokens - 1]
-        return {"input_ids": [*ids, tokenizer.eos_token_id]}
+    documents = load_documents(options.data, tokenizer, LoadOptions(options.max_tokens))
 
-    texts = load_dataset("json", data_files=options.data, split="train")
-    if "text" not in texts.column_names:
-        raise ValueError(f"{options.data} has the columns {texts.column_names}: expected a column `text`")
+    def columns(number: int) -> dict[str, Any]:
+        ids_S, is_target_S = documents.tokens(number), documents.targets(number)
+        return {"input_ids": ids_S.tolist(), "labels": np.where(is_target_S, ids_S, -100).tolist()}
+
     return Trainer(
         Distillation(student, teacher, options.objective),
         arguments,
         data_collator=DataCollatorWithFlattening(),
-        train_dataset=texts.map(tokenize, remove_columns=texts.column_names),
+        train_dataset=Dataset.from_list([columns(number) for number in range(len(documents))]),
         **more,
     )
 
@@ -104,7 +126,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     # Trainer's own checkpoints have the names of `Distillation`; this is the student for transformers
     if trainer.is_world_process_zero():
         trainer.model.student.save_pretrained(arguments.output_dir)
-        load_tokenizer(options.student).save_pretrained(arguments.output_dir)
+        tokenizer_of(options).save_pretrained(arguments.output_dir)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Glm4Mo
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from stillhouse import Decoder
-from stillhouse.engine.loss import StepLoss
+from stillhouse import TEACHER, Decoder, DistillTargets, StepLoss, parse_objective
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
-from stillhouse.models.processor_targets import DistillTargets
-from stillhouse.objective import TEACHER
-from stillhouse.objective.spec import parse_objective
 from stillhouse.tools.demo.corpus import collect_documents, split_of
 from stillhouse.tools.demo.student import TEACHER as DEMO_TEACHER
 from stillhouse.tools.demo.tokenizer import encode

@@ -10,8 +10,7 @@ import sys
 
 import torch
 
-from stillhouse import CrossEntropy, Decoder, Distill, jsd, linear_objective
-from stillhouse.data import check_same_tokenizer, load_tokenizer
+from stillhouse import CrossEntropy, Decoder, Distill, check_same_tokenizer, jsd, linear_objective, load_tokenizer
 
 
 def main(teacher_name: str, student_name: str, text: str) -> None:

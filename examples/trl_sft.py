@@ -24,12 +24,15 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 from trl import SFTConfig, SFTTrainer, is_conversational
 from trl.models.utils import _ForwardRedirection
 
-from stillhouse import Decoder
-from stillhouse.data import check_same_tokenizer, load_tokenizer
-from stillhouse.engine.loss import StepLoss
-from stillhouse.models.processor_targets import DistillTargets
-from stillhouse.objective import TEACHER
-from stillhouse.objective.spec import parse_objective
+from stillhouse import (
+    TEACHER,
+    Decoder,
+    DistillTargets,
+    StepLoss,
+    check_same_tokenizer,
+    load_tokenizer,
+    parse_objective,
+)
 
 USAGE = (
     "python examples/trl_sft.py --teacher MODEL --student MODEL --data JSONL --output_dir FOLDER [--packing true …]"

@@ -37,12 +37,30 @@ _MODULES = {
     "Decoder": "stillhouse.models",
     "OutputProcessor": "stillhouse.models",
     "load_config": "stillhouse.config",
+    "cross_entropy": "stillhouse.models.processors",
+    "policy_gradient": "stillhouse.models.processors",
+    "selected_log_probs": "stillhouse.models.processors",
+    "DistillTargets": "stillhouse.models.processor_targets",
+    "PolicyTargets": "stillhouse.models.processor_targets",
+    "Targets": "stillhouse.models.processor_targets",
+    "StepLoss": "stillhouse.engine.loss",
+    "TEACHER": "stillhouse.objective",
+    "parse_objective": "stillhouse.objective.spec",
+    "LoadOptions": "stillhouse.data",
+    "check_same_tokenizer": "stillhouse.data",
+    "load_documents": "stillhouse.data",
+    "load_tokenizer": "stillhouse.data",
 }
 
 if TYPE_CHECKING:
     from stillhouse.config import load_config
+    from stillhouse.data import LoadOptions, check_same_tokenizer, load_documents, load_tokenizer
+    from stillhouse.engine.loss import StepLoss
     from stillhouse.models import Decoder, OutputProcessor
+    from stillhouse.models.processor_targets import DistillTargets, PolicyTargets, Targets
+    from stillhouse.models.processors import cross_entropy, policy_gradient, selected_log_probs
     from stillhouse.objective import (
+        TEACHER,
         Chosen,
         CrossEntropy,
         DenseLogits,
@@ -69,33 +87,47 @@ if TYPE_CHECKING:
         skew_reverse_kl,
         total_variation,
     )
+    from stillhouse.objective.spec import parse_objective
 
 __all__ = [
+    "TEACHER",
     "Chosen",
     "CrossEntropy",
     "Decoder",
     "DenseLogits",
     "Distill",
+    "DistillTargets",
     "Entropy",
     "FullVocab",
+    "LoadOptions",
     "Mixture",
     "ObjectiveOutput",
     "OutputHead",
     "OutputProcessor",
     "PolicyGradient",
+    "PolicyTargets",
     "Sampled",
     "SampledKL",
+    "StepLoss",
+    "Targets",
     "TopK",
     "VocabShard",
     "alpha_beta",
+    "check_same_tokenizer",
+    "cross_entropy",
     "forward_kl",
     "jsd",
     "linear_log_probs",
     "linear_objective",
     "load_config",
+    "load_documents",
+    "load_tokenizer",
     "logits_objective",
     "parse_divergence",
+    "parse_objective",
+    "policy_gradient",
     "reverse_kl",
+    "selected_log_probs",
     "skew_forward_kl",
     "skew_reverse_kl",
     "total_variation",

@@ -55,7 +55,7 @@ def set_aside(path: Path) -> Path:
 def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: bool | None) -> Path | None:
     """The checkpoint with the best value of a metric. If several checkpoints have it, the earliest is returned."""
     if greater is None:
-        greater = metric.startswith("eval/exact_match") or metric.endswith("/agreement")
+        greater = metric.startswith("eval/exact_match") or metric.endswith(("/agreement", "prompts/reward"))
     sign = -1.0 if greater else 1.0
     ranked = [(sign * values[metric], path) for path, values in metrics.items() if metric in values]
     return min(ranked)[1] if ranked else None

@@ -8,7 +8,7 @@ from stillhouse.config.explain_errors import override_hint
 from stillhouse.config.read_config import dump_config, load_config
 from stillhouse.config.sections.checkpoint_section import CheckpointConfig
 from stillhouse.config.sections.data_section import DataConfig
-from stillhouse.config.sections.eval_section import EvalConfig
+from stillhouse.config.sections.eval_section import EvalConfig, EvalPromptsConfig
 from stillhouse.config.sections.objective_section import ObjectiveConfig
 from stillhouse.config.sections.parallel_section import ParallelConfig
 from stillhouse.config.sections.rollout_section import RolloutConfig
@@ -23,6 +23,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "EvalConfig",
+    "EvalPromptsConfig",
     "MissingKeyError",
     "MtpConfig",
     "NamedTeacherConfig",

@@ -325,6 +325,29 @@ RULES: tuple[Rule, ...] = (
         "held-out data to take prompts from",
     ),
     Rule(
+        ("checkpoint.best", "eval.prompts"),
+        lambda best, prompts: (best or "").startswith("eval/prompts/") and prompts is None,
+        "a metric of this run, or the section eval.prompts",
+    ),
+    Rule(
+        ("checkpoint.best", "eval.prompts.reward"),
+        lambda best, reward: best == "eval/prompts/reward" and reward is None,
+        "a metric of this run, or a function as eval.prompts.reward",
+    ),
+    Rule(
+        ("checkpoint.best", "teacher", "teachers"),
+        lambda best, *teachers: best == "eval/prompts/reverse_kl" and not any(teachers),
+        "a metric of this run, which has no teacher",
+    ),
+    Rule(
+        ("eval.prompts.max_new_tokens", "data.max_tokens"),
+        lambda new_tokens, max_tokens: new_tokens > max_tokens - 2,
+        "at most data.max_tokens - 2, or a larger data.max_tokens",
+        "more leaves no room for a prompt of two tokens",
+    ),
+    excludes("eval.prompts", "teacher.cache", because="it has no signals of completions that the run writes"),
+    excludes("eval.prompts", "teacher.cross_tokenizer"),
+    Rule(
         ("data.cache", "out"),
         lambda cache, out: cache not in (None, "auto") and _is_within(cache, out),
         "a folder outside of out",

@@ -22,6 +22,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.engine.parts import LossPart
 from stillhouse.models import OutputProcessor
 from stillhouse.objective import ObjectiveOutput, Signals
+from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.metric_keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import DistributedStudent
@@ -112,7 +113,11 @@ class Engine(Protocol):
         ...
 
     def evaluate(
-        self, held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
+        self,
+        held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]],
+        *,
+        of_teacher: bool = False,
+        divergence: Divergence | None = None,
     ) -> dict[str, float]:
         """Return metric sums over all held-out target tokens, the same on every process.
 
@@ -123,6 +128,7 @@ class Engine(Protocol):
 
         held_out: yields groups of micro-batches, each group with its signals.
         of_teacher: also return the teacher's cross-entropy on the labels; the signals must be exact (`FullVocab`).
+        divergence: in place of the forward KL; None: the forward KL.
         """
         ...
 

@@ -18,6 +18,7 @@ from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.parts import LossPart
 from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.objective import ObjectiveOutput, RoutedSignal, Signal, Signals, SortedTopK, SpanSignal
+from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import forward_kl
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
@@ -78,13 +79,17 @@ class EnginePasses:
     # ---- passes without gradients
 
     def evaluate(
-        self, held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
+        self,
+        held_out: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]],
+        *,
+        of_teacher: bool = False,
+        divergence: Divergence | None = None,
     ) -> dict[str, float]:
         outputs: list[ObjectiveOutput] = []
         parts = tuple(measured for part in self.parts if (measured := part.held_out()) is not None)
         for micro_batches, signals in held_out:
             loss = StepLoss(
-                self._held_out_objective(signals),
+                self._held_out_objective(signals, divergence or forward_kl()),
                 chunk_tokens=self._chunk_tokens,
                 parts=parts,
                 with_teacher_cross_entropy=of_teacher,
@@ -93,8 +98,8 @@ class EnginePasses:
             del micro_batches, signals  # free a teacher's large hidden states before the next ones are computed
         return StepOutput(outputs, named_metrics(outputs), self._over_ranks).sums
 
-    def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
-        """Return the cross-entropy; with signals, also the forward KL or, for `SortedTopK` signals, `uld`."""
+    def _held_out_objective(self, signals: Sequence[Signals], divergence: Divergence) -> ObjectiveSpec:
+        """Return the cross-entropy; with signals, also the divergence or, for `SortedTopK` signals, `uld`."""
         # a micro-batch has no signal of a teacher that scores none of its documents
         named = {
             name: signal.signal if isinstance(signal, RoutedSignal) else signal
@@ -108,7 +113,7 @@ class EnginePasses:
             return ObjectiveSpec(cross_entropy=1.0, uld=1.0, temperature=self.objective.temperature)
         return ObjectiveSpec(
             cross_entropy=1.0,
-            divergence=forward_kl(),
+            divergence=divergence,
             temperature=1.0 if shares else _temperature(first),
             teachers={
                 name: replace(shares[name], temperature=_temperature(signal))

@@ -7,6 +7,7 @@ The model's `generation_config` has no effect here. The caller reads the end-of-
 B completions, S tokens of the longest prompt.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -61,6 +62,12 @@ class Generator:
         rows = decoder.vocabulary_rows
         self._counted = rows if counted_rows is None else min(counted_rows, rows)
         self._vocabulary = self._counted if vocabulary is None else min(vocabulary, self._counted)
+
+    def with_sampling(self, sampling: Sampling) -> "Generator":
+        """Return a generator of the same decoder with other sampling."""
+        other = copy.copy(self)
+        other.sampling = sampling
+        return other
 
     def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
         """Return one completion per request, in the order of the requests.

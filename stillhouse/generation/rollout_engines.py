@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from stillhouse.generation.generate import Generator
-from stillhouse.generation.sample import Completion, GenerationRequest
+from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.parallel import ONE_PROCESS
 
@@ -62,6 +62,10 @@ class InJobEngine:
         self.generator, self.version, self._copy = generator, version, copy
         self._ranks = ONE_PROCESS if copy is None else copy.mesh.ranks
         self._is_leading = False
+
+    def with_sampling(self, sampling: Sampling) -> "InJobEngine":
+        """Return an engine with the same weights, also after `update_weights` of this one, and other sampling."""
+        return InJobEngine(self.generator.with_sampling(sampling), self._copy, self.version)
 
     def lead(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
         """Call a function on the first rank and return its result on all ranks, as `Ranks.on_first` does.

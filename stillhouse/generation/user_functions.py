@@ -30,12 +30,18 @@ from stillhouse.display import escaped
 from stillhouse.preemption import OverdueError, interruptible
 
 CALLBACKS, REWARD, ENVIRONMENT = "eval.callbacks", "rollout.reward", "rollout.environment"
+EVAL_REWARD = "eval.prompts.reward"
 _OF_COMPLETIONS = ("prompt", "completion", "record")
 #: the parameters of the functions, by configuration key. prompt: the text that the model has continued;
 #: completion: the text of the completion without special tokens; record: the full record of the data. A reward
 #: returns a number. An environment returns the text that follows the completion, or None at the end. context:
 #: `EvaluationContext`
-_ARGUMENTS = {CALLBACKS: ("context",), REWARD: _OF_COMPLETIONS, ENVIRONMENT: _OF_COMPLETIONS}
+_ARGUMENTS = {
+    CALLBACKS: ("context",),
+    REWARD: _OF_COMPLETIONS,
+    ENVIRONMENT: _OF_COMPLETIONS,
+    EVAL_REWARD: _OF_COMPLETIONS,
+}
 #: how many frames of a traceback an error shows: from its beginning and from its end
 _FIRST, _LAST = 2, 6
 #: the maximum number of characters shown of a completion, and of the message of a function's error
@@ -94,6 +100,8 @@ class UserFunction:
 def require_functions(evaluation: EvalConfig, rollout: RolloutConfig | None) -> None:
     """Raise ConfigError if a function that these sections name cannot be used (see `user_function`)."""
     paths: list[tuple[str, str | None]] = [(CALLBACKS, path) for path in evaluation.callbacks]
+    if evaluation.prompts is not None:
+        paths.append((EVAL_REWARD, evaluation.prompts.reward))
     if rollout is not None:
         paths += [(REWARD, rollout.reward), (ENVIRONMENT, rollout.environment)]
     for key, path in paths:

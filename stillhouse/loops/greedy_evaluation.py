@@ -1,4 +1,4 @@
-"""Evaluations for which the student completes prompts greedily: eval.tasks, eval.samples and eval.callbacks."""
+"""Evaluations for which the student completes prompts: eval.tasks, eval.samples, eval.prompts and eval.callbacks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -14,6 +14,7 @@ from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
 from stillhouse.loops.completion_engine import in_job_engine
 from stillhouse.loops.held_out_metrics import in_shown_order
+from stillhouse.loops.prompt_evaluation import PromptEvaluation
 from stillhouse.loops.session_objects import Session
 from stillhouse.models import eos_ids
 from stillhouse.output.folder import RunFolder
@@ -33,9 +34,18 @@ class GreedyEvaluation:
 
     engine: completes greedily; if the run has several processes, it has a copy of the student's weights.
     file: the file of the shown completions; None without shown completions, and on all ranks except rank 0.
+    prompts: the evaluation of eval.prompts; None if the run has none.
     """
 
-    def __init__(self, session: Session, folder: RunFolder, engine: InJobEngine, file: LineFile | None):
+    def __init__(
+        self,
+        session: Session,
+        folder: RunFolder,
+        engine: InJobEngine,
+        file: LineFile | None,
+        prompts: PromptEvaluation | None = None,
+    ):
+        self._prompts = prompts
         self._session, self._folder, self._engine, self._file = session, folder, engine, file
 
     def evaluate(self, step: int, known: dict[str, float]) -> dict[str, float]:
@@ -52,9 +62,11 @@ class GreedyEvaluation:
         metrics = evaluate_tasks(self._complete, session.tokenizer, settings.tasks, settings.task_count, session.seed)
         if settings.samples:
             self._show_completions(step)
-        watchdog.enter("eval.callbacks", timed=False)  # they may take any time
         context = EvaluationContext(step, self._folder.path, session.tokenizer, self._complete_texts)
         try:
+            if self._prompts is not None:
+                metrics |= self._prompts.evaluate(step)
+            watchdog.enter("eval.callbacks", timed=False)  # they may take any time
             return metrics | session.ranks.on_first(
                 lambda: callback_metrics(settings.callbacks, context, known | metrics), ValueError, OverdueError
             )
@@ -105,14 +117,18 @@ def greedy_evaluation(session: Session, folder: RunFolder, kept: int) -> Iterato
     kept: the last step whose shown completions are kept; those of later steps, which the run repeats, are removed.
     """
     settings = session.eval_config
-    if not (settings.tasks or settings.callbacks or settings.samples):
+    if not (settings.tasks or settings.callbacks or settings.samples or settings.prompts):
         yield None
         return
     eos = eos_ids(session.tokenizer, session.student)
     engine = in_job_engine(session, Sampling(settings.task_tokens, temperature=0.0, eos_ids=eos))
+    prompts = None
+    if (of_prompts := settings.prompts) is not None:
+        sampling = Sampling(of_prompts.max_new_tokens, of_prompts.temperature, eos_ids=eos)
+        prompts = PromptEvaluation(session, of_prompts, engine, sampling)
     writes = settings.samples and is_first()
     with closing(LineFile(folder.eval_samples, kept)) if writes else nullcontext() as file:
-        yield GreedyEvaluation(session, folder, engine, file)
+        yield GreedyEvaluation(session, folder, engine, file, prompts)
 
 
 def evaluate_tasks(

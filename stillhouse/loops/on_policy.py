@@ -4,6 +4,7 @@ It differs from `off_policy.py` in the source of its micro-batches (`rollouts.py
 `training.py` has the parts that both loops share.
 """
 
+import time
 from contextlib import closing
 from typing import NamedTuple
 
@@ -33,7 +34,11 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     with (
         closing(Rollouts(session, folder)) as rollouts,
         training(session, folder, checkpoint, rollouts.queue) as run,
-        RolloutLog(folder if is_first() else None, run.progress.step, lambda: run.log.seconds) as log,
+        RolloutLog(
+            folder if is_first() else None,
+            run.progress.step,
+            (lambda: run.log.seconds) if is_first() else time.monotonic,
+        ) as log,
     ):
         rollouts.require_same_writer(folder)
         timeline = log.timeline
@@ -46,22 +51,25 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
 
         for step in run.steps:
             run.begin(step)
+            timeline.begin_step(step + 1)
             rollouts.ask(step, timeline)
             samples, micro_batches, pending = requested.pop(step) if step in requested else request(step)
             if source.steps_ahead and rollouts.can_take(step + 1):
                 requested[step + 1] = request(step + 1)  # the teacher scores the next step while this step is trained
             with (
-                timeline.span(step + 1, "trainer", "wait for the teacher"),
+                timeline.trainer("wait for the teacher"),
                 timeline.span(step + 1, "teacher", "score"),
             ):
                 signals = pending.result()
-            with timeline.span(step + 1, "trainer", "train"):
+            with timeline.trainer("train"):
                 output = engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
                 run.update(step, micro_batches, output)
                 rollouts.trained(step)
-            log.write(shown_samples(session, step, samples, micro_batches, output))
-            measured = metrics.of(step, samples, micro_batches, output, timeline, run.seconds)
-            run.end(step, micro_batches, output, measured)
+            shown = shown_samples(session, step, samples, micro_batches, output)
+            seconds, waited = timeline.end_step()
+            log.write(shown)
+            measured = metrics.of(step, samples, micro_batches, output, seconds, waited)
+            run.end(step, micro_batches, output, measured, seconds)
     return run.progress
 
 

@@ -12,7 +12,7 @@ from stillhouse.generation import POLICY_VERSION, PromptPlan, Sample, staleness
 from stillhouse.generation.advantages import mean_and_deviation
 from stillhouse.loops.session_objects import Session
 from stillhouse.output import records
-from stillhouse.output.rollout_log import SAMPLES, Timeline
+from stillhouse.output.rollout_log import SAMPLES
 from stillhouse.parallel import Ranks, ShardedMicroBatches, log_rank0
 
 #: the largest mean difference, in nats, between the log-probabilities of the engine and of the trainer that causes no
@@ -43,17 +43,20 @@ class RolloutMetrics:
         samples: Sequence[Sample],
         micro_batches: ShardedMicroBatches,
         output: StepOutput,
-        timeline: Timeline,
         seconds: float,
+        waited: float,
     ) -> dict[str, float]:
-        """Return the metrics of a step that took `seconds` seconds. A collective of all processes."""
+        """Return the metrics of a step that took `seconds` seconds, of which the trainer waited `waited` seconds.
+
+        A collective of all processes.
+        """
         if not samples:
             return {"rollout/share": 0.0}
         lengths = [len(sample.completion.ids_N) for sample in samples]
         metrics = {
             "rollout/completion_tokens": statistics.fmean(lengths),
             "rollout/truncated": statistics.fmean(sample.completion.finish == "length" for sample in samples),
-            "speed/waiting": timeline.waiting(step + 1),
+            "speed/waiting": waited / seconds,
             "speed/sampled_tokens_per_second": sum(lengths) / seconds,
         }
         if rewards := [sample.reward for sample in samples if sample.reward is not None]:

@@ -89,14 +89,20 @@ class Rollouts:
         number, folder = step + 1, None
         if self.config.writer == "student" and self.config.urls:
             # the weights are published while the servers still generate
-            with timeline.span(number, "weights", f"publish version {step}"), explained_write_errors(self.weights):
+            publishing = f"publish version {step}"
+            with (
+                timeline.trainer(publishing),
+                timeline.span(number, "weights", publishing),
+                explained_write_errors(self.weights),
+            ):
                 tokenizer = self.session.tokenizer
                 folder = publish(self.session.engine.student, self.weights, step, run=self.run, tokenizer=tokenizer)
-        with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
+        with timeline.trainer(WAIT_FOR_COMPLETIONS):
             if self.schedule.in_order:
                 self._of_queue(lambda queue: queue.wait_for(step) if queue.has_requested(step) else None)
         if self.config.writer == "student":
-            with timeline.span(number, "weights", f"version {step}"):
+            version = f"version {step}"
+            with timeline.trainer(version), timeline.span(number, "weights", version):
                 if folder is None:
                     assert self.engine is not None
                     self.engine.update_weights(step, None)
@@ -104,14 +110,14 @@ class Rollouts:
                     self._on_first(partial(self._update_servers, step, folder))
                     self._prove_weights(step)
         # an engine in this job generates now; with servers, this only sends the requests
-        with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
+        with timeline.trainer(WAIT_FOR_COMPLETIONS):
             self._of_queue(lambda queue: queue.ask(step))
 
     def take(self, step: int, timeline: Timeline) -> list[Sample]:
         """Wait for the samples of a step, and return them on all ranks."""
         queue = self.queue
         phase = f"the completions of step {step + 1}"
-        with timeline.span(step + 1, "trainer", WAIT_FOR_COMPLETIONS), watchdog.untimed(phase):
+        with timeline.trainer(WAIT_FOR_COMPLETIONS), watchdog.untimed(phase):
             content = self._of_queue(lambda queue: [sample.as_json() for sample in queue.take(step)])
         if queue is not None and queue.taken_times != (0.0, 0.0):
             offset = timeline.seconds - time.monotonic()

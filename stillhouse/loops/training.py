@@ -66,11 +66,6 @@ class Training:
         watchdog.enter(f"step {step + 1}")
         self._started = time.monotonic()
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the current step began."""
-        return time.monotonic() - self._started
-
     def update(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
         """Make the optimizer step. Raises ValueError, with unchanged weights, if loss or gradient is not finite."""
         session, checkpoints = self.session, self.folder.checkpoints
@@ -86,14 +81,20 @@ class Training:
         micro_batches: ShardedMicroBatches,
         output: StepOutput,
         more_metrics: Mapping[str, float] | None = None,
+        seconds: float | None = None,
     ) -> None:
-        """Log the step; evaluate and save if they are due. Raises Preempted if a rank has received a signal."""
+        """Log the step; evaluate and save if they are due. Raises Preempted if a rank has received a signal.
+
+        seconds: those of the step; None: the time since `begin`.
+        """
+        seconds = time.monotonic() - self._started if seconds is None else seconds
         session, progress = self.session, self.progress
         progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
         metrics = step_metrics(output.sums, session.spec, session.engine.parts) | {
             "train/learning_rate": self._rate,
             "train/gradient_norm": self._norm,
-            "speed/tokens_per_second": micro_batches.of_all_ranks.tokens / self.seconds,
+            "speed/tokens_per_second": micro_batches.of_all_ranks.tokens / seconds,
+            "speed/step_seconds": seconds,
             "speed/chunk_tokens": output.sums[CHUNK_TOKENS],
         }
         self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))

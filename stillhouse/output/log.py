@@ -25,8 +25,10 @@ from stillhouse.preemption import surviving_lost_reader
 
 #: the minimum number of seconds between two printed steps if the output is no terminal (a terminal has a live line)
 _PLAIN_EVERY = 10.0
-#: the metrics of an on-policy run in the live line
-_ON_POLICY = {
+#: metrics in the live line beside the losses; those of rollouts are only in on-policy runs
+_FIGURES = {
+    "train/learning_rate": "rate {:.3g}",
+    "train/gradient_norm": "gradient {:.3g}",
     "rollout/reward": "reward {:.3f}",
     "rollout/completion_tokens": "length {:,.0f}",
     "speed/waiting": "waiting {:.0%}",
@@ -122,7 +124,7 @@ class RunLog:
             for key, value in metrics.items()
             if key.startswith("loss/")
         ]
-        parts += [form.format(metrics[key]) for key, form in _ON_POLICY.items() if key in metrics]
+        parts += [form.format(metrics[key]) for key, form in _FIGURES.items() if key in metrics]
         line = ", ".join([f"{metrics['speed/tokens_per_second']:,.0f} tokens/s", *parts])
         with surviving_lost_reader():
             self._bar.update(step - self._bar.n)

@@ -19,6 +19,8 @@ from stillhouse.output.records import CHARACTERS, WAIT, Lane, Sample, Span
 
 SAMPLES = 4  # the maximum number of samples of a step
 TOKENS = 512  # the maximum number of tokens of a sample
+OTHER = "other work"  # the trainer's spans between those that have a name
+SHORTEST_GAP = 1e-4  # seconds; the precision of timeline.jsonl
 
 
 class RolloutLog:
@@ -66,7 +68,8 @@ class Timeline:
         self._clock, self._file = clock, file
         self._lock = threading.Lock()
         self._unwritten: list[Span] = []
-        self._trainer: dict[int, list[tuple[str, float, float]]] = {}  # the trainer's spans, by step
+        self._step, self._began = 0, 0.0
+        self._trainer: list[tuple[str, float, float]] = []  # the trainer's spans of the current step
 
     @property
     def seconds(self) -> float:
@@ -84,20 +87,34 @@ class Timeline:
         with self._lock:
             if self._file is not None:
                 self._unwritten.append(Span(step, lane, what, round(start, 4), round(stop, 4)))
-            if lane == "trainer":
-                self._trainer.setdefault(step, []).append((what, start, stop))
 
-    def waiting(self, step: int) -> float:
-        """The share of a step's time in which the trainer waited, in spans whose `what` begins with "wait".
+    def begin_step(self, step: int) -> None:
+        """Begin a step of the trainer: its spans until `end_step` belong to this step."""
+        self._step, self._began, self._trainer = step, self._clock(), []
 
-        The step lasts from the start of the trainer's first span to the stop of its last span; without spans, the
-        share is 0. The spans of earlier steps are removed."""
-        with self._lock:
-            spans = self._trainer.get(step, [])
-            self._trainer = {later: kept for later, kept in self._trainer.items() if later >= step}
-        waited = sum(stop - start for what, start, stop in spans if what.startswith(WAIT))
-        seconds = max((stop for *_, stop in spans), default=0.0) - min((start for _, start, _ in spans), default=0.0)
-        return waited / seconds if seconds > 0 else 0.0
+    @contextmanager
+    def trainer(self, what: str) -> Iterator[None]:
+        """Add the time of the block to the trainer's current step, also if the work is for a later step. Only the
+        thread that trains may call this, and no block may be inside another one."""
+        start = self._clock()
+        yield
+        stop = self._clock()
+        self._trainer.append((what, start, stop))
+        self.add(self._step, "trainer", what, start, stop)
+
+    def end_step(self) -> tuple[float, float]:
+        """End the trainer's step; return its seconds, and how many of them the trainer waited.
+
+        The trainer's other seconds become spans called `OTHER`, so that the spans of a step add up to its seconds.
+        It waited in the spans whose `what` begins with "wait".
+        """
+        stop, until = self._clock(), self._began
+        waited = sum(end - start for what, start, end in self._trainer if what.startswith(WAIT))
+        for _, start, end in [*self._trainer, ("", stop, stop)]:
+            if start - until > SHORTEST_GAP:
+                self.add(self._step, "trainer", OTHER, until, start)
+            until = end
+        return stop - self._began, waited
 
     def write(self) -> None:
         with self._lock:

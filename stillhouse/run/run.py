@@ -59,6 +59,8 @@ def distill(config: RunConfig) -> Path:
             fallback=config.checkpoint.fallback,
             base=None if session.student.lora is None else config.student.model,
         )
+        if checkpoint is None and is_first() and folder.metrics.exists():
+            log_rank0(f"{folder.path} has no checkpoint of this run yet: it begins anew, at step 1")
         if is_first():
             init_run_dir(folder, dump_config(setup.config))
         require_same_teachers(session.stores, folder, ranks)

@@ -6,7 +6,7 @@ changes no weight and writes no file.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,10 @@ from stillhouse.run.session import Session, data_reports, prepare
 
 #: the number of characters of the sample document that are shown
 _SAMPLE = 600
+#: a loss whose gradient is this many times smaller than another's is named
+SMALLER = 30
+#: the name of the cross-entropy with its z-loss
+WITH_Z_LOSS = "with z_loss"
 
 Result = TypeVar("Result")
 
@@ -151,14 +155,20 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     if session.rollout_config is not None and session.rollout_config.urls:
         yield _row("one step", "left out, because servers write the completions")
         return
-    yield f"running one step twice{_size(session)}; functions are compiled the first time …"
     parameters = [parameter for parameter in session.student.parameters() if parameter.requires_grad]
     peak_memory = _peak_memory(session.device)
     if session.plan is None:
         micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
     else:
+        yield "running one step: the completions …"
         micro_batches = first_rollouts(session, folder)
-    first, output = _timed(lambda: session.forward_backward(micro_batches))
+    if engine.needs_teacher:
+        yield f"running one step{_size(session)}: the teacher's signals; functions are compiled …"
+    asked, signals = _timed(lambda: session.source_for(engine).request(micro_batches).result())
+    yield f"running one step{_size(session)}: forward and backward; functions are compiled …"
+    normalizer = micro_batches.of_all_ranks.normalizer
+    trained, output = _timed(lambda: engine.forward_backward(micro_batches, signals, normalizer))
+    first = asked + trained
     norm = engine.gradient_norm()
     memory = peak_memory()
     if not math.isfinite(output.sums["loss"]) or not math.isfinite(norm):
@@ -167,17 +177,44 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     tokens = sum(micro_batch.input_ids_BS.numel() for micro_batch in micro_batches)
     loss = output.sums["loss"]
     engine.zero_grad()
+    yield f"running the step again, with what was compiled in {first:.1f} s …"
     seconds, _ = _timed(lambda: session.forward_backward(micro_batches).sums)
     times = f"{seconds:.1f} s ({first:.1f} s the first time, when functions are compiled)"
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
     losses = list(single_losses(engine))
     yield f"running the same step with each of {len(losses)} losses alone …"
+    norms = dict[str, float]()
     for name, of_one_loss in losses:
         engine.zero_grad()
         session.forward_backward(micro_batches, of_one_loss)
-        yield _row(f"  {name} ", f"gradient norm {engine.gradient_norm():.4g}")
+        norms[name] = engine.gradient_norm()
+        yield _row(f"  {name} ", f"gradient norm {norms[name]:.4g}")
+    if (words := verdict(norms)) is not None:
+        yield _row("verdict", words)
     engine.zero_grad()
+
+
+def verdict(norms: Mapping[str, float]) -> str | None:
+    """Say whether a loss hardly counts beside the others. None: there is nothing to compare.
+
+    norms: the gradient norm of each loss with its coefficient; z_loss alone has none, and is left out.
+    """
+    norms = {name: norm for name, norm in norms.items() if name != WITH_Z_LOSS}
+    if len(norms) < 2:
+        return None
+    largest = max(norms, key=lambda name: norms[name])
+    small = {name: norm for name, norm in norms.items() if norm * SMALLER < norms[largest]}
+    words = []
+    for name, norm in small.items():
+        times = f"{norms[largest] / norm:,.0f}" if norm else ""
+        words.append(
+            f"the gradient of {name} is {times} times smaller than that of {largest}, so it hardly counts: multiply "
+            f"its coefficient by about {times} if it shall count as much, or leave it out"
+            if norm
+            else f"the gradient of {name} is 0 in this step"
+        )
+    return "; ".join(words) or f"no gradient is {SMALLER} times smaller than another"
 
 
 def _size(session: Session) -> str:
@@ -210,7 +247,7 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
     if spec.cross_entropy is not None:
         yield "cross_entropy", replace(none, cross_entropy=spec.cross_entropy)
     if spec.z_loss:
-        yield "with z_loss", replace(none, cross_entropy=spec.cross_entropy, z_loss=spec.z_loss)
+        yield WITH_Z_LOSS, replace(none, cross_entropy=spec.cross_entropy, z_loss=spec.z_loss)
     if spec.divergence is not None:
         for scale, part in weighted_parts(spec.divergence):
             yield str(part), replace(none, divergence=part, divergence_scale=scale * spec.divergence_scale)

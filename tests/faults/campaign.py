@@ -27,7 +27,13 @@ LIMIT = 150
 #: size of a full disk after it was enlarged
 DISK = 64_000_000
 #: the values of the log that depend on time
-TIMED = ("seconds", "speed/tokens_per_second", "speed/sampled_tokens_per_second", "speed/waiting")
+TIMED = (
+    "seconds",
+    "speed/step_seconds",
+    "speed/tokens_per_second",
+    "speed/sampled_tokens_per_second",
+    "speed/waiting",
+)
 
 
 @dataclass(frozen=True)

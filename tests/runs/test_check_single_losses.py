@@ -10,7 +10,7 @@ from kit.runs import session_of, write_run
 
 from stillhouse.libraries import is_supported
 from stillhouse.run.session import Session
-from stillhouse.tools.check import check, single_losses
+from stillhouse.tools.check import check, single_losses, verdict
 
 LOSS = "0.3*cross_entropy + 0.1*z_loss + 0.7*jsd(0.5) + 0.01*entropy"
 needs_mtp = pytest.mark.skipif(not is_supported("multi-token prediction"), reason="needs a later transformers")
@@ -56,3 +56,14 @@ def test_the_gradients_add_up(
     for name in names:
         (norm,) = re.findall(rf"^  {re.escape(name)} +gradient norm (\S+)$", shown, re.MULTILINE)
         assert float(norm) == pytest.approx(float(alone[name].norm()), rel=1e-3)
+
+
+def test_a_loss_that_hardly_counts_is_named() -> None:
+    assert verdict({"forward_kl": 2.0}) is None
+    assert verdict({"forward_kl": 2.0, "cross_entropy": 0.1}) == "no gradient is 30 times smaller than another"
+    words = verdict({"forward_kl": 2.0, "cross_entropy": 0.05, "with z_loss": 1e-9, "policy_gradient": 0.0})
+    assert words == (
+        "the gradient of cross_entropy is 40 times smaller than that of forward_kl, so it hardly counts: multiply "
+        "its coefficient by about 40 if it shall count as much, or leave it out; the gradient of "
+        "policy_gradient is 0 in this step"
+    )

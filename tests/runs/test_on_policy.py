@@ -2,10 +2,12 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 import sys
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from safetensors.torch import load_file
 from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.config import ConfigError
 from stillhouse.config.read_config import dotted_values
+from stillhouse.output.records import Span
+from stillhouse.output.report.timeline import timeline
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare
 
@@ -98,7 +102,8 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int)
     out, run_yaml = Path(config.out), tmp_path / "run.yaml"
     command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(at, signal.SIGKILL))
     assert command.wait() == -signal.SIGKILL, command.err
-    run("distill", run_yaml)
+    again = run("distill", run_yaml)
+    assert ("has no checkpoint of this run yet: it begins anew, at step 1" in again.out) == (at < 2)
     assert rollout_figures(out) == rollout_figures(undisturbed)
     assert contents(out / "model") == contents(undisturbed / "model")
 
@@ -329,6 +334,42 @@ def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
         assert sample["prompt"].endswith("is")
     lanes = {json.loads(line)["lane"] for line in (out / "timeline.jsonl").read_text().splitlines()}
     assert lanes == {"rollout", "teacher", "trainer", "weights"}
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", slow("two_step_off"), slow("async")])
+def test_console_timeline_and_metrics_count_the_same_seconds(tmp_path: Path, schedule: str) -> None:
+    write_on_policy_run(tmp_path, **{"rollout.schedule": schedule, "eval.every": 2})
+    shown = run("distill", tmp_path / "run.yaml").out
+    lines = {line["step"]: line for line in metrics(tmp_path / "out") if "speed/waiting" in line}
+    spans = [json.loads(line) for line in (tmp_path / "out" / "timeline.jsonl").read_text().splitlines()]
+    by_step = {
+        step: sorted((s for s in spans if (s["lane"], s["step"]) == ("trainer", step)), key=start) for step in lines
+    }
+    for step, line in lines.items():
+        of_step = by_step[step]
+        for before, after in pairwise(of_step):
+            assert after["start"] == pytest.approx(before["stop"], abs=4e-4), (
+                "the spans leave no gap and do not overlap"
+            )
+        seconds = sum(span["stop"] - span["start"] for span in of_step)
+        waited = sum(span["stop"] - span["start"] for span in of_step if span["what"].startswith("wait"))
+        assert seconds == pytest.approx(line["speed/step_seconds"], abs=2e-3)
+        assert waited / seconds == pytest.approx(line["speed/waiting"], abs=0.02)
+    last = lines[max(lines)]
+    (printed,) = re.findall(rf"^step {last['step']}/.* waiting (\d+)%, .* left", shown, re.MULTILINE)
+    assert int(printed) == round(100 * last["speed/waiting"])
+    drawn = timeline([Span(**span) for span in spans])
+    assert drawn is not None
+    weighted = sum(line["speed/waiting"] * line["speed/step_seconds"] for line in lines.values())
+    assert drawn.waiting == pytest.approx(
+        weighted / sum(line["speed/step_seconds"] for line in lines.values()), abs=0.02
+    )
+    for lane in drawn.lanes:
+        assert sum(percent for _, percent in lane.shares) == 100, lane.name
+
+
+def start(span: dict[str, Any]) -> float:
+    return float(span["start"])
 
 
 def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:

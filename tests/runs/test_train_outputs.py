@@ -25,7 +25,7 @@ COMMON_KEYS = {"step", "tokens", "seconds"}
 TRAIN_KEYS = COMMON_KEYS | {
     *(f"loss/{name}_nats_per_token" for name in ("total", "cross_entropy", "jsd(0.5)")),
     *("train/student_entropy_nats", "train/teacher_entropy_nats", "train/agreement", "train/learning_rate"),
-    *("train/gradient_norm", "speed/tokens_per_second", "speed/chunk_tokens"),
+    *("train/gradient_norm", "speed/tokens_per_second", "speed/step_seconds", "speed/chunk_tokens"),
 }
 EVAL_KEYS = COMMON_KEYS | {
     *("eval/tokens", "eval/cross_entropy", "eval/forward_kl", "eval/agreement", "eval/student_entropy"),
@@ -88,7 +88,8 @@ def test_the_run_folder(finished: tuple[Path, str]) -> None:
     assert f"train: {out.parent}/train.jsonl: 40 documents, " in printed
     assert f"model: {out}/model" in printed
     assert re.search(
-        r"^step 6/6: [\d,]+ tokens/s, total \d\.\d{4}, cross_entropy \d\.\d{4}, jsd\(0\.5\) \d\.\d{4}, 00:00 left"
+        r"^step 6/6: [\d,]+ tokens/s, total \d\.\d{4}, cross_entropy \d\.\d{4}, jsd\(0\.5\) \d\.\d{4}, "
+        r"rate [\de.-]+, gradient [\d.]+, 00:00 left"
         r"( \(steps not shown before it: \d\))?$",
         printed,
         re.MULTILINE,
@@ -128,7 +129,10 @@ class Terminal(io.StringIO):
         return True
 
 
-FIGURES = {"loss/total_nats_per_token": 1.5, "loss/forward_kl_nats_per_token": 1.25, "speed/tokens_per_second": 1e4}
+FIGURES = {
+    **{"loss/total_nats_per_token": 1.5, "loss/forward_kl_nats_per_token": 1.25, "speed/tokens_per_second": 1e4},
+    **{"train/learning_rate": 2e-5, "train/gradient_norm": 0.71234},
+}
 
 
 def test_the_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +155,9 @@ def test_without_a_terminal_some_steps_are_printed(tmp_path: Path, capsys: pytes
         for step in range(1, 10):
             log.train(step, step, FIGURES | (rollout if step > 1 else {}))
     first, last = capsys.readouterr().out.splitlines()
-    assert first == "step 1/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, ? left"
-    assert last.startswith("step 9/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, reward 0.125, length 1,312, ")
-    assert last.endswith("waiting 31%, 00:00 left (steps not shown before it: 7)")
+    assert first == "step 1/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, rate 2e-05, gradient 0.712, ? left"
+    assert last.startswith("step 9/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, rate 2e-05, gradient 0.712, ")
+    assert last.endswith("reward 0.125, length 1,312, waiting 31%, 00:00 left (steps not shown before it: 7)")
 
 
 @pytest.mark.parametrize("kept", [0, 4])
@@ -227,10 +231,15 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
     assert [checked[number] for number in stages] == [
         "reading the data …",
         "loading the models …",
-        "running one step twice (sequences: 4, micro-batches: 2); functions are compiled the first time …",
+        "running one step (sequences: 4, micro-batches: 2): the teacher's signals; functions are compiled …",
+        "running one step (sequences: 4, micro-batches: 2): forward and backward; functions are compiled …",
+        checked[stages[4]],
         "running the same step with each of 4 losses alone …",
     ]
-    followers = ["loading the models", "student ", "one step ", "  cross_entropy "]
+    assert re.fullmatch(r"running the step again, with what was compiled in [\d.]+ s …", checked[stages[4]])
+    followers = ["loading the models", "student ", "running one step", "running the step", "one step "]
+    followers += ["  cross_entropy "]
+    assert re.search(r"^verdict +the gradient of entropy is \d+ times smaller than", shown.out, re.MULTILINE)
     assert all(checked[at + 1].startswith(text) for at, text in zip(stages, followers, strict=True))
     if sys.platform == "linux":
         assert re.search(r"^peak memory +[\d.]+ GiB, of which this step added [\d.]+ GiB", shown.out, re.MULTILINE)

@@ -62,6 +62,11 @@ TWO_STEPS = {
 
 Gradients = dict[str, Tensor]
 
+CHAT = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] + '\\n' }}{% else %}"
+    "{% generation %}{{ message['content'] }}</s>{% endgeneration %}{% endif %}{% endfor %}"
+)
+
 
 class KeepGradients(TrainerCallback):
     """Keeps the gradients with which the optimizer steps, by the names of the Hugging Face model."""
@@ -82,6 +87,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_records(
         folder / "pairs.jsonl", [{"prompt": word[0], "completion": " " + " ".join(word[1:])} for word in words]
     )
+    turns = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four"}]
+    chats = [
+        [*turns, {"role": "user", "content": word[0]}, {"role": "assistant", "content": word[-1]}] for word in words
+    ]
+    write_records(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
+    (folder / "chat.jinja").write_text(CHAT)
     return folder
 
 
@@ -96,6 +107,8 @@ def make_trainer(name: str, folder: Path, out: Path, data: str = "train.jsonl", 
     """The trainer that a script makes for one step. options: others of the trainer's arguments."""
     paths = {model: str(folder / model) for model in ("teacher", "student")}
     arguments = TrainingArguments if name == "hf_trainer" else script(name)["SFTConfig"]
+    if data == "chats.jsonl":
+        paths["chat_template"] = str(folder / "chat.jinja")
     return script(name)["make_trainer"](
         script(name)["Options"](**paths, data=str(folder / data)),
         arguments(output_dir=str(out), **(ONE_STEP | options)),
@@ -125,11 +138,28 @@ def tokenized(folder: Path, data: str) -> Any:
     """Yield ids and next ids of each document; −100 where the next one is in the prompt or there is none."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "student")
     for record in Dataset.from_json(str(folder / data)):
+        if "messages" in record:
+            ids_S, is_target_S = chat(tokenizer, record["messages"])
+            labels_S = [token if is_target else -100 for token, is_target in zip(ids_S, is_target_S, strict=True)]
+            yield ids_S, [*labels_S[1:], -100]
+            continue
         prompt = tokenizer(record["prompt"]).input_ids if "prompt" in record else []
         text = record["prompt"] + record["completion"] if "prompt" in record else record["text"]
         ids_S = [*tokenizer(text).input_ids, tokenizer.eos_token_id]
         labels_S = [-100] * (len(prompt) or 1) + ids_S[len(prompt) or 1 :]
         yield ids_S, [*labels_S[1:], -100]
+
+
+def chat(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
+    """Return the ids of a conversation, and whether a token is of the assistant, by the characters of its turns."""
+    text, of_assistant = "", []
+    for message in messages:
+        start, is_answer = len(text), message["role"] == "assistant"
+        text += message["content"] + ("</s>" if is_answer else "\n")
+        of_assistant += [(start, len(text))] if is_answer else []
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    is_target = [any(start <= begin < stop for start, stop in of_assistant) for begin, _ in encoded.offset_mapping]
+    return encoded.input_ids, is_target
 
 
 def gradients_of(trainer: Any, *, dtype: torch.dtype = torch.float64) -> Gradients:
@@ -162,6 +192,8 @@ PACKED = {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "
     ("name", "data", "options"),
     [
         pytest.param("hf_trainer", "train.jsonl", {}, id="trainer"),
+        pytest.param("hf_trainer", "pairs.jsonl", {}, id="trainer, completions"),
+        pytest.param("hf_trainer", "chats.jsonl", {}, id="trainer, messages"),
         pytest.param("trl_sft", "train.jsonl", {}, id="padded"),
         pytest.param("trl_sft", "train.jsonl", PACKED, id="packed"),
         pytest.param("trl_sft", "pairs.jsonl", {"gradient_checkpointing": False}, id="completions"),

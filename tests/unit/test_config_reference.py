@@ -48,7 +48,7 @@ def test_a_dumped_configuration_loads_as_the_same(
 SECTIONS = [
     ["teacher={model: t, parallel: {}}", "student.adapter={}", "rollout={samples_per_prompt: 1}"],
     ["teachers={math: {model: t, parallel: {}}}", "student.mtp={}"],
-    ["student.init={from: random}"],
+    ["student.init={from: random}", "eval.prompts={data: p.jsonl}"],
 ]
 
 

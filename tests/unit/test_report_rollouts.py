@@ -17,7 +17,7 @@ from stillhouse.output.records import Span
 from stillhouse.output.report import run_files, timeline, write_report
 from stillhouse.output.report.page import ASSETS
 from stillhouse.output.report.shown_completions import staleness_rows
-from stillhouse.output.rollout_log import RolloutLog, Timeline
+from stillhouse.output.rollout_log import RolloutLog
 
 
 @pytest.fixture(scope="module")
@@ -83,23 +83,28 @@ def test_work_at_the_same_time_is_in_rows_and_counts_once():
     shown = timeline.timeline(spans)
     rollout, _, trainer, _ = shown.lanes
     assert [(box.left, box.width, box.row) for box in rollout.boxes] == [(0, 40, 0), (10, 20, 1), (30, 20, 1)]
-    assert (rollout.rows, rollout.busy, trainer.busy, trainer.waited) == (2, 0.5, 0, 1)
+    assert (rollout.rows, rollout.shares) == (2, [("busy", 50), ("idle", 50)])
+    assert (dict(trainer.shares)["waiting"], shown.waiting) == (100, 1)
     many = timeline.timeline([span(0, 1 + n) for n in range(50)])
     assert many.lanes[0].rows == timeline.ROWS
 
 
 def test_the_trainer_waits_for_the_share_of_its_steps_that_the_run_prints():
     """Time between steps, such as that of an evaluation, is no part of a step and is named separately."""
-    log = Timeline(lambda: 0.0)
-    parts = [("wait for completions", 0, 2), ("train", 2, 3), ("wait for completions", 7, 8), ("train", 9, 10)]
-    for number, (what, start, stop) in enumerate(parts):
-        log.add(1 + number // 2, "trainer", what, start, stop)
-    printed = [log.waiting(step) for step in (1, 2)]
+    parts = [("wait for completions", 0, 2), ("train", 2, 3), ("wait for completions", 7, 8), ("train", 8, 10)]
     spans = [span(start, stop, 1 + number // 2, "trainer", what) for number, (what, start, stop) in enumerate(parts)]
     shown = timeline.timeline(spans)
     (trainer,) = (lane for lane in shown.lanes if lane.name == "trainer")
-    assert printed == pytest.approx([2 / 3, 1 / 3])
-    assert (trainer.busy, trainer.waited, shown.between) == pytest.approx((0.5, 0.5, 0.4))
+    assert trainer.shares == [("busy", 30), ("waiting", 30), ("between its steps", 40)]
+    assert shown.waiting == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("ends", [(1, 2, 3), (1.114, 2.229, 3), (1e-3, 2e-3, 3), (0.005, 2.995, 3)])
+def test_the_shares_of_a_lane_add_up_to_100(ends):
+    first, second, last = ends
+    spans = [span(0, first, 1, "trainer", "train"), span(first, second, 1, "trainer", "wait"), span(0, last)]
+    for lane in timeline.timeline(spans).lanes:
+        assert sum(percent for _, percent in lane.shares) == 100
 
 
 def test_the_timeline_begins_with_its_first_step():

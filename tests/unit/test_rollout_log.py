@@ -92,17 +92,30 @@ def test_a_file_that_is_removed_meanwhile_is_an_error(tmp_path):
             log.write()
 
 
-def test_waiting_is_a_share_of_the_trainers_time(tmp_path):
-    timeline = opened(tmp_path).timeline
-    timeline.add(5, "trainer", "wait for completions", 10, 11)
-    timeline.add(5, "trainer", "forward, backward", 11, 13.5)
-    timeline.add(5, "trainer", "wait for the teacher", 13.5, 14)
-    timeline.add(5, "trainer", "update", 14, 15)
-    timeline.add(5, "teacher", "wait", 0, 100)
-    timeline.add(6, "trainer", "wait for completions", 15, 17)
-    assert timeline.waiting(5) == pytest.approx(1.5 / 5)
-    assert timeline.waiting(6) == 1
-    assert timeline.waiting(5) == timeline.waiting(7) == 0
+def test_the_trainers_spans_add_up_to_its_step(tmp_path):
+    """Also the time between its blocks, and waiting for completions of a later step."""
+    times = iter([10, 10, 11, 11, 13.5, 14, 14.5, 15])
+    with opened(tmp_path, clock=lambda: next(times)) as log:
+        log.timeline.begin_step(5)
+        with log.timeline.trainer("wait for completions"):
+            pass
+        with log.timeline.trainer("train"):
+            pass
+        log.timeline.add(5, "teacher", "wait", 0, 100)
+        log.timeline.add(6, "rollout", "generate", 0, 100)
+        with log.timeline.trainer("wait for the teacher"):
+            pass
+        assert log.timeline.end_step() == (5.0, 1.5)
+    spans = [line for line in lines(tmp_path / "timeline.jsonl") if line["lane"] == "trainer"]
+    spans.sort(key=lambda line: line["start"])
+    assert [(line["what"], line["start"], line["stop"]) for line in spans] == [
+        ("wait for completions", 10, 11),
+        ("train", 11, 13.5),
+        ("other work", 13.5, 14),
+        ("wait for the teacher", 14, 14.5),
+        ("other work", 14.5, 15),
+    ]
+    assert {line["step"] for line in spans} == {5}
 
 
 def test_a_block_that_fails_is_no_span(tmp_path):
@@ -137,8 +150,9 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     """As on all ranks except rank 0."""
     monkeypatch.chdir(tmp_path)
     with RolloutLog(None, 0, lambda: 0.0) as log:
-        with log.timeline.span(1, "trainer", "wait"):
+        log.timeline.begin_step(1)
+        with log.timeline.trainer("wait"):
             pass
         log.write([sample()])
-        assert log.timeline.waiting(1) == 0
+        assert log.timeline.end_step() == (0.0, 0.0)
     assert not list(tmp_path.iterdir())

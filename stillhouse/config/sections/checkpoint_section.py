@@ -18,6 +18,8 @@ Known = Literal[
     "eval/exact_match/sums",
     "eval/exact_match/reversal",
     "eval/exact_match/brackets",
+    "eval/prompts/reverse_kl",
+    "eval/prompts/reward",
 ]
 KNOWN = get_args(Known)
 
@@ -46,8 +48,9 @@ class CheckpointConfig(Section):
     """How many of the latest checkpoints are kept, in addition to the best one."""
     best: Known | MetricOfCallback | None = "eval/cross_entropy"
     """The checkpoint with the best value of this metric is kept: the lowest, or the highest for agreement and for the
-    exact match of a task in eval.tasks. eval/name/…: of one of several sets in data.eval. eval/name: of
-    eval.callbacks. null: none, and a checkpoint causes no evaluation. No effect without evaluation."""
+    exact match of a task in eval.tasks and the reward of eval.prompts. eval/name/…: of one of several sets in
+    data.eval. eval/name: of eval.callbacks. null: none, and a checkpoint causes no evaluation. No effect without
+    evaluation."""
     greater_is_better: bool | None = None
     """Of a metric of eval.callbacks in checkpoint.best: whether its highest value is the best one. null: for all
     other metrics, of which it is known."""

@@ -17,6 +17,22 @@ def _checked_tasks(tasks: list[str]) -> list[str]:
     return tasks
 
 
+class EvalPromptsConfig(Section):
+    """Held-out prompts that the student completes at each evaluation, without reference completions."""
+
+    data: Text = Field(examples=["data/held_out_prompts.jsonl"])
+    """The prompts: a source as in data.train. What follows a prompt in a record is not read."""
+    count: int = Field(default=64, ge=1)
+    """The most prompts; the same ones at each evaluation and in each run on this data."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Most tokens of a completion, its end of sequence included; less than data.max_tokens."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0: greedy completions. Above: tokens are sampled, with the same seeds at each evaluation."""
+    reward: FunctionPath | None = Field(default=None, examples=["mypkg.rewards:exact"])
+    """package.module:function, called on rank 0 as function(prompt, completion, record) for every completion.
+    null: no reward."""
+
+
 class EvalConfig(Section):
     """When to measure cross-entropy, forward KL, agreement and entropies on data.eval (if it is not 0), and tasks."""
 
@@ -36,6 +52,9 @@ class EvalConfig(Section):
     samples: int = Field(default=0, ge=0, le=64)
     """Prompts of data.eval that the student completes at each evaluation, greedily. They are in eval_samples.jsonl,
     and the report shows how the completions change during the run."""
+    prompts: EvalPromptsConfig | None = None
+    """Prompts alone: eval/prompts/reverse_kl (of the teacher, at the student's own completions), completion_tokens,
+    ended (the share of completions that end) and reward. null: none."""
     callbacks: list[FunctionPath] = Field(default=[], examples=["my_evaluations:accuracy"])
     """Python functions of one's own that rank 0 calls at each evaluation, as package.module:function. Each gets a
     context and gives a dict of names and numbers, which are logged as eval/<name>."""

@@ -83,6 +83,10 @@ HELD_OUT = (
     _held_out("Held-out agreement", "of tokens, top 1", {"": "eval/agreement"}, percent=True),
     _held_out("Held-out entropy", NATS, _sides("eval/{}_entropy")),
     _held_out("Held-out ULD", "per token", {"": "eval/uld"}),
+    _held_out("Reverse KL of completions", NATS, {"": "eval/prompts/reverse_kl"}, log=True),
+    _held_out("Reward of completions", "mean", {"": "eval/prompts/reward"}),
+    _held_out("Length of completions", "tokens, mean", {"": "eval/prompts/completion_tokens"}),
+    _held_out("Ended completions", "of completions", {"": "eval/prompts/ended"}, percent=True),
 )
 CUT_ANSWERS = _tasks("Cut answers", "of answers", {"": "eval/tasks_truncated"}, percent=True)
 TOTAL_LOSS = _training("Total loss", NATS, {"": TOTAL})
@@ -92,6 +96,7 @@ TRAINING = (
     _training("Mass of the teacher's ids", "of the teacher's distribution", {"": "train/teacher_mass"}, percent=True),
     _training("Gradient norm", "before clipping", {"": "train/gradient_norm"}, log=True),
     _training("Learning rate", "per step", {"": "train/learning_rate"}),
+    _training("Time of a step", "seconds", {"": "speed/step_seconds"}),
     _training("Throughput", "tokens per second", {"": "speed/tokens_per_second"}),
     _training("Rows of a logits tile", "tokens, at most", {"": "speed/chunk_tokens"}),
 )

@@ -32,18 +32,20 @@ class Box:
 
 @dataclass(frozen=True)
 class Lane:
+    """shares: what the lane did, with its percentage of the shown time; they add up to 100."""
+
     name: str
     boxes: list[Box]
     rows: int
-    busy: float  # the share of the shown time; for the trainer, the share of the time of its steps
-    waited: float  # for the trainer, the share of the time of its steps, as in `speed/waiting`; otherwise 0
+    shares: list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class Timeline:
     """first, last: the range of shown steps.
     start, seconds: the shown time, in seconds of the run.
-    between: the share of the shown time that is outside the trainer's steps.
+    waiting: the share of the time of the trainer's steps in which it waited: the mean of `speed/waiting` with the
+        steps' seconds as weights. None if there is no trainer.
     marks, ticks: pairs (left in percent, text).
     """
 
@@ -51,7 +53,7 @@ class Timeline:
     last: int
     start: float
     seconds: float
-    between: float
+    waiting: float | None
     lanes: list[Lane]
     marks: list[tuple[float, str]]
     ticks: list[tuple[float, str]]
@@ -75,8 +77,10 @@ def timeline(spans: Sequence[Span]) -> Timeline | None:
         for index, step in enumerate(shown)
     ]
     lanes = [_lane(name, [span for span in inside if span.lane == name], start, seconds) for name in LANES]
-    between = 1 - _covered(_whole_steps(of_steps), start) / seconds
-    return Timeline(shown[0], shown[-1], start, seconds, between, lanes, marks, _ticks(seconds))
+    of_trainer = [span for span in inside if span.lane == "trainer"]
+    in_steps = _covered(_whole_steps(of_trainer), start)
+    waiting = _covered(_waits(of_trainer), start) / in_steps if in_steps else None
+    return Timeline(shown[0], shown[-1], start, seconds, waiting, lanes, marks, _ticks(seconds))
 
 
 def _lane(name: str, spans: list[Span], start: float, seconds: float) -> Lane:
@@ -102,11 +106,26 @@ def _lane(name: str, spans: list[Span], start: float, seconds: float) -> Lane:
             )
         )
     rows = max(1, len(free_at))
+    covered = _covered(_whole_steps(spans) if name == "trainer" else spans, start)
+    waited = _covered(_waits(spans), start) if name == "trainer" else 0.0
+    parts = {"busy": covered - waited, "waiting": waited, "between its steps": seconds - covered}
     if name != "trainer":
-        return Lane(name, boxes, rows, _covered(spans, start) / seconds, 0.0)
-    waits = _covered([span for span in spans if span.what.startswith(WAIT)], start)
-    waited = waits / (_covered(_whole_steps(spans), start) or 1.0)
-    return Lane(name, boxes, rows, 1 - waited if spans else 0.0, waited)
+        parts = {"busy": covered, "idle": seconds - covered}
+    return Lane(name, boxes, rows, _percentages(parts, seconds))
+
+
+def _percentages(parts: dict[str, float], total: float) -> list[tuple[str, int]]:
+    """Return whole percentages that add up to 100: those with the largest remainders are rounded up."""
+    exact = {name: 100 * part / total for name, part in parts.items()}
+    whole = {name: math.floor(percent) for name, percent in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: whole[name] - exact[name])
+    for name in by_remainder[: 100 - sum(whole.values())]:
+        whole[name] += 1
+    return list(whole.items())
+
+
+def _waits(spans: Sequence[Span]) -> list[Span]:
+    return [span for span in spans if span.what.startswith(WAIT)]
 
 
 def _whole_steps(spans: Sequence[Span]) -> list[Span]:

@@ -1,0 +1,121 @@
+"""Evaluation on prompts alone (`eval.prompts`): the student completes the same prompts at each evaluation.
+
+The teacher scores the completions as it scores those of rollouts, so that the divergence is on the student's own
+prefixes. No reference completion is needed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from stillhouse.config import EvalPromptsConfig, as_config_error
+from stillhouse.data import Documents, LoadOptions, load_documents
+from stillhouse.generation import GenerationRequest, Sample, Sampling, TargetRules, step_documents
+from stillhouse.generation.rollout_engines import InJobEngine
+from stillhouse.generation.user_functions import EVAL_REWARD, checked_reward, user_function
+from stillhouse.loops.held_out_metrics import in_shown_order
+from stillhouse.loops.rollouts import StepPacker
+from stillhouse.loops.session_objects import Session
+from stillhouse.loops.step_metrics import means
+from stillhouse.objective import Signals, reverse_kl
+from stillhouse.parallel import ShardedMicroBatches, watchdog
+from stillhouse.preemption import OverdueError
+
+
+class PromptEvaluation:
+    """The student's completions of held-out prompts, and what the teacher and a reward say about them.
+
+    engine: has the weights to evaluate; each completion has the same seed at each evaluation.
+
+    Raises ConfigError for data that has no prompts, and for a reward that cannot be imported.
+    """
+
+    def __init__(self, session: Session, settings: EvalPromptsConfig, engine: InJobEngine, sampling: Sampling):
+        self._session, self._settings = session, settings
+        self._engine = engine.with_sampling(sampling)
+        self._prompts = held_out_prompts(session, settings)
+        packed = session.train
+        budget = session.eval_config.micro_batch_tokens or session.train_config.micro_batch_tokens
+        self._packer = StepPacker(packed, budget, session.by_length)
+        self._documents_at_once = max(1, budget // packed.max_tokens)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics `eval/prompts/…`, the same on all ranks; a collective of all processes.
+
+        `reverse_kl` is the mean over tokens, in nats per token. `completion_tokens`, `ended` (the share of
+        completions with an end) and `reward` are means over completions.
+
+        Raises ValueError on all ranks if the reward fails, and OverdueError if it does not return after a signal.
+        """
+        session = self._session
+        watchdog.enter("eval.prompts")
+        self._engine.version = step
+        requests = [
+            GenerationRequest(number, self._prompts.tokens(number), session.seed + number)
+            for number in range(len(self._prompts))
+        ]
+        completions = [future.result() for future in self._engine.generate(requests)]
+        metrics = {
+            "completion_tokens": float(np.mean([len(completion.ids_N) for completion in completions])),
+            "ended": float(np.mean([completion.finish == "stop" for completion in completions])),
+        }
+        samples = [
+            Sample(number, number, completion, np.ones(len(completion.ids_N), dtype=bool))
+            for number, completion in enumerate(completions)
+        ]
+        if session.teacher_configs:
+            sums = session.engine.evaluate(self._scored(samples), divergence=reverse_kl())
+            temperatures = {store.signal.temperature or 1.0 for store in session.stores.values()}
+            of_tokens = means(sums, session.spec, mixes_temperatures=len(temperatures) > 1)
+            metrics |= {name: value for name, value in of_tokens.items() if name.partition("/")[0] == "reverse_kl"}
+        if self._settings.reward is not None:
+            watchdog.enter("eval.prompts.reward", timed=False)  # it may take any time
+            metrics["reward"] = session.ranks.on_first(lambda: self._reward(samples), ValueError, OverdueError)
+        return {f"eval/prompts/{name}": value for name, value in metrics.items()}
+
+    def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[ShardedMicroBatches, Sequence[Signals]]]:
+        """Yield the completions as (micro-batches, signals), with few micro-batches per data rank at a time."""
+        session, layout = self._session, self._session.engine.student.layout
+        parts = layout.degrees.data * layout.stages
+        together = parts * self._documents_at_once
+        for start in range(0, len(samples), together):
+            # the tokens are scored like those of a dataset, without the log-probabilities of their sampling
+            documents = step_documents(self._prompts, samples[start : start + together], TargetRules())
+            part = session.shard(self._packer.micro_batches(replace(documents, per_token={}), parts), training=False)
+            yield part, session.source.request(part).result()
+            del part
+
+    def _reward(self, samples: Sequence[Sample]) -> float:
+        assert self._settings.reward is not None
+        reward = user_function(EVAL_REWARD, self._settings.reward)
+        prompts, decode = self._prompts, self._session.tokenizer.decode
+        rewards = []
+        for sample in samples:
+            prompt = decode(prompts.tokens(sample.prompt).tolist())
+            completion = decode(sample.completion.ids_N.tolist(), skip_special_tokens=True)
+            record, source = prompts.records[sample.prompt], prompts.sources[sample.prompt]
+            rewards.append(checked_reward(reward, prompt, completion, record, source))
+        return float(np.mean(rewards))
+
+
+def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents:
+    """Return up to `settings.count` prompts, the same ones in every run on this data.
+
+    Raises ConfigError if the data cannot be read or if a record has no prompt.
+    """
+    named = {key.removeprefix("teachers."): config for key, config in session.teacher_configs.items()}
+    prefixes = {name: prefix for name, config in named.items() if (prefix := getattr(config, "prefix", None))}
+    route = session.values.get("teachers.route")
+    options = LoadOptions(
+        session.train.max_tokens - settings.max_new_tokens,
+        columns=() if route is None else (str(route),),
+        allowed={} if route is None else {str(route): list(named)},
+        prefixes=prefixes,
+        reader=None if route is None else str(route),
+        prompts=True,
+        keep_records=True,
+    )
+    with as_config_error("eval.prompts.data"):
+        documents = load_documents(settings.data, session.tokenizer, options)
+    return documents.select(in_shown_order(documents, range(len(documents)))[: settings.count])
