@@ -32,6 +32,11 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     help="The layers of student.mtp, with which transformers drafts. vLLM does not load them in a family that has"
     " none of its own. [default: kept]",
 )
+@click.option(
+    "--push",
+    metavar="NAME/NAME",
+    help="Then upload the folder to this model repository of the hub. A new one is private. HF_TOKEN is the token.",
+)
 def export(
     path: Path,
     *,
@@ -42,6 +47,7 @@ def export(
     shard_size: str,
     card: bool,
     mtp: bool,
+    push: str | None,
 ) -> None:
     """Write a run's student as a Hugging Face folder.
 
@@ -53,13 +59,20 @@ def export(
     stillhouse export runs/a --out exported --dtype bfloat16
     stillhouse export runs/a --step best --out exported
     stillhouse export runs/a/checkpoints/step-00000500 --adapter --out adapter
+    stillhouse export runs/a --out exported --push me/student
     """
     size = re.fullmatch(r"(\d+)(KB|MB|GB)", shard_size)
     if size is None or int(size[1]) == 0:
         raise misused(f"--shard-size: got {shard_size!r}, expected a number and KB, MB or GB, such as 5GB")
     quiet_libraries()
     from stillhouse.tools.export_run import ExportSettings, export_run
+    from stillhouse.tools.push_folder import prepare_repository, push_folder
 
+    if push is not None:
+        prepare_repository(push)  # before the export, which may take long
     settings = ExportSettings(merge, dtype, int(size[1]) * _UNITS[size[2]], card, mtp)
     checkpoint = export_run(path, out, step, settings)
-    click.echo(f"exported step {checkpoint.state.progress.step} to {out}")
+    exported = f"exported step {checkpoint.state.progress.step}"
+    click.echo(f"{exported} to {out}")
+    if push is not None:
+        click.echo(f"pushed: {push_folder(out, push, f'stillhouse: {exported}')}")
