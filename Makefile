@@ -7,7 +7,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -
 # two test workers with one thread each, for a machine with two cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --junitxml=.results/quick.xml
 
-.PHONY: demo test test-slow test-all test-versions test-engines proofs models gpu wheels chaos fuzz lint format docs site dist clean
+.PHONY: demo test test-slow test-all test-versions test-oldest test-newest test-engines proofs models gpu wheels chaos fuzz lint format docs site site-version dist clean
 
 demo: $(VENV)/.package
 	$(BIN)/stillhouse demo
@@ -25,10 +25,17 @@ test-all: lint
 # the quick tests with the oldest versions that pyproject.toml allows, then with the newest ones, in two environments of
 # their own with torch's CUDA build, which also runs on a CPU (11 GB, six minutes to install)
 VERSIONS ?= .versions
-test-versions: $(VERSIONS)/oldest/.installed newest
-	failed=; for each in oldest newest; do OMP_NUM_THREADS=1 $(VERSIONS)/$$each/bin/python -m pytest -n 2 \
-		--dist loadgroup --no-loadscope-reorder --junitxml=.results/$$each.xml || failed="$$failed $$each"; \
-		done; [ -z "$$failed" ] || { echo "failed with the versions:$$failed"; exit 1; }
+TEST_VERSIONS = OMP_NUM_THREADS=1 $(VERSIONS)/$(1)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder \
+	--junitxml=.results/$(1).xml
+
+test-versions:
+	$(MAKE) --keep-going test-oldest test-newest
+
+test-oldest: $(VERSIONS)/oldest/.installed
+	$(call TEST_VERSIONS,oldest)
+
+test-newest: newest
+	$(call TEST_VERSIONS,newest)
 
 $(VERSIONS)/oldest/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv --clear $(VERSIONS)/oldest
@@ -97,10 +104,19 @@ docs: $(VENV)/.development
 	$(BIN)/python -m stillhouse.config.write_docs
 
 # the documentation as a site, in site/; it loads nothing from elsewhere
-site: $(VENV)/.development
+site: .site
+	$(BIN)/mkdocs build --strict
+
+# the site of this version beside those of earlier ones, as a commit on the branch gh-pages, which is not pushed
+site-version: .site
+	$(BIN)/mike deploy --update-aliases \
+		$$($(BIN)/python -c 'import stillhouse; print(stillhouse.__version__.rpartition(".")[0])') latest
+	$(BIN)/mike set-default latest
+
+.PHONY: .site
+.site: $(VENV)/.development
 	mkdir -p .site
 	cd .site && ln -sfn ../*.md ../*.cff ../docs ../examples ../benchmarks ../tests .
-	$(BIN)/mkdocs build --strict
 
 # a wheel and a source archive in dist/
 dist: $(VENV)/.development

@@ -46,11 +46,22 @@ def test_the_limits_of_servers_are_those_of_the_page() -> None:
     assert f"at most {limits.max_sequences:,} sequences" in page
 
 
-@pytest.mark.parametrize(("schema", "file"), [slow("citation-file-format", "CITATION.cff")])
+@pytest.mark.parametrize(
+    ("schema", "file"),
+    [slow("citation-file-format", "CITATION.cff"), slow("github-workflows", ".github/workflows/weekly.yml")],
+)
 def test_a_file_is_valid_by_its_schema(schema: str, file: str) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", ROOT / file]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_weekly_workflow_calls_targets_that_exist() -> None:
+    text = (ROOT / ".github" / "workflows" / "weekly.yml").read_text(encoding="utf-8")
+    called = set(re.findall(r"\bmake ([\w-]+)", text))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert called
+    assert called <= targets
 
 
 def test_the_image_is_made_of_files_that_exist_with_tested_versions() -> None:

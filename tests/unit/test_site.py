@@ -4,6 +4,7 @@ The commands run as they are on the page, with small models in the places of its
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from stillhouse.run.session import prepare
 pytestmark = pytest.mark.slow
 
 QUICK_START = (ROOT / "docs" / "quick_start.md").read_text()
+NAMES = ("NAME", "EMAIL")
 #: overrides with which the page's run fits small models
 SMALL = ["data.max_tokens=32", "train.tokens_per_step=256", "train.micro_batch_tokens=64", "device=cpu"]
 
@@ -73,6 +75,33 @@ def test_the_search_finds_words_of_the_glossary(site: Path) -> None:
     rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 20
     assert all(row.split(" | ")[0][2:] in glossary["text"] for row in rows)
+
+
+def test_a_version_of_the_site_is_kept_beside_the_others(site: Path) -> None:
+    """`make site-version` commits the site of a version to a branch, with the list for the selector."""
+    git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]
+    folder = site.parent
+    subprocess.run([*git, "init", "--quiet"], cwd=folder, check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "first"], cwd=folder, check=True)
+    environment = os.environ | {f"GIT_{who}_{what}": "test" for who in ("AUTHOR", "COMMITTER") for what in NAMES}
+    mike = [sys.executable, "-c", "from mike.driver import main; main()"]
+    for version in ("0.1", "0.2"):
+        deployed = subprocess.run(
+            [*mike, "deploy", "--update-aliases", version, "latest"],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert deployed.returncode == 0, deployed.stderr
+    shown = subprocess.run([*git, "show", "gh-pages:versions.json"], cwd=folder, capture_output=True, check=True)
+    versions = {entry["version"]: entry["aliases"] for entry in json.loads(shown.stdout)}
+    assert versions == {"0.2": ["latest"], "0.1": []}
+    for version in versions:
+        page = f"gh-pages:{version}/docs/quick_start/index.html"
+        shown = subprocess.run([*git, "show", page], cwd=folder, capture_output=True, text=True, check=True)
+        assert "Quick start" in shown.stdout
 
 
 def test_the_commands_of_the_quick_start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
