@@ -22,9 +22,9 @@ from stillhouse.config import TrainConfig
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.megatron.build import build_megatron_student
+from stillhouse.engine.megatron.chunks import Chunks
 from stillhouse.engine.megatron.engine import MegatronEngine
 from stillhouse.engine.megatron.model_config import transformer_config
-from stillhouse.engine.megatron.student import Chunks
 from stillhouse.engine.megatron.trained import trained_parameters
 from stillhouse.engine.megatron.weights import gather, local_blocks
 from stillhouse.engine.parts import LossPart, RouterBalancing

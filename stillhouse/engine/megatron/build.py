@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from stillhouse.engine.megatron.chunks import Chunks
 from stillhouse.engine.megatron.model_config import UnsupportedModelError, require_family, transformer_config
 from stillhouse.engine.megatron.options import RECOMPUTE, split_options
 from stillhouse.engine.megatron.proof import prove_chunks
-from stillhouse.engine.megatron.student import Chunks, MegatronStudent
+from stillhouse.engine.megatron.student import MegatronStudent
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.document_rows import COLUMNS
 from stillhouse.parallel import DecoderHead, Layout, Mesh, ModelSource, load_head, prove_heads

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stillhouse.engine.megatron.chunks import Chunks
 from stillhouse.engine.megatron.loading import LOAD_ERRORS
 from stillhouse.engine.megatron.model_config import require_family
-from stillhouse.engine.megatron.student import Chunks
 from stillhouse.models import ProofError
 from stillhouse.models.adapter import initial_matrix, is_lora
 from stillhouse.models.document_rows import DocumentRows

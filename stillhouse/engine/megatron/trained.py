@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from stillhouse.engine.megatron.student import Chunks
+from stillhouse.engine.megatron.chunks import Chunks
 from stillhouse.engine.megatron.weights import Block
 
 #: the names of AdamW's moments
