@@ -5,7 +5,7 @@ In a distributed run, no rank has the full student. So the files are written fro
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,15 @@ from stillhouse.parallel import Ranks
 FILE_BYTES = 5 * 10**9
 
 
-def save_student(folder: Path, student: Decoder, tokenizer: Any, resume: Path, ranks: Ranks) -> None:
-    """Save the student (with an adapter: only the adapter) and the tokenizer.
+def save_student(
+    folder: Path,
+    student: Decoder,
+    tokenizer: Any,
+    resume: Path,
+    ranks: Ranks,
+    processor_files: Sequence[Path] = (),
+) -> None:
+    """Save the student (with an adapter: only the adapter), the tokenizer, and the files of its processor for images.
 
     student: the student, or this process's shard of it.
     resume: the folder of a checkpoint's tensors; read if the student has an adapter or is distributed over `ranks`.
@@ -41,7 +48,7 @@ def save_student(folder: Path, student: Decoder, tokenizer: Any, resume: Path, r
         student.save_pretrained(folder)
     else:
         save_from_checkpoint(folder, student, resume)
-    save_tokenizer(tokenizer, folder)
+    save_tokenizer(tokenizer, folder, processor_files)
 
 
 def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:

@@ -13,6 +13,7 @@ incomplete checkpoint. A checkpoint contains no pickle.
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ def save_checkpoint(
     engine: Engine,
     tokenizer: Any,
     queue: QueueState | None = None,
+    processor_files: Sequence[Path] = (),
 ) -> Path:
     """Write checkpoints/step-<n>, completely or not at all; return its path. A collective of all ranks.
 
     queue: the queue of samples in an on-policy run; rank 0 writes it.
+    processor_files: the files of the student's processor for images.
     Raises ValueError if a weight or the optimizer's state is not finite, or if the disk has too little space. In both
     cases, nothing is written.
     """
@@ -50,7 +53,8 @@ def save_checkpoint(
         saved = engine.save(partial / RESUME)
         _require_complete(final, partial / RESUME, saved.elements, ranks)
         if ranks.is_first:
-            save_student(partial / "student", engine.student.decoders[0], tokenizer, partial / RESUME, ranks)
+            decoder, resume = engine.student.decoders[0], partial / RESUME
+            save_student(partial / "student", decoder, tokenizer, resume, ranks, processor_files)
             if queue is not None:
                 write_queue(partial, queue)
         names = ranks.from_first(file_names(partial) if ranks.is_first else [])

@@ -98,8 +98,10 @@ def open_image(data: bytes, most_pixels: int | None = None) -> "Image":
             raise RecordError(f"has {width:,} × {height:,} pixels: expected at most {MAX_PIXELS:,} in all")
         with reading("cannot be decoded"):
             image.load()
+            # before Pillow 11.3, PNG files with 16 bits of grey have the mode I
+            has_16_bits = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
             image = image_ops.exif_transpose(image)
-            if image.mode.startswith("I;16"):
+            if has_16_bits:
                 image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     except pillow.UnidentifiedImageError as error:
         raise RecordError(f"is not an image: expected one of {', '.join(FORMATS)}") from error

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from stillhouse.config import (
     TrainConfig,
 )
 from stillhouse.data import Documents, PackedSequences, StepMicroBatches
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
 from stillhouse.generation import PromptPlan
@@ -37,6 +39,7 @@ class Session:
     identity: the hashes that must be the same when the run is resumed.
     student_source: the source of the student's weights, for a copy of the student that generates completions.
     teacher_configs: the sections of all teachers, by their keys.
+    processor: the student's processor for images; None if it has none.
     by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
     track, values: the trackers, and the configuration by dotted keys, which the trackers show.
     """
@@ -64,6 +67,12 @@ class Session:
     warnings: list[str] = field(default_factory=list)
     plan: PromptPlan | None = None
     dataset: Documents | None = None
+    processor: ImageProcessor | None = None
+
+    @property
+    def processor_files(self) -> list[Path]:
+        """The files of the student's processor for images; empty if it has none."""
+        return [] if self.processor is None else self.processor.files
 
     @property
     def device(self) -> torch.device:

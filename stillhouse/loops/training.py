@@ -143,6 +143,7 @@ class Training:
             session.engine,
             session.tokenizer,
             None if self.queue is None else self.queue.state(),
+            session.processor_files,
         )
         if is_first():
             settings = session.checkpoint_config

@@ -46,7 +46,7 @@ class RunData:
     evaluation: the held-out documents; None if the configuration has none
     hashes: a hash of the documents, by split
     dataset: the documents with completions, in a run with rollouts that takes a share of each step from the dataset
-    processor: the student's processor for images; None if no document has an image
+    processor: the student's processor for images; None if it has none
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -56,6 +56,11 @@ class RunData:
     warnings: list[str]
     dataset: Documents | None = None
     processor: ImageProcessor | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a document has an image."""
+        return self.train.image_inputs is not None
 
     def with_axis_positions(self, axis_positions: AxisPositions) -> "RunData":
         """The same data, whose images get the positions that the student's model gives them (see `ImageInputs`)."""
@@ -93,13 +98,14 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
     splits = {which: documents for which, documents in all_splits.items() if documents is not None}
     for documents in splits.values():
         warnings = warnings + documents.report.warnings
-    with_images = [documents for documents in splits.values() if documents.images is not None]
-    if not with_images:
-        processor = None
-    elif processor is not None:
+    hashes = {which: documents.fingerprint() for which, documents in splits.items()}
+    image_inputs = None
+    if processor is not None and any(documents.images is not None for documents in splits.values()):
         require_image_support(config, stores)
         for documents in splits.values():
             processor.check_texts(documents)
+        image_inputs, identity = ImageInputs(processor), processor.identity()
+        hashes = {which: json_hash([digest, identity]) for which, digest in hashes.items()}  # pixels depend on it
     if held_out is not None and (shared := held_out.overlap(train)):
         warnings.append(
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
@@ -115,12 +121,9 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
             gaps=_with_gaps(config.several, stores),
             together=route,
             weights=[source.weight for source in config.data.weighted_sources] or None if shuffle else None,
-            image_inputs=None if processor is None else ImageInputs(processor),
+            image_inputs=image_inputs,
         )
 
-    hashes = {which: documents.fingerprint() for which, documents in splits.items()}
-    if processor is not None:  # the pixels, too, depend on it
-        hashes = {which: json_hash([split_hash, processor.identity()]) for which, split_hash in hashes.items()}
     return RunData(
         tokenizer,
         pack(train, shuffle=True),

@@ -128,14 +128,14 @@ def _run(setup: RunSetup, session: Session, folder: RunFolder, checkpoint: Intac
 def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress: Progress) -> None:
     """Write the adapter (if any), the hashes of all files, and the model last: its folder marks a complete run."""
     resume = folder.checkpoints / folder_name(progress.step) / RESUME
-    files: dict[str, str] = {}
+    processor_files, files = session.processor_files, dict[str, str]()
     if session.student.lora is not None:
         with atomic_folder(folder.adapter) as adapter:
-            save_student(adapter, session.student, session.tokenizer, resume, session.ranks)
+            save_student(adapter, session.student, session.tokenizer, resume, session.ranks, processor_files)
             files |= _hashes("adapter", adapter)
     with atomic_folder(folder.model) as model:
         if session.student.lora is None:
-            save_student(model, session.student, session.tokenizer, resume, session.ranks)
+            save_student(model, session.student, session.tokenizer, resume, session.ranks, processor_files)
         else:
             student = setup.config.student
             if setup.model_hashes()["student"] != session.identity.models["student"]:
@@ -144,7 +144,7 @@ def _write_model(setup: RunSetup, session: Session, folder: RunFolder, progress:
                     "and the same command merges the adapter into them"
                 )
             save_merged(model, student, folder.adapter)
-            save_tokenizer(session.tokenizer, model)
+            save_tokenizer(session.tokenizer, model, processor_files)
         folder.write_json(HASHES, files | _hashes("model", model))
 
 

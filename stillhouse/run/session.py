@@ -94,6 +94,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         values=setup.values,
         plan=plan,
         dataset=data.dataset,
+        processor=data.processor,
     )
     warnings = [
         *setup.warnings,

@@ -15,6 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
@@ -39,6 +40,8 @@ _SAMPLE = 600
 SMALLER = 30
 #: the name of the cross-entropy with its z-loss
 WITH_Z_LOSS = "with z_loss"
+#: the number of documents with images that are shown
+_IMAGE_SAMPLES = 3
 
 Result = TypeVar("Result")
 
@@ -124,6 +127,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
     else:
         yield _row("prompt", f"{session.train.documents.sources[0]}, the completion follows it:")
     yield _sample(session, session.train.documents)
+    yield from _image_lines(session)
     yield from _step_lines(session, folder)
 
 
@@ -137,12 +141,24 @@ def _model_line(decoder: Decoder) -> str:
     )
 
 
-def _sample(session: Session, documents: Documents) -> str:
-    """The beginning of the first document as the student sees it, with the targets in brackets."""
-    text, tokens = "", zip(documents.targets(0).tolist(), documents.tokens(0).tolist(), strict=True)
+def _image_lines(session: Session) -> Iterator[str]:
+    """Describe the first documents with images, and show the text of each."""
+    documents, processor = session.train.documents, session.processor
+    if documents.images is None or processor is None:
+        return
+    for document in np.flatnonzero(np.diff(documents.images.offsets))[:_IMAGE_SAMPLES].tolist():
+        yield _row("images", processor.in_words(documents, document))
+        yield _sample(session, documents, document)
+
+
+def _sample(session: Session, documents: Documents, document: int = 0) -> str:
+    """The beginning of a document as the student sees it, with the targets in brackets."""
+    text, tokens = "", zip(documents.targets(document).tolist(), documents.tokens(document).tolist(), strict=True)
     for is_target, stretch in groupby(tokens, key=itemgetter(0)):
         piece = session.tokenizer.decode([token for _, token in stretch])
         text += f"⟦{piece}⟧" if is_target else piece
+    if documents.images is not None and session.processor is not None:
+        text = session.processor.shortened(text)
     return escaped(text[:_SAMPLE], lines=True) + ("…" if len(text) > _SAMPLE else "")
 
 

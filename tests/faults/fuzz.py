@@ -134,7 +134,7 @@ def add(campaign: Campaign, first: int, kind: str, details: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", help="configurations, data, models, published, or all")
+    parser.add_argument("subject", help="configurations, data, images, models, published, or all")
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)

@@ -46,6 +46,13 @@ def test_any_other_end_is_a_failure(error: BaseException) -> None:
 
 
 @pytest.mark.slow
+def test_two_thousand_damaged_images_and_records_with_images_are_loaded_or_refused() -> None:
+    campaign = run("images", 2000, seed=1)
+    assert not campaign.failures
+    assert {"loaded", "DataError", "ValueError"} <= campaign.kinds.keys()
+
+
+@pytest.mark.slow
 def test_a_campaign_continues_after_an_input_that_ends_its_process() -> None:
     campaign = run("crashing", 9)
     assert campaign.mutations == 9

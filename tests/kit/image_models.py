@@ -233,13 +233,18 @@ def write_image_model(family: str, folder: Path, seed: int = 0, **options: Any) 
 
     options: of the configuration or of its text configuration, beyond those of the family.
     """
-    parts = FAMILIES[family]
     tokenizer = image_tokenizer(family)
-    tokenizer.save_pretrained(folder)
-    (folder / "processor_config.json").write_text(json.dumps(parts.processor, indent=1))
-    (folder / "chat_template.jinja").write_text(parts.template)
+    write_processor(family, folder)
     image_model(family, tokenizer, seed, **options).save_pretrained(folder)
     return folder
+
+
+def write_processor(family: str, folder: Path) -> None:
+    """Write the tokenizer and the processor of a family, without a model."""
+    parts = FAMILIES[family]
+    image_tokenizer(family).save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps(parts.processor, indent=1))
+    (folder / "chat_template.jinja").write_text(parts.template)
 
 
 def image_tokenizer(family: str) -> PreTrainedTokenizerFast:

@@ -3,6 +3,8 @@
 A subject has its own folder. Called with a source of random numbers, it damages its input and loads it once.
 """
 
+import base64
+import io
 import json
 import os
 import random
@@ -15,7 +17,8 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import torch
-from kit.mutations import ODD, PIECES, damage_files, damaged_bytes, damaged_text, damaged_value
+from kit.image_models import picture, write_processor
+from kit.mutations import ODD, PIECES, damage_files, damaged_bytes, damaged_lines, damaged_text, damaged_value
 from kit.runs import save_model, write_records, write_texts
 from kit.toy_tokenizer import GENERATION_TEMPLATE, REASONING_TEMPLATE, toy_tokenizer
 
@@ -29,9 +32,11 @@ from stillhouse.data import (
     check_vocabulary,
     load_documents,
     load_tokenizer,
+    make_micro_batch,
     tokenizer_fingerprint,
 )
 from stillhouse.data.render import chat_template
+from stillhouse.data.render.image_processor import ImageInputs, ImageProcessor
 from stillhouse.generation.publish_weights import BUCKET_BYTES, publish, version_folder
 from stillhouse.generation.published_folder import MANIFEST
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
@@ -240,9 +245,50 @@ def crashing(folder: Path) -> Load:
     return load
 
 
+def images(folder: Path) -> Load:
+    """Damaged files of images, and damaged records with images in all forms."""
+    write_processor("qwen3_vl", folder)
+    tokenizer = load_tokenizer(str(folder))
+    processor = ImageProcessor.find(str(folder), tokenizer, most_pixels=500)
+    assert processor is not None
+    given = folder / "given"
+    given.mkdir()
+    originals: dict[str, bytes] = {}
+    for kind in ("png", "jpeg", "gif", "webp", "tiff", "bmp"):
+        file = io.BytesIO()
+        picture(1, 20, 16).save(file, kind)
+        originals[f"a.{kind}"] = file.getvalue()
+    answer = {"role": "assistant", "content": "four"}
+    url = f"data:image/png;base64,{base64.b64encode(originals['a.png']).decode()}"
+    question = {"role": "user", "content": [{"type": "text", "text": "see"}]}
+
+    def load(draw: random.Random) -> None:
+        name = draw.choice([*originals])
+        value = draw.choice([name, url, {"bytes": None, "path": name}])
+        part = draw.choice([{"type": "image", "image": value}, {"type": "image_url", "image_url": {"url": name}}])
+        forms = [
+            {"messages": [question | {"content": [part, *question["content"]]}, answer]},
+            {"messages": [question | {"content": "<image> see"}, answer], "images": [value]},
+            {"image": name, "conversations": [{"from": "human", "value": "see"}, {"from": "gpt", "value": "four"}]},
+        ]
+        lines = json.dumps(draw.choice(forms)).encode()
+        if draw.random() < 0.5:
+            lines = damaged_lines(draw, lines)
+            (given / name).write_bytes(originals[name])
+        else:
+            (given / name).write_bytes(damaged_bytes(draw, originals[name]))
+        (given / "a.jsonl").write_bytes(lines)
+        options = LoadOptions(max_tokens=TOKENS * 4, on_error=draw.choice(["raise", "skip"]))
+        documents = load_documents(given / "a.jsonl", tokenizer, options, processor=processor)
+        make_micro_batch(documents, [[0]], image_inputs=ImageInputs(processor))
+
+    return load
+
+
 SUBJECTS: dict[str, Callable[[Path], Load]] = {
     "configurations": configurations,
     "data": data,
+    "images": images,
     "models": models,
     "published": published,
 }

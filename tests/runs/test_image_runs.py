@@ -8,12 +8,15 @@ import pytest
 import torch
 from kit import first_is_quick
 from kit.image_models import FAMILIES, picture, write_image_model
-from kit.runs import forward_backward, session_of
+from kit.runs import contents, forward_backward, session_of, write_run
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from stillhouse.config import ConfigError
 from stillhouse.data.render.processors import load_processor
+from stillhouse.run.inputs import load_run_data
+from stillhouse.run.run import distill
+from stillhouse.tools.check import check
 
 SETTINGS = {"data.max_tokens": 160, "train.tokens_per_step": 640, "train.micro_batch_tokens": 320}
 RECORDS = 24
@@ -69,3 +72,40 @@ def test_a_teacher_with_another_processor_of_images_is_refused(tmp_path: Path) -
     path.write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=r"teacher\.model: .* another processor of images than student\.model"):
         session_of(tmp_path, **SETTINGS)
+
+
+def test_check_shows_images_and_the_trained_student_has_its_processor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_image_model("qwen3_vl", tmp_path / "student")
+    write_data(tmp_path)
+    settings = {"teacher": False, "train.steps": 2, **SETTINGS}
+    config = write_run(tmp_path, **settings)
+    check(config)
+    shown = capsys.readouterr().out
+    assert f"{tmp_path}/train.jsonl:2: images of 12 × 12 pixels, 9 placeholder tokens of " in shown
+    assert shown.count("<|image_pad|>[× ") == 3
+    distill(config)
+    model = Path(config.out) / "model"
+    name = "processor_config.json"
+    assert (model / name).read_bytes() == (folder / name).read_bytes()
+    assert type(load_processor(str(model))).__name__ == "Qwen3VLProcessor"
+    (weights,) = (found for found in contents(model) if found.endswith(".safetensors"))
+    assert contents(model)[weights] != (folder / weights).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"rollout.prompts_per_step": 2, "rollout.max_new_tokens": 4}, "rollout"),
+        ({"parallel.context": 2}, "parallel.context"),
+    ],
+)
+def test_what_cannot_read_images_is_refused_by_its_key(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
+    write_image_model("qwen3_vl", tmp_path / "student")
+    if key == "rollout":
+        write_image_model("qwen3_vl", tmp_path / "teacher", seed=1)
+    write_data(tmp_path)
+    config = write_run(tmp_path, teacher=key == "rollout", **SETTINGS, **settings)
+    with pytest.raises(ConfigError, match=rf"{key}: the data has images, which this cannot read yet"):
+        load_run_data(config, {})

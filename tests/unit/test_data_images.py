@@ -15,7 +15,7 @@ import pytest
 import torch
 from kit import first_is_quick
 from kit.documents import same_documents
-from kit.image_models import FAMILIES, image_tokenizer, picture
+from kit.image_models import FAMILIES, image_tokenizer, picture, write_processor
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
@@ -64,10 +64,7 @@ class Student:
     """The tokenizer and the processor of a family, in a folder without weights."""
 
     def __init__(self, family: str, folder: Path, **options: Any):
-        parts = FAMILIES[family]
-        image_tokenizer(family).save_pretrained(folder)
-        (folder / "processor_config.json").write_text(json.dumps(parts.processor))
-        (folder / "chat_template.jinja").write_text(parts.template)
+        write_processor(family, folder)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(str(folder))
         processor = ImageProcessor.find(str(folder), self.tokenizer, **options)
         assert processor is not None
@@ -141,6 +138,16 @@ def test_example_documents_have_one_two_and_no_images(qwen: Student) -> None:
     assert {*without} == {"input_ids", "mm_token_type_ids"}
     joined = qwen.processor.join([{"image_grid_thw": part["image_grid_thw"]} for part in (one, two)])
     assert joined["image_grid_thw"].tolist() == [*one["image_grid_thw"].tolist(), *two["image_grid_thw"].tolist()]
+
+
+def test_a_document_is_described_with_its_images(qwen: Student, pictures: Path) -> None:
+    documents = qwen.load_records(pictures, {"messages": CONVERSATIONS[1]})
+    assert qwen.processor.in_words(documents, 0) == (
+        f"{pictures}/train.jsonl:1: images of 20 × 16, 9 × 30, 12 × 8 pixels, 34 placeholder tokens of 94, 9 to "
+        "predict"
+    )
+    shown = qwen.processor.shortened(qwen.tokenizer.decode(documents.tokens(0)))
+    assert "see <|vision_start|><|image_pad|>[× 12]<|vision_end|>and <|vision_start|><|image_pad|>[× 16]" in shown
 
 
 def test_packed_rows_have_the_types_and_axis_positions_of_each_document(qwen: Student, pictures: Path) -> None:

@@ -8,6 +8,7 @@ made by one call and then concatenated, are those of one call for all of them.
 S tokens of a document, A axes of rotary positions.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -21,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from stillhouse.data.documents import Documents
-from stillhouse.data.images import EncodedImage, open_image, require_pillow
+from stillhouse.data.images import EncodedImage, Images, open_image, require_pillow
 from stillhouse.data.record import DataError, ProcessorError, RecordError
 from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.processors import load_processor
@@ -34,6 +35,7 @@ from stillhouse.libraries import reading
 AxisPositions = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], Tensor | None]
 #: files of which a model with a processor has one
 _FILES = ("processor_config.json", "preprocessor_config.json")
+_MORE_FILES = ("video_preprocessor_config.json",)
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 _PER_TOKEN = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets", *_TOKEN_TYPES}
 _PROBES = ((37, 23), (64, 48), (20, 50))  # widths and heights
@@ -98,8 +100,8 @@ class ImageProcessor:
         cls, name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, revision: str | None = None, **options: Any
     ) -> "ImageProcessor | None":
         """The processor of a folder or a hub id; None if it has none. options: see the constructor."""
-        found = []
-        for name in _FILES:
+        found = {}
+        for name in (*_FILES, *_MORE_FILES):
             with reading(f"the processor of {name_or_path!r} cannot be read"):
                 path = cached_file(
                     name_or_path,
@@ -109,8 +111,10 @@ class ImageProcessor:
                     _raise_exceptions_for_connection_errors=False,
                 )
             if path is not None:
-                found.append(Path(path))
-        return cls(name_or_path, found, tokenizer, revision=revision, **options) if found else None
+                found[name] = Path(path)
+        if not found.keys() & {*_FILES}:
+            return None
+        return cls(name_or_path, [*found.values()], tokenizer, revision=revision, **options)
 
     def identity(self) -> list[Any]:
         """Everything that determines the tokens and pixels of an image beside the versions of libraries."""
@@ -261,10 +265,29 @@ class ImageProcessor:
         """The processor's token types of a document, [S] int64."""
         return np.asarray(self.processor.create_mm_token_type_ids([ids.tolist()])[0], dtype=np.int64)
 
+    def in_words(self, documents: Documents, document: int) -> str:
+        """The images of a document, and the numbers of their placeholder tokens and of all tokens to predict."""
+        assert documents.images is not None
+        images = documents.images.of(document)
+        sizes = [self._opened(image, number).size for number, image in enumerate(images, start=1)]
+        shown = ", ".join(f"{width:,} × {height:,}" for width, height in sizes) or "none"
+        tokens, targets = documents.tokens(document), int(documents.target_counts_D[document])
+        return (
+            f"{documents.sources[document]}: images of {shown} pixels, {self.count_placeholders(tokens):,} "
+            f"placeholder tokens of {len(tokens):,}, {targets:,} to predict"
+        )
+
+    def shortened(self, text: str) -> str:
+        """The text with a count in place of a placeholder token that is repeated."""
+        tokens = map(re.escape, self.tokenizer.convert_ids_to_tokens(self.placeholder_ids))
+        return re.sub(
+            rf"({'|'.join(tokens)})\1{{3,}}", lambda match: f"{match[1]}[× {len(match[0]) // len(match[1]):,}]", text
+        )
+
     def check_texts(self, documents: Documents) -> None:
         """Raise DataError for a document without images that has a placeholder token."""
-        assert documents.images is not None
-        counts_D = np.diff(documents.images.offsets)
+        images = documents.images or Images.none(len(documents))
+        counts_D = np.diff(images.offsets)
         for start in range(0, len(documents.tokens_N), _PART):
             found = start + np.flatnonzero(np.isin(documents.tokens_N[start : start + _PART], self.placeholder_ids))
             owners = np.searchsorted(documents.offsets, found, side="right") - 1

@@ -10,8 +10,10 @@ the student are used. A head may have more rows than there are tokens (padding).
 import json
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -71,10 +73,16 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: b
     return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str]) -> None:
-    """Write a tokenizer's files. Raises OSError if writing fails, for example on a full disk."""
+def save_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str], processor_files: Sequence[Path] = ()
+) -> None:
+    """Write a tokenizer's files, and copy the files of the model's processor for images. Raises OSError if writing
+    fails, for example on a full disk.
+    """
     with writing(folder):
         tokenizer.save_pretrained(folder)
+    for path in processor_files:
+        shutil.copyfile(path, Path(folder) / path.name)
 
 
 def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:
