@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 GATHER, SUM, EXCHANGE = "_allgather_base_", "allreduce_", "alltoall_base_"
 #: seconds in which the other ranks may report their errors, after the first error
 GRACE = 1.0
-#: a shared pool of jobs that create meshes starts new processes after this many jobs
-LIFETIME = 12
+#: new processes replace those of a pool before a batch of jobs, if a rank has more threads than this
+MOST_THREADS = 250
 #: after this many failed jobs, the rest of a batch is not tried
 MAX_FAILURES = 4
 
@@ -60,12 +60,12 @@ class Failure:
 class RankPool:
     """A number of processes that run jobs. size: their number, which must be even.
 
-    lifetime: after this many jobs, new processes replace them. The threads of a gloo group wake a hundred times a
-    second, and a hundred groups would need half of the machine.
+    Each group that a job creates leaves threads behind, which wake a hundred times a second: a hundred groups would
+    need half of the machine. So new processes replace those with many threads.
     """
 
-    def __init__(self, size: int = 4, lifetime: int | None = None):
-        self.size, self.lifetime, self._jobs = size, lifetime, 0
+    def __init__(self, size: int = 4):
+        self.size = size
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="stillhouse-ranks-")
@@ -85,7 +85,7 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._pipes, self._processes, self._jobs = [], [], 0
+        self._pipes, self._processes = [], []
 
     def call(self, function: Callable[[Rank, Any], Any], job: Any = None, *, limit: float = 60.0) -> list[Any]:
         """Return each rank's result of one job. Raises AssertionError with the ranks' tracebacks."""
@@ -107,11 +107,10 @@ class RankPool:
     def _until_failure(
         self, function: Callable[[Rank, Any], Any], jobs: Sequence[Any], limit: float
     ) -> Iterator[list[Any] | Failure]:
-        if self.lifetime is not None and self._jobs >= self.lifetime:
+        if any(_threads(process) > MOST_THREADS for process in self._processes):
             self.rest()
         if not self._processes:
             self._start()
-        self._jobs += len(jobs)
         for pipe in self._pipes:
             _send(pipe, (function, list(jobs)))
         for _ in jobs:
@@ -159,15 +158,15 @@ class RankPool:
 
 
 @cache
-def shared_pool(size: int = 4, lifetime: int | None = None) -> RankPool:
+def shared_pool(size: int = 4) -> RankPool:
     """Return the ranks that all tests of a module share."""
-    _shared.append(RankPool(size, lifetime))
+    _shared.append(RankPool(size))
     return _shared[-1]
 
 
 def pool_of_meshes(processes: int) -> RankPool:
     """Return ranks for jobs that create a mesh of so many processes; those of other sizes end."""
-    pool = shared_pool(processes + processes % 2, LIFETIME)
+    pool = shared_pool(processes + processes % 2)
     for other in _shared:
         if other is not pool:
             other.rest()
@@ -178,6 +177,12 @@ def rest() -> None:
     """End the processes of all shared pools."""
     for pool in _shared:
         pool.rest()
+
+
+def _threads(process: BaseProcess) -> int:
+    """The number of a process's threads; 0 on a system without /proc."""
+    tasks = Path(f"/proc/{process.pid}/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def _send(pipe: Connection, value: Any) -> None:
