@@ -38,8 +38,8 @@ def require_image_layout(setup: RunSetup, processor: ImageProcessor) -> None:
             trust_remote_code=teacher.trust_remote_code,
         )
         if other is None or _settings(other) != own:
-            found = "no processor of images" if other is None else "another processor of images"
-            raise ConfigError(f"{section}.model", f"it has {found} than student.model: expected the same one")
+            found = "no processor of images" if other is None else "another processor of images than student.model"
+            raise ConfigError(f"{section}.model", f"it has {found}: expected the processor of student.model")
 
 
 def with_images_proven(data: RunData, engine: Engine, source: SignalSource) -> RunData:
