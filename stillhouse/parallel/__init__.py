@@ -27,6 +27,7 @@ from stillhouse.parallel.ranks import (
     process_rank,
     start,
     start_alone,
+    temporary_groups,
     wait_for_all,
 )
 from stillhouse.parallel.run_layout import SCHEMES, Layout
@@ -87,6 +88,7 @@ __all__ = [
     "single_process_runner",
     "start",
     "start_alone",
+    "temporary_groups",
     "wait_for_all",
     "watchdog",
 ]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _world
 
 from stillhouse.config import ConfigError
 from stillhouse.parallel import watchdog
@@ -270,6 +271,19 @@ def wait_for_all() -> None:
     """Wait until all processes of the job have called this function."""
     if dist.is_initialized():
         dist.barrier()
+
+
+@contextmanager
+def temporary_groups() -> Iterator[None]:
+    """Destroy the process groups that the block creates. All processes must be ready with them at its end.
+
+    A group keeps threads (gloo) or memory of the GPU (NCCL). Meshes and Megatron-Core do not destroy their groups.
+    """
+    before = set(_world.pg_map)
+    yield
+    wait_for_all()
+    for group in [group for group in _world.pg_map if group not in before]:  # in the order of their creation
+        dist.destroy_process_group(group)
 
 
 def destroy_process_group() -> None:

@@ -26,7 +26,7 @@ from stillhouse.generation.rollout_schedule import RolloutSchedule
 from stillhouse.loops.completion_engine import generation_tokens, make_generator, sampling_of
 from stillhouse.loops.rollouts import StepPacker, make_queue, target_rules
 from stillhouse.models import eos_ids
-from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start
+from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, process_count, start, temporary_groups
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
 from stillhouse.run.image_models import with_images_proven
 from stillhouse.run.inputs import RunData
@@ -135,17 +135,20 @@ def parity(config: RunConfig) -> Iterator[Row]:
     del reference, source, models
     of_engine = megatron_layouts if config.parallel.engine == "megatron" else layouts
     for layout in of_engine(processes, experts=has_experts):
-        try:
-            mesh = Mesh(layout.degrees, device)
-            engine, source = setup.engine(setup.models(mesh, images=images), layout)
-            with_images_proven(data, engine, source)
-            loss = _gradient(engine, source, step, config.seed)
-        except ValueError as error:
-            yield Row(str(layout), refused=str(error))
-            continue
-        of_this_rank = worst(differences(engine, gradients, 1e-3 * total))
-        parameter, gradient = worst(mesh.ranks.gather(of_this_rank))
-        yield Row(str(layout), abs(loss / expected - 1), gradient, parameter)
+        with temporary_groups():
+            try:
+                mesh = Mesh(layout.degrees, device)
+                engine, source = setup.engine(setup.models(mesh, images=images), layout)
+                with_images_proven(data, engine, source)
+                loss = _gradient(engine, source, step, config.seed)
+            except ValueError as error:
+                row = Row(str(layout), refused=str(error))
+            else:
+                of_this_rank = worst(differences(engine, gradients, 1e-3 * total))
+                parameter, gradient = worst(mesh.ranks.gather(of_this_rank))
+                row = Row(str(layout), abs(loss / expected - 1), gradient, parameter)
+                del engine, source
+        yield row
 
 
 def _generated(
