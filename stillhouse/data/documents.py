@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stillhouse.data.data_report import DataReport
-from stillhouse.data.images import Images
+from stillhouse.data.images import EncodedImage, Images
 from stillhouse.data.prefixes import Prefixes, chosen_tokens, offsets_of, part_lengths
 from stillhouse.data.record import DataError
 
@@ -102,6 +102,10 @@ class Documents:
     def part(self, values_N: np.ndarray, document: int) -> np.ndarray:
         """The slice of an array over all tokens that belongs to one document."""
         return values_N[self.offsets[document] : self.offsets[document + 1]]
+
+    def images_of(self, document: int) -> list[EncodedImage]:
+        """The images of one document."""
+        return [] if self.images is None else self.images.of(document)
 
     def targets(self, document: int) -> np.ndarray:
         """Which tokens of one document are targets."""

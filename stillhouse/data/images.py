@@ -3,6 +3,7 @@
 D documents; I images of all documents, in the order of their placeholders.
 """
 
+import base64
 import hashlib
 import io
 import math
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pyarrow
@@ -56,6 +57,15 @@ class EncodedImage:
     def as_stored(self) -> "EncodedImage":
         """The image without bytes that its file has."""
         return self if self.path is None else EncodedImage(self.sha256, self.path, None)
+
+    def as_json(self) -> list[str | None]:
+        data = None if self.data is None else base64.b64encode(self.data).decode()
+        return [self.sha256.hex(), self.path, data]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Self:
+        sha256, path, data = values
+        return cls(bytes.fromhex(sha256), path, None if data is None else base64.b64decode(data))
 
     def read(self) -> bytes:
         """The bytes. Raises ValueError if the file is missing, or has other bytes than when the data was loaded."""

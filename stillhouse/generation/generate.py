@@ -8,13 +8,17 @@ B completions, S tokens of the longest prompt.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.generation.image_prompts import ImagePrompts
 from stillhouse.generation.key_value_cache import roomy_cache
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.generation.token_sampler import EndOfCompletion, TokenSampler
@@ -37,6 +41,7 @@ class Generator:
     vocabulary: only ids below this number are sampled, because the tokenizer has no larger ids. None: `counted_rows`.
     counted_rows: the number of rows of the head over which log-probabilities are normalised. None: all rows.
     tokenizer: needed only for `sampling.stop`.
+    processor: needed only for prompts with images.
 
     Raises ValueError if the model cannot generate, or if there are stop texts but no tokenizer.
     """
@@ -52,6 +57,7 @@ class Generator:
         vocabulary: int | None = None,
         counted_rows: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        processor: ImageProcessor | None = None,
     ):
         if not decoder.pretrained.can_generate():
             raise ValueError(f"{describe(decoder.pretrained)} has no generate(): expected a causal language model")
@@ -59,6 +65,7 @@ class Generator:
             raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
         self.decoder, self.sampling, self.device = decoder, sampling, device
         self._autocast, self.batch_tokens, self._tokenizer = autocast, batch_tokens, tokenizer
+        self.image_prompts = ImagePrompts(decoder, processor)
         rows = decoder.vocabulary_rows
         self._counted = rows if counted_rows is None else min(counted_rows, rows)
         self._vocabulary = self._counted if vocabulary is None else min(vocabulary, self._counted)
@@ -128,14 +135,22 @@ class Generator:
             ids_BS[row, width - len(request.prompt_ids) :] = request.prompt_ids
             mask_BS[row, width - len(request.prompt_ids) :] = 1
         seeds = [request.seed for request in requests]
-        sampler = TokenSampler(self.sampling, seeds, max(limits), self._vocabulary, self.device, self._counted)
+        never = self.image_prompts.never
+        sampler = TokenSampler(self.sampling, seeds, max(limits), self._vocabulary, self.device, self._counted, never)
+        images = self.image_prompts.arguments(requests, width, self.device)
         end = EndOfCompletion(self.sampling, limits, width, self._tokenizer, self.device)
         with errors:
-            self._run(ids_BS, mask_BS, max(limits), sampler, end)
+            self._run(ids_BS, mask_BS, max(limits), sampler, end, images)
         return self._completions(sampler, end, version)
 
     def _run(
-        self, ids_BS: np.ndarray, mask_BS: np.ndarray, tokens: int, sampler: TokenSampler, end: EndOfCompletion
+        self,
+        ids_BS: np.ndarray,
+        mask_BS: np.ndarray,
+        tokens: int,
+        sampler: TokenSampler,
+        end: EndOfCompletion,
+        images: Mapping[str, Tensor],
     ) -> None:
         """Call the model's `generate`; `sampler` and `end` record the result. tokens: max_new_tokens."""
         watchdog.progress()
@@ -153,6 +168,7 @@ class Generator:
                 past_key_values=roomy_cache(model, ids_BS.shape[1] + tokens),
                 logits_processor=[sampler],
                 stopping_criteria=[end],
+                **images,
             )
 
     def check(self, requests: Sequence[GenerationRequest]) -> None:
@@ -195,34 +211,57 @@ class Generator:
 
 
 @torch.no_grad()
-def check_generation(decoder: Decoder, device: torch.device) -> None:
+def check_generation(decoder: Decoder, device: torch.device, processor: ImageProcessor | None = None) -> None:
     """Raise ValueError with the model type if the model's `generate` fails or disagrees with the forward pass.
 
     Two short prompts of different lengths are completed, in one batch if the model supports padding on the left. The
     log-probabilities of the new tokens are compared with those of a forward pass without a cache and without padding.
+
+    processor: that of the model's images. Prompts with images are then completed, too, in a second batch.
     """
     model = decoder.pretrained
     rows = model.get_input_embeddings().weight.shape[0]
     prompts = [(np.arange(tokens, dtype=np.int32) * 37 + 5) % rows for tokens in (3, 8)]
-    generator = Generator(decoder, Sampling(max_new_tokens=4, temperature=0.0), device)
+    generator = Generator(decoder, Sampling(max_new_tokens=4, temperature=0.0), device, processor=processor)
     requests = [GenerationRequest(at, ids, 0) for at, ids in enumerate(prompts)]
+    _check_completions(generator, requests, None)
+    if processor is not None:
+        examples = processor.example_prompts()
+        with_images = [GenerationRequest(at, ids, 0, images=images) for at, (ids, images) in enumerate(examples)]
+        _check_completions(generator, with_images, processor)
+
+
+def _check_completions(
+    generator: Generator, requests: Sequence[GenerationRequest], processor: ImageProcessor | None
+) -> None:
+    decoder, device, model = generator.decoder, generator.device, generator.decoder.pretrained
+    what = "its generate()" if processor is None else "its generate() for prompts with images"
     completions: dict[int, Completion] = {}
     for batch in generator.batches(requests):
-        errors = reading(f"{describe(model)}: its generate() fails")
+        errors = reading(f"{describe(model)}: {what} fails")
         completions.update(zip(batch, generator.batch([requests[at] for at in batch], 0, errors), strict=True))
-    for at, prompt in enumerate(prompts):
-        completion = completions[at]
-        ids = torch.from_numpy(np.concatenate([prompt, completion.ids_N]).astype(np.int64)).to(device)
+    for at, request in enumerate(requests):
+        completion, prompt = completions[at], request.prompt_ids
+        ids_N = np.concatenate([prompt, completion.ids_N])
+        ids, images = torch.from_numpy(ids_N.astype(np.int64)).to(device), dict[str, Any]()
+        if processor is not None:
+            images = {"images": _on_device(processor.tensors_of(request.images, prompt), device)}
+            if (name := processor.layout.token_types) is not None:
+                images[name] = torch.from_numpy(processor.token_types(ids_N))[None].to(device)
         with evaluating(decoder):
-            logits_SV = decoder(ids[None])[0, len(prompt) - 1 : -1]
+            logits_SV = decoder(ids[None], **images)[0, len(prompt) - 1 : -1]
         expected = logits_SV.float().log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].cpu().numpy()
         error = float(np.median(np.abs(expected - completion.log_probs_N)))
         if not error <= _TOLERANCE[logits_SV.dtype]:
             raise ValueError(
-                f"{describe(model)}: its generate() gives log-probabilities that differ by {error:.2g} nats from "
+                f"{describe(model)}: {what} gives log-probabilities that differ by {error:.2g} nats from "
                 "those of its forward pass: expected a model that supports a cache and padding on the left; let a "
                 "server write the completions (rollout.engine)"
             )
+
+
+def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: value.to(device) for name, value in tensors.items()}
 
 
 @contextmanager

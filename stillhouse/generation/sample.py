@@ -9,6 +9,8 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from stillhouse.data.images import EncodedImage
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -44,20 +46,24 @@ class GenerationRequest:
     prompt_ids: int32, at least one token.
     seed: the seed of the sampling, for engines that accept one.
     max_new_tokens: a smaller limit than that of `Sampling`. None: the limit of `Sampling`.
+    images: the images of the prompt, whose placeholder tokens `prompt_ids` has.
     """
 
     number: int
     prompt_ids: np.ndarray
     seed: int
     max_new_tokens: int | None = None
+    images: Sequence[EncodedImage] = ()
 
     def as_json(self) -> list[Any]:
-        return [self.number, self.prompt_ids.tolist(), self.seed, self.max_new_tokens]
+        images = [image.as_stored.as_json() for image in self.images]
+        return [self.number, self.prompt_ids.tolist(), self.seed, self.max_new_tokens, images]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        number, ids, seed, max_new_tokens = values
-        return cls(number, np.array(ids, dtype=np.int32), seed, max_new_tokens)
+        number, ids, seed, max_new_tokens, images = values
+        encoded = [EncodedImage.from_json(image) for image in images]
+        return cls(number, np.array(ids, dtype=np.int32), seed, max_new_tokens, encoded)
 
 
 @dataclass(frozen=True, eq=False)

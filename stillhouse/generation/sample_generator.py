@@ -54,6 +54,7 @@ class SampleGenerator:
 
     max_new_tokens: the maximum number of tokens of a sample: all turns of the model and all replies together.
     reward, environment: see `user_functions.py`. If one of them is set, `prompts` must have the records of the data.
+    placeholders: the ids of the tokens that stand for features of images, which a reply must not have.
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class SampleGenerator:
         reward: UserFunction | None = None,
         environment: UserFunction | None = None,
         max_turns: int = 1,
+        placeholders: Sequence[int] = (),
     ):
         self.engine, self.prompts, self.plan, self.tokenizer = engine, prompts, plan, tokenizer
         self.max_new_tokens, self.max_turns = max_new_tokens, max_turns
-        self.reward, self.environment = reward, environment
+        self.reward, self.environment, self.placeholders = reward, environment, frozenset(placeholders)
         self._futures: dict[Future[Completion], _Open] = {}
         self._answered: dict[Future[Completion], float] = {}
         #: for each finished sample, by its number: the times of its first request and of its last completion
@@ -139,6 +141,7 @@ class SampleGenerator:
                 np.concatenate([self.prompts.tokens(sample.prompt), *(part.ids_N for part in sample.parts)]),
                 self.plan.sample_seed(sample.number, sample.turns),
                 self.max_new_tokens - sample.tokens,
+                self.prompts.images_of(sample.prompt),
             )
             for sample in samples
         ]
@@ -154,6 +157,11 @@ class SampleGenerator:
         reply = checked_reply(self.environment, *self._texts(sample))
         room = self.max_new_tokens - sample.tokens
         ids = self._reply_ids(reply, room) if reply else []
+        if not self.placeholders.isdisjoint(ids):
+            raise ValueError(
+                f"rollout.environment: the reply to sample {sample.number} has the placeholder token of an image: "
+                "expected text, because only prompts have images"
+            )
         if not ids:
             return False
         sample.is_cut = len(ids) >= room

@@ -41,6 +41,7 @@ class TokenSampler(LogitsProcessor):
     tokens: the maximum number of tokens of a completion.
     vocabulary: only ids below this number are sampled.
     counted: the number of rows of the head over which log-probabilities are normalised. None: all rows.
+    never: ids that are not sampled, although the log-probabilities of the others do not change.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class TokenSampler(LogitsProcessor):
         vocabulary: int,
         device: torch.device,
         counted: int | None = None,
+        never: Sequence[int] = (),
     ):
+        self._never = torch.tensor([index for index in never if index < vocabulary], dtype=torch.int64, device=device)
         assert counted is None or vocabulary <= counted
         self._vocabulary, self._counted = vocabulary, counted
         self._is_greedy = sampling.temperature == 0
@@ -68,6 +71,9 @@ class TokenSampler(LogitsProcessor):
         scores_BV -= scores_BV[:, : self._vocabulary].amax(-1, keepdim=True)
         weights_BV = scores_BV.exp()
         log_sum_B = weights_BV.sum(-1).log()
+        if len(self._never):
+            scores_BV.index_fill_(1, self._never, -torch.inf)
+            weights_BV.index_fill_(1, self._never, 0.0)
         if self._is_greedy:
             ids_B = scores_BV[:, : self._vocabulary].argmax(-1)
         else:

@@ -5,6 +5,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, EvalConfig, RolloutConfig, as_config_error
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.generation import RolloutEngine, Sampling
 from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.generation.rollout_engines import InJobEngine
@@ -107,6 +108,7 @@ def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Genera
         generation_tokens(session.train_config.micro_batch_tokens, session.train.max_tokens),
         key=_asking_key(session.rollout_config, session.eval_config),
         counted_rows=counted_rows(session),
+        processor=session.image_processor,
     )
 
 
@@ -144,10 +146,11 @@ def make_generator(
     *,
     key: str,
     counted_rows: int | None = None,
+    processor: ImageProcessor | None = None,
 ) -> Generator:
     """Build a `Generator`. Raises ConfigError with `key` if the model cannot generate."""
     with as_config_error(key):
-        check_generation(decoder, device)
+        check_generation(decoder, device, processor)
     return Generator(
         decoder,
         sampling,
@@ -157,6 +160,7 @@ def make_generator(
         vocabulary=known_ids(tokenizer),
         counted_rows=counted_rows,
         tokenizer=tokenizer,
+        processor=processor,
     )
 
 

@@ -8,11 +8,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
+from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.render.templates import CompletionTemplate, Rendered
 from stillhouse.generation import Completion, GenerationRequest, Sampling
 from stillhouse.generation.rollout_engines import InJobEngine
 from stillhouse.loops.callbacks import EvaluationContext, callback_metrics
 from stillhouse.loops.completion_engine import in_job_engine
+from stillhouse.loops.held_out_images import images_end, shown_images, shown_text
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.prompt_evaluation import PromptEvaluation
 from stillhouse.loops.session_objects import Session
@@ -86,10 +88,14 @@ class GreedyEvaluation:
         """Complete the same held-out prompts at each evaluation, and append them to eval_samples.jsonl."""
         session, settings, sequences = self._session, self._session.eval_config, self._session.evaluation
         assert sequences is not None
-        prompts, requests = choose_prompts(sequences.documents, settings.samples), list[GenerationRequest]()
+        prompts, requests = (
+            choose_prompts(sequences.documents, settings.samples, session.image_processor),
+            list[GenerationRequest](),
+        )
         for number, prompt in enumerate(prompts):
             tokens = min(settings.task_tokens, sequences.max_tokens - len(prompt.prompt_N))
-            requests.append(GenerationRequest(number, prompt.prompt_N, number, tokens))
+            images = sequences.documents.images_of(prompt.document)
+            requests.append(GenerationRequest(number, prompt.prompt_N, number, tokens, images))
         completions, decode = self._complete(requests), session.tokenizer.decode
         if self._file is None:
             return
@@ -99,11 +105,12 @@ class GreedyEvaluation:
                     step=step,
                     number=request.number,
                     source=prompt.source,
-                    prompt=decode(prompt.prompt_N.tolist())[-CHARACTERS:],
+                    prompt=shown_text(session.tokenizer, prompt.prompt_N, session.image_processor)[-CHARACTERS:],
                     reference=decode(prompt.reference_N[: request.max_new_tokens].tolist())[:CHARACTERS],
                     completion=decode(completion.ids_N.tolist())[:CHARACTERS],
                     tokens=len(completion.ids_N),
                     finish=completion.finish,
+                    images=shown_images(sequences.documents, prompt.document),
                 )
                 for request, prompt, completion in zip(requests, prompts, completions, strict=True)
             ]
@@ -171,22 +178,29 @@ def _text_requests(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """The beginning of a held-out document, and its continuation. source: the document's file and line."""
+    """The beginning of a held-out document, and its continuation.
 
+    document: its number. source: the document's file and line.
+    """
+
+    document: int
     source: str
     prompt_N: np.ndarray
     reference_N: np.ndarray
 
 
-def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:
+def choose_prompts(documents: Documents, count: int, processor: ImageProcessor | None = None) -> list[HeldOutPrompt]:
     """Choose up to `count` prompts, the same ones in every run on this data. Prompts of several sets alternate.
 
     A document with a prompt is cut before its first target. A document without a prompt is cut after half of its
-    tokens, but after at most `PROMPT_TOKENS`. A document of a single token is left out.
+    tokens, but after at most `PROMPT_TOKENS`. No document is cut before a token behind its last image. A document
+    with nothing after the cut is left out.
+
+    processor: that of the documents' images; None without images.
     """
     by_set: dict[int, list[int]] = {}
     for document in in_shown_order(documents, range(len(documents))):
-        if len(documents.tokens(document)) > 1:
+        if len(documents.tokens(document)) > max(1, images_end(documents.tokens(document), processor)):
             set_number = 0 if documents.set_D is None else int(documents.set_D[document])
             by_set.setdefault(set_number, []).append(document)
     turns = sorted(
@@ -194,11 +208,14 @@ def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:
         for set_number, documents_of_set in by_set.items()
         for turn, document in enumerate(documents_of_set)
     )
-    return [_prompt(documents, document) for _, _, document in turns[:count]]
+    return [_prompt(documents, document, processor) for _, _, document in turns[:count]]
 
 
-def _prompt(documents: Documents, document: int) -> HeldOutPrompt:
+def _prompt(documents: Documents, document: int, processor: ImageProcessor | None) -> HeldOutPrompt:
     ids_N = documents.tokens(document)
-    first = int(np.flatnonzero(documents.targets(document))[0])
+    end, targets = images_end(ids_N, processor), np.flatnonzero(documents.targets(document))
+    first = int(targets[0])
     cut = first if first > 1 else max(1, min(PROMPT_TOKENS, len(ids_N) // 2))
-    return HeldOutPrompt(documents.sources[document], ids_N[:cut].astype(np.int32), ids_N[cut:])
+    if cut < end:
+        cut = next((int(target) for target in targets if target >= end), end)
+    return HeldOutPrompt(document, documents.sources[document], ids_N[:cut].astype(np.int32), ids_N[cut:])

@@ -4,6 +4,7 @@ C shown rows of a micro-batch, or some of them; E hidden size of a model; V voca
 values.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import Documents, PackedSequences
+from stillhouse.loops.held_out_images import shown_images, shown_positions
 from stillhouse.loops.held_out_metrics import in_shown_order
 from stillhouse.loops.session_objects import Session
 from stillhouse.models.processor_targets import DistillTargets
@@ -67,11 +69,16 @@ def held_out_tokens(session: Session, step: int) -> HeldOutTokens | None:
     chosen = _choose(sequences.documents)
     micro_batches = session.shard(sequences.micro_batches(_sequences_with(sequences, chosen)), training=False)
     signals = session.source.request(micro_batches).result()
-    processor = _ShownTokens(tuple(chosen), _without_rollouts(session.spec))
+    ids = {document: sequences.documents.tokens(document) for document in chosen}
+    shown = {document: shown_positions(of, session.image_processor)[:TOKENS] for document, of in ids.items()}
+    processor = _ShownTokens(shown, _without_rollouts(session.spec))
     of_micro_batches = session.engine.process(processor, micro_batches, signals)
     all_ranks = session.ranks.gather([entry for entries in of_micro_batches for entry in entries])
     entries = {(document, position): entry for of_rank in all_ranks for document, position, *entry in of_rank}
-    documents = [_document(session, sequences.documents, document, entries) for document in chosen]
+    documents = [
+        _document(session, sequences.documents, document, positions.tolist(), entries)
+        for document, positions in shown.items()
+    ]
     return HeldOutTokens(step, documents)
 
 
@@ -88,23 +95,27 @@ def _sequences_with(sequences: PackedSequences, documents: list[int]) -> list[np
 
 
 def _document(
-    session: Session, documents: Documents, document: int, entries: dict[tuple[int, int], list[Any]]
+    session: Session,
+    documents: Documents,
+    document: int,
+    positions: list[int],
+    entries: dict[tuple[int, int], list[Any]],
 ) -> Document:
     def texts(pairs: Ranked) -> list[tuple[str, float]]:
         rounded = [(token, round(value, 6)) for token, value in pairs]
         return [(session.tokenizer.decode([token]), value) for token, value in rounded if value]
 
     tokens = []
-    targets = documents.targets(document).tolist()
-    for position, token in enumerate(documents.tokens(document)[:TOKENS].tolist()):
+    ids, targets = documents.tokens(document).tolist(), documents.targets(document).tolist()
+    for position in positions:
         kl, teacher, student, terms = entries[document, position] if position else (None, [], [], {})
         by_name = {
             name: TermAtToken(value, norm, texts(raised), texts(lowered))
             for name, (value, norm, raised, lowered) in terms.items()
         }
-        text = session.tokenizer.decode([token])
+        text = session.tokenizer.decode([ids[position]])
         tokens.append(Token(text, targets[position], kl, texts(teacher), texts(student), by_name))
-    return Document(documents.sources[document], tokens)
+    return Document(documents.sources[document], tokens, shown_images(documents, document))
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
@@ -117,12 +128,14 @@ def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
 
 @dataclass(frozen=True)
 class _ShownTokens:
-    """The output processor. documents: the shown documents. objective: the terms whose gradients are shown.
+    """The output processor.
+
+    shown: the positions of the shown tokens of each shown document. objective: the terms whose gradients are shown.
 
     It calls collectives of the ranks that share the vocabulary. These ranks have the same C rows.
     """
 
-    documents: tuple[int, ...]
+    shown: Mapping[int, np.ndarray]
     objective: ObjectiveSpec | None
 
     def __call__(
@@ -132,8 +145,11 @@ class _ShownTokens:
         assert context.position_ids_BS is not None
         assert context.weights_T is not None
         positions_T, document_T = context.position_ids_BS.flatten(), context.document_T
-        is_shown_T = torch.isin(document_T, torch.tensor(self.documents, device=document_T.device))
-        index_C = (is_shown_T & (positions_T < TOKENS - 1)).nonzero()[:, 0]
+        is_shown_T = torch.zeros_like(document_T, dtype=torch.bool)
+        for document, shown in self.shown.items():
+            predicts_shown_T = torch.isin(positions_T + 1, torch.from_numpy(shown).to(positions_T.device))
+            is_shown_T |= (document_T == document) & predicts_shown_T
+        index_C = is_shown_T.nonzero()[:, 0]
         student = FullVocab(hidden_states.flatten(0, -2)[index_C], head)
         (signal,) = context.signals.values()
         with signal.opened(head) as exact:

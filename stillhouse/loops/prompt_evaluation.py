@@ -52,7 +52,12 @@ class PromptEvaluation:
         watchdog.enter("eval.prompts")
         self._engine.version = step
         requests = [
-            GenerationRequest(number, self._prompts.tokens(number), session.seed + number)
+            GenerationRequest(
+                number,
+                self._prompts.tokens(number),
+                session.seed + number,
+                images=self._prompts.images_of(number),
+            )
             for number in range(len(self._prompts))
         ]
         completions = [future.result() for future in self._engine.generate(requests)]
@@ -117,5 +122,5 @@ def held_out_prompts(session: Session, settings: EvalPromptsConfig) -> Documents
         keep_records=True,
     )
     with as_config_error("eval.prompts.data"):
-        documents = load_documents(settings.data, session.tokenizer, options)
+        documents = load_documents(settings.data, session.tokenizer, options, processor=session.image_processor)
     return documents.select(in_shown_order(documents, range(len(documents)))[: settings.count])

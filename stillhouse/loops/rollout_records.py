@@ -10,6 +10,7 @@ import torch
 from stillhouse.engine.engine import StepOutput
 from stillhouse.generation import POLICY_VERSION, PromptPlan, Sample, staleness
 from stillhouse.generation.advantages import mean_and_deviation
+from stillhouse.loops.held_out_images import shown_text
 from stillhouse.loops.session_objects import Session
 from stillhouse.output import records
 from stillhouse.output.rollout_log import SAMPLES
@@ -195,7 +196,7 @@ def _shown(session: Session, step: int, sample: Sample, divergences: dict[int, f
     oldest = int(completion.versions_N[sample.is_generated_N].min())
     return records.Sample(
         step=step + 1,
-        prompt=tokenizer.decode(prompt_ids),
+        prompt=shown_text(tokenizer, prompt_ids, session.image_processor),
         completion=tokenizer.decode(completion.ids_N),
         tokens=tokens,
         length=len(tokens),

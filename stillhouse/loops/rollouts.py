@@ -69,7 +69,16 @@ class Rollouts:
         self.schedule, prompts = RolloutSchedule.of(self.config, session.step_schedule.steps), session.train.documents
         if is_first():
             assert self.engine is not None
-            self.queue = make_queue(self.config, self.schedule, self.engine, prompts, self.plan, session.tokenizer)
+            processor = session.image_processor
+            self.queue = make_queue(
+                self.config,
+                self.schedule,
+                self.engine,
+                prompts,
+                self.plan,
+                session.tokenizer,
+                placeholders=[] if processor is None else processor.placeholder_ids,
+            )
 
     def require_same_writer(self, folder: RunFolder) -> None:
         """Raise ValueError on all ranks if servers that keep their weights had other weights when the run began."""
@@ -235,6 +244,8 @@ def make_queue(
     prompts: Documents,
     plan: PromptPlan,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    placeholders: Sequence[int] = (),
 ) -> RolloutQueue:
     """Return the queue. Raises ConfigError for a reward or an environment that cannot be loaded."""
     generator = SampleGenerator(
@@ -246,6 +257,7 @@ def make_queue(
         reward=None if rollout.reward is None else user_function(REWARD, rollout.reward),
         environment=None if rollout.environment is None else user_function(ENVIRONMENT, rollout.environment),
         max_turns=rollout.max_turns if rollout.environment is not None else 1,
+        placeholders=placeholders,
     )
     return RolloutQueue(
         generator,
@@ -297,6 +309,7 @@ class StepPacker:
             gaps=gaps,
             together=self.prompts.together,
             by_length=self.by_length,
+            image_inputs=self.prompts.image_inputs,
         )
         most = 1 if self.by_length else self.micro_batch_tokens // capacity
         rows = max(1, min(most, len(packed) // parts))

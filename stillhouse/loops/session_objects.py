@@ -79,6 +79,11 @@ class Session:
         return self.engine.student.device
 
     @property
+    def image_processor(self) -> ImageProcessor | None:
+        """The student's processor of images; None if the data has none."""
+        return None if self.train.image_inputs is None else self.train.image_inputs.processor
+
+    @property
     def ranks(self) -> Ranks:
         """All processes of the run."""
         return self.engine.student.ranks

@@ -87,9 +87,14 @@ def is_placeholder(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor 
     ids_BS = inputs.get("input_ids")
     found = [inputs[name] != 0 for name in TOKEN_TYPES if inputs.get(name) is not None]
     if ids_BS is not None:
-        numbers = (getattr(model.config, name, None) for name in _PLACEHOLDERS)
-        found += [ids_BS == number for number in numbers if number is not None]
+        found += [ids_BS == number for number in placeholder_ids(model)]
     return reduce(or_, found) if found else None
+
+
+def placeholder_ids(model: PreTrainedModel) -> list[int]:
+    """Return the ids of the tokens that stand for features of images, videos and audio in the model's config."""
+    numbers = (getattr(model.config, name, None) for name in _PLACEHOLDERS)
+    return [number for number in numbers if number is not None]
 
 
 def padded_with_text(ids_BS: Tensor, is_placeholder_BS: Tensor, is_padding_BS: Tensor) -> Tensor:

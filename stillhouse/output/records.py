@@ -83,6 +83,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class HeldOutImage:
+    """An image of a held-out document.
+
+    width, height: in pixels, before it was made smaller.
+    thumbnail: a data URL of a small JPEG.
+    """
+
+    width: _Count
+    height: _Count
+    thumbnail: Annotated[str, Field(pattern=r"^data:image/jpeg;base64,[A-Za-z0-9+/]+=*$", max_length=200_000)]
+
+
+@dataclass(frozen=True)
 class EvalSample:
     """The student's completion of a held-out prompt at one evaluation.
 
@@ -90,6 +103,7 @@ class EvalSample:
     source: `file:line` of the document.
     reference: the completion in the document.
     tokens: the number of tokens of the full completion.
+    images: those of the prompt.
     """
 
     step: NonNegativeInt
@@ -100,6 +114,7 @@ class EvalSample:
     completion: str
     tokens: NonNegativeInt
     finish: Literal["stop", "length"]
+    images: list[HeldOutImage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -137,10 +152,11 @@ class Token:
 
 @dataclass(frozen=True)
 class Document:
-    """source: `file:line`."""
+    """source: `file:line`. tokens: only the first one of each run of placeholders of an image."""
 
     source: str
     tokens: list[Token]
+    images: list[HeldOutImage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

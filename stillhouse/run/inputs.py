@@ -141,8 +141,8 @@ def require_image_support(config: RunConfig, stores: Mapping[str, SignalStore]) 
     stores: the signal stores, by the keys of the teachers' sections
     """
     expected = "the data has images, which this cannot read yet: expected {}, or documents without images"
-    if config.rollout is not None:
-        raise ConfigError("rollout", expected.format("no such section"))
+    if config.rollout is not None and config.rollout.urls:
+        raise ConfigError("rollout.engine", expected.format("transformers"))
     if config.parallel.engine != "torch":
         raise ConfigError("parallel.engine", expected.format("torch"))
     if config.parallel.context > 1:

@@ -164,6 +164,7 @@ def _generated(
         engine.autocast,
         generation_tokens(packer.micro_batch_tokens, data.train.max_tokens),
         key="rollout.engine",
+        processor=data.processor,
     )
     plan = PromptPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, seed)
     schedule = RolloutSchedule.of(rollout, steps=1)

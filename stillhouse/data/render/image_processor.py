@@ -8,6 +8,7 @@ made by one call and then concatenated, are those of one call for all of them.
 S tokens of a document, A axes of rotary positions.
 """
 
+import io
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -218,22 +219,25 @@ class ImageProcessor:
         Raises DataError if a file has changed since the data was loaded, or if the processor now makes another
         number of placeholder tokens.
         """
-        images = [] if documents.images is None else documents.images.of(document)
+        try:
+            return self.tensors_of(documents.images_of(document), documents.tokens(document))
+        except ValueError as error:
+            raise DataError(documents.sources[document], str(error)) from error
+
+    def tensors_of(self, images: Sequence[EncodedImage], ids: np.ndarray) -> dict[str, Tensor]:
+        """As `tensors`, of these images and of the ids of their document. Raises ValueError."""
         if not images:
             return {}
-        where = documents.sources[document]
-        try:
-            pictures = [self._opened(image, number) for number, image in enumerate(images, start=1)]
-        except ValueError as error:
-            raise DataError(where, str(error)) from error
+        pictures = [self._opened(image, number) for number, image in enumerate(images, start=1)]
         out = self._call([pictures], [self.processor.image_token * len(pictures)])
-        placeholders = self.count_placeholders(np.asarray(out["input_ids"][0]))
-        expected = self.count_placeholders(documents.tokens(document))
+        placeholders, expected = (
+            self.count_placeholders(np.asarray(out["input_ids"][0])),
+            self.count_placeholders(ids),
+        )
         if placeholders != expected:
-            raise DataError(
-                where,
+            raise ValueError(
                 f"its images have {expected} placeholder tokens in the loaded data, and the processor makes "
-                f"{placeholders} now: start again without the entry of data.cache that has this data",
+                f"{placeholders} now: start again without the entry of data.cache that has this data"
             )
         return {name: out[name] for name in out if name not in _PER_TOKEN}
 
@@ -251,6 +255,20 @@ class ImageProcessor:
             ]
         kept = {*_TOKEN_TYPES, "input_ids"}
         return [{name: out[name] for name in out if name in kept or name not in _PER_TOKEN} for out in made]
+
+    def example_prompts(self) -> list[tuple[np.ndarray, list[EncodedImage]]]:
+        """Prompts with two, one and no random pictures of unlike sizes: token ids, and images. With them, generation
+        is proven when a run begins.
+        """
+        one, *two = [_as_png(picture) for picture in _random_pictures()]
+        token = self.processor.image_token
+        texts = {f"{token} and {token} are": two, f"what is {token} ?": [one], "numbers such as": []}
+        return [
+            (np.asarray(self.expand(text, images, special=True).ids, dtype=np.int32), images)
+            if images
+            else (np.asarray(self.tokenizer(text)["input_ids"], dtype=np.int32), images)
+            for text, images in texts.items()
+        ]
 
     def join(self, documents: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The tensors of the images of several documents, as a micro-batch has them; empty without images."""
@@ -320,6 +338,12 @@ def _random_pictures() -> list[Any]:
     random = np.random.default_rng(0)
     fromarray = require_pillow().fromarray
     return [fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in _PROBES]
+
+
+def _as_png(picture: Any) -> EncodedImage:
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    return EncodedImage.of(buffer.getvalue())
 
 
 def concatenated(parts: Sequence[Mapping[str, Tensor]], stacked: frozenset[str]) -> dict[str, Tensor]:

@@ -126,7 +126,7 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         embedded=embedded,
         styles=[_asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if rollouts else []))],
         scripts=scripts,
-        policy=_policy(scripts, watching=watching),
+        policy=_policy(scripts, watching=watching, images=_has_images(run)),
     )
 
 
@@ -257,15 +257,21 @@ def _chart_data(drawing: Drawing) -> dict[str, object]:
     }
 
 
-def _policy(scripts: Iterable[str], *, watching: bool) -> str:
+def _has_images(run: Run) -> bool:
+    documents = run.held_out.documents if run.held_out else []
+    return any(sample.images for sample in run.eval_samples) or any(document.images for document in documents)
+
+
+def _policy(scripts: Iterable[str], *, watching: bool, images: bool) -> str:
     """Return a Content-Security-Policy that lets the page run only its own scripts and load nothing.
 
-    watching: the page may send requests to its own server.
+    watching: the page may send requests to its own server. images: the page may show images that it contains.
     """
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{script_hash}'" for script_hash in hashes)
     connect = "; connect-src 'self'" if watching else ""
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}{connect}"
+    shown = "; img-src data:" if images else ""
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}{connect}{shown}"
 
 
 def _asset(name: str) -> Markup:

@@ -1,0 +1,237 @@
+"""Completions of prompts with images: those of transformers' own `generate`, and on-policy runs on them.
+
+S tokens of a prompt or document, N new tokens, V vocabulary.
+"""
+
+import base64
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from kit import first_is_quick
+from kit.image_models import picture, write_image_model
+from kit.on_policy_runs import rollout_figures
+from kit.runs import metrics, run, session_of, write_records, write_run
+from PIL import Image
+from transformers import AutoModelForImageTextToText, GenerationConfig, LogitsProcessor
+
+from stillhouse.config import ConfigError
+from stillhouse.data import PackedMicroBatches
+from stillhouse.data.images import EncodedImage, open_image
+from stillhouse.data.render.image_processor import ImageProcessor
+from stillhouse.data.render.tokenizers import load_tokenizer
+from stillhouse.data.thumbnails import thumbnail
+from stillhouse.generation import GenerationRequest, Sampling
+from stillhouse.generation.generate import Generator, check_generation
+from stillhouse.loops.rollouts import first_rollouts
+from stillhouse.models import Decoder
+from stillhouse.models.image_inputs import read_token_inputs
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.json_lines import validated
+from stillhouse.output.records import HeldOutImage
+from stillhouse.output.report import write_report
+
+CPU = torch.device("cpu")
+FAMILIES = ["qwen3_vl", "gemma3", "idefics3", "llava_onevision", "internvl", "gemma4", "qwen3_5", "qwen3_vl_moe"]
+NEW = 8
+
+
+class Without(LogitsProcessor):
+    """Never chooses these ids, as the project's sampler."""
+
+    def __init__(self, ids: list[int]):
+        self.ids = ids
+
+    def __call__(self, input_ids_BS: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
+        return logits_BV.index_fill(1, torch.tensor(self.ids), -torch.inf)
+
+
+@pytest.mark.parametrize("family", first_is_quick(FAMILIES))
+@torch.no_grad()
+def test_a_batch_of_prompts_with_images_has_the_tokens_of_plain_generate_for_each_prompt_alone(
+    family: str, tmp_path: Path
+) -> None:
+    folder = write_image_model(family, tmp_path / "student")
+    decoder = Decoder.from_pretrained(folder, dtype="float32", images=True)
+    processor = ImageProcessor.find(str(folder), load_tokenizer(str(folder)))
+    assert processor is not None
+    check_generation(decoder, CPU, processor)
+    generator = Generator(decoder, Sampling(NEW, temperature=0.0), CPU, processor=processor)
+    examples = processor.example_prompts()
+    requests = [GenerationRequest(at, ids, at, images=images) for at, (ids, images) in enumerate(examples)]
+    completions, model = generator.generate(requests, version=0), decoder.pretrained
+    for (ids, images), completion in zip(examples, completions, strict=True):
+        types = {} if (kinds := processor.layout.token_types) is None else {kinds: processor.token_types(ids)[None]}
+        ids_1S = torch.from_numpy(ids.astype(np.int64))[None]
+        with patch.object(model, "generation_config", GenerationConfig()):
+            out_1S: Any = model.generate(
+                ids_1S,
+                attention_mask=torch.ones_like(ids_1S),
+                generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0),
+                logits_processor=[Without(generator.image_prompts.never)],
+                **read_token_inputs(model, {name: torch.from_numpy(value) for name, value in types.items()}),
+                **processor.tensors_of(images, ids),
+            )
+        assert completion.ids_N.tolist() == out_1S[0, len(ids) :].tolist()
+    inverted = [replace(request, images=[as_inverted(image) for image in request.images]) for request in requests]
+    changes = [
+        float(np.abs(other.log_probs_N - one.log_probs_N).max()) > 1e-4
+        for one, other in zip(completions, generator.generate(inverted, version=0), strict=True)
+    ]
+    assert changes == [True, True, False]  # the last prompt has no image
+    sampling = generator.with_sampling(Sampling(NEW, temperature=1.0))
+    together = [completion.ids_N.tolist() for completion in sampling.generate(requests, version=0)]
+    assert together == [sampling.generate([request], version=0)[0].ids_N.tolist() for request in requests]
+
+
+def as_inverted(image: EncodedImage) -> EncodedImage:
+    buffer = io.BytesIO()
+    open_image(image.read()).point(lambda value: 255 - value).save(buffer, format="PNG")
+    return EncodedImage.of(buffer.getvalue())
+
+
+def test_a_prompt_that_ends_with_an_image_is_refused(tmp_path: Path) -> None:
+    folder = write_image_model("qwen3_vl", tmp_path / "student")
+    decoder = Decoder.from_pretrained(folder, dtype="float32", images=True)
+    processor = ImageProcessor.find(str(folder), load_tokenizer(str(folder)))
+    assert processor is not None
+    images = processor.example_prompts()[1][1]
+    ids = processor.expand(f"what is {processor.processor.image_token}", images, special=True).ids
+    request = GenerationRequest(7, np.asarray(ids, dtype=np.int32), 0, images=images)
+    with pytest.raises(ValueError, match="request 7: its prompt ends with an image: expected text behind it"):
+        Generator(decoder, Sampling(2), CPU, processor=processor).generate([request], version=0)
+    with pytest.raises(ValueError, match="prompts with images need the model's processor"):
+        Generator(decoder, Sampling(2), CPU).generate([request], version=0)
+
+
+def write_on_policy(folder: Path, family: str, **settings: Any) -> dict[str, Any]:
+    """Write models and prompts, every third one without an image; return the settings of a run."""
+    write_image_model(family, folder / "student")
+    write_image_model(family, folder / "teacher", seed=3)
+    records = []
+    for number in range(9):
+        picture(number, 8 + 4 * (number % 4), 8 + 4 * (number % 3)).save(folder / f"{number}.png")
+        image = [{"type": "image", "image": f"{number}.png"}] if number % 3 else []
+        content = [*image, {"type": "text", "text": f"what is {number}?"}]
+        answer = [{"role": "assistant", "content": [{"type": "text", "text": f"number {number}"}]}]
+        records.append({"prompt": [{"role": "user", "content": content}], "completion": answer})
+    write_records(folder / "train.jsonl", records)
+    return {
+        "data.max_tokens": 160,
+        "data.eval": 0,
+        "objective.loss": "reverse_kl",
+        "train.tokens_per_step": 160,
+        "train.micro_batch_tokens": 320,
+        "train.steps": 2,
+        "rollout.prompts_per_step": 6,
+        "rollout.samples_per_prompt": 2,
+        "rollout.max_new_tokens": NEW,
+        **settings,
+    }
+
+
+@pytest.mark.parametrize("family", first_is_quick(["qwen3_vl", "gemma3"]))
+def test_the_first_step_on_prompts_with_images_has_the_log_probs_and_the_loss_of_plain_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    session = session_of(tmp_path, **write_on_policy(tmp_path, family))
+    step = first_rollouts(session, RunFolder(tmp_path / "out"))
+    processor = session.image_processor
+    assert processor is not None
+    loss = session.forward_backward(step).sums["loss"]
+    student, teacher = (
+        AutoModelForImageTextToText.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        for name in ("student", "teacher")
+    )
+    packed = step.of_all_ranks
+    assert isinstance(packed, PackedMicroBatches)
+    documents, divergences, with_images = packed.sequences.documents, [], 0
+    for number in range(len(documents)):
+        ids, where = documents.tokens(number), documents.targets(number)
+        types = {} if (kinds := processor.layout.token_types) is None else {kinds: processor.token_types(ids)[None]}
+        inputs = {
+            "input_ids": torch.from_numpy(ids.astype(np.int64))[None],
+            **read_token_inputs(student, {name: torch.from_numpy(value) for name, value in types.items()}),
+            **processor.tensors(documents, number),
+        }
+        with_images += "pixel_values" in inputs
+        with torch.no_grad():
+            log_p_SV, log_q_SV = (
+                model(**inputs, use_cache=False).logits[0].double().log_softmax(-1)[:-1]
+                for model in (student, teacher)
+            )
+        of_labels_N = log_p_SV.gather(1, inputs["input_ids"][0, 1:, None])[where[1:], 0].numpy()
+        np.testing.assert_allclose(
+            documents.part(documents.per_token["old_log_probs"], number)[where], of_labels_N, atol=2e-5
+        )
+        divergences.append((log_p_SV.exp() * (log_p_SV - log_q_SV)).sum(-1)[where[1:]])
+    session.close()
+    assert 0 < with_images < len(documents)
+    assert loss == pytest.approx(float(torch.cat(divergences).mean()), rel=1e-4)
+
+
+def test_a_run_on_prompts_with_images_shows_them_in_its_report(tmp_path: Path) -> None:
+    settings = write_on_policy(tmp_path, "qwen3_vl")
+    settings |= {
+        "data.eval": str(tmp_path / "train.jsonl"),
+        "eval.samples": 4,
+        "eval.every": 1,
+        "eval.task_tokens": 5,
+    }
+    settings["eval.prompts"] = {"data": str(tmp_path / "train.jsonl"), "count": 3, "max_new_tokens": 4}
+    write_run(tmp_path, **settings)
+    run("distill", tmp_path / "run.yaml")
+    out = tmp_path / "out"
+    for line in rollout_figures(out):
+        assert line["rollout/log_ratio"] < 1e-5
+    assert [line["step"] for line in metrics(out) if line.get("eval/prompts/reverse_kl", 0) > 0] == [0, 1, 2]
+    samples = [json.loads(line) for line in (out / "eval_samples.jsonl").read_text().splitlines()]
+    assert [(sample["step"], sample["number"]) for sample in samples] == [(s, n) for s in range(3) for n in range(4)]
+    for sample in samples:
+        number = int(sample["prompt"].partition("what is ")[2].partition("?")[0])
+        assert [(image["width"], image["height"]) for image in sample["images"]] == [
+            (8 + 4 * (number % 4), 8 + 4 * (number % 3)) for _ in range(number % 3 > 0)
+        ]
+        assert sample["prompt"].count("<|image_pad|>") == len(sample["images"])
+        assert sample["reference"].startswith(f"number {number}"[:4])
+    documents = json.loads((out / "tokens.json").read_text())["documents"]
+    for document in documents:
+        assert [token["text"] for token in document["tokens"]].count("<|image_pad|>") == len(document["images"])
+        assert all(token["kl"] is not None for token in document["tokens"][1:])
+    page = write_report(out).read_text()
+    thumbnails = {image["thumbnail"] for shown in (*samples[-4:], *documents) for image in shown["images"]}
+    assert len(thumbnails) >= 2
+    assert set(re.findall(r'<img src="([^"]*)"', page)) == thumbnails
+    assert "img-src data:" in page
+
+
+def test_thumbnails_are_small_and_encoded_anew(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    Image.effect_noise((1000, 400), 90).save(buffer, format="JPEG", comment=b"<script>")
+    made = thumbnail(EncodedImage.of(buffer.getvalue()))
+    encoded = base64.b64decode(made.url.partition("base64,")[2])
+    assert (made.width, made.height) == (1000, 400)
+    assert Image.open(io.BytesIO(encoded)).size == (160, 64)
+    assert b"<script>" in buffer.getvalue()
+    assert b"<script>" not in encoded
+
+
+@pytest.mark.parametrize(
+    "url", ["https://host/image.jpeg", "data:text/html;base64,AAAA", 'data:image/jpeg;base64,A"']
+)
+def test_a_report_refuses_images_that_are_no_thumbnails(url: str) -> None:
+    with pytest.raises(ValueError, match="thumbnail"):
+        validated(HeldOutImage, {"width": 1, "height": 1, "thumbnail": url}, "tokens.json")
+
+
+def test_servers_as_writers_of_prompts_with_images_are_refused(tmp_path: Path) -> None:
+    settings = {"rollout.engine": "vllm", "rollout.url": "http://localhost:1"}
+    with pytest.raises(ConfigError, match=r"rollout\.engine: the data has images, .* expected transformers"):
+        session_of(tmp_path, **write_on_policy(tmp_path, "qwen3_vl", **settings))
