@@ -111,6 +111,10 @@ class Documents:
         """Which tokens of one document are targets."""
         return self.part(self.targets_N, document)
 
+    @property
+    def has_images(self) -> bool:
+        return self.images is not None and bool(self.images.offsets[-1])
+
     @cached_property
     def target_counts_D(self) -> np.ndarray:
         """Targets per document that a row predicts, int64. The first access reads all targets."""

@@ -18,7 +18,7 @@ from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import MicroBatch
 from stillhouse.data.packed_rows import make_micro_batch
 from stillhouse.data.prefixes import offsets_of
-from stillhouse.data.render.image_processor import AxisPositions, ImageInputs
+from stillhouse.data.render.image_processor import AxisPositions, DocumentImages, ImageInputs
 from stillhouse.data.sequence_order import permutation, weighted_order
 from stillhouse.data.step_micro_batches import StepMicroBatches
 
@@ -222,6 +222,10 @@ class PackedMicroBatches(StepMicroBatches):
 
     def document_tokens(self, document: int) -> np.ndarray:
         return self.sequences.documents.tokens(document)
+
+    def document_images(self, document: int) -> DocumentImages | None:
+        inputs = self.sequences.image_inputs
+        return None if inputs is None else inputs.of(self.sequences.documents, document)
 
     def documents_of(self, number: int) -> list[int]:
         return self.documents(self.rows[number])

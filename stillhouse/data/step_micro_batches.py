@@ -6,6 +6,7 @@ from typing import Any, overload
 import numpy as np
 
 from stillhouse.data.micro_batch import MicroBatch
+from stillhouse.data.render.image_processor import DocumentImages
 
 
 class StepMicroBatches(Sequence[MicroBatch]):
@@ -52,6 +53,12 @@ class StepMicroBatches(Sequence[MicroBatch]):
             if bool((is_of_T := micro_batch.document_T == document).any()):
                 return micro_batch.input_ids_BS.flatten()[is_of_T].cpu().numpy()
         raise ValueError(f"no micro-batch of this step has document {document}")
+
+    def document_images(self, document: int) -> DocumentImages | None:
+        """The images of a document, by its number in `MicroBatch.document_T`; None without images."""
+        if any(micro_batch.images for micro_batch in self._micro_batches):
+            raise ValueError(f"the images of document {document} are not known: these are only tensors")
+        return None
 
     def documents_of(self, number: int) -> list[int]:
         """The documents of micro-batch `number`."""

@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder, ProofError
 from stillhouse.parallel.apply import apply_parallelism
 from stillhouse.parallel.apply.expert_parallel import dispatched_experts
-from stillhouse.parallel.backbone_cut import require_cuttable
+from stillhouse.parallel.backbone_cut import is_cuttable, require_cuttable
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pair import TeacherStudentPair
 from stillhouse.parallel.pipeline import Pipeline
@@ -108,18 +111,39 @@ def only_layers(build: Callable[[], Decoder]) -> Decoder:
 
 
 def only_head(build: Callable[[], Decoder]) -> Decoder:
-    """Build a decoder with only the head. Raises ValueError as `require_cuttable` does."""
+    """Build a decoder with only the head."""
     decoder = build()
-    cut = require_cuttable(decoder.config)
-    keep_layers(decoder, cut, range(0), first=False, last=True, norm=False)
+    if is_cuttable(decoder.config):
+        keep_layers(decoder, require_cuttable(decoder.config), range(0), first=False, last=True, norm=False)
+        return decoder
+    backbone: Any = decoder.backbone
+    _remove_all(backbone, decoder.pretrained.get_input_embeddings())
+    backbone.forward = _received
     return decoder
 
 
-def load_head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
-    """Build and load a frozen teacher's head, sharded as a student's head under torch's layout.
+class _Received(BaseModelOutput):
+    """The output of a backbone without layers. What a family adds to its output is absent."""
 
-    Raises ValueError as `only_head` does.
-    """
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _received(*, inputs_embeds: Tensor, **_: Any) -> _Received:
+    return _Received(last_hidden_state=inputs_embeds)
+
+
+def _remove_all(module: nn.Module, embedding: nn.Module) -> None:
+    """Remove the parts of a backbone. The modules around the embedding stay, where transformers looks for it."""
+    for name, child in list(module.named_children()):
+        if child is not embedding and any(part is embedding for part in child.modules()):
+            _remove_all(child, embedding)
+        else:
+            setattr(module, name, nn.Identity())
+
+
+def load_head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
+    """Build and load a frozen teacher's head, sharded as a student's head under torch's layout."""
     decoder = only_head(source.build).requires_grad_(False).eval()
     apply_parallelism(decoder, replace(layout, gather_dtype=None), mesh)
     assert source.load_weights is not None

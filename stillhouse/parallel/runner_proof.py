@@ -336,7 +336,7 @@ def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
     probe = ProbeDocuments.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
     ids_BS = probe.ids_BS[:1]
     micro_batch = _micro_batch(runner, ids_BS, torch.arange(ids_BS.shape[1])[None])  # one document
-    if decoder.pretrained.get_input_embeddings() is None:
+    if getattr(decoder.pretrained.get_input_embeddings(), "weight", None) is None:
         return _embedded(decoder, micro_batch.position_ids_BS)
     if runner.layout.degrees.context == 1:  # some models take no position ids
         return {"input_ids": micro_batch.input_ids_BS}

@@ -29,7 +29,7 @@ def require_image_layout(setup: RunSetup, processor: ImageProcessor) -> None:
         raise ConfigError(f"{section}.parallel", _EXPECTED.format("null"))
     own = _settings(processor)
     for section, teacher in setup.teachers.items():
-        if teacher.model is None:
+        if teacher.model is None or section in setup.stores:
             continue
         other = ImageProcessor.find(
             str(teacher.model),
@@ -85,4 +85,5 @@ def _models(engine: Engine, source: SignalSource) -> Iterator[tuple[str, Decoder
     """Yield names and decoders of the student and of its teachers in this job."""
     yield from (("student", decoder) for decoder in engine.student.decoders)
     others = {"teacher": engine.student.teacher, **source.decoders}
-    yield from ((name, decoder) for name, decoder in others.items() if decoder is not None)
+    # of a teacher in a cache, only the output head is in this job
+    yield from ((name, decoder) for name, decoder in others.items() if decoder is not None and decoder.layers())

@@ -101,7 +101,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
     hashes = {which: documents.fingerprint() for which, documents in splits.items()}
     image_inputs = None
     if processor is not None and any(documents.images is not None for documents in splits.values()):
-        require_image_support(config, stores)
+        require_image_support(config)
         for documents in splits.values():
             processor.check_texts(documents)
         image_inputs, identity = ImageInputs(processor), processor.identity()
@@ -135,11 +135,8 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
     )
 
 
-def require_image_support(config: RunConfig, stores: Mapping[str, SignalStore]) -> None:
-    """Raise ConfigError for a part of the configuration that cannot be used with images.
-
-    stores: the signal stores, by the keys of the teachers' sections
-    """
+def require_image_support(config: RunConfig) -> None:
+    """Raise ConfigError for a part of the configuration that cannot be used with images."""
     expected = "the data has images, which this cannot read yet: expected {}, or documents without images"
     if config.rollout is not None and config.rollout.urls:
         raise ConfigError("rollout.engine", expected.format("transformers"))
@@ -148,8 +145,6 @@ def require_image_support(config: RunConfig, stores: Mapping[str, SignalStore]) 
     if config.parallel.context > 1:
         raise ConfigError("parallel.context", expected.format("1"))
     for section, teacher in config.teacher_sections.items():
-        if section in stores:
-            raise ConfigError(section, expected.format("a teacher in this job (key model)"))
         if teacher.cross_tokenizer is not None:
             raise ConfigError(f"{section}.cross_tokenizer", expected.format("null"))
 

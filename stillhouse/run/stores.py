@@ -126,20 +126,21 @@ def require_signals(
 
     Servers score some documents here, to prove that they serve the teacher.
     """
-    route = None if objective.teachers is None else objective.teachers.route
+    route, image_inputs = None if objective.teachers is None else objective.teachers.route, data.train.image_inputs
     for section, store in stores.items():
         teacher = teachers[section]
         _require_objective(section, store, teacher, objective)
         with ranks.all_raise(ConfigError), _store_errors(section, teacher, (ValueError, OSError)):
             train = _documents_of(section, route, data.train.documents)
-            store.require(train, "data.train")
+            store.require(train, "data.train", image_inputs)
             if objective.rollout is not None:
                 longest = _with_completion(train, objective.rollout.max_new_tokens)
                 store.require(longest, "the longest prompt of data.train with rollout.max_new_tokens")
             if data.dataset is not None:
                 store.require(_documents_of(section, route, data.dataset), "data.train")
             if data.evaluation is not None:
-                store.require(_documents_of(section, route, data.evaluation.documents), "data.eval")
+                held_out = _documents_of(section, route, data.evaluation.documents)
+                store.require(held_out, "data.eval", image_inputs)
             if teacher.source_kind.proved_by:
                 prove_store = resolve_name(teacher.source_kind.proved_by)
                 prove_store(section, teacher, train, data.tokenizer, store, ranks.device)

@@ -4,7 +4,8 @@ The layers run once for all documents, packed into rows as in training. Each req
 the hidden states of its rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
-from stillhouse.models import NotFiniteError
+from stillhouse.data.render.image_processor import ImageInputs, ImageProcessor
+from stillhouse.models import Decoder, NotFiniteError
 from stillhouse.models.document_packing import ROWS
+from stillhouse.models.image_proof import prove_images
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Runner, StageInputs
 from stillhouse.signals.extract import Extract, SignalRows, Wanted
@@ -37,16 +40,20 @@ Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError
 
 
 class Scorer:
-    """Scores documents with a teacher. Under tensor parallelism, all ranks must score the same batches."""
+    """Scores documents with a teacher. Under tensor parallelism, all ranks must score the same batches.
 
-    def __init__(self, runner: Runner, device: torch.device):
-        self._runner, self._device = runner, device
+    image_inputs: of `proven_image_inputs`; None: documents with images are refused
+    """
+
+    def __init__(self, runner: Runner, device: torch.device, image_inputs: ImageInputs | None = None):
+        self._runner, self._device, self._image_inputs = runner, device, image_inputs
         self._decoder = runner.decoders[0].eval()
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         """For each request, return its tensors on the CPU, or a `NotFiniteError` if the tensors are not finite.
 
-        Raises RuntimeError if the forward pass fails, for example because memory is exhausted.
+        Raises RuntimeError if the forward pass fails, for example because memory is exhausted, and ValueError for
+        images that do not fit their documents.
         """
         return [_checked(tensors) for tensors in self.tensors(requests)]
 
@@ -59,7 +66,14 @@ class Scorer:
         row_tokens = longest = int(documents.lengths_D.max())
         if by_length := self._decoder.packing.name == ROWS:
             row_tokens = max(longest, batch_tokens or len(documents.tokens_N))
-        sequences = PackedSequences(documents, max_tokens=row_tokens, seed=0, shuffle=False, by_length=by_length)
+        sequences = PackedSequences(
+            documents,
+            max_tokens=row_tokens,
+            seed=0,
+            shuffle=False,
+            by_length=by_length,
+            image_inputs=self._inputs_of(requests),
+        )
         if by_length:
             at_a_time = 1
         else:
@@ -69,6 +83,13 @@ class Scorer:
             micro_batch = sequences.micro_batch(range(start, min(start + at_a_time, len(sequences))))
             signals |= self._batch(micro_batch, requests)
         return [signals[number] for number in range(len(requests))]
+
+    def _inputs_of(self, requests: Sequence[ScoreRequest]) -> ImageInputs | None:
+        if all(request.document.images is None for request in requests):
+            return None
+        if self._image_inputs is None:
+            raise ValueError("a document has images, and the teacher was not loaded with a processor of images")
+        return _RequestImages(self._image_inputs, [request.document for request in requests])
 
     def _batch(self, micro_batch: MicroBatch, requests: Sequence[ScoreRequest]) -> dict[int, dict[str, Tensor]]:
         """The tensors of the requests whose documents are in the micro-batch, by the number of the request."""
@@ -90,6 +111,31 @@ class Scorer:
                 for number, rows_of_document in zip(numbers, tensor.split(lengths), strict=True):
                     by_document[number][name] = rows_of_document
         return by_document
+
+
+class _RequestImages(ImageInputs):
+    """The tensors of images as the requests have them. documents: of the requests"""
+
+    def __init__(self, inputs: ImageInputs, documents: Sequence[DocumentRows]):
+        super().__init__(inputs.processor, inputs.axis_positions)
+        self._documents = documents
+
+    def tensors(self, documents: Documents, members: Sequence[int]) -> list[dict[str, Tensor]]:
+        images = (self._documents[member].images for member in members)
+        return [{} if of_document is None else dict(of_document.tensors()) for of_document in images]
+
+
+def proven_image_inputs(
+    decoder: Decoder,
+    processor: ImageProcessor,
+    agreed: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> ImageInputs:
+    """Prove a teacher on documents with images, and return what makes its inputs of images.
+
+    agreed: see `prove_images`. Raises ProofError, naming the model, for a model that does not read images exactly.
+    """
+    prove_images(decoder, processor.example_documents(), processor.join, agreed)
+    return ImageInputs(processor, decoder.axis_positions)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stillhouse.data.render.image_processor import DocumentImages
 from stillhouse.objective import Chosen, Sampled, Signal, TopK
 from stillhouse.objective.signals import Tail
 
@@ -126,9 +127,11 @@ class DocumentRows:
     tokens: all ids of the document
     ids_NK: for "chosen", the K ids of each requested row; -1 is an absent entry
     source: where the document is from, for messages; "" if unknown
+    images: the document's images; None without images
     """
 
     tokens: np.ndarray
     rows: range
     ids_NK: Tensor | None = None
     source: str = ""
+    images: DocumentImages | None = None

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stillhouse.data import Documents, MicroBatch
+from stillhouse.data.render.image_processor import ImageInputs
 from stillhouse.objective import TEACHER, Signals
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import (
@@ -79,8 +80,12 @@ class SignalStore(ABC):
         """Prepare `read`. Called only on processes that read signals."""
 
     @abstractmethod
-    def require(self, documents: Documents, what: str) -> None:
-        """Raise ValueError unless the store has signals for these documents. what: their name in the message"""
+    def require(self, documents: Documents, what: str, image_inputs: ImageInputs | None = None) -> None:
+        """Raise ValueError unless the store has signals for these documents.
+
+        what: the documents' name in the message
+        image_inputs: makes the tensors of the documents' images; None if the data has no images
+        """
 
     @abstractmethod
     def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
@@ -200,7 +205,9 @@ class StoredTeacher(SignalSource):
                     ids_NK = torch.full((last + 1 - first, ids[number].shape[1]), -1, dtype=torch.int32)
                     ids_NK[rows_C] = ids[number][chosen]
                 tokens, shift = step.of_all_ranks.teacher_tokens(document, self._name)
-                wanted.append(DocumentRows(tokens, range(first + shift, last + 1 + shift), ids_NK))
+                images = step.of_all_ranks.document_images(document)
+                rows = range(first + shift, last + 1 + shift)
+                wanted.append(DocumentRows(tokens, rows, ids_NK, images=images))
                 places.append((tensors, valid_index[chosen], rows_C))
         for (tensors, index_C, rows_C), stored in zip(places, self.store.read(wanted), strict=True):
             for name, value in stored.items():

@@ -126,12 +126,14 @@ class CacheTeacher:
 
     identity: a hash of the model's files.
     decoder: the model, or only its output head.
+    images: `Manifest.images`.
     """
 
     name: str
     identity: str
     decoder: Decoder
     tokenizer: PreTrainedTokenizerBase
+    images: str | None = None
 
     def describe(self, signal: SignalSpec, *, packed: bool = False) -> Manifest:
         """The manifest of a cache without its documents; `write_documents` adds them."""
@@ -144,6 +146,7 @@ class CacheTeacher:
             self.decoder.width,
             versions=library_versions(),
             packed=packed,
+            images=self.images,
         )
 
     def save(self, folder: Path, signal: SignalSpec) -> None:

@@ -29,6 +29,10 @@ def export_distillkit(folder: Path, load_data: Callable[[], RunData], out: Path)
     spec = cache.signal
     if spec.kind != "top_k" or spec.with_label:
         raise ValueError(f"{folder} has {spec}: DistillKit reads top-k log-probabilities without the actual token's")
+    if cache.manifest.images is not None:
+        raise ValueError(
+            f"{folder} has documents with images, which DistillKit cannot read: expected a cache of texts"
+        )
     if out.exists():
         raise ValueError(f"{out} exists: expected a new folder")
     compression = Compression(cache.manifest.vocabulary, spec.entries, spec.dtype, delta_encoding=False)

@@ -6,6 +6,7 @@ shards depends only on the order and the sizes of the documents.
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from stillhouse.config import ConfigError, RunConfig, TeacherConfig
 from stillhouse.data import Documents
 from stillhouse.parallel import watchdog
+from stillhouse.run.image_models import require_image_layout
 from stillhouse.run.inputs import RunData
 from stillhouse.run.models import load_model, teacher_fingerprint
 from stillhouse.run.setup import RunSetup
@@ -50,6 +52,7 @@ def write_cache(
     is_served = config.teacher is not None and "signal" in config.teacher.source_kind.options
     teacher_config = None if is_served else _teacher_in_job(setup)
     data = setup.load_data()
+    processor = None if data.train.image_inputs is None else data.train.image_inputs.processor
     entries = list(cache_documents(data))
     documents = [document for _, document in entries]
     store: SignalStore
@@ -57,23 +60,28 @@ def write_cache(
         store, teacher = _served_teacher(setup, data)
     else:
         name, identity = str(teacher_config.model), teacher_fingerprint(teacher_config)
-        decoder = load_model("teacher", name, teacher_config, setup.ranks.device, setup.config.data.packing)
+        if processor is not None:
+            require_image_layout(setup, processor)
+        options = setup.ranks.device, setup.config.data.packing, None, processor is not None
+        decoder = load_model("teacher", name, teacher_config, *options)
         if kind == "hidden":
             saved_dtype = str(decoder.config.dtype).removeprefix("torch.")
             spec = SignalSpec("hidden", dtype or saved_dtype, with_label=with_label)
         else:
             spec = SignalSpec(kind, dtype or "float32", top_k, config.objective.temperature, with_label)
         tokens = config.train.micro_batch_tokens
-        store = LocalModelStore(name, identity, spec, lambda _: decoder, tokens, packs_all=True)
+        store = LocalModelStore(name, identity, spec, lambda _: decoder, tokens, processor=processor, packs_all=True)
         store.start(setup.ranks.device)
         teacher = CacheTeacher(name, identity, decoder, data.tokenizer)
+    if processor is not None:
+        teacher = replace(teacher, images=processor.pixels_identity)
 
     def read(places: Sequence[int]) -> list[dict[str, Tensor]]:
         parts = (list(part) for _, part in groupby(places, key=lambda place: entries[place][0]))
         return [tensors for part in parts for tensors in store.read([documents[place] for place in part])]
 
     watchdog.enter("writing the cache", timed=False)
-    rows = [(document_id(document.tokens), document.rows) for document in documents]
+    rows = [(document_id(document.tokens, document.images), document.rows) for document in documents]
     description = teacher.describe(store.signal, packed=packed)
     with closing(store):
         return write_documents(out, description, rows, read, teacher.save, setup.ranks, shard_bytes)
@@ -117,12 +125,14 @@ def data_splits(data: RunData) -> list[Documents]:
 def cache_documents(data: RunData) -> Iterator[tuple[int, DocumentRows]]:
     """The distinct documents of a run that have targets, each with the number of its split."""
     seen: dict[bytes, range] = {}
+    inputs = data.train.image_inputs
     for split, documents in enumerate(data_splits(data)):
         for number, source in enumerate(documents.sources):
             tokens, rows = documents.tokens(number), target_rows(documents.targets(number))
-            known = seen.setdefault(document_id(tokens), rows)
+            images = None if inputs is None else inputs.of(documents, number)
+            known = seen.setdefault(document_id(tokens, images), rows)
             if known is rows and len(rows):
-                yield split, DocumentRows(tokens, rows, source=source)
+                yield split, DocumentRows(tokens, rows, source=source, images=images)
             elif known != rows:
                 raise ValueError(
                     f"{source} has the tokens of another document and other targets: expected "

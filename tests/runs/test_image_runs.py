@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from kit import first_is_quick
-from kit.image_models import FAMILIES, picture, write_image_model
+from kit.image_models import FAMILIES, write_image_model
+from kit.image_runs import SETTINGS, turns_of, write_data
 from kit.runs import contents, forward_backward, session_of, write_run
 from PIL import Image
 from transformers import AutoModelForImageTextToText
@@ -17,24 +18,6 @@ from stillhouse.data.render.processors import load_processor
 from stillhouse.run.inputs import load_run_data
 from stillhouse.run.run import distill
 from stillhouse.tools.check import check
-
-SETTINGS = {"data.max_tokens": 160, "train.tokens_per_step": 640, "train.micro_batch_tokens": 320}
-RECORDS = 24
-
-
-def turns_of(number: int) -> list[dict[str, Any]]:
-    image = [{"type": "image", "image": f"{number}.png"}] if number % 3 else []
-    question = [{"type": "text", "text": f"what is {number}?"}, *image]
-    answer = [{"type": "text", "text": f"number {number}"}]
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def write_data(folder: Path) -> None:
-    for number in range(RECORDS):
-        picture(number, 8 + 4 * (number % 4), 8 + 4 * (number % 3)).save(folder / f"{number}.png")
-    lines = [json.dumps({"messages": turns_of(number)}) for number in range(RECORDS)]
-    (folder / "train.jsonl").write_text("\n".join(lines))
-    (folder / "eval.jsonl").write_text("\n".join(lines[:4]))
 
 
 @pytest.mark.parametrize("family", first_is_quick(FAMILIES))

@@ -12,7 +12,8 @@ import io
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from stillhouse.data.record import DataError, ProcessorError, RecordError
 from stillhouse.data.render.assistant_turns import Span
 from stillhouse.data.render.processors import load_processor
 from stillhouse.data.render.tokenizers import tokenizer_fingerprint
-from stillhouse.hashing import file_hash
+from stillhouse.hashing import file_hash, json_hash
 from stillhouse.libraries import reading
 
 #: computes the rotary positions of one document, [S, A]: of its ids [S], its token types [S] or None, and its images.
@@ -144,6 +145,13 @@ class ImageProcessor:
         if getattr(processor, "image_token", None) is None:
             raise ValueError(f"{what} ({type(processor).__name__}) has no placeholder token for images")
         return processor
+
+    @cached_property
+    def pixels_identity(self) -> str:
+        """A hash of everything that determines the pixel tensors of an image beside the versions of libraries. Models
+        with other tokens may have the same one. Loads the processor.
+        """
+        return json_hash([self.most_pixels, self.processor.image_processor.to_dict()])
 
     @cached_property
     def placeholder_ids(self) -> list[int]:
@@ -369,6 +377,20 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(padded)
 
 
+@dataclass(frozen=True, eq=False)
+class DocumentImages:
+    """The images of a document, for a model that reads the document by itself.
+
+    identity: a hash of the encoded images and of everything that determines their pixels.
+    tensors: makes the tensors, as arguments of the model. Raises DataError if a file has changed.
+    placeholder_ids: the tokens that stand for features of images.
+    """
+
+    identity: bytes
+    tensors: Callable[[], Mapping[str, Tensor]]
+    placeholder_ids: Sequence[int] = ()
+
+
 class ImageInputs:
     """Makes the inputs of a micro-batch that come from images. axis_positions: see `AxisPositions`."""
 
@@ -378,6 +400,18 @@ class ImageInputs:
     def tensors(self, documents: Documents, members: Sequence[int]) -> list[dict[str, Tensor]]:
         """The tensors of the images of each document."""
         return [self.processor.tensors(documents, member) for member in members]
+
+    def of(self, documents: Documents, document: int) -> DocumentImages | None:
+        """The images of one document; None without images."""
+        images = [] if documents.images is None else documents.images.of(document)
+        if not images:
+            return None
+        hashes = [self.processor.pixels_identity, *(image.sha256.hex() for image in images)]
+        return DocumentImages(
+            bytes.fromhex(json_hash(hashes)),
+            partial(self.processor.tensors, documents, document),
+            self.processor.placeholder_ids,
+        )
 
     def per_token(self, ids: np.ndarray, images: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         """The further inputs of one document: token types [S] and axis positions [S, A], if the model has them."""

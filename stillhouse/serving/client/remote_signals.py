@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from stillhouse.config import TeacherConfig
 from stillhouse.config.servers import SERVERS
 from stillhouse.data import DataError, Documents
+from stillhouse.data.render.image_processor import ImageInputs
 from stillhouse.data.render.tokenizers import MAX_IDS
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint, model_parts
@@ -70,8 +71,13 @@ class RemoteSignals(SignalStore):
         #: servers that answer again after a failure and are not proven yet
         self._unproven: set[str] = set()
 
-    def require(self, documents: Documents, what: str) -> None:
+    def require(self, documents: Documents, what: str, image_inputs: ImageInputs | None = None) -> None:
         """Raise DataError for the first document that a server cannot score. what: the documents' name in errors."""
+        if documents.has_images:
+            raise ValueError(
+                f"{what} has images, which servers cannot score yet: expected a teacher in this job (key model) or a "
+                "cache, or documents without images"
+            )
         if self.vocabulary is not None:
             documents.check_ids(self.vocabulary, "teacher")
         limits = [server.max_tokens for server in self.servers if server.max_tokens is not None]

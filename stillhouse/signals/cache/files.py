@@ -15,8 +15,8 @@ A shard is one safetensors file. For D documents with N rows in total, its tenso
     hidden, ids, …  [N, …]              the signal (`SignalSpec.tensors`), or its packed form (shard_layout.py)
 
 Row t of a document is the teacher's distribution of token t + 1. The rows from the first to the last one that
-predicts a target are stored. A document is found by a hash of its tokens. So a cache does not depend on the order and
-packing of a run, or on the number of epochs.
+predicts a target are stored. A document is found by a hash of its tokens and images. So a cache does not depend on
+the order and packing of a run, or on the number of epochs.
 """
 
 import hashlib
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stillhouse.data.render.image_processor import DocumentImages
 from stillhouse.hashing import json_hash
 from stillhouse.signals.cache.shard_layout import ShardLayout, layout_of
 from stillhouse.signals.signal_spec import SignalSpec
@@ -52,6 +53,7 @@ class Manifest:
     documents_hash: a hash of the ids and row ranges of all documents
     versions: versions of the libraries
     packed: whether ids and counts are stored with the smallest possible number of bits
+    images: how pixels were made of images (`ImageProcessor.pixels_identity`); None if the documents are texts
 
     Raises ValueError for a signal that cannot be packed.
     """
@@ -69,6 +71,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     packed: bool = False
     format: int = FORMAT
+    images: str | None = None
 
     def __post_init__(self) -> None:
         layout_of(self.signal, self.width, self.vocabulary, packed=self.packed)
@@ -80,7 +83,12 @@ class Manifest:
     @property
     def content(self) -> dict[str, Any]:
         """All fields except the versions."""
-        return {key: value for key, value in asdict(self).items() if key != "versions"}
+        return {key: value for key, value in self._fields.items() if key != "versions"}
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        """Caches of texts have no field for images, as before there were images."""
+        return {key: value for key, value in asdict(self).items() if key != "images" or value is not None}
 
     @property
     def identity(self) -> str:
@@ -99,11 +107,13 @@ class Manifest:
 
     def differences(self, other: "Manifest") -> list[tuple[str, Any, Any]]:
         """For each field of `content` that differs: its name, its value here and its value in `other`."""
-        others = other.content
-        return [(name, value, others[name]) for name, value in self.content.items() if value != others[name]]
+        ours, others = self.content, other.content
+        return [
+            (name, ours.get(name), others.get(name)) for name in ours | others if ours.get(name) != others.get(name)
+        ]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+        return json.dumps(self._fields, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, path: object) -> "Manifest":
@@ -117,9 +127,12 @@ class Manifest:
             raise ValueError(f"{path} is not the description of a cache: {error}") from error
 
 
-def document_id(tokens: np.ndarray) -> bytes:
-    """The id of a document: a hash of its token ids."""
-    return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i4").data).digest()[:ID_BYTES]
+def document_id(tokens: np.ndarray, images: DocumentImages | None = None) -> bytes:
+    """The id of a document: a hash of its token ids and of the identity of its images."""
+    digest = hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i4").data).digest()
+    if images is not None:
+        digest = hashlib.sha256(b"images" + digest + images.identity).digest()
+    return digest[:ID_BYTES]
 
 
 def documents_hash(documents: Iterable[tuple[bytes, range]]) -> str:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from stillhouse.data import Documents
+from stillhouse.data.render.image_processor import ImageInputs
 from stillhouse.hashing import file_hash
 from stillhouse.libraries import reading
 from stillhouse.signals.cache.files import (
@@ -90,9 +91,17 @@ class SignalCache(SignalStore):
         if digest != self.manifest.documents_hash:
             raise ValueError(f"{folder}: a shard's table of documents was changed: write the cache again")
 
-    def require(self, documents: Documents, what: str) -> None:
+    def require(self, documents: Documents, what: str, image_inputs: ImageInputs | None = None) -> None:
         """Raise ValueError unless the cache has every row of these documents that predicts a target."""
-        ids = [document_id(documents.tokens(number)) for number in range(len(documents))]
+        if documents.has_images:
+            assert image_inputs is not None
+            self._require_processor(image_inputs, what)
+        ids = [
+            document_id(
+                documents.tokens(number), None if image_inputs is None else image_inputs.of(documents, number)
+            )
+            for number in range(len(documents))
+        ]
         stored = [self._documents.get(document) for document in ids]
         missing = [
             number
@@ -102,10 +111,21 @@ class SignalCache(SignalStore):
         if missing:
             known = stored[missing[0]] is not None
             why = "rows of it are missing; was it written for other target tokens?" if known else "it is absent"
+            if documents.has_images and not known:
+                why = "it is absent; was an image changed after the cache was written?"
             raise ValueError(
                 f"{self.folder} lacks {len(missing):,} of the {len(documents):,} documents of {what}, the first is "
                 f"{documents.sources[missing[0]]} ({why}); expected a cache of this data, with the same tokenizer, "
                 "template and longest document"
+            )
+
+    def _require_processor(self, image_inputs: ImageInputs, what: str) -> None:
+        """Raise ValueError if the cache has other pixels of the same images."""
+        if self.manifest.images != image_inputs.processor.pixels_identity:
+            has = "is a cache of texts" if self.manifest.images is None else "was written with other pixels of images"
+            raise ValueError(
+                f"{self.folder} {has}, and {what} has images: expected a cache of this data, written with the same "
+                "settings of the student's image processor and the same data.image_pixels"
             )
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
@@ -113,7 +133,7 @@ class SignalCache(SignalStore):
 
         Raises ValueError if the cache lacks a row, if a shard has changed, or if `problem_in` finds a problem.
         """
-        return [self.read_document(document_id(request.tokens), request.rows) for request in wanted]
+        return [self.read_document(document_id(request.tokens, request.images), request.rows) for request in wanted]
 
     def documents(self) -> Mapping[bytes, range]:
         """The id and the stored rows of every document, in the cache's order."""

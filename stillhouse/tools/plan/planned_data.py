@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stillhouse.config import RunConfig, TeacherConfig
 from stillhouse.data import DataReport, Documents, PackedSequences, StepMicroBatches
+from stillhouse.data.render.image_processor import ImageInputs
 from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.generation.step_documents import POLICY_VERSION
 from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
@@ -33,7 +34,7 @@ class PlannedStore(SignalStore):
         self.signal = SignalSpec(teacher.signal, "float32", teacher.top_k, temperature)
         self.identity = self.name = "planned"
 
-    def require(self, documents: Documents, what: str) -> None: ...
+    def require(self, documents: Documents, what: str, image_inputs: ImageInputs | None = None) -> None: ...
 
     def read(self, wanted: Sequence[DocumentRows]) -> Sequence[dict[str, Tensor]]:
         raise NotImplementedError
