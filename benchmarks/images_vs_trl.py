@@ -12,14 +12,17 @@ predicted tokens. A step has all documents, so that their order is of no importa
 length, so that neither has padding. All parts of the student are trained.
 
 losses     The loss of each step, in nats per predicted token.
+float64    The loss of the first step by plain transformers in float64, one document at a time.
 speed      Runs take turns in one process; ratios are of neighbouring runs. Seconds are those of the processor, on one
            thread, so that other processes do not count; the clock's are in the file, too.
 memory     A new process for each: its peak, less what it has before it loads the models.
 
-Writes benchmarks/results/images_vs_trl-<date>.json.
+Writes benchmarks/results/images_vs_trl-<date>.json; with `--part float64`, only that part, named after it.
 """
 
 import argparse
+import io
+import math
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image as Pillow
 from transformers import Qwen3VLForConditionalGeneration
 
 from benchmarks import digit_models
@@ -42,7 +46,8 @@ from stillhouse.tasks import TaskSpec
 
 TASK = TaskSpec("digits", 4, 4)
 #: documents of a step, and tokens of each of them: the picture with its two borders, question and `=`, answer and end
-DOCUMENTS, LENGTH = 64, 4 + 2 + 16 + 5
+DOCUMENTS, ANSWER = 64, 5
+LENGTH = 4 + 2 + 16 + ANSWER
 #: width and layers of the language model, width and layers of the vision tower
 STUDENT, TEACHER = (128, 4, 48, 2), (256, 6, 48, 2)
 VOCABULARIES = 512, 16384
@@ -145,6 +150,27 @@ def speed(folder: Path, vocabulary: int, rounds: int) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
+def float64_loss(folder: Path, vocabulary: int) -> float:
+    """JSD of the new models in nats per predicted token, on whole log-probabilities [5, V] of each document."""
+    task = Task.write(folder / f"float64{vocabulary}", vocabulary, 1)
+    processor = load_processor(str(task.folder / "student"))
+    models = [
+        Qwen3VLForConditionalGeneration.from_pretrained(task.folder / name, dtype=torch.float64)
+        for name in ("student", "teacher")
+    ]
+    divergences = []
+    for number in range(DOCUMENTS):
+        row = record(TASK, 0, number, held_out=False)
+        text = processor.tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        picture = Pillow.open(io.BytesIO(row["images"][0]["bytes"]))
+        inputs = processor(text=[text], images=[[picture]], return_tensors="pt", add_special_tokens=False)
+        student, teacher = (model(**inputs).logits[0, -ANSWER - 1 : -1].log_softmax(-1) for model in models)
+        mixture = torch.logaddexp(student, teacher) - math.log(2)
+        divergences += [(side.exp() * (side - mixture)).sum(-1) / 2 for side in (student, teacher)]
+    return float(torch.stack(divergences).sum()) / (DOCUMENTS * ANSWER)
+
+
 def memory(folder: Path, vocabulary: int) -> dict[str, Any]:
     task = Task.write(folder / f"memory{vocabulary}", vocabulary, WARM)
     threads = torch.get_num_threads()
@@ -165,6 +191,7 @@ def peak_bytes(side: str, task: Task, threads: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--part", choices=["float64"], help="only this; its result file is named after it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"theme": "images_vs_trl", "arguments": vars(arguments)}
@@ -172,9 +199,11 @@ def main() -> None:
     result |= {"student (width, layers, of the tower)": STUDENT, "teacher (width, layers, of the tower)": TEACHER}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        result["speed"] = {str(size): speed(folder, size, arguments.rounds) for size in VOCABULARIES}
-        result["memory"] = {str(size): memory(folder, size) for size in VOCABULARIES}
-    write_result(result_file("images_vs_trl"), result)
+        result["first loss in float64"] = {str(size): float64_loss(folder, size) for size in VOCABULARIES}
+        if not arguments.part:
+            result["speed"] = {str(size): speed(folder, size, arguments.rounds) for size in VOCABULARIES}
+            result["memory"] = {str(size): memory(folder, size) for size in VOCABULARIES}
+    write_result(result_file("_".join(filter(None, ["images_vs_trl", arguments.part]))), result)
 
 
 if __name__ == "__main__":
