@@ -109,7 +109,7 @@ site: .site
 
 # the site of this version beside those of earlier ones, as a commit on the branch gh-pages, which is not pushed
 site-version: .site
-	$(BIN)/mike deploy --update-aliases \
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mike deploy --update-aliases \
 		$$($(BIN)/python -c 'import stillhouse; print(stillhouse.__version__.rpartition(".")[0])') latest
 	$(BIN)/mike set-default latest
 

@@ -1,6 +1,7 @@
 """`stillhouse verify`: checks that the files of a run's folder are unchanged, without loading a model.
 
-Every checkpoint must match its hashes and have all tensors. metrics.jsonl must match the hash in the newest
+Every checkpoint must match its hashes and have all tensors. The values of config.yaml that determine the weights must
+be those with which the newest checkpoint was written. metrics.jsonl must match the hash in the newest
 checkpoint and repeat no step. The final model must match its hashes.
 """
 
@@ -11,8 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from stillhouse.checkpoint.checkpoint_folder import DAMAGED, checkpoints
+from stillhouse.checkpoint.identity import configuration_hash
 from stillhouse.checkpoint.integrity import verified
 from stillhouse.config import load_config
+from stillhouse.config.read_config import dotted_values
 from stillhouse.output.disk import UNFINISHED
 from stillhouse.output.folder import RunFolder, require_intact_model
 from stillhouse.output.metrics_file import MetricsLine, read_metrics
@@ -37,13 +40,14 @@ def verify(path: Path) -> Iterator[Finding]:
     folder = RunFolder(path)
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} contains no run: it has no config.yaml. Give the `out` folder of a run")
-    yield _finding("config.yaml", partial(_configuration, path / "config.yaml"))
     newest: Progress | None = None
+    findings = []
     for checkpoint in checkpoints(folder.checkpoints):
-        finding = _finding(checkpoint.name, partial(_checkpoint, checkpoint))
-        if finding.problem is None:
+        findings.append(_finding(checkpoint.name, partial(_checkpoint, checkpoint)))
+        if findings[-1].problem is None:
             newest = read_state(checkpoint).progress
-        yield finding
+    yield _finding("config.yaml", partial(_configuration, path / "config.yaml", newest))
+    yield from findings
     yield _finding(folder.metrics.name, partial(_metrics, folder.metrics, newest))
     if folder.complete:
         yield _finding("model", partial(require_intact_model, folder))
@@ -62,8 +66,10 @@ def _finding(what: str, described: Callable[[], str]) -> Finding:
         return Finding(what, problem=str(error))
 
 
-def _configuration(path: Path) -> str:
+def _configuration(path: Path, newest: Progress | None) -> str:
     config = load_config(path)
+    if newest is not None and newest.configuration != configuration_hash(dotted_values(config)):
+        raise ValueError("its values are not those of the newest checkpoint")
     return f"{config.student.model}, {config.objective.loss}"
 
 

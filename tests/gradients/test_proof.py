@@ -135,8 +135,8 @@ def test_flash_attention_gets_one_row() -> None:
             expected = decoder(position_ids=positions, **inputs)
             decoder.pretrained.set_attn_implementation(FLASH)
             torch.testing.assert_close(decoder(position_ids=positions, **inputs), expected)
-    with pytest.raises(ValueError, match="got token_type_ids with position_ids: expected tokens alone"):
-        decoder(ids_BS, positions_BS, token_type_ids=torch.zeros_like(ids_BS))
+    with pytest.raises(ValueError, match="got cache_position with position_ids: expected tensors of the tokens"):
+        decoder(ids_BS, positions_BS, cache_position=torch.arange(6))
 
 
 @pytest.mark.usefixtures("flash")

@@ -84,6 +84,7 @@ def test_a_version_of_the_site_is_kept_beside_the_others(site: Path) -> None:
     subprocess.run([*git, "init", "--quiet"], cwd=folder, check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "first"], cwd=folder, check=True)
     environment = os.environ | {f"GIT_{who}_{what}": "test" for who in ("AUTHOR", "COMMITTER") for what in NAMES}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # mike runs mkdocs
     mike = [sys.executable, "-c", "from mike.driver import main; main()"]
     for version in ("0.1", "0.2"):
         deployed = subprocess.run(
