@@ -5,104 +5,17 @@ The class of a section defines the valid values of a single key. A rule defines 
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 from stillhouse.config.errors import ConfigError, listed
-from stillhouse.config.schema import ANY_NAME, value_fields, yaml_value
-from stillhouse.config.section import Section
+from stillhouse.config.rule import FIELDS, NAMED, Rule, default, excludes, needs
+from stillhouse.config.schema import yaml_value
 from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
 from stillhouse.config.sections.run_section import RunConfig
-from stillhouse.config.sections.teacher_section import TeachersConfig
 from stillhouse.config.servers import ADAPTER_ENGINES, ENGINES
 from stillhouse.config.source_kinds import OF_WEIGHTS, SOURCES
 from stillhouse.display import enumerated
-
-#: in a rule, `teacher.` means all teachers, and this prefix means only the teachers under `teachers`
-_NAMED = f"teachers.{ANY_NAME}."
-_OF_A_TEACHER = re.compile(rf"\bteacher\.|{re.escape(_NAMED)}")
-_FIELDS = value_fields(RunConfig)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One rule about several keys.
-
-    keys: the key that the error names, then the keys that conflict with it.
-    refuses: returns whether the values of the keys break the rule. A value is None if its section is absent.
-    expected: the expected configuration, in words.
-    because: the reason, or "".
-    """
-
-    keys: tuple[str, ...]
-    refuses: Callable[..., bool]
-    expected: str
-    because: str = ""
-
-    def mistakes(self, config: RunConfig) -> Iterator[ConfigError]:
-        """The errors of a configuration that breaks this rule; there may be one error per teacher."""
-        for rule in self._of_teachers(config):
-            values = [getattr(_owner(config, key), key.rpartition(".")[2], None) for key in rule.keys]
-            if _owner(config, rule.keys[0]) is not None and rule.refuses(*values):
-                yield ConfigError(rule.keys[0], rule._problem(*values))
-
-    def _of_teachers(self, config: RunConfig) -> list["Rule"]:
-        """A copy of the rule for each teacher, with the key of the teacher's section in place of `teacher.`."""
-        if not any(_OF_A_TEACHER.match(key) for key in self.keys):
-            return [self]
-        is_of_several = any(key.startswith(_NAMED) for key in self.keys)
-        names = [name for name in config.teacher_sections if not is_of_several or name != "teacher"]
-        return [
-            replace(
-                self,
-                keys=tuple(_OF_A_TEACHER.sub(f"{name}.", key) for key in self.keys),
-                expected=_OF_A_TEACHER.sub(f"{name}.", self.expected),
-                because=_OF_A_TEACHER.sub(f"{name}.", self.because),
-            )
-            for name in names
-        ]
-
-    def _problem(self, value: Any, *others: Any) -> str:
-        with_others = " and ".join(
-            key if _is_section(other) else f"{key}={yaml_value(other)}"
-            for key, other in zip(self.keys[1:], others, strict=True)
-            if other is not None and key != "teacher"  # `expected` already names the teacher
-        )
-        got = " with ".join(filter(None, ["" if _is_section(value) else f"got {yaml_value(value)}", with_others]))
-        expected = f"expected {self.expected}"
-        because = f", because {self.because}" if self.because else ""
-        if got.startswith("got "):
-            return f"{got}: {expected}{because}"
-        return f"{expected} with {got}{because}" if got else f"{expected}{because}"
-
-
-def excludes(key: str, *others: str, expected: str = "", because: str = "") -> Rule:
-    """A rule: `key` must not be set if one of the other keys is set.
-
-    A key is set if its value is neither the default nor null. `key=value` is set if the key has this value.
-    """
-    keys, signs, texts = zip(*(text.partition("=") for text in (key, *others)), strict=True)
-
-    def refuses(*values: Any) -> bool:
-        first, *rest = (
-            yaml_value(value) == text if sign else value not in (None, _default(name))
-            for name, sign, text, value in zip(keys, signs, texts, values, strict=True)
-        )
-        return first and any(rest)
-
-    return Rule(keys, refuses, expected or yaml_value(_default(keys[0])), because)
-
-
-def needs(key: str, *others: str) -> Rule:
-    """A rule: `key` must have its default unless one of the other keys is set."""
-    return Rule(
-        (key, *others),
-        lambda value, *values: value != _default(key) and all(other is None for other in values),
-        yaml_value(_default(key)),
-        f"it has an effect only with {' or '.join(others)}",
-    )
 
 
 def check_rules(config: RunConfig) -> None:
@@ -113,24 +26,6 @@ def check_rules(config: RunConfig) -> None:
             mistakes.setdefault(mistake.key, mistake)
     if mistakes:
         raise listed(list(mistakes.values()))
-
-
-def _default(key: str) -> Any:
-    """The default of a key; None for a section."""
-    return _FIELDS[key].default if key in _FIELDS else None
-
-
-def _owner(config: RunConfig, key: str) -> Any:
-    """The section that has a key; None if it is absent."""
-    owner: Any = config
-    for name in key.split(".")[:-1]:
-        owner = owner.named.get(name) if isinstance(owner, TeachersConfig) else getattr(owner, name, None)
-    return owner
-
-
-def _is_section(value: Any) -> bool:
-    """Whether a value is a section or a list of sections; errors do not show such values."""
-    return isinstance(value[0] if isinstance(value, list) and value else value, Section)
 
 
 def _is_within(folder: str, parent: str) -> bool:
@@ -150,13 +45,13 @@ def _rules_of_sources() -> Iterator[Rule]:
             yield excludes(key, *complete, because="it needs teacher.model, a teacher in this job")
         if not kind.any_tokens:
             yield excludes(key, "rollout", because="it has no signals of completions that the run writes")
-            yield excludes(f"{_NAMED}prefix", key, because=f"the signals of {key} are of other tokens")
+            yield excludes(f"{NAMED}prefix", key, because=f"the signals of {key} are of other tokens")
     for name, because in product(OF_WEIGHTS, dict.fromkeys(kind.because for kind in kinds)):
         without = [kind.key for kind in kinds if kind.because == because and name not in kind.beside]
         if without:
             yield excludes(f"teacher.{name}", *(f"teacher.{key}" for key in without), because=because)
     for option in dict.fromkeys(option for kind in kinds for option in kind.options):
-        section = "teacher." if f"teacher.{option}" in _FIELDS else _NAMED
+        section = "teacher." if f"teacher.{option}" in FIELDS else NAMED
         yield needs(section + option, *(f"teacher.{kind.key}" for kind in kinds if option in kind.options))
 
 
@@ -186,31 +81,29 @@ RULES: tuple[Rule, ...] = (
         Rule(
             (f"teacher.{key}", "student", "teacher"),
             lambda value, student, teacher: bool(value) and teacher is not None and teacher.is_base_of(student),
-            yaml_value(_default(f"teacher.{key}")),
+            yaml_value(default(f"teacher.{key}")),
             f"the teacher is the student without its adapter, {why}",
         )
         for key, why in (("cross_tokenizer", "and has its tokenizer"), ("offload", "and stays with it"))
     ),
     # several teachers
     excludes("teachers", "teacher", expected="null with teacher, or all teachers under teachers, each by a name"),
+    Rule((f"{NAMED}cross_tokenizer",), lambda method: method == "uld", "gold or null", "uld is for a single teacher"),
     Rule(
-        (f"{_NAMED}cross_tokenizer",), lambda method: method == "uld", "gold or null", "uld is for a single teacher"
-    ),
-    Rule(
-        (f"{_NAMED}prefix", f"{_NAMED}student"),
+        (f"{NAMED}prefix", f"{NAMED}student"),
         lambda prefix, student: prefix is None and student == "live",
         "a text",
         "without one, the student with its present weights is the student",
     ),
     excludes("teachers.sum", "teachers.route", because="every document has one teacher"),
     excludes(
-        f"{_NAMED}temperature",
+        f"{NAMED}temperature",
         "teachers.sum=distributions",
         expected="null, and objective.temperature",
         because="the sum has one divergence",
     ),
-    excludes(f"{_NAMED}cross_tokenizer", "teachers.sum=distributions", because="distributions are exact"),
-    excludes(f"{_NAMED}signal", "teachers.sum=distributions", because="the sum needs the whole vocabulary"),
+    excludes(f"{NAMED}cross_tokenizer", "teachers.sum=distributions", because="distributions are exact"),
+    excludes(f"{NAMED}signal", "teachers.sum=distributions", because="the sum needs the whole vocabulary"),
     # rollouts
     excludes(
         "rollout.engine=transformers",

@@ -1,0 +1,114 @@
+"""A rule about several keys of a configuration: when they conflict, and the error's words."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stillhouse.config.errors import ConfigError
+from stillhouse.config.schema import ANY_NAME, value_fields, yaml_value
+from stillhouse.config.section import Section
+from stillhouse.config.sections.run_section import RunConfig
+from stillhouse.config.sections.teacher_section import TeachersConfig
+
+#: in a rule, `teacher.` means all teachers, and this prefix means only the teachers under `teachers`
+NAMED = f"teachers.{ANY_NAME}."
+_OF_A_TEACHER = re.compile(rf"\bteacher\.|{re.escape(NAMED)}")
+FIELDS = value_fields(RunConfig)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule about several keys.
+
+    keys: the key that the error names, then the keys that conflict with it.
+    refuses: returns whether the values of the keys break the rule. A value is None if its section is absent.
+    expected: the expected configuration, in words.
+    because: the reason, or "".
+    """
+
+    keys: tuple[str, ...]
+    refuses: Callable[..., bool]
+    expected: str
+    because: str = ""
+
+    def mistakes(self, config: RunConfig) -> Iterator[ConfigError]:
+        """The errors of a configuration that breaks this rule; there may be one error per teacher."""
+        for rule in self._of_teachers(config):
+            values = [getattr(_owner(config, key), key.rpartition(".")[2], None) for key in rule.keys]
+            if _owner(config, rule.keys[0]) is not None and rule.refuses(*values):
+                yield ConfigError(rule.keys[0], rule._problem(*values))
+
+    def _of_teachers(self, config: RunConfig) -> list["Rule"]:
+        """A copy of the rule for each teacher, with the key of the teacher's section in place of `teacher.`."""
+        if not any(_OF_A_TEACHER.match(key) for key in self.keys):
+            return [self]
+        is_of_several = any(key.startswith(NAMED) for key in self.keys)
+        names = [name for name in config.teacher_sections if not is_of_several or name != "teacher"]
+        return [
+            replace(
+                self,
+                keys=tuple(_OF_A_TEACHER.sub(f"{name}.", key) for key in self.keys),
+                expected=_OF_A_TEACHER.sub(f"{name}.", self.expected),
+                because=_OF_A_TEACHER.sub(f"{name}.", self.because),
+            )
+            for name in names
+        ]
+
+    def _problem(self, value: Any, *others: Any) -> str:
+        with_others = " and ".join(
+            key if _is_section(other) else f"{key}={yaml_value(other)}"
+            for key, other in zip(self.keys[1:], others, strict=True)
+            if other is not None and key != "teacher"  # `expected` already names the teacher
+        )
+        got = " with ".join(filter(None, ["" if _is_section(value) else f"got {yaml_value(value)}", with_others]))
+        expected = f"expected {self.expected}"
+        because = f", because {self.because}" if self.because else ""
+        if got.startswith("got "):
+            return f"{got}: {expected}{because}"
+        return f"{expected} with {got}{because}" if got else f"{expected}{because}"
+
+
+def excludes(key: str, *others: str, expected: str = "", because: str = "") -> Rule:
+    """A rule: `key` must not be set if one of the other keys is set.
+
+    A key is set if its value is neither the default nor null. `key=value` is set if the key has this value.
+    """
+    keys, signs, texts = zip(*(text.partition("=") for text in (key, *others)), strict=True)
+
+    def refuses(*values: Any) -> bool:
+        first, *rest = (
+            yaml_value(value) == text if sign else value not in (None, default(name))
+            for name, sign, text, value in zip(keys, signs, texts, values, strict=True)
+        )
+        return first and any(rest)
+
+    return Rule(keys, refuses, expected or yaml_value(default(keys[0])), because)
+
+
+def needs(key: str, *others: str) -> Rule:
+    """A rule: `key` must have its default unless one of the other keys is set."""
+    return Rule(
+        (key, *others),
+        lambda value, *values: value != default(key) and all(other is None for other in values),
+        yaml_value(default(key)),
+        f"it has an effect only with {' or '.join(others)}",
+    )
+
+
+def default(key: str) -> Any:
+    """The default of a key; None for a section."""
+    return FIELDS[key].default if key in FIELDS else None
+
+
+def _owner(config: RunConfig, key: str) -> Any:
+    """The section that has a key; None if it is absent."""
+    owner: Any = config
+    for name in key.split(".")[:-1]:
+        owner = owner.named.get(name) if isinstance(owner, TeachersConfig) else getattr(owner, name, None)
+    return owner
+
+
+def _is_section(value: Any) -> bool:
+    """Whether a value is a section or a list of sections; errors do not show such values."""
+    return isinstance(value[0] if isinstance(value, list) and value else value, Section)
