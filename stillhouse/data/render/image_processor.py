@@ -102,7 +102,7 @@ class ImageProcessor:
         cls, name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, revision: str | None = None, **options: Any
     ) -> "ImageProcessor | None":
         """The processor of a folder or a hub id; None if it has none. options: see the constructor."""
-        found = {}
+        files = {}
         for name in (*_FILES, *_MORE_FILES):
             with reading(f"the processor of {name_or_path!r} cannot be read"):
                 path = cached_file(
@@ -113,10 +113,10 @@ class ImageProcessor:
                     _raise_exceptions_for_connection_errors=False,
                 )
             if path is not None:
-                found[name] = Path(path)
-        if not found.keys() & {*_FILES}:
+                files[name] = Path(path)
+        if not files.keys() & {*_FILES}:
             return None
-        return cls(name_or_path, [*found.values()], tokenizer, revision=revision, **options)
+        return cls(name_or_path, [*files.values()], tokenizer, revision=revision, **options)
 
     def identity(self) -> list[Any]:
         """Everything that determines the tokens and pixels of an image beside the versions of libraries."""
@@ -315,8 +315,8 @@ class ImageProcessor:
         images = documents.images or Images.none(len(documents))
         counts_D = np.diff(images.offsets)
         for start in range(0, len(documents.tokens_N), _PART):
-            found = start + np.flatnonzero(np.isin(documents.tokens_N[start : start + _PART], self.placeholder_ids))
-            owners = np.searchsorted(documents.offsets, found, side="right") - 1
+            places = start + np.flatnonzero(np.isin(documents.tokens_N[start : start + _PART], self.placeholder_ids))
+            owners = np.searchsorted(documents.offsets, places, side="right") - 1
             if len(without := owners[counts_D[owners] == 0]):
                 raise DataError(
                     documents.sources[int(without[0])],
@@ -415,12 +415,12 @@ class ImageInputs:
 
     def per_token(self, ids: np.ndarray, images: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         """The further inputs of one document: token types [S] and axis positions [S, A], if the model has them."""
-        name, found = self.processor.layout.token_types, {}
+        name, inputs = self.processor.layout.token_types, {}
         if name is not None:
-            found[name] = self.processor.token_types(ids)
+            inputs[name] = self.processor.token_types(ids)
         if self.axis_positions is not None:
-            types = None if name is None else torch.from_numpy(found[name])
+            types = None if name is None else torch.from_numpy(inputs[name])
             positions_SA = self.axis_positions(torch.from_numpy(ids.astype(np.int64)), types, images)
             if positions_SA is not None:
-                found["axis_position_ids"] = positions_SA.numpy()
-        return found
+                inputs["axis_position_ids"] = positions_SA.numpy()
+        return inputs
