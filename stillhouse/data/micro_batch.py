@@ -100,7 +100,10 @@ class MicroBatch:
         return replace(self, inputs=self.teacher_inputs, lengths=self.teacher_lengths, images=self.teacher_images)
 
     def without_targets(self) -> "MicroBatch":
-        """The same tokens without labels and documents, and with weights 0."""
+        """The same tokens without labels, documents and images, and with weights 0.
+
+        All tokens are padding then, so that no placeholder token gets a feature of an image.
+        """
         return replace(
             self,
             labels_T=torch.full_like(self.labels_T, NO_LABEL),
@@ -109,6 +112,8 @@ class MicroBatch:
             valid_index=self.valid_index[:0],
             lengths=None,
             teacher_lengths=None,
+            images={},
+            teacher_images={},
         )
 
     def padded(self, rows: int, tokens: int) -> "MicroBatch":

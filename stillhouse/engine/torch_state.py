@@ -108,6 +108,8 @@ class TorchState:
         for name, parameter in self._trained().items():
             if name not in without_moments:
                 self.optimizer.state[parameter] = empty_state(self.optimizer, parameter)
+        updated = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        assert self.optimizer.state.keys() <= updated, "an optimizer of weights that FSDP gathered, not of shards"
         return self._moments()
 
     def _random_states(self) -> dict[str, Tensor]:

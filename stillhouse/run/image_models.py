@@ -15,6 +15,7 @@ from stillhouse.models.document_packing import PackingError
 from stillhouse.models.image_proof import document_positions, prove_images
 from stillhouse.models.model_checks import prefixed
 from stillhouse.parallel import Layout
+from stillhouse.parallel.runner import reshard
 from stillhouse.run.inputs import RunData
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource
@@ -62,6 +63,7 @@ def with_images_proven(data: RunData, engine: Engine, source: SignalSource) -> R
         agreed = partial(student.ranks.all_raise, PackingError, ProofError)
         with prefixed(name, ProofError):
             prove_images(decoder, documents, processor.join, agreed)
+        reshard(decoder)  # no backward follows; the optimizer must get the sharded weights
     return data.with_axis_positions(student.decoders[0].axis_positions)
 
 

@@ -154,7 +154,9 @@ def test_images_stay_whole_and_the_inputs_that_come_with_them_are_padded() -> No
     assert torch.equal(padded.inputs["axis_position_ids"][:2, :6], axes_BSA)
     assert torch.equal(padded.inputs["axis_position_ids"][:2, 6:], torch.tensor([[0, 0], [1, 1]]).expand(2, 2, 2))
     assert torch.equal(padded.inputs["axis_position_ids"][2], torch.arange(8)[:, None].expand(8, 2))
-    assert batch.without_targets().images is batch.images
+    repeated = batch.without_targets()
+    assert not repeated.images
+    assert not repeated.teacher_images
     as_teacher = batch.to("cpu").as_read_by_teacher
     assert torch.equal(as_teacher.images["pixel_values"], batch.teacher_images["pixel_values"])
     assert "mm_token_type_ids" not in as_teacher.inputs
