@@ -104,7 +104,19 @@ def stages(device: str) -> list[Stage]:
             ["-m", "benchmarks.hook", *bf16, "--width", "2048", "--tokens", "8192", "--kinds", "hugging face"],
             [*tiny, "--skip", "memory"],
         ),
-        tests("offload and resuming", 1.0, "tests/layouts/test_offload.py", "tests/runs/test_resume_gpu.py"),
+        Stage(
+            "training loop, deterministic",
+            1.5,
+            [*training, "--deterministic"],
+            [*TINY_TRAINING, "--steps", "1"],
+        ),
+        tests("offload and resuming", 2.0, "tests/layouts/test_offload.py", "tests/runs/test_resume_gpu.py"),
+        tests(
+            "images and Megatron-Core",
+            2.0,
+            "tests/gradients/test_image_models_gpu.py",
+            "tests/gradients/test_megatron_gpu.py",
+        ),
         Stage(
             "objective, V=32,768, all losses",
             1.5,

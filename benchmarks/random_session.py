@@ -25,7 +25,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.varlen import Activations
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
-from stillhouse.run.session import Session
+from stillhouse.run.session import Session, use_deterministic_algorithms
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.plan.devices import DEVICES
 from stillhouse.tools.plan.layout_plan import Machine, Plan, plan
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--attention", help="its name in transformers; by default variable-length attention where it is possible")
     add("--compile", action="store_true", help="as train.compile")
     add("--residual-dtype", choices=["bfloat16"], help="as train.residual_dtype")
+    add("--deterministic", action="store_true", help="as `deterministic: true`")
     add("--threads", type=int, default=2)
     add("--device", default="cpu")
 
@@ -56,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def make_session(arguments: argparse.Namespace, folder: Path, steps: int) -> Session:
     """Return a session like that of `prepare`, but with random models and data instead of files."""
     config = make_config(arguments, folder, steps)
+    if arguments.deterministic:
+        use_deterministic_algorithms()
     sequences = steps * config.train.tokens_per_step // arguments.max_tokens
     packed = PackedSequences(random_documents(arguments, sequences), max_tokens=arguments.max_tokens, seed=0)
     half = torch.bfloat16 if config.train.precision == "bf16" else None

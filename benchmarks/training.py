@@ -59,6 +59,7 @@ def main() -> None:
     name = "training" if arguments.device == "cpu" else "training-cuda"
     name += f"-{arguments.attention}" if arguments.attention else ""
     name += "-compiled" if arguments.compile else ""
+    name += "-deterministic" if arguments.deterministic else ""
     write_result(result_file(name), {"theme": "training"} | result, arguments.device)
 
 

@@ -48,7 +48,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
     _enter("reading the data", announce)
     torch.manual_seed(config.seed)
     if config.deterministic:
-        _use_deterministic_algorithms()
+        use_deterministic_algorithms()
     data = setup.load_data()
     setup.require_signals(data)
     model_hashes = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **setup.model_hashes()}
@@ -113,7 +113,7 @@ def _runs_rows(engine: Engine, source: SignalSource) -> bool:
     return bool(engine.student.ranks.largest(int(has_rows)))
 
 
-def _use_deterministic_algorithms() -> None:
+def use_deterministic_algorithms() -> None:
     """For the rest of this process, let torch raise an error for an algorithm that may give other bits again."""
     # cuBLAS reads it before its first product; torch requires it
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
