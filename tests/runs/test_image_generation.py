@@ -6,6 +6,7 @@ S tokens of a prompt or document, N new tokens, V vocabulary.
 import base64
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ import pytest
 import torch
 from kit import first_is_quick
 from kit.image_models import picture, write_image_model
-from kit.on_policy_runs import rollout_figures
+from kit.on_policy_runs import SAME, assert_same_rollouts, rollout_figures
+from kit.ranks import run_ranks
 from kit.runs import metrics, run, session_of, write_records, write_run
 from PIL import Image
 from transformers import AutoModelForImageTextToText, GenerationConfig, LogitsProcessor
@@ -30,7 +32,7 @@ from stillhouse.data.render.tokenizers import load_tokenizer
 from stillhouse.data.thumbnails import thumbnail
 from stillhouse.generation import GenerationRequest, Sampling
 from stillhouse.generation.generate import Generator, check_generation
-from stillhouse.loops.rollouts import first_rollouts
+from stillhouse.loops.rollouts import Rollouts, first_rollouts
 from stillhouse.models import Decoder
 from stillhouse.models.image_inputs import read_token_inputs
 from stillhouse.output.folder import RunFolder
@@ -210,6 +212,50 @@ def test_a_run_on_prompts_with_images_shows_them_in_its_report(tmp_path: Path) -
     assert len(thumbnails) >= 2
     assert set(re.findall(r'<img src="([^"]*)"', page)) == thumbnails
     assert "img-src data:" in page
+
+
+def record_steps(folder: str) -> None:
+    """A hook: each rank writes the samples of each step, and the documents that it trains with their images."""
+    take, micro_batches = Rollouts.take, Rollouts.micro_batches
+    lines: list[Any] = []
+
+    def taking(rollouts: Rollouts, *of: Any) -> Any:
+        samples = take(rollouts, *of)
+        lines.append([[sample.number, sample.prompt, sample.completion.ids_N.tolist()] for sample in samples])
+        return samples
+
+    def trained(rollouts: Rollouts, *of: Any) -> Any:
+        parts = micro_batches(rollouts, *of)
+        tokens = [
+            (part.input_ids_BS.flatten()[part.document_T == document]).tolist()
+            for part in parts
+            for document in part.document_T[part.document_T >= 0].unique()
+        ]
+        lines.append([tokens, sum(len(part.images.get("image_grid_thw", ())) for part in parts)])
+        (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(lines))
+        return parts
+
+    Rollouts.take, Rollouts.micro_batches = taking, trained  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_the_images_and_completions_of_one(tmp_path: Path) -> None:
+    write_run(tmp_path, **write_on_policy(tmp_path, "qwen3_vl"), **{"rollout.schedule": "one_step_off"})
+    steps = []
+    for count in (1, 2):
+        out = tmp_path / str(count)
+        out.mkdir()
+        ranks = [f"out={out}/run", f"parallel.fsdp={count}"]
+        run_ranks(count, "distill", tmp_path / "run.yaml", *ranks, hook=record_steps, hook_arguments=(str(out),))
+        steps.append([json.loads((out / f"{rank}.json").read_text()) for rank in range(count)])
+    (one,), two = steps
+    assert len(one) == 4
+    with_images = [sum(prompt % 3 > 0 for _, prompt, _ in samples) for samples in one[::2]]
+    assert all(samples == of_one for of_rank in two for samples, of_one in zip(of_rank[::2], one[::2], strict=True))
+    for number, (of_one, *of_ranks) in enumerate(zip(one[1::2], *(of_rank[1::2] for of_rank in two), strict=True)):
+        assert sorted(of_one[0]) == sorted(tokens for documents, _ in of_ranks for tokens in documents)
+        assert of_one[1] == sum(images for _, images in of_ranks) == with_images[number] > 0
+    assert_same_rollouts(tmp_path / "2/run", tmp_path / "1/run", SAME, "loss/total_nats_per_token")
 
 
 def test_thumbnails_are_small_and_encoded_anew(tmp_path: Path) -> None:
