@@ -85,7 +85,7 @@ def stages(device: str) -> list[Stage]:
             ["--rows", "8", "--vocabulary", "2100", "--width", "64", "--teacher-width", "64"],
         ),
         Stage("profile of a step", 1.5, ["-m", "benchmarks.profile_step", *on, *TRAINING], TINY_TRAINING),
-        Stage("training loop", 1.5, training, [*TINY_TRAINING, "--steps", "1"]),
+        Stage("training loop", 2.0, training, [*TINY_TRAINING, "--steps", "1"]),
         Stage(
             "training loop, compiled layers",
             2.5,
@@ -119,7 +119,7 @@ def stages(device: str) -> list[Stage]:
         ),
         Stage(
             "objective, V=32,768, all losses",
-            1.5,
+            2.5,
             [*objective, "--vocabulary", "32768", "--rounds", "10"],
             tiny_objective,
         ),
@@ -155,6 +155,7 @@ def main() -> None:
         "--stages", type=int, nargs="+", help="the numbers of the stages to run, from 1; default: all"
     )
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     device, began, ends = (
         "cpu" if arguments.rehearse else "cuda",
         time.time(),
@@ -209,8 +210,10 @@ def run_process(command: list[str], seconds: float, log: Path, rehearse: bool) -
         try:
             status = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            end(process)
             return f"stopped at the limit of {seconds:.0f} s"
+        finally:
+            if process.poll() is None:  # also when this process is ended: the stage would go on with the GPU
+                end(process)
     return "passed" if status == 0 else f"failed with exit code {status}"
 
 

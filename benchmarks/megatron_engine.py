@@ -228,20 +228,25 @@ def make_engine(name: str, layout: Layout, mesh: Mesh, sizes: Sizes, loss: str =
     from stillhouse.engine.build_engine import ENGINES
 
     student, teacher = (
-        ModelSource(partial(decoder, configuration, sizes, mesh.device, packing), name="model", is_proven=True)
-        for configuration in (sizes.student, sizes.teacher)
+        ModelSource(partial(decoder, configuration, sizes, mesh.device, packing, dtype), name="model", is_proven=True)
+        for configuration, dtype in (
+            (sizes.student, torch.float32),
+            (sizes.teacher, layout.autocast or torch.float32),
+        )
     )
     kind = ENGINES[name]
     train = TrainConfig(learning_rate=LEARNING_RATE)
-    distributed = kind.distribute(layout, mesh, student, teacher if loss == LOSS else None)
+    distributed = kind.distribute(layout, mesh, student, teacher if loss == LOSS else None, prove=False)
     return kind.engine(distributed, parse_objective(loss), train=train, autocast=layout.autocast)
 
 
-def decoder(configuration: dict[str, int], sizes: Sizes, device: torch.device, packing: str) -> Decoder:
+def decoder(
+    configuration: dict[str, int], sizes: Sizes, device: torch.device, packing: str, dtype: torch.dtype
+) -> Decoder:
     config = Qwen3Config(**configuration, vocab_size=sizes.vocabulary, head_dim=64, tie_word_embeddings=False)
     torch.manual_seed(0)
     with device:
-        return Decoder(AutoModelForCausalLM.from_config(config, dtype=torch.float32), packing=packing, verify=False)
+        return Decoder(AutoModelForCausalLM.from_config(config, dtype=dtype), packing=packing, verify=False)
 
 
 def micro_batch(sizes: Sizes, mesh: Mesh, number: int) -> MicroBatch:

@@ -10,6 +10,9 @@ def choose_device(name: str) -> torch.device:
 
     auto: a CUDA device, else Apple's GPU (MPS, for a single process), else the CPU. Raises ValueError for a device
     that this machine does not have, or that several processes cannot share.
+
+    From then on, CUDA convolutions of float32, which vision towers have, are in full precision: by default, torch
+    rounds their operands to TF32, but not those of matrix products.
     """
     if name == "auto":
         name = _best_kind()
@@ -29,6 +32,7 @@ def choose_device(name: str) -> torch.device:
     count = torch.cuda.device_count()
     if device.index >= count:
         raise ValueError(f"got {name}, but this machine has {count} CUDA devices: expected auto or cpu")
+    torch.backends.cudnn.allow_tf32 = False
     return device
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from stillhouse.models import Activations, Decoder
 from stillhouse.models.image_proof import prove_images
 from stillhouse.models.processors import cross_entropy
+from stillhouse.parallel import choose_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -25,7 +26,7 @@ def test_documents_with_images_have_gradients_as_exact_as_on_a_cpu(
     documents = documents_of(family, tmp_path)
     exact = gradients(Decoder(model_of(family).double()), documents, None)
     errors = {}
-    for device in (torch.device("cpu"), torch.device("cuda")):
+    for device in (torch.device("cpu"), choose_device("cuda")):
         activations = None if autocast is None else Activations(device, autocast)
         decoder = Decoder(model_of(family).to(device), activations=activations)
         errors[device.type] = distance(gradients(decoder, documents, autocast), exact)

@@ -52,10 +52,10 @@ def bfloat16_distances(job: Job, device: str) -> tuple[float, float, int]:
 def of_torch(
     job: Job, device: torch.device, dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None
 ) -> tuple[TorchEngine, Decoder]:
-    activations = None if autocast is None else Activations(device, autocast)
+    """The teacher computes in its weights' dtype, without variable-length attention."""
     student, teacher = (
         Decoder(decoder(job, seed).pretrained.to(device, dtype), activations=activations, packing=job.packing)
-        for seed in range(2)
+        for seed, activations in enumerate([None if autocast is None else Activations(device, autocast), None])
     )
     runner = single_process_runner(student, teacher)
     return TorchEngine(runner, parse_objective(job.loss), train=TRAIN, autocast=autocast), student
