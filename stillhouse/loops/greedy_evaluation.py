@@ -111,6 +111,7 @@ class GreedyEvaluation:
                     tokens=len(completion.ids_N),
                     finish=completion.finish,
                     images=shown_images(sequences.documents, prompt.document),
+                    image_count=len(sequences.documents.images_of(prompt.document)),
                 )
                 for request, prompt, completion in zip(requests, prompts, completions, strict=True)
             ]

@@ -8,10 +8,13 @@ from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.data.thumbnails import thumbnail
 from stillhouse.output.records import HeldOutImage
 
+#: the most images of a document that the report shows, because each one adds up to 30 kB to the page
+IMAGES = 8
+
 
 def shown_images(documents: Documents, document: int) -> list[HeldOutImage]:
-    """Return the document's images. Raises ValueError for a file that has changed since the data was loaded."""
-    return [HeldOutImage(*thumbnail(image)) for image in documents.images_of(document)]
+    """Return the document's first images. Raises ValueError for a file that has changed since the data was loaded."""
+    return [HeldOutImage(*thumbnail(image)) for image in documents.images_of(document)[:IMAGES]]
 
 
 def shown_positions(ids: np.ndarray, processor: ImageProcessor | None) -> np.ndarray:

@@ -115,7 +115,9 @@ def _document(
         }
         text = session.tokenizer.decode([ids[position]])
         tokens.append(Token(text, targets[position], kl, texts(teacher), texts(student), by_name))
-    return Document(documents.sources[document], tokens, shown_images(documents, document))
+    return Document(
+        documents.sources[document], tokens, shown_images(documents, document), len(documents.images_of(document))
+    )
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:

@@ -103,7 +103,7 @@ class EvalSample:
     source: `file:line` of the document.
     reference: the completion in the document.
     tokens: the number of tokens of the full completion.
-    images: those of the prompt.
+    images: the first ones of the prompt. image_count: the number of all of them.
     """
 
     step: NonNegativeInt
@@ -115,6 +115,7 @@ class EvalSample:
     tokens: NonNegativeInt
     finish: Literal["stop", "length"]
     images: list[HeldOutImage] = field(default_factory=list)
+    image_count: NonNegativeInt = 0
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,15 @@ class Token:
 
 @dataclass(frozen=True)
 class Document:
-    """source: `file:line`. tokens: only the first one of each run of placeholders of an image."""
+    """source: `file:line`. tokens: only the first one of each run of placeholders of an image.
+
+    images: the first ones of the document. image_count: the number of all of them.
+    """
 
     source: str
     tokens: list[Token]
     images: list[HeldOutImage] = field(default_factory=list)
+    image_count: NonNegativeInt = 0
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def test_a_run_on_prompts_with_images_shows_them_in_its_report(tmp_path: Path) -
         assert [(image["width"], image["height"]) for image in sample["images"]] == [
             (8 + 4 * (number % 4), 8 + 4 * (number % 3)) for _ in range(number % 3 > 0)
         ]
-        assert sample["prompt"].count("<|image_pad|>") == len(sample["images"])
+        assert sample["prompt"].count("<|image_pad|>") == len(sample["images"]) == sample["image_count"]
         assert sample["reference"].startswith(f"number {number}"[:4])
     documents = json.loads((out / "tokens.json").read_text())["documents"]
     for document in documents:

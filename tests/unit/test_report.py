@@ -1,6 +1,7 @@
 """The report page: its content, its notes on missing files, and hostile text, which must stay text."""
 
 import html
+import io
 import json
 import random
 import re
@@ -10,8 +11,12 @@ from pathlib import Path
 import pytest
 from kit.report_runs import EVAL_SAMPLE, HOSTILE, Page, make_run
 from kit.runs import ROOT
+from PIL import Image
 
 from stillhouse.data import DataReport
+from stillhouse.data.images import EncodedImage
+from stillhouse.data.thumbnails import thumbnail
+from stillhouse.loops.held_out_images import IMAGES
 from stillhouse.output.report import curves, write_report
 from stillhouse.output.report.page import ASSETS
 from stillhouse.output.report.token_text import SHADES, shade
@@ -108,6 +113,36 @@ def test_page_loads_nothing(run_dir):
     assert policy.startswith("default-src 'none'")
     assert "unsafe-inline" not in policy.split("script-src")[1]
     assert policy.count("'sha256-") == 2
+
+
+def test_images_are_in_the_page_and_no_other_address_is(run_dir):
+    path = run_dir / "tokens.json"
+    shown = json.loads(path.read_text())
+    made = thumbnail(EncodedImage.of(encoded_noise(1000, 700)))
+    image = {"width": made.width, "height": made.height, "thumbnail": made.url}
+    assert len(made.url) < 40_000
+    shown["documents"][1] |= {"images": [image] * IMAGES, "image_count": 12}
+    path.write_text(json.dumps(shown))
+    sample = EVAL_SAMPLE | {"images": [image], "image_count": 1}
+    (run_dir / "eval_samples.jsonl").write_text(json.dumps(sample) + "\n")
+    page = page_of(run_dir)
+    assert [attributes["src"] for attributes in page.all("img")] == [made.url] * (IMAGES + 1)
+    assert [attributes["alt"] for attributes in page.all("img")][:2] == ["image 1 of 1", "image 1 of 12"]
+    assert page.text.count("The first 8 of 12 images.") == 1
+    assert not page.all("b")
+    others = {"srcset", "href", "poster", "data", "action", "background", "formaction", "xlink:href"}
+    for tag, attributes in page.elements:
+        assert tag == "img" or "src" not in attributes
+        assert not others & attributes.keys()
+    (policy,) = (a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.endswith("; img-src data:")
+
+
+def encoded_noise(width: int, height: int) -> bytes:
+    """Return a PNG that no encoder makes small."""
+    buffer = io.BytesIO()
+    Image.effect_noise((width, height), 90).save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
 def test_library_carries_its_licence():
