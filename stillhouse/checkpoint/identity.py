@@ -51,6 +51,7 @@ _ADDED: dict[str, Any] = {
     "student.train": ["language"],
     "teacher.quantize": None,
     "objective.hidden": [],
+    "objective.by_origin": None,
     "rollout.deviation": "population",
     **{f"teacher.{key}": None for key in SOURCES if key not in ("model", "cache", "student", "cross_tokenizer")},
 }

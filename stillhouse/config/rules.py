@@ -150,6 +150,30 @@ RULES: tuple[Rule, ...] = (
     ),
     excludes("objective.tokens", "rollout", because="rollouts train on completions"),
     excludes("teacher.cross_tokenizer", "rollout"),
+    # an objective for each origin
+    Rule(
+        ("objective.by_origin", "rollout"),
+        lambda by_origin, rollout: by_origin is not None and rollout is None,
+        "null, and its objective as objective.loss",
+        "without rollout, all documents are the dataset's",
+    ),
+    excludes("objective.loss", "objective.by_origin", because="it has no effect beside it"),
+    excludes("objective.by_origin", "teachers", because="metrics are named by origins or by teachers"),
+    Rule(
+        ("objective.by_origin.dataset", "rollout.share"),
+        lambda loss, share: share is not None and (loss is None) != (share == 1),
+        "an objective with rollout.share below 1, and null with rollout.share=1",
+        "the other completions of a step are the dataset's",
+    ),
+    *(
+        Rule(
+            (f"objective.by_origin.{origin}", "rollout.writer"),
+            lambda loss, writer, origin=origin: writer is not None and (loss is None) != (writer != origin),
+            f"an objective with rollout.writer={origin}, and null otherwise",
+            "rollout.writer alone generates completions",
+        )
+        for origin in ("student", "teacher")
+    ),
     Rule(
         ("data.train", "rollout"),
         lambda source, rollout: isinstance(source, list) and rollout is not None,

@@ -29,6 +29,7 @@ from stillhouse.objective import (
     routed_objective,
 )
 from stillhouse.objective.metric_keys import IS_SAMPLED, WEIGHTS
+from stillhouse.objective.origins import origin_masks
 from stillhouse.objective.spec import ObjectiveSpec
 
 
@@ -43,9 +44,9 @@ class StepLoss:
         signal must be exact (`FullVocab`).
 
     The output has these metrics beside those of the objective: `weights`, the sum of the rows' weights, by which sums
-    of entropies and of agreement are divided; for each teacher with a routed signal, `weights/<name>`, the same sum
-    over the teacher's rows, and `tokens/<name>`, the number of these rows. An objective that needs rollouts is
-    replaced by `objective.at_mtp_depths()` at MTP depths.
+    of entropies and of agreement are divided; for each teacher with a routed signal and each origin of an objective
+    by origin, `weights/<name>`, the same sum over its rows, and `tokens/<name>`, the number of these rows. An
+    objective that needs rollouts is replaced by `objective.at_mtp_depths()` at MTP depths.
     """
 
     objective: ObjectiveSpec
@@ -70,12 +71,26 @@ class StepLoss:
             else:
                 terms = self._terms(hidden_TD, signals, targets, head, targets.valid_index, depth)
                 output = linear_objective(hidden_TD, head, terms, valid_index=targets.valid_index, **options)
-            output = replace(output, metrics=output.metrics | _row_counts(targets, routed, output))
+            counts = _row_counts(targets, routed, output) | self._counts_by_origin(targets, output)
+            output = replace(output, metrics=output.metrics | counts)
             if self.with_teacher_cross_entropy and not depth:
                 output = _with_teacher_cross_entropy(output, signals, targets)
             for part in self.parts:
                 output = part.at_head(self, output, hidden_by_depth, head, replace(context, signals=signals))
         return output
+
+    def _counts_by_origin(self, targets: DistillTargets, output: ObjectiveOutput) -> dict[str, Tensor]:
+        """Return the metrics `weights/<origin>` and `tokens/<origin>` of an objective by origin."""
+        if not self.objective.by_origin:
+            return {}
+        assert targets.weights_T is not None
+        masks, weights_T = origin_masks(targets.labels_T, targets.per_token), targets.weights_T.detach()
+        counts: dict[str, Tensor] = {}
+        for origin in self.objective.by_origin:
+            of_origin_T = weights_T.to(output.loss) * masks[origin]
+            counts[f"{WEIGHTS}/{origin}"] = of_origin_T.sum()
+            counts[f"tokens/{origin}"] = (of_origin_T != 0).to(output.loss).sum()
+        return counts
 
     def _routed_terms(
         self, hidden_TD: Tensor, routed: Mapping[str, RoutedSignal], targets: DistillTargets, head: OutputHead

@@ -14,10 +14,7 @@ import numpy as np
 from stillhouse.data import DataReport, Documents
 from stillhouse.data.prefixes import offsets_of
 from stillhouse.generation.sample import Sample
-from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
-
-#: the key of `per_token` for the version of the weights that generated a token; −1 if no model did
-POLICY_VERSION = "policy_version"
+from stillhouse.objective.metric_keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS, POLICY_VERSION
 
 
 @dataclass(frozen=True)

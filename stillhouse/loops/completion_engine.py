@@ -125,7 +125,7 @@ def counted_rows(session: Session) -> int:
     exact signals (`common_vocabulary`).
     """
     rows = [session.student.vocabulary_rows]
-    if session.spec.divergence is not None:
+    if session.spec.has_divergence:
         rows += [teacher.vocabulary_rows for teacher in session.teachers.values()]
         rows += [store.vocabulary for store in session.stores.values() if store.signal.is_exact and store.vocabulary]
     return min(rows)

@@ -30,6 +30,7 @@ from stillhouse.objective import (
 )
 from stillhouse.objective.head import Projection, common_vocabulary, operand_dtype
 from stillhouse.objective.metric_keys import unique_names
+from stillhouse.objective.origins import DATASET
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.objective.top_k import largest
 from stillhouse.objective.vocab import AsyncAllGather
@@ -121,7 +122,9 @@ def _document(
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
-    """Return the objective without terms that need rollouts; None if no term is left."""
+    """Return the objective of the dataset's documents without terms that need rollouts; None if no term is left."""
+    if spec.by_origin:
+        return _without_rollouts(spec.by_origin[DATASET]) if DATASET in spec.by_origin else None
     if not spec.needs_rollouts:
         return spec
     rest = replace(spec, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)

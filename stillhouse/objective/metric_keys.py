@@ -19,6 +19,8 @@ ADVANTAGES = "advantages"
 OLD_LOG_PROBS = "old_log_probs"
 #: 1 if the student's policy sampled the token, 0 if it comes from the dataset or a teacher
 IS_SAMPLED = "is_sampled"
+#: the version of the weights that generated the token; −1 if no model of the run did
+POLICY_VERSION = "policy_version"
 
 
 def unique_names(terms: Sequence[Term]) -> list[str]:

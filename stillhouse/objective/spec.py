@@ -24,6 +24,7 @@ from stillhouse.objective.head import OutputHead
 from stillhouse.objective.importance_correction import NO_CORRECTION, Correction
 from stillhouse.objective.metric_keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.mixture import Mixture
+from stillhouse.objective.origins import origin_masks, terms_of_origin
 from stillhouse.objective.policy import PolicySettings, policy_fields
 from stillhouse.objective.sampled_terms import LogRatio, PolicyGradient, SampledKL, check_estimator
 from stillhouse.objective.sampled_tokens import SampledTokens
@@ -68,6 +69,8 @@ class ObjectiveSpec:
         0: only the token's own log-ratio.
     correction: the importance correction of sampled_kl, and of policy_gradient with the surrogate "corrected".
     sampling_temperature: the temperature at which the student samples tokens.
+    by_origin: the objective of each origin (`origins.py`), in place of the coefficients above; all other settings are
+        the same in all of them. Rows of an origin that is absent have no loss.
     """
 
     cross_entropy: float | None = None
@@ -89,9 +92,34 @@ class ObjectiveSpec:
     sampling_temperature: float = 1.0
     teachers: Mapping[str, TeacherShare] = field(default_factory=dict)
     is_mixture: bool = False
+    by_origin: Mapping[str, "ObjectiveSpec"] = field(default_factory=dict)
+
+    @classmethod
+    def of_origins(cls, by_origin: Mapping[str, "ObjectiveSpec"]) -> "ObjectiveSpec":
+        """Return the objective with a part for each origin; equal parts are one plain objective."""
+        first, *others = by_origin.values()
+        if all(other == first for other in others):
+            return first
+        return cls(
+            temperature=first.temperature,
+            scale_by_temperature_squared=first.scale_by_temperature_squared,
+            sampling_temperature=first.sampling_temperature,
+            by_origin=dict(by_origin),
+        )
+
+    @property
+    def parts(self) -> "list[ObjectiveSpec]":
+        """The objectives of all origins, or only this objective."""
+        return list(self.by_origin.values()) or [self]
+
+    @property
+    def has_divergence(self) -> bool:
+        return any(part.divergence is not None for part in self.parts)
 
     @property
     def needs_teacher(self) -> bool:
+        if self.by_origin:
+            return any(part.needs_teacher for part in self.parts)
         of_policy = bool(self.policy_gradient and (self.teacher_kl or self.policy.kl_scale))
         of_sampled = self.sampled_kl is not None or of_policy
         return self.divergence is not None or self.uld is not None or of_sampled
@@ -99,7 +127,7 @@ class ObjectiveSpec:
     @property
     def needs_rollouts(self) -> bool:
         """Whether a term needs tokens that the student has sampled, and their old log-probabilities."""
-        return self.sampled_kl is not None or self.policy_gradient is not None
+        return any(part.sampled_kl is not None or part.policy_gradient is not None for part in self.parts)
 
     @property
     def needs_rewards(self) -> bool:
@@ -109,8 +137,13 @@ class ObjectiveSpec:
     def at_mtp_depths(self) -> "ObjectiveSpec":
         """Return the objective of the MTP depths > 0: without sampled_kl and policy_gradient.
 
-        These two need sampled tokens, and tokens are sampled only from depth 0. Raises ValueError if no term remains.
+        These two need sampled tokens, and tokens are sampled only from depth 0. Raises ValueError if no term remains,
+        and for an objective by origin.
         """
+        if self.by_origin:
+            raise ValueError(
+                "an objective by origin at further depths of multi-token prediction: expected one of all"
+            )
         rest = replace(self, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
         if all(term is None for term in (rest.cross_entropy, rest.divergence, rest.uld, rest.entropy)):
             raise ValueError(
@@ -147,7 +180,22 @@ class ObjectiveSpec:
         self._require_signals(signals, len(labels_T))
         heads = [head for signal in signals.values() for head in signal.heads()]
         tokens = SampledTokens(labels_T, per_token or {}, document_T, valid_index, student, heads, hidden_TD)
-        terms: list[Term] = []
+        terms = self._terms_by_origin(tokens, signals) if self.by_origin else self._terms(tokens, signals)
+        if OLD_LOG_PROBS in tokens.per_token and tokens.weights_T is not None:
+            old_T = tokens.at_sampled(OLD_LOG_PROBS)
+            terms.append(LogRatio(labels_T, old_T, self.sampling_temperature, weights_T=tokens.weights_T))
+        return terms
+
+    def _terms_by_origin(self, tokens: SampledTokens, signals: Signals) -> list[Term]:
+        masks = origin_masks(tokens.labels_T, tokens.per_token)
+        return [
+            term
+            for origin, part in self.by_origin.items()
+            for term in terms_of_origin(part._terms(tokens, signals), origin, masks[origin])
+        ]
+
+    def _terms(self, tokens: SampledTokens, signals: Signals) -> list[Term]:
+        labels_T, terms = tokens.labels_T, list[Term]()
         if self.cross_entropy is not None:
             # the term's scale also multiplies z-loss, but in the expression z-loss has its own coefficient
             z_loss = self.z_loss / self.cross_entropy
@@ -168,9 +216,6 @@ class ObjectiveSpec:
             terms += self._sampled_kl_terms(self.sampled_kl, tokens, signals)
         if self.policy_gradient is not None:
             terms.append(self._policy_gradient_term(self.policy_gradient, tokens, signals))
-        if OLD_LOG_PROBS in tokens.per_token and tokens.weights_T is not None:
-            old_T = tokens.at_sampled(OLD_LOG_PROBS)
-            terms.append(LogRatio(labels_T, old_T, self.sampling_temperature, weights_T=tokens.weights_T))
         return terms
 
     def _require_signals(self, signals: Signals, tokens: int) -> None:
@@ -274,6 +319,8 @@ class ObjectiveSpec:
 
     def in_words(self) -> str:
         """Return the objective in words, for the first lines of a run's output."""
+        if self.by_origin:
+            return "; ".join(f"{part.in_words()} (origin: {origin})" for origin, part in self.by_origin.items())
         parts = []
         if self.cross_entropy is not None:
             smoothed = f" (label smoothing {self.label_smoothing:g})" if self.label_smoothing else ""

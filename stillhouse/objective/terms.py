@@ -148,8 +148,11 @@ class CrossEntropy(LabelTerm):
     z_loss: float = 0.0
     _: KW_ONLY
     weights_T: Tensor | None = None
+    label: str | None = None
 
-    name = "cross_entropy"
+    @property
+    def name(self) -> str:
+        return labelled("cross_entropy", self.label)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -273,8 +276,11 @@ class Entropy(Term):
     temperature: float = 1.0
     _: KW_ONLY
     weights_T: Tensor | None = None
+    label: str | None = None
 
-    name = "entropy"
+    @property
+    def name(self) -> str:
+        return labelled("entropy", self.label)
 
     def request(self, plan: Plan) -> None:
         plan.entropy(self.temperature)

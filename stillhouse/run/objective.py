@@ -1,4 +1,4 @@
-"""The objective of a run: parses `objective.loss`, checks it against other sections, and describes it in words."""
+"""The objective of a run: parses its expressions, checks them against other sections, and describes them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,8 +16,11 @@ from stillhouse.config import (
 )
 from stillhouse.engine.parts import PARTS, LossPart, LossSections
 from stillhouse.objective.importance_correction import Correction
+from stillhouse.objective.origins import DATASET, STUDENT
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 from stillhouse.signals import SignalStore
+
+BY_ORIGIN = "objective.by_origin"
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,12 @@ class RunObjective:
     def spec(self) -> ObjectiveSpec:
         """The parsed objective. Raises ConfigError if it, or an additional loss, contradicts another section."""
         objective = self.objective
-        with as_config_error("objective.loss"):
-            spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
-        self._require_uld(spec)
-        spec = self._on_rollouts(spec)
+        specs = {key: self._parsed(key, loss) for key, loss in objective.losses.items()}
+        if objective.by_origin is None:
+            (spec,) = specs.values()
+            self._require_uld(spec)
+        else:
+            spec = ObjectiveSpec.of_origins(dict(zip(objective.by_origin.losses, specs.values(), strict=True)))
         self._parts(spec)  # raises ConfigError
         if self.teachers is not None:
             spec = replace(spec, teachers=_shares(self.teachers), is_mixture=self.teachers.sum == "distributions")
@@ -48,8 +53,18 @@ class RunObjective:
                     "has one; expected sampled_kl(k3) in its place, teachers.route, or teachers.sum=distributions",
                 )
         elif self.teacher is None and spec.needs_teacher:
-            raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
+            key = next(key for key, part in specs.items() if part.needs_teacher)
+            raise ConfigError("teacher", f"{key} '{objective.losses[key]}' needs a teacher: set teacher.model")
         return spec
+
+    def _parsed(self, key: str, loss: str) -> ObjectiveSpec:
+        """Parse one expression, and check it against the section `rollout`."""
+        objective = self.objective
+        with as_config_error(key):
+            spec = parse_objective(loss, objective.temperature, objective.scale_by_temperature_squared)
+        if key.startswith(BY_ORIGIN):
+            _require_terms_of(key, loss, spec)
+        return self._on_rollouts(key, loss, spec)
 
     @property
     def parts(self) -> list[LossPart]:
@@ -116,31 +131,24 @@ class RunObjective:
                 f"0.5*cross_entropy + 0.5*uld, or {key}=gold",
             )
 
-    def _on_rollouts(self, spec: ObjectiveSpec) -> ObjectiveSpec:
-        """Add the rollouts' correction, discount and sampling temperature. Raises ConfigError on conflicts."""
-        rollout, loss = self.rollout, self.objective.loss
+    def _on_rollouts(self, key: str, loss: str, spec: ObjectiveSpec) -> ObjectiveSpec:
+        """Add the rollouts' correction, discount and sampling temperature. Raises ConfigError on conflicts.
+
+        key, loss: of the expression, which is the run's, or that of one origin.
+        """
+        rollout = self.rollout
         by_student = rollout is not None and rollout.writer == "student"
         if spec.needs_rollouts and not by_student:
-            raise ConfigError(
-                "objective.loss", f"got '{loss}', which needs the student's own completions: set rollout"
-            )
+            raise ConfigError(key, f"got '{loss}', which needs the student's own completions: set rollout")
         if rollout is None:
             return spec
-        if spec.needs_rewards and rollout.reward is None:
-            raise ConfigError("rollout.reward", f"expected a function, because objective.loss is '{loss}'")
-        if rollout.reward is not None and spec.policy_gradient is None:
-            raise ConfigError(
-                "rollout.reward", f"has no effect with objective.loss '{loss}': expected policy_gradient in it"
-            )
+        if key != f"{BY_ORIGIN}.{DATASET}":  # the dataset's objective has no terms of completions
+            _require_rewards(key, loss, spec, rollout)
         if spec.cross_entropy is not None and rollout.is_on_student_alone and by_student:
             raise ConfigError(
-                "objective.loss",
+                key,
                 f"got '{loss}' with rollout.share=1: cross_entropy counts on the dataset's completions, and there are"
                 " none; lower rollout.share, or leave cross_entropy out",
-            )
-        if rollout.discount and not (spec.policy_gradient and spec.teacher_kl):
-            raise ConfigError(
-                "rollout.discount", "has an effect only with policy_gradient(teacher_kl=…) in objective.loss"
             )
         return replace(
             spec,
@@ -148,6 +156,35 @@ class RunObjective:
             discount=rollout.discount,
             sampling_temperature=rollout.temperature,
         )
+
+
+def _require_terms_of(key: str, loss: str, spec: ObjectiveSpec) -> None:
+    """Raise ConfigError if the objective of an origin has terms that rows of this origin cannot have."""
+    origin = key.rpartition(".")[2]
+    if origin == STUDENT and spec.cross_entropy is not None:
+        raise ConfigError(
+            key,
+            f"got '{loss}': cross_entropy counts on completions that the student has not written; expected it under "
+            f"{BY_ORIGIN}.{DATASET}",
+        )
+    if origin != STUDENT and spec.needs_rollouts:
+        raise ConfigError(
+            key,
+            f"got '{loss}': sampled_kl and policy_gradient are of tokens that the student has sampled; expected them "
+            f"under {BY_ORIGIN}.{STUDENT}",
+        )
+    if spec.uld is not None:
+        raise ConfigError(key, f"got '{loss}': expected it without uld, which rollouts do not have")
+
+
+def _require_rewards(key: str, loss: str, spec: ObjectiveSpec, rollout: RolloutConfig) -> None:
+    """Raise ConfigError if the objective and the section's reward and discount do not fit."""
+    if spec.needs_rewards and rollout.reward is None:
+        raise ConfigError("rollout.reward", f"expected a function, because {key} is '{loss}'")
+    if rollout.reward is not None and spec.policy_gradient is None:
+        raise ConfigError("rollout.reward", f"has no effect with {key} '{loss}': expected policy_gradient in it")
+    if rollout.discount and not (spec.policy_gradient and spec.teacher_kl):
+        raise ConfigError("rollout.discount", f"has an effect only with policy_gradient(teacher_kl=…) in {key}")
 
 
 def _shares(teachers: TeachersConfig) -> dict[str, TeacherShare]:

@@ -156,15 +156,16 @@ def _with_completion(documents: Documents, tokens: int) -> Documents:
 
 def _require_objective(section: str, store: SignalStore, teacher: TeacherConfig, objective: RunObjective) -> None:
     """Raise ConfigError if the objective cannot be computed from the store's signals."""
-    signal, temperature, loss = store.signal, objective.temperature_of(teacher), objective.objective.loss
+    signal, temperature = store.signal, objective.temperature_of(teacher)
     if signal.temperature not in (None, temperature):
         raise ConfigError(
             "objective.temperature" if section == "teacher" else f"{section}.temperature",
             f"got {temperature:g}, but {store.name} holds {signal}: expected the same "
             "temperature, or hidden states, which give every temperature",
         )
-    if signal.kind == "sampled" and parse_objective(loss).divergence not in (None, forward_kl()):
-        raise ConfigError("objective.loss", f"got {loss!r}: sampled ids can only estimate forward_kl")
+    for key, loss in objective.objective.losses.items():
+        if signal.kind == "sampled" and parse_objective(loss).divergence not in (None, forward_kl()):
+            raise ConfigError(key, f"got {loss!r}: sampled ids can only estimate forward_kl")
     several = objective.teachers
     if several is not None and several.sum == "distributions" and not signal.is_exact:
         raise ConfigError(

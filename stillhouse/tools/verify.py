@@ -70,7 +70,7 @@ def _configuration(path: Path, newest: Progress | None) -> str:
     config = load_config(path)
     if newest is not None and newest.configuration != configuration_hash(dotted_values(config)):
         raise ValueError("its values are not those of the newest checkpoint")
-    return f"{config.student.model}, {config.objective.loss}"
+    return f"{config.student.model}, {', '.join(config.objective.losses.values())}"
 
 
 def _checkpoint(path: Path) -> str:

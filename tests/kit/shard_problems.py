@@ -25,6 +25,7 @@ from kit.objective_cases import (
 from kit.shard_cases import Logits, Problem, cut
 
 from stillhouse.objective import (
+    TEACHER,
     Chosen,
     CrossEntropy,
     DenseLogits,
@@ -41,6 +42,8 @@ from stillhouse.objective import (
     parse_divergence,
     total_variation,
 )
+from stillhouse.objective.metric_keys import IS_SAMPLED, POLICY_VERSION
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 #: uneven shards of 251 rows; over 4 ranks they are those of DTensor
 SHARDS = {2: cut(0, 100, V), 3: cut(0, 1, 170, V), 4: cut(0, 63, 126, 189, V)}
@@ -85,6 +88,16 @@ def other_term(group: str, vocabulary: int = V, dtype: torch.dtype = torch.float
     chosen = [terms[name] for name in GROUPS.get(group, ())] or every_term(tokens, vocabulary, dtype=dtype)
     leaves = make_leaves(tokens, vocabulary, dtype=dtype)
     return Problem(leaves, chosen, options={"weights_T": some_weights(tokens)})
+
+
+def by_origin(signal: str) -> Problem:
+    """Skewed KL in two directions, one at the dataset's rows and one at the student's."""
+    teacher = make_signal(signal, dtype=torch.float32)
+    parts = {"dataset": parse_objective("cross_entropy + skew_forward_kl(0.1)")}
+    spec = ObjectiveSpec.of_origins(parts | {"student": parse_objective("skew_reverse_kl(0.1)")})
+    per_token = {IS_SAMPLED: (torch.arange(T) % 3 == 0).float(), POLICY_VERSION: -torch.ones(T)}
+    terms = spec.terms(make_labels(), {TEACHER: teacher}, per_token)
+    return Problem(make_leaves(dtype=torch.float32), terms, options={"weights_T": some_weights()})
 
 
 def through_head(head: tuple[tuple[str, float], ...], bias: bool) -> Problem:

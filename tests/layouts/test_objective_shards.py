@@ -64,6 +64,11 @@ def test_every_other_term(pool: RankPool) -> None:
     check(pool, over(Layout(FOUR), named), within=1e-11)
 
 
+def test_an_objective_for_each_origin(pool: RankPool) -> None:
+    named = {signal: partial(problems.by_origin, signal) for signal in ("full", "bucket")}
+    check(pool, [case for n in SHARDS for case in over(Layout(SHARDS[n]), named)])
+
+
 @pytest.mark.parametrize(
     "borders",
     [cut(0, 3, 6, 9, 10), cut(0, 3, 6, 8, 10), cut(0, 0, 7, 7, 10), ((6, 9), (0, 3), (9, 10), (3, 6))],

@@ -49,6 +49,7 @@ SECTIONS = [
     ["teacher={model: t, parallel: {}}", "student.adapter={}", "rollout={samples_per_prompt: 1}"],
     ["teachers={math: {model: t, parallel: {}}}", "student.mtp={}"],
     ["student.init={from: random}", "eval.prompts={data: p.jsonl}"],
+    ["teacher.model=t", "rollout={}", "objective.by_origin={student: reverse_kl}"],
 ]
 
 

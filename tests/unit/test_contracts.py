@@ -29,7 +29,7 @@ CONTRACTS = {
     "total_variation": "",
     "alpha_beta": "alpha, beta",
     "parse_divergence": "text",
-    "CrossEntropy": "labels_T, scale=1.0, label_smoothing=0.0, z_loss=0.0, *, weights_T=None",
+    "CrossEntropy": "labels_T, scale=1.0, label_smoothing=0.0, z_loss=0.0, *, weights_T=None, label=None",
     "Distill": (
         "signal, divergence, scale=1.0, temperature=1.0, scale_by_temperature_squared=False, *, weights_T=None, "
         "label=None"
@@ -43,7 +43,7 @@ CONTRACTS = {
         "kl_scale=0.0, scale=1.0, temperature=1.0, *, weights_T=None, dual_clip=None, surrogate='clip', "
         "correction=Correction(kind='none', limit=2.0), sequence_ratios_T=None"
     ),
-    "Entropy": "scale, temperature=1.0, *, weights_T=None",
+    "Entropy": "scale, temperature=1.0, *, weights_T=None, label=None",
     "linear_objective": (
         "hidden_TD, head, terms, *, weights_T=None, normalizer=1.0, valid_index=None, chunk_tokens=None"
     ),

@@ -20,6 +20,23 @@ class HiddenPairConfig(Section):
     """Factor of this loss in the minimised loss."""
 
 
+class ByOriginConfig(Section):
+    """Objectives by the origin of a document, in place of objective.loss: one for each origin that a step has."""
+
+    dataset: Text | None = None
+    """The objective of the dataset's own completions, which are in a step if rollout.share is below 1; a sum as in
+    objective.loss."""
+    student: Text | None = None
+    """The objective of the student's completions, with rollout.writer=student."""
+    teacher: Text | None = None
+    """The objective of the teacher's completions, with rollout.writer=teacher."""
+
+    @property
+    def losses(self) -> dict[str, str]:
+        """The objectives that are given, by origin."""
+        return {origin: loss for origin, loss in self.model_dump().items() if loss is not None}
+
+
 class ObjectiveConfig(Section):
     """The objective: the mean loss per target token, which training minimises."""
 
@@ -42,6 +59,9 @@ class ObjectiveConfig(Section):
     """Further losses between hidden states: a list such as [{student: 5, teacher: 11, loss: cosine, scale: 0.1}]. A
     trained matrix maps the student's width to the teacher's. Needs a teacher in the student's stages.
     docs/objective.md explains the keys."""
+    by_origin: ByOriginConfig | None = None
+    """An objective for each origin, such as {dataset: skew_forward_kl(0.1), student: skew_reverse_kl(0.1)}. Needs the
+    section rollout."""
     chunk_tokens: int | None = Field(default=None, ge=1)
     """Rows of a logits tile, the part of the logits that is in memory at a time. Affects memory and speed, never the
     loss. null: chosen by a memory budget."""
@@ -49,3 +69,10 @@ class ObjectiveConfig(Section):
     """How a GPU computes the objective beside its matrix products. auto: with Triton kernels, if they support the
     loss and pass a proof against float64 at the first step, and else with torch.compile. compiled: with torch.compile
     alone. triton: as auto, but a failed proof ends the run. No effect on a CPU."""
+
+    @property
+    def losses(self) -> dict[str, str]:
+        """The expressions of the objective, by their keys: `objective.loss`, or a key for each origin."""
+        if self.by_origin is None:
+            return {"objective.loss": self.loss}
+        return {f"objective.by_origin.{origin}": loss for origin, loss in self.by_origin.losses.items()}

@@ -64,6 +64,6 @@ class RunConfig(Section):
         if not isinstance(content, Mapping) or content.get("rollout") is None:
             return content
         objective = content.get("objective", {})
-        if not isinstance(objective, Mapping) or "loss" in objective:
+        if not isinstance(objective, Mapping) or "loss" in objective or objective.get("by_origin") is not None:
             return content
         return {**content, "objective": {"loss": "reverse_kl", **objective}}
