@@ -18,6 +18,7 @@ _STEP_KEYS = {
     "teacher_entropy": "train/teacher_entropy_nats",
     "agreement": "train/agreement",
     "teacher_mass": "train/teacher_mass",
+    "sampled_acceptance": "train/sampled_acceptance",
 }
 #: sums over sampled tokens, which `rollout_records.py` reports
 _OF_SAMPLED_TOKENS = ("log_ratio", "sampled", "ratio", "clipped")
@@ -34,7 +35,7 @@ _EVALUATED = (
 #: metrics of one distribution, which depend on its temperature
 _ENTROPIES = ("student_entropy", "teacher_entropy")
 #: metrics that describe tokens and are not terms of a loss
-_DESCRIPTIONS = (*_ENTROPIES, "agreement", "teacher_mass")
+_DESCRIPTIONS = (*_ENTROPIES, "agreement", "teacher_mass", "sampled_acceptance")
 
 
 def step_metrics(sums: Mapping[str, float], objective: ObjectiveSpec, parts: Sequence[LossPart]) -> dict[str, float]:

@@ -7,6 +7,7 @@ plain autograd.
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.expression import parse_divergence
 from stillhouse.objective.formulas import (
+    acceptance,
     alpha_beta,
     forward_kl,
     jsd,
@@ -69,6 +70,7 @@ __all__ = [
     "Term",
     "TopK",
     "VocabShard",
+    "acceptance",
     "alpha_beta",
     "detached",
     "discounted_sum",

@@ -1,7 +1,8 @@
 """The divergences, one class each, and the table of their names.
 
 E(a, b) = a log(a/b) + b − a. p, q, f, h and the constant c are those of `divergence.py`. In the docstrings here,
-f* = f + c (q − p). Alpha-beta is in `alpha_beta.py`.
+f* = f + c (q − p). Alpha-beta is in `alpha_beta.py`, −log of the
+accepted share of drafts in `acceptance_rate.py`.
 
 Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: DistiLLM (arXiv 2402.03898).
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stillhouse.objective.acceptance_rate import NegativeLogAcceptance
 from stillhouse.objective.alpha_beta import AlphaBeta
 from stillhouse.objective.divergence import Definition, Divergence, KullbackLeibler, Sides, sides
 from stillhouse.objective.numerics import difference, excess, expect, interpolation, interpolation_logs, log_ratio
@@ -189,9 +191,11 @@ DIVERGENCES: dict[str, type[Divergence]] = {
         SkewForwardKL,
         SkewReverseKL,
         TotalVariation,
+        NegativeLogAcceptance,
         AlphaBeta,
     )
 }
 
 forward_kl, reverse_kl, jsd, total_variation = ForwardKL, ReverseKL, JensenShannon, TotalVariation
 skew_forward_kl, skew_reverse_kl, alpha_beta = SkewForwardKL, SkewReverseKL, AlphaBeta
+acceptance = NegativeLogAcceptance

@@ -205,11 +205,10 @@ def _sparse_row(signal: SparseSignal, token: int, divergence: Divergence, log_q_
         log_p_K, log_q_K = torch.log_softmax(log_p_K, 0), torch.log_softmax(log_q_K, 0)
     if signal.tail == "drop":
         return divergence.value(log_p_K, log_q_K).sum()
-    value = divergence.balanced(sides(log_p_K, log_q_K)).sum()
     outside = torch.ones_like(log_q_V, dtype=torch.bool).index_fill(0, ids, False)
-    if signal.tail != "bucket" or not outside.any():
-        return value
-    log_q_tail = torch.logsumexp(log_q_V[outside], 0, keepdim=True)
-    row = slice(token, token + 1)
-    log_p_tail = teacher_tail(signal.rows(row), log_p_K[None], log_q_tail.detach())
-    return value + divergence.balanced(sides(log_p_tail, log_q_tail)).sum()
+    if signal.tail == "bucket" and outside.any():
+        log_q_tail = torch.logsumexp(log_q_V[outside], 0, keepdim=True)
+        row = slice(token, token + 1)
+        log_p_tail = teacher_tail(signal.rows(row), log_p_K[None], log_q_tail.detach())
+        log_p_K, log_q_K = torch.cat([log_p_K, log_p_tail]), torch.cat([log_q_K, log_q_tail])
+    return divergence.balanced(sides(log_p_K, log_q_K)).sum()

@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
+from stillhouse.objective.acceptance_rate import NegativeLogAcceptance
 from stillhouse.objective.divergence import Divergence, WeightedSum, weighted_parts
 from stillhouse.objective.formulas import ForwardKL, ReverseKL
 from stillhouse.objective.numerics import expect
@@ -323,4 +324,7 @@ def _dense(tile: Tile, signal: Signal, divergence: Divergence, temperature: floa
         "teacher_entropy": tile.teacher_entropy(signal, temperature),
         "agreement": tile.agreement(signal),
     }
+    for _, part in weighted_parts(divergence):
+        if isinstance(part, NegativeLogAcceptance):
+            statistics["sampled_acceptance"] = (-parts[str(part)]).exp()
     return TermResult(value_C, statistics, parts if isinstance(divergence, WeightedSum) else {})

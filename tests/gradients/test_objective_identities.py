@@ -13,7 +13,8 @@ from torch import Tensor
 from stillhouse.objective import DenseLogits, Distill, Signal, TopK, alpha_beta, logits_objective, parse_divergence
 
 #: the gradient of total variation is a sign, which rounding decides where both probabilities are equal
-WITHOUT_SIGN = [expression for expression in ALL_DIVERGENCES if expression != "total_variation"]
+WITH_SIGN = ("total_variation", "acceptance")
+WITHOUT_SIGN = [expression for expression in ALL_DIVERGENCES if expression not in WITH_SIGN]
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
 
 

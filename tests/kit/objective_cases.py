@@ -54,6 +54,7 @@ F_DIVERGENCES = [
     "skew_reverse_kl(0)",
     "skew_reverse_kl(0.1)",
     "total_variation",
+    "acceptance",
     "alpha_beta(0.4, 0.6)",
     "0.9*forward_kl + 0.1*jsd(0.5)",
 ]

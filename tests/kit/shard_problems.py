@@ -256,7 +256,7 @@ TWO_ROUNDS = [
     "skew_forward_kl(0.1)",
     "skew_reverse_kl(0.1)",
     "total_variation",
-    "forward_kl + jsd(0.3)",
+    "forward_kl + jsd(0.3) + acceptance",
     "alpha_beta(0.4, 0.6)",
     "alpha_beta(0, 0)",
 ]

@@ -27,6 +27,7 @@ CONTRACTS = {
     "skew_forward_kl": "alpha",
     "skew_reverse_kl": "alpha",
     "total_variation": "",
+    "acceptance": "",
     "alpha_beta": "alpha, beta",
     "parse_divergence": "text",
     "CrossEntropy": "labels_T, scale=1.0, label_smoothing=0.0, z_loss=0.0, *, weights_T=None, label=None",

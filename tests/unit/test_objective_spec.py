@@ -274,7 +274,7 @@ EXPRESSIONS = {
 #: the same for an expression of divergences alone, whose parser has names and coefficients of its own
 DIVERGENCE_EXPRESSIONS = {
     "foward_kl": "unknown name 'foward_kl'; did you mean forward_kl",
-    "banana": "known: alpha_beta, forward_kl, jsd",
+    "banana": "known: acceptance, alpha_beta, forward_kl, jsd",
     "cross_entropy": "unknown name 'cross_entropy'",
     "jsd": "jsd: .*beta",
     "0.5": "cannot read",

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stillhouse.objective.acceptance_rate import gradient_of_acceptance, piece_sums
 from stillhouse.objective.divergence import Pivot, Sides, sides
 from stillhouse.objective.numerics import difference, expect
 from stillhouse.objective.tile.tile_plan import (
@@ -75,16 +76,19 @@ def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
 
 
 def normalized_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
-    """Return Σf and Σq·h of each pair in `plan.two_sweep`, [B, 2·pairs].
+    """Return the sums of each pair in `plan.two_sweep`, [B, X]: Σf and Σq·h, or `acceptance_rate.PieceSums`.
 
-    Tiles [B, P, V] of P pieces and normalizers [B, 1, X] give [B, P, 2·pairs].
+    Tiles [B, P, V] of P pieces and normalizers [B, 1, X] give [B, P, X].
     """
     rows = _named(plan.normalizers, normalizers_BX)
     both = _sides(plan, tiles_BV, rows)
-    columns = []
+    columns: list[Tensor] = []
     for at in plan.two_sweep:
         divergence, teacher, student = plan.pairs[at]
         pair = both[teacher, student]
+        if at in plan.acceptances:
+            columns += piece_sums(pair)
+            continue
         columns += [divergence.balanced(pair).sum(-1), divergence.balanced_slope(pair).sum(-1)]
     return torch.stack(columns, -1)
 
@@ -113,7 +117,11 @@ def gradient(
         if at in plan.entropic:
             grad_BV = grad_BV + rows["log_probability", at] * expect(q_BV, log_q_BV)
     for at, (divergence, teacher, student) in enumerate(plan.pairs):
-        slope_BV = divergence.balanced_slope(both[teacher, student])
+        if at in plan.acceptances:
+            numbers = (rows["log_acceptance", at], rows["above", at], rows["below", at])
+            slope_BV = gradient_of_acceptance(both[teacher, student], *numbers)
+        else:
+            slope_BV = divergence.balanced_slope(both[teacher, student])
         # a row that does not count may contain any values, also NaN
         grad_BV = grad_BV + torch.where(rows["slope", at] == 0, 0.0, rows["slope", at] * slope_BV)
     for at, softmax in enumerate(plan.buckets):

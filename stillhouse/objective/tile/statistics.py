@@ -11,10 +11,12 @@ l = (logit − reference) / temperature.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from stillhouse.objective.acceptance_rate import Acceptance, PieceSums, of_pieces
 from stillhouse.objective.divergence import KullbackLeibler
 from stillhouse.objective.numerics import excess, expect, log_sum_exp
 from stillhouse.objective.tile.pointwise import finite
@@ -43,6 +45,7 @@ class RowStatistics:
     mean_log_prob: the mean over the vocabulary of log q.
     vocabulary: the number of tokens of the vocabulary.
     values, slopes: Σf and Σq·h of each pair, balanced (`divergence.py`).
+    acceptances: of the pairs in `plan.acceptances`.
     """
 
     references: list[Tensor]
@@ -59,6 +62,7 @@ class RowStatistics:
     vocabulary: Tensor | None = None
     values: dict[PairIndex, Tensor] = field(default_factory=dict)
     slopes: dict[PairIndex, Tensor] = field(default_factory=dict)
+    acceptances: dict[PairIndex, Acceptance] = field(default_factory=dict)
 
     def normalizers(self) -> Tensor:
         """Return the columns of `plan.normalizers`, [C, X]."""
@@ -66,9 +70,14 @@ class RowStatistics:
 
     def add_normalized(self, plan: PointwisePlan, sums_RCX: Tensor) -> None:
         """Add the results of `pointwise.normalized_sums` of all pieces."""
-        columns = iter(sums_RCX.sum(0).unbind(1))
+        columns = iter(sums_RCX.unbind(2))
         for at in plan.two_sweep:
-            self.values[at], self.slopes[at] = next(columns), next(columns)
+            if at in plan.acceptances:
+                self.acceptances[at] = of_pair = of_pieces(PieceSums(*islice(columns, len(PieceSums._fields))))
+                # the gradient has no further part in proportion to q
+                self.values[at], self.slopes[at] = of_pair.value, torch.zeros_like(of_pair.value)
+            else:
+                self.values[at], self.slopes[at] = next(columns).sum(0), next(columns).sum(0)
 
 
 def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) -> RowStatistics:

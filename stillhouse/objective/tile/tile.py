@@ -160,6 +160,9 @@ class Tile:
         for at in range(len(self._plan.buckets)):
             known["outside_reference", at] = self._known.outside_reference[at]
             known["outside_log_mass", at] = self._known.outside_log_mass[at]
+        for at, of_pair in self._known.acceptances.items():
+            known["log_acceptance", at] = of_pair.log_rate
+            known["above", at], known["below", at] = of_pair.above, of_pair.below
         coefficients = [known.get(column, zero_C) for column in self._pointwise.coefficients]
         return torch.cat([self._known.normalizers(), torch.stack(coefficients, 1)], 1)
 

@@ -16,6 +16,7 @@ from typing import Literal, NewType, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
+from stillhouse.objective.acceptance_rate import NegativeLogAcceptance
 from stillhouse.objective.divergence import Divergence, KullbackLeibler
 from stillhouse.objective.signals import Signal, SparseSignal
 
@@ -48,6 +49,9 @@ CoefficientName: TypeAlias = Literal[
     "probability",
     "log_probability",
     "slope",
+    "log_acceptance",
+    "above",
+    "below",
     "outside_reference",
     "outside_log_mass",
     "outside",
@@ -109,6 +113,11 @@ class PointwisePlan:
         return [at for at, _ in self.indexed_pairs if at not in self.renormalizable]
 
     @property
+    def acceptances(self) -> list[PairIndex]:
+        """The pairs of `two_sweep` whose divergence is the logarithm of a sum (`acceptance_rate.py`)."""
+        return [at for at, (kind, _, _) in self.indexed_pairs if isinstance(kind, NegativeLogAcceptance)]
+
+    @property
     def raw_sums(self) -> list[Column]:
         """The columns of `pointwise.raw_sums`."""
         columns: list[Column] = [("reference", tile) for tile in range(self.tiles)]
@@ -142,6 +151,8 @@ class PointwisePlan:
         columns += [("probability", at) for at in range(len(self.temperatures))]
         columns += [("log_probability", at) for at in self.entropic]
         columns += [("slope", at) for at in range(len(self.pairs))]
+        for pair in self.acceptances:
+            columns += [("log_acceptance", pair), ("above", pair), ("below", pair)]
         for at in range(len(self.buckets)):
             columns += [("outside_reference", at), ("outside_log_mass", at), ("outside", at)]
         if self.uniform:
