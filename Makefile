@@ -116,7 +116,7 @@ site-version: .site
 .PHONY: .site
 .site: $(VENV)/.development
 	mkdir -p .site
-	cd .site && ln -sfn ../*.md ../*.cff ../docs ../examples ../benchmarks ../tests .
+	cd .site && ln -sfn ../*.md ../*.cff ../docs ../examples ../recipes ../benchmarks ../tests .
 
 # a wheel and a source archive in dist/
 dist: $(VENV)/.development

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes of the job, one a GPU."
 )
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs of a machine.")
-@click.option("--device", default="h100", show_default=True, help="a100, h100, h200 or b200.")
+@click.option("--device", default="h100", show_default=True, help="rtx4090, a100, h100, h200 or b200.")
 @click.option(
     "--document-tokens", type=click.IntRange(2), default=512, show_default=True, help="Length of the documents."
 )

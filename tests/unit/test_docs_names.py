@@ -14,7 +14,7 @@ DOCUMENTS = [
     for pattern in ("README.md", "[!R]*.md", "docs/**/*.md")
     for path in ROOT.glob(pattern)
 ]
-OTHERS = ["Makefile", "mkdocs.yml", "pyproject.toml", ".ci/run", "examples", "benchmarks"]
+OTHERS = ["Makefile", "mkdocs.yml", "pyproject.toml", ".ci/run", "examples", "recipes", "benchmarks"]
 #: files of other projects
 FOREIGN = {"models/mcore/model_forward_fused.py", "models/mcore/mtp_patch.py", "distributed/model_utils.py"}
 FOREIGN |= {"recipes/llm/kd.py", "megatron/core/models/hybrid/hybrid_model.py"}

@@ -153,6 +153,8 @@ def test_a_job_names_the_folders_of_the_models(tmp_path: Path) -> None:
         (["teacher.url=http://127.0.0.1:1"], "teacher.url"),
         (["teacher.cache=caches/a", "teacher.model=null"], "teacher.cache"),
         (["teacher.quantize=int8"], "teacher.quantize"),
+        (["teacher.parallel.fsdp=64"], "teacher.parallel"),
+        (["teacher=null", "teachers.math.model=a", "teachers.code.model=b"], "teachers"),
         (["student.model=./no such model"], "student.model"),
         (["rollout.max_new_tokens=8"], "rollout"),
         (["train.compile=true"], "train.compile"),
@@ -168,4 +170,4 @@ def test_what_cannot_be_planned_is_refused_by_its_key(tmp_path: Path, overrides:
 
 def test_an_unknown_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "run.yaml", "--device", "h300"]) == 2
-    assert "--device: got 'h300', expected one of a100, h100, h200, b200" in capsys.readouterr().err
+    assert "--device: got 'h300', expected one of rtx4090, a100, h100, h200, b200" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """The devices that a plan knows: what their makers say, and which share of it this package's kernels reach.
 
-Peaks, bandwidths and memory are those of the SXM modules. The shares were measured on one H100 (`docs/gpu.md`) and
-are assumed for the other devices.
+Peaks, bandwidths and memory are those of the SXM modules and of the RTX 4090 (with sums in float32). The shares were
+measured on one H100 (`docs/gpu.md`) and are assumed for the other devices.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Device:
 
     capability, multiprocessors: as torch reports them. memory: what torch reports as the total.
     bfloat16, float32: the peak of dense matrix products, in operations per second.
-    bandwidth: of the memory. nvlink: to the devices of the same machine, in each direction.
+    bandwidth: of the memory. nvlink: to the devices of the same machine, in each direction, or PCI Express.
     network: of one device's share of the network, in each direction.
     """
 
@@ -37,6 +37,7 @@ class Device:
 
     def properties(self) -> SimpleNamespace:
         """What `torch.cuda.get_device_properties` would return."""
+        shared = 233472 if self.capability >= (9, 0) else 102400 if self.capability == (8, 9) else 167936
         return SimpleNamespace(
             name=f"NVIDIA {self.title}",
             major=self.capability[0],
@@ -44,16 +45,17 @@ class Device:
             multi_processor_count=self.multiprocessors,
             total_memory=self.memory,
             warp_size=32,
-            max_threads_per_multi_processor=2048,
+            max_threads_per_multi_processor=1536 if self.capability == (8, 9) else 2048,
             regs_per_multiprocessor=65536,
             L2_cache_size=50 << 20,
             shared_memory_per_block=49152,
-            shared_memory_per_block_optin=232448 if self.capability >= (9, 0) else 166912,
-            shared_memory_per_multiprocessor=233472 if self.capability >= (9, 0) else 167936,
+            shared_memory_per_block_optin=shared - 1024,
+            shared_memory_per_multiprocessor=shared,
         )
 
 
 DEVICES = {
+    "rtx4090": Device("RTX 4090 24 GB", (8, 9), 128, int(23.6 * GIB), 165e12, 82.6e12, 1.01e12, 32e9, 12.5e9),
     "a100": Device("A100 80 GB", (8, 0), 108, int(79.1 * GIB), 312e12, 19.5e12, 2.04e12, 300e9, 25e9),
     "h100": Device("H100 80 GB", (9, 0), 132, int(79.1 * GIB), 989e12, 67e12, 3.35e12, 450e9, 50e9),
     "h200": Device("H200 141 GB", (9, 0), 132, int(139.8 * GIB), 989e12, 67e12, 4.8e12, 450e9, 50e9),

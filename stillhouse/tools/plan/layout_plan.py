@@ -172,6 +172,12 @@ def successful(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _require_planned(config: RunConfig) -> None:
     """Raise ConfigError for what a dry run does not have."""
+    if config.teachers is not None:
+        raise ConfigError(
+            "teachers",
+            "a plan has one teacher, in the student's stages: expected teachers=null with teacher.model, or with "
+            "teacher=null for the student alone",
+        )
     for section, teacher in config.teacher_sections.items():
         if teacher.source_kind.is_store:
             raise ConfigError(
@@ -179,6 +185,8 @@ def _require_planned(config: RunConfig) -> None:
                 f"a plan has no signals of this kind; expected {section}.model, whose layers run in the job, or "
                 f"{section}=null for the student alone",
             )
+        if teacher.parallel is not None:
+            raise ConfigError(f"{section}.parallel", "a plan has a teacher in the student's stages: expected null")
         if teacher.quantize is not None:
             raise ConfigError(f"{section}.quantize", "a plan counts plain weights: expected null")
     if config.parallel.engine != "torch":

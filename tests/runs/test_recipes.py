@@ -1,0 +1,129 @@
+"""recipes/: each file is a complete run, its check passes on tiny models, and the page shows its present plan."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from kit import slow
+from kit.ranks import Ranks
+from kit.recipe_runs import overrides, recipe_config, tiny_model
+from kit.runs import ROOT, run
+from kit.serving import Server
+
+from benchmarks.recipes import (
+    PAGE,
+    RECIPES,
+    PlannedRecipe,
+    commands,
+    figures,
+    model_config,
+    model_sizes,
+    planned_recipes,
+    plans,
+    recipes,
+    with_table,
+    write_models,
+)
+from stillhouse.config import load_config
+from stillhouse.models.pretrained import auto_class
+
+#: the most lines of a recipe
+LINES = 30
+SERVED = "qwen3_235b_a22b_served_to_8b"
+MEGATRON = "qwen3_235b_a22b_to_32b_megatron"
+QUICK = "qwen3_30b_a3b_to_4b"
+#: billions of parameters as their makers give them, without towers for images and sound
+PARAMETERS = {
+    "Qwen/Qwen3-1.7B": 1.7,
+    "Qwen/Qwen3-4B": 4.0,
+    "Qwen/Qwen3-8B": 8.2,
+    "Qwen/Qwen3-32B": 32.8,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30.5,
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": 235.1,
+    "unsloth/gpt-oss-20b-BF16": 20.9,
+    "unsloth/gpt-oss-120b-BF16": 116.8,
+    "meta-llama/Llama-3.2-3B-Instruct": 3.2,
+    "google/gemma-4-31B-it": 30.7,
+    "Qwen/Qwen3-VL-2B-Instruct": 2.1,
+    "Qwen/Qwen3-VL-8B-Instruct": 8.8,
+}
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_is_a_short_complete_run(name: str) -> None:
+    """Every key is valid, the file is short, and the commands in its comments name it with valid overrides."""
+    config = recipe_config(name)
+    assert config.out == f"runs/{name}"
+    assert len((RECIPES / f"{name}.yaml").read_text().splitlines()) <= LINES
+    launches = [command for command in commands(name) if command[:2] != ["stillhouse", "plan"]]
+    assert launches
+    for command in launches:
+        assert command[0] in ("stillhouse", "torchrun", "sbatch")
+        script = [word for word in command if word.startswith("examples/")]
+        assert all((ROOT / word).exists() for word in script), command
+        at = command.index(f"recipes/{name}.yaml")
+        load_config(RECIPES / f"{name}.yaml", command[at + 1 :])
+    models = [config.student.model, *(teacher.model for teacher in config.teacher_sections.values())]
+    assert {model for model in models if model is not None} <= {*model_sizes()}
+
+
+def test_the_models_have_as_many_parameters_as_published() -> None:
+    for name, billions in PARAMETERS.items():
+        config = model_config(name)
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config)
+        assert round(sum(weight.numel() for weight in model.parameters()) / 1e9, 1) == billions, name
+
+
+@pytest.mark.parametrize(
+    "name", [QUICK, *(slow(name) for name in recipes() if name not in (QUICK, SERVED, MEGATRON))]
+)
+def test_a_recipe_passes_its_check_on_tiny_models(name: str, tmp_path: Path) -> None:
+    shown = run("check", RECIPES / f"{name}.yaml", *overrides(name, tmp_path / "out")).out
+    assert "one step" in shown
+    assert "peak memory" in shown
+
+
+@pytest.mark.slow
+def test_the_recipe_with_a_server_passes_its_check(tmp_path: Path) -> None:
+    with Server(tiny_model("qwen3_moe", 1)) as server:
+        served = f"teacher.url={server.url}"
+        shown = run("check", RECIPES / f"{SERVED}.yaml", *overrides(SERVED, tmp_path / "out"), served).out
+    assert "peak memory" in shown
+
+
+@pytest.mark.slow
+def test_the_recipe_for_megatron_passes_its_check(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from kit.megatron_runs import without_cuda
+
+    sizes = ["parallel.tensor=2", "parallel.pipeline=1"]
+    arguments = ("check", RECIPES / f"{MEGATRON}.yaml", *overrides(MEGATRON, tmp_path / "out"), *sizes)
+    ranks = Ranks(2, *arguments, hook=without_cuda)
+    assert ranks.wait(240) == [0, 0], ranks.texts
+    assert "peak memory" in ranks[0].out
+
+
+def test_the_page_shows_the_plans_of_the_recipes_as_they_are() -> None:
+    """If this fails: python -m benchmarks.recipes."""
+    results = plans()
+    planned = list(planned_recipes())
+    assert {*results} <= {recipe.key for recipe in planned}
+    new = {recipe.key: recipe.digest for recipe in planned if recipe.key in results}
+    assert {key: result["sha256"] for key, result in results.items()} == new
+    assert PAGE.read_text() == with_table(PAGE.read_text(), results)
+    assert all(f"(../recipes/{name}.yaml)" in PAGE.read_text() for name in recipes())
+
+
+@pytest.mark.slow
+def test_the_planner_gives_the_figures_of_the_page(tmp_path: Path) -> None:
+    """If this fails after a change of the planner: python -m benchmarks.recipes --all."""
+    write_models(tmp_path)
+    (recipe,) = (recipe for recipe in planned_recipes(["llama4_scout_to_llama3_2_3b"]))
+    assert_same(recipe, tmp_path)
+
+
+def assert_same(recipe: PlannedRecipe, models: Path) -> None:
+    new, page = figures(recipe.plan(models)), plans()[recipe.key]
+    for name in ("peak_bytes", "step_seconds", "tokens_per_second"):
+        assert new[name] == pytest.approx(page[name], rel=0.02), name
