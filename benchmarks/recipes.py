@@ -69,9 +69,10 @@ class PlannedRecipe:
 
     @property
     def digest(self) -> str:
-        """The hash of all that the plan reads."""
+        """The hash of all that the plan reads: the keys of the file, the arguments and the models."""
+        content = YAML(typ="safe").load((RECIPES / f"{self.name}.yaml").read_text())
         sizes = {name: model_sizes()[name] for name in self.models.values()}
-        read = [self.config.model_dump(mode="json"), self.arguments, sizes]
+        read = [content, self.arguments, sizes]
         return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
 
     def plan(self, folder: Path) -> dict[str, Any]:
