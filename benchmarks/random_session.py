@@ -24,8 +24,8 @@ from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.models.varlen import Activations
 from stillhouse.objective.spec import parse_objective
-from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
-from stillhouse.run.session import Session, use_deterministic_algorithms
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, use_deterministic_algorithms
+from stillhouse.run.session import Session
 from stillhouse.signals import InStageTeacher
 from stillhouse.tools.plan.devices import DEVICES
 from stillhouse.tools.plan.layout_plan import Machine, Plan, plan

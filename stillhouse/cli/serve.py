@@ -65,6 +65,11 @@ from stillhouse.cli.hub import settle_offline
 @click.option(
     "--generate", is_flag=True, help="Write completions in place of signals, with weights that can be replaced."
 )
+@click.option(
+    "--deterministic",
+    is_flag=True,
+    help="Compute each request by itself, so that its answer does not depend on other requests. Slower.",
+)
 @click.option("--max-top-k", type=click.IntRange(1), default=256, show_default=True,
               help="Most ids per token of top_k, chosen and prompt_logprobs.")  # fmt: skip
 def serve(teacher: str, *, no_token: bool, generate: bool, **options: object) -> None:

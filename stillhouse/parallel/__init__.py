@@ -10,7 +10,7 @@ from stillhouse.parallel.build_runner import (
     only_layers,
     single_process_runner,
 )
-from stillhouse.parallel.devices import best_precision, choose_device
+from stillhouse.parallel.devices import best_precision, choose_device, use_deterministic_algorithms
 from stillhouse.parallel.distributed_student import DistributedStudent, StageWeight
 from stillhouse.parallel.host_memory import BufferedHead, HeadBuffers, WaitingWeights, copied_to, pin_weights
 from stillhouse.parallel.mesh import Degrees, Mesh, join
@@ -89,6 +89,7 @@ __all__ = [
     "start",
     "start_alone",
     "temporary_groups",
+    "use_deterministic_algorithms",
     "wait_for_all",
     "watchdog",
 ]

@@ -1,5 +1,7 @@
 """The device on which a process computes."""
 
+import os
+
 import torch
 
 from stillhouse.parallel.ranks import local_rank, process_count
@@ -40,6 +42,13 @@ def best_precision(device: torch.device) -> str:
     """Return the precision that `auto` means: bf16 on GPUs that compute bf16 in hardware, else fp32."""
     has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if has_units else "fp32"
+
+
+def use_deterministic_algorithms() -> None:
+    """For the rest of this process, let torch raise an error for an algorithm that may give other bits again."""
+    # cuBLAS reads it before its first product; torch requires it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def _best_kind() -> str:

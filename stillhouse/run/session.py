@@ -1,6 +1,5 @@
 """Prepares a run: builds a session from the sections of the configuration."""
 
-import os
 from dataclasses import replace
 
 import torch
@@ -19,7 +18,7 @@ from stillhouse.engine.schedule import (
 from stillhouse.generation import PromptPlan
 from stillhouse.loops.session_objects import Session
 from stillhouse.models.document_packing import ROWS
-from stillhouse.parallel import Layout, join, watchdog
+from stillhouse.parallel import Layout, join, use_deterministic_algorithms, watchdog
 from stillhouse.run.image_models import require_image_layout, with_images_proven
 from stillhouse.run.inputs import RunData
 from stillhouse.run.preflight import check_before_loading, check_data, check_models, schedule_warnings
@@ -111,13 +110,6 @@ def _runs_rows(engine: Engine, source: SignalSource) -> bool:
     decoders = [*engine.student.decoders, engine.student.teacher, *source.decoders.values()]
     has_rows = any(decoder is not None and decoder.packing.name == ROWS for decoder in decoders)
     return bool(engine.student.ranks.largest(int(has_rows)))
-
-
-def use_deterministic_algorithms() -> None:
-    """For the rest of this process, let torch raise an error for an algorithm that may give other bits again."""
-    # cuBLAS reads it before its first product; torch requires it
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
 
 
 def _enter(phase: str, announce: bool) -> None:

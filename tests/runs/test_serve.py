@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,21 @@ def test_hidden_states_in_a_half_precision_are_rounded_once(server: Server, deco
         for document, tensors in zip(documents, server.score(SignalSpec("hidden", dtype), documents), strict=True):
             expected = teacher_hidden(decoder, document).float().to(tensors["hidden"].dtype).float()
             torch.testing.assert_close(tensors["hidden"].float(), expected, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("deterministic", [True, slow(False)])
+def test_an_answer_depends_on_other_requests_unless_the_server_is_deterministic(
+    folder: Path, deterministic: bool
+) -> None:
+    """In bfloat16, the rounding of a product depends on its rows. Slow batches let the requests wait together."""
+    options = ["--dtype", "bfloat16", *["--deterministic"] * deterministic]
+    requests = [random_documents(3, seed) for seed in range(6)]
+    with Server(folder, *options, hook=slow_down, hook_arguments=(SCORING, 0.05)) as server:
+        alone = [server.score(HIDDEN, documents) for documents in requests]
+        with ThreadPoolExecutor(len(requests)) as pool:
+            together = list(pool.map(lambda documents: server.score(HIDDEN, documents), requests))
+    pairs = zip(chain.from_iterable(alone), chain.from_iterable(together), strict=True)
+    assert all(torch.equal(one["hidden"], other["hidden"]) for one, other in pairs) == deterministic
 
 
 def test_json_asks_for_the_same(server: Server) -> None:

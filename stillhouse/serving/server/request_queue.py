@@ -2,8 +2,9 @@
 
 A request has one or more parts: documents to score, or a completion to generate. The model's thread takes parts from
 the front of the queue until the token budget of a batch is used. So a large request can take several batches, and
-small requests can share a batch. A request's tokens count towards the queue's limit until its answer has been sent.
-So the limit also bounds the answers that wait in memory for clients that read slowly.
+small requests can share a batch, unless requests are kept apart, so that an answer does not depend on other clients:
+the rounding of a matrix product depends on its number of rows. A request's tokens count towards the queue's limit
+until its answer has been sent. So the limit also bounds the answers that wait in memory for clients that read slowly.
 """
 
 import threading
@@ -57,9 +58,18 @@ class RequestQueue:
     batch_tokens: the most tokens of a batch; a document that has more is a batch by itself. queue_tokens: the most
     tokens of all requests that are accepted and not answered completely. ends: returns whether the server has to end.
     It is called for each request, because the model's thread may compute a batch for minutes before it calls `drain`.
+    deterministic: whether a batch has the parts of one request only.
     """
 
-    def __init__(self, batch_tokens: int, queue_tokens: int, ends: Callable[[], object] = lambda: False):
+    def __init__(
+        self,
+        batch_tokens: int,
+        queue_tokens: int,
+        ends: Callable[[], object] = lambda: False,
+        *,
+        deterministic: bool = False,
+    ):
+        self.deterministic = deterministic
         self.batch_tokens, self.queue_tokens, self.ends = batch_tokens, queue_tokens, ends
         self._items: deque[Item] = deque()
         self._changed = threading.Condition()
@@ -123,7 +133,7 @@ class RequestQueue:
                 ticket, number = self._items[0]
                 if not ticket.results.done():
                     tokens += ticket.parts[number].tokens
-                    if batch and tokens > self.batch_tokens:
+                    if batch and (tokens > self.batch_tokens or (self.deterministic and ticket is not batch[0][0])):
                         break
                     batch.append((ticket, number))
                 self._items.popleft()

@@ -13,7 +13,15 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from stillhouse.parallel import destroy_process_group, is_first, log_rank0, process_count, wait_for_all, watchdog
+from stillhouse.parallel import (
+    destroy_process_group,
+    is_first,
+    log_rank0,
+    process_count,
+    use_deterministic_algorithms,
+    wait_for_all,
+    watchdog,
+)
 from stillhouse.preemption import finishing
 from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.generate.completion_writer import load_writer
@@ -40,6 +48,7 @@ def serve(
     batch_tokens: int = 16384,
     queue_tokens: int | None = None,
     max_top_k: int = 256,
+    deterministic: bool = False,
     stop: threading.Event | None = None,
 ) -> None:
     """Serve a model until a signal to end, such as SIGTERM (see `preemption.handling`), or until `stop` is set.
@@ -52,6 +61,7 @@ def serve(
     batch_tokens: the most tokens of a batch, and therefore of a sequence.
     queue_tokens: the most tokens of all accepted requests; None: 16 · batch_tokens.
     max_top_k: the most ids per token of a signal.
+    deterministic: whether each request is computed by itself, with algorithms that give the same bits again.
 
     Raises ValueError for a model that cannot be served, and OSError for an address that cannot be used.
     """
@@ -66,6 +76,8 @@ def serve(
         raise ValueError(
             f"quantize={quantize} with generate: expected None, since weights are updated in their dtype"
         )
+    if deterministic:
+        use_deterministic_algorithms()
     queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens
     # bind before the model is loaded, so that a port in use is reported at once
     sockets = [bound(host, port)] if is_first() else []
@@ -80,7 +92,9 @@ def serve(
         watchdog.enter("serving", timed=False)
         with finishing("the requests that were accepted"):
             if is_first():
-                queue = RequestQueue(batch_tokens, queue_tokens, partial(is_ending, stop))
+                queue = RequestQueue(
+                    batch_tokens, queue_tokens, partial(is_ending, stop), deterministic=deterministic
+                )
                 _run(role, queue, sockets[0], token)
             else:
                 role.follow()
