@@ -32,7 +32,7 @@ from stillhouse.models.document_rows import DocumentRows, JoinedRow
 from stillhouse.models.forward_modes import evaluating
 from stillhouse.models.image_inputs import AXES, axis_positions, model_images, read_token_inputs
 from stillhouse.models.layer_hooks import LayerLossModule, checkpoint_contexts
-from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough
+from stillhouse.models.lm_head import Head, OutputProcessor, PassThrough, input_embedding
 from stillhouse.models.load_proof import prove_decoder, require_runnable
 from stillhouse.models.lora import Lora
 from stillhouse.models.model_checks import require_decoder
@@ -347,7 +347,7 @@ class Decoder(nn.Module):
     @property
     def embedding_copy(self) -> Tensor:
         """On a last stage that is not the first: the copy of the embedding, for MTP layers or as the tied head."""
-        embedding = self.pretrained.get_input_embeddings()
+        embedding = input_embedding(self.pretrained)
         return self.output_weight if embedding is None else embedding.weight
 
     def add_layer_loss(self, loss: LayerLossModule) -> None:

@@ -257,7 +257,7 @@ def backbone_inputs(
             f"{describe(model)} got {name_list(others)} with position_ids: expected tensors of the tokens, "
             f"{list(shape_BS)}, and those of images in `images`"
         )
-    placeholder_BS = is_placeholder(model, of_tokens) if images else None
+    placeholder_BS = is_placeholder(model, of_tokens)  # also on later pipeline stages, which get no images
     if name == "input_ids" and placeholder_BS is not None and is_padding_BS is not None:
         of_tokens[name] = padded_with_text(of_tokens[name], placeholder_BS, is_padding_BS)
     layout: DocumentRows | JoinedRow | None = None

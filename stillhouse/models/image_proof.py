@@ -12,7 +12,7 @@ B rows, S columns, A axes of positions; D width.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,13 +62,66 @@ class ImageDocument:
         return ImageDocument(self.ids_S, self.types_S, images)
 
 
+class ImageModel(Protocol):
+    """A model to be proven. `alone` and `packed` are collectives of the processes that have parts of it.
+
+    decoders: its parts on this process, of which all pack documents in the same way.
+    precision: the dtype of its matrix products; None: that of its weights.
+    """
+
+    @property
+    def decoders(self) -> Sequence[Any]: ...
+    @property
+    def precision(self) -> torch.dtype | None: ...
+
+    def alone(self, document: ImageDocument) -> Tensor:
+        """Return the hidden states [S, D] of the plain model for a document alone."""
+
+    def packed(self, documents: "PackedDocuments", images: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the hidden states [B, S, D] of packed documents; None on a process that does not have them."""
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A `Decoder` that has all layers."""
+
+    decoder: Any
+    precision: torch.dtype | None = None
+
+    @property
+    def decoders(self) -> Sequence[Any]:
+        return [self.decoder]
+
+    def alone(self, document: ImageDocument) -> Tensor:
+        return run_alone(self.decoder, document)[0]
+
+    def packed(self, documents: "PackedDocuments", images: Mapping[str, Tensor]) -> Tensor:
+        device = self.decoder.pretrained.device
+        arguments = {name: value.to(device) for name, value in documents.inputs.items()}
+        on_device = {name: value.to(device) for name, value in images.items()}
+        is_padding_BS = documents.is_padding_BS.to(device)
+        with packing_errors(self.decoder):
+            hidden_BSD: Tensor = self.decoder(**arguments, is_padding=is_padding_BS, images=on_device, head=False)
+        return hidden_BSD
+
+
 def prove_images(
     decoder: Any,
     documents: Sequence[Mapping[str, Tensor]],
     join: JoinImages,
     agreed: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Prove that a `Decoder` reads documents with images as the plain model does, or pack them in the next way.
+    """Prove a `Decoder` that has all layers. For the arguments and the errors see `prove_image_model`."""
+    prove_image_model(WholeModel(decoder, autocast_dtype(decoder.pretrained)), documents, join, agreed)
+
+
+def prove_image_model(
+    model: ImageModel,
+    documents: Sequence[Mapping[str, Tensor]],
+    join: JoinImages,
+    agreed: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Prove that a model reads documents with images as the plain model does, or pack them in the next way.
 
     documents: one or more with images and one or more without, as the processor returns them for one document each.
     join: joins the images of several documents.
@@ -82,28 +135,33 @@ def prove_images(
         raise ValueError(
             f"got {len(with_images)} documents with images of {len(parsed)}: expected some with and some without"
         )
-    model = decoder.pretrained
-    dtype = autocast_dtype(model)
-    with torch.no_grad(), evaluating(decoder, model), autocast(model.device, dtype), _kept_deltas(decoder):
+    pretrained = [decoder.pretrained for decoder in model.decoders]
+    device, packings = pretrained[0].device, [decoder.packing for decoder in model.decoders]
+    modules = [*model.decoders, *pretrained]
+    with torch.no_grad(), evaluating(*modules), autocast(device, model.precision), _kept_deltas(modules):
         expected = None
         while True:
             try:
                 with agreed():
-                    expected = expected or [_alone(decoder, document) for document in parsed]
-                    decoder.packing.reads_images = True
-                    _prove_packed(decoder, parsed, expected, join, dtype)
+                    expected = expected or [model.alone(document) for document in parsed]
+                    for packing in packings:
+                        packing.reads_images = True
+                    _prove_packed(model, parsed, expected, join)
                 return
             except PackingError as error:
-                decoder.packing.reads_images = False
-                if decoder.packing.name == ROWS:
+                is_last = packings[0].name == ROWS
+                for packing in packings:
+                    packing.reads_images = False
+                    if not is_last:
+                        packing.refuse(error)
+                if is_last:
                     raise ProofError(
                         f"{error}: expected documents without images, or another vision-language model"
                     ) from error
-                decoder.packing.refuse(error)
 
 
 @dataclass(frozen=True)
-class _PackedRows:
+class PackedDocuments:
     """The documents in two rows. places: the row and the columns of each document"""
 
     documents: Sequence[ImageDocument]
@@ -112,7 +170,7 @@ class _PackedRows:
     places: Sequence[tuple[int, slice]]
 
     @classmethod
-    def of(cls, decoder: Any, documents: Sequence[ImageDocument]) -> "_PackedRows":
+    def of(cls, decoder: Any, documents: Sequence[ImageDocument]) -> "PackedDocuments":
         half = (len(documents) + 1) // 2
         rows = [documents[:half], documents[half:]]
         columns = _PADDING + max(sum(len(document.ids_S) for document in row) for row in rows)
@@ -130,30 +188,34 @@ class _PackedRows:
         is_padding_BS = torch.arange(columns) >= torch.tensor(lengths)[:, None]
         return cls(documents, inputs, is_padding_BS, places)
 
-    def run(self, decoder: Any, images: Mapping[str, Tensor]) -> list[Tensor]:
+    def parts(self, hidden_BSD: Tensor) -> list[Tensor]:
         """Return the hidden states [S, D] of each document."""
-        device = decoder.pretrained.device
-        arguments = {name: value.to(device) for name, value in self.inputs.items()}
-        on_device = {name: value.to(device) for name, value in images.items()}
-        hidden_BSD = decoder(**arguments, is_padding=self.is_padding_BS.to(device), images=on_device, head=False)
         return [hidden_BSD[row, columns] for row, columns in self.places]
 
 
 def _prove_packed(
-    decoder: Any,
-    documents: Sequence[ImageDocument],
-    expected: Sequence[Tensor],
-    join: JoinImages,
-    precision: torch.dtype | None,
+    model: ImageModel, documents: Sequence[ImageDocument], expected: Sequence[Tensor], join: JoinImages
 ) -> None:
     """Raise PackingError unless the packed documents have these hidden states, and their images are read.
 
-    expected: of each document alone, [S, D]. precision: the dtype of the matrix products; None: that of the weights.
+    expected: of each document alone, [S, D].
     """
-    packed, name = _PackedRows.of(decoder, documents), describe(decoder.pretrained)
-    with _packing_errors(f"{name} cannot run packed documents with images"):
-        hidden = packed.run(decoder, join([document.images for document in documents if document.images]))
-    precision = precision or expected[0].dtype
+    decoder = model.decoders[0]
+    packed, name = PackedDocuments.of(decoder, documents), describe(decoder.pretrained)
+
+    def run(members: Sequence[ImageDocument]) -> Tensor | None:
+        return model.packed(packed, join([document.images for document in members if document.images]))
+
+    hidden_BSD, changed = run(documents), dict[int, Tensor]()
+    # all processes run all documents, also if one of them would raise an error below
+    for number, document in enumerate(documents):
+        if document.images:
+            others = [*documents[:number], document.with_other_images(), *documents[number + 1 :]]
+            if (changed_BSD := run(others)) is not None:
+                changed[number] = changed_BSD
+    if hidden_BSD is None:
+        return
+    hidden, precision = packed.parts(hidden_BSD), model.precision or expected[0].dtype
     for number, (hidden_SD, expected_SD) in enumerate(zip(hidden, expected, strict=True), start=1):
         error = _error(hidden_SD, expected_SD, precision)
         if not error <= PLACE_TOLERANCE[precision]:
@@ -161,12 +223,8 @@ def _prove_packed(
                 f"{name}: the hidden states of document {number} of {len(documents)} with images, packed, differ by "
                 f"{error:.2%} from those of the plain model on that document alone"
             )
-    for number, document in enumerate(documents):
-        if document.images:
-            others = list(documents)
-            others[number] = document.with_other_images()
-            changed = packed.run(decoder, join([document.images for document in others if document.images]))
-            _prove_change(name, number, hidden, changed, precision)
+    for number, changed_BSD in changed.items():
+        _prove_change(name, number, hidden, packed.parts(changed_BSD), precision)
 
 
 def _prove_change(
@@ -189,14 +247,14 @@ def document_positions(decoder: Any, tensors: Mapping[str, Tensor]) -> Tensor | 
     return _positions(decoder, ImageDocument.of(tensors))
 
 
-def _alone(decoder: Any, document: ImageDocument) -> Tensor:
-    """Return the hidden states [S, D] of the plain model for a document alone."""
+def run_alone(decoder: Any, document: ImageDocument) -> Tensor:
+    """Return the hidden states [1, S, D] of the plain model for a document alone."""
     device = decoder.pretrained.device
     types = {name: value[None].to(device) for name, value in document.types_S.items()}
     images = {name: value.to(device) for name, value in document.images.items()}
     with reading(f"{describe(decoder.pretrained)} cannot run a document with images", passes=ProofError):
         hidden_1SD: Tensor = decoder(document.ids_S[None].to(device), **types, images=images, head=False)
-    return hidden_1SD[0]
+    return hidden_1SD
 
 
 def _tensors(decoder: Any, document: ImageDocument) -> dict[str, Tensor]:
@@ -232,8 +290,9 @@ def _error(hidden_SD: Tensor, expected_SD: Tensor, precision: torch.dtype) -> fl
 
 
 @contextmanager
-def _packing_errors(what: str) -> Iterator[None]:
-    """Raise a library's error in the block as a PackingError, which begins with `what`."""
+def packing_errors(decoder: Any) -> Iterator[None]:
+    """Raise a library's error in the block as a PackingError: a `Decoder` that cannot run packed documents."""
+    what = f"{describe(decoder.pretrained)} cannot run packed documents with images"
     try:
         with reading(what, passes=ProofError):
             yield
@@ -244,9 +303,10 @@ def _packing_errors(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_deltas(decoder: Any) -> Iterator[None]:
+def _kept_deltas(models: Sequence[Any]) -> Iterator[None]:
     """Restore the state that a backbone keeps of its last images, and which it adds to later positions."""
-    kept = [(module, module.rope_deltas) for module in decoder.modules() if hasattr(module, "rope_deltas")]
+    modules = {part for model in models for part in model.modules() if hasattr(part, "rope_deltas")}
+    kept = [(module, module.rope_deltas) for module in modules]
     try:
         yield
     finally:

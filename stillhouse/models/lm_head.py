@@ -10,6 +10,7 @@ B rows, S tokens per row, D width, V vocabulary.
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from stillhouse.models.dtensors import local
 from stillhouse.models.model_parts import LogitRule
@@ -60,7 +61,13 @@ class Head(nn.Module):
 
 
 class PassThrough(nn.Module):
-    """Replaces a layer, the final norm or the head if it is on another process; returns its input."""
+    """Replaces a part of a model that is on another process, such as a layer or the head; returns its input."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
+
+
+def input_embedding(model: PreTrainedModel) -> Any:
+    """Return the embedding of tokens; None on a pipeline stage that does not have it."""
+    embedding = model.get_input_embeddings()
+    return None if isinstance(embedding, PassThrough) else embedding

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stillhouse.display import name_list
 from stillhouse.models.layer_hooks import hooked
+from stillhouse.models.lm_head import input_embedding
 from stillhouse.models.model_checks import describe
 from stillhouse.models.model_parts import outermost_lists, text_config
 
@@ -41,8 +42,24 @@ def train_parts(decoder: Any, parts: Collection[str]) -> None:
 
 def image_parameters(decoder: Any) -> Iterator[nn.Parameter]:
     """Yield the parameters of a `Decoder` that are outside of its language model: those of towers and projectors."""
-    for part in _beside_language_model(decoder):
+    for part in beside_language_model(decoder).values():
         yield from [part] if isinstance(part, nn.Parameter) else part.parameters()
+
+
+def beside_language_model(decoder: Any) -> dict[str, Any]:
+    """Return the modules and parameters of a `Decoder`'s backbone beside its language model, by their names."""
+    language, module, prefix = decoder.language_model, decoder.backbone, ""
+    if text_config(decoder.config) is decoder.config:
+        return {}
+    beside: dict[str, Any] = {}
+    while module is not language:
+        children = dict(module.named_children())
+        inner = next(name for name, child in children.items() if any(part is language for part in child.modules()))
+        others = {**dict(module.named_parameters(recurse=False)), **children}
+        del others[inner]
+        beside |= {prefix + name: part for name, part in others.items()}
+        module, prefix = children[inner], f"{prefix}{inner}."
+    return beside
 
 
 @contextmanager
@@ -52,7 +69,7 @@ def image_weights_reached(decoder: Any) -> Iterator[None]:
     A micro-batch without images does not run the vision tower. But under FSDP, all processes must run the backward of
     the same layers, and sum the gradients of the same weights.
     """
-    embedding = decoder.pretrained.get_input_embeddings()
+    embedding = input_embedding(decoder.pretrained)
     if embedding is None or not torch.is_grad_enabled():
         yield
         return
@@ -67,7 +84,7 @@ def image_weights_reached(decoder: Any) -> Iterator[None]:
 
 def _image_parts(decoder: Any) -> dict[str, list[nn.Parameter]]:
     """Return the parameters of the vision tower and of the projector."""
-    beside = _beside_language_model(decoder)
+    beside = list(beside_language_model(decoder).values())
     tower = next((part for part in beside if part is decoder.pretrained.get_encoder(modality="image")), None)
     if tower is None:
         return {}
@@ -83,20 +100,6 @@ def _image_parts(decoder: Any) -> dict[str, list[nn.Parameter]]:
     ]
     of_projector = {id(parameter) for parameter in projector}
     return {PROJECTOR: projector, VISION: [weight for weight in tower.parameters() if id(weight) not in of_projector]}
-
-
-def _beside_language_model(decoder: Any) -> list[Any]:
-    """Return the modules and parameters of the backbone that are not part of the language model."""
-    language, module = decoder.language_model, decoder.backbone
-    if text_config(decoder.config) is decoder.config:
-        return []
-    beside: list[Any] = []
-    while module is not language:
-        beside += module.parameters(recurse=False)
-        children = list(module.children())
-        module = next(child for child in children if any(part is language for part in child.modules()))
-        beside += [child for child in children if child is not module]
-    return beside
 
 
 def _last_parts(tower: nn.Module, width: int) -> list[nn.Module]:

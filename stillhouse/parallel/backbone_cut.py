@@ -10,12 +10,16 @@ the parts of other stages, as on the later stages. The backbone must call all la
 each layer to the next one. All other arguments of the layers must be the same in both runs, and must not depend on
 embeddings or on other layers.
 
+The embedding and the layers of a vision-language model are in a part of its backbone, the language model. Both runs
+are without the parts beside it, such as the vision tower, which only the first stage has. `staged_images.py` proves
+the stages with images.
+
 B rows, S columns, D width.
 """
 
 import copy
 import inspect
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +31,10 @@ from stillhouse.display import name_list
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.forward_modes import VARLEN
-from stillhouse.models.lm_head import PassThrough
+from stillhouse.models.lm_head import PassThrough, input_embedding
 from stillhouse.models.model_parts import layer_list, shared_states, text_config
 from stillhouse.models.pretrained import auto_class
+from stillhouse.models.trained_parts import beside_language_model
 from stillhouse.parallel.sharded_loading import make_buffers
 
 #: the advice in error messages for models that cannot be cut into stages
@@ -39,10 +44,11 @@ _IDS_BS = torch.arange(3, 15).view(3, 4)
 
 @dataclass(frozen=True)
 class BackboneCut:
-    """The parts of a backbone, by the names of its children.
+    """The parts of a backbone, by their names in it.
 
     first: parts with weights, beside the embedding, that run before the first layer.
     last: parts that run after the last layer, such as the final norm.
+    images: parts beside the language model that only the first stage has: vision towers and projectors.
     returns_tuple: whether the backbone reads a layer's output as a tuple that begins with the hidden states.
     states: by the number of a layer: the earlier layer whose keys and values it reads.
     """
@@ -51,6 +57,7 @@ class BackboneCut:
     layers: str
     first: tuple[str, ...]
     last: tuple[str, ...]
+    images: tuple[str, ...]
     returns_tuple: bool
     states: Mapping[int, int]
 
@@ -129,8 +136,11 @@ def _cut(config: PreTrainedConfig, name: str, returns_tuple: bool) -> BackboneCu
         decoder = Decoder(auto_class(config, images=True).from_config(config, trust_remote_code=False), verify=False)
     backbone: Any = decoder.backbone
     embedding, layers = _children(decoder, name)
+    images = tuple(beside_language_model(decoder))
     _require_separate_weights(decoder, name)
     dtype, run = backbone.get_submodule(embedding).weight.dtype, _Run(name, returns_tuple)
+    for path in images:
+        remove_part(backbone, path)
     _replace_weights(decoder, layers, run)
     options: dict[str, Any] = {"use_cache": False, "return_dict": True}
     if "position_ids" in inspect.signature(backbone.forward).parameters:
@@ -139,16 +149,17 @@ def _cut(config: PreTrainedConfig, name: str, returns_tuple: bool) -> BackboneCu
         output = backbone(input_ids=_IDS_BS, **options).last_hidden_state
     run.require_chain(output, decoder.width)
     states = _kept_states(config, run)
-    first, last = run.parts(backbone, embedding)
-    setattr(backbone, embedding, None)
+    first, last = run.parts(decoder, embedding)
+    set_part(backbone, embedding, PassThrough())
     for path in (*first, *last):
         remove_part(backbone, path)
     later = _Run(name, returns_tuple)
-    for recorder in getattr(backbone, layers):
+    recorders: Any = backbone.get_submodule(layers)
+    for recorder in recorders:
         recorder.run = later
     hidden_BSD = torch.rand(*_IDS_BS.shape, decoder.width, dtype=dtype)
     with torch.enable_grad(), reading(f"{name} cannot run without its embeddings: {UNCUT}", passes=_DependenceError):
-        if decoder.pretrained.get_input_embeddings() is not None:
+        if input_embedding(decoder.pretrained) is not None:
             raise _DependenceError(f"{name} finds its embedding in another place than '{embedding}': {UNCUT}")
         output = backbone(input_ids=None, inputs_embeds=hidden_BSD.requires_grad_(), **options).last_hidden_state
     run.require_same(later)
@@ -156,14 +167,26 @@ def _cut(config: PreTrainedConfig, name: str, returns_tuple: bool) -> BackboneCu
         raise _DependenceError(
             f"{name} changes its hidden states after its last layer, and every stage would repeat that: {UNCUT}"
         )
-    return BackboneCut(embedding, layers, first, last, returns_tuple, states)
+    return BackboneCut(embedding, layers, first, last, images, returns_tuple, states)
 
 
 def remove_part(backbone: nn.Module, path: str) -> None:
-    """Remove a part of another stage from a backbone."""
-    part = backbone.get_submodule(path)
-    is_embedding = isinstance(part, nn.Embedding | _RandomEmbedding)
-    setattr(backbone, path, _AbsentEmbedding(part) if is_embedding else PassThrough())
+    """Remove a part of another stage, a module or a parameter, from a backbone."""
+    parent, _, leaf = path.rpartition(".")
+    part = getattr(backbone.get_submodule(parent), leaf)
+    if isinstance(part, nn.Parameter):
+        delattr(backbone.get_submodule(parent), leaf)
+        # a plain attribute, which a family may initialise
+        setattr(backbone.get_submodule(parent), leaf, torch.empty(0))
+    else:
+        is_embedding = isinstance(part, nn.Embedding | _RandomEmbedding)
+        set_part(backbone, path, _AbsentEmbedding(part) if is_embedding else PassThrough())
+
+
+def set_part(backbone: nn.Module, path: str, part: nn.Module) -> None:
+    """Replace a part of a backbone."""
+    parent, _, leaf = path.rpartition(".")
+    setattr(backbone.get_submodule(parent), leaf, part)
 
 
 class _AbsentEmbedding(nn.Module):
@@ -228,7 +251,7 @@ class _Run:
         if any(gradient is not None for gradient in gradients):
             raise _DependenceError(f"{self.name} reads more than its last layer's output after the layers: {UNCUT}")
 
-    def parts(self, backbone: nn.Module, embedding: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def parts(self, decoder: Decoder, embedding: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the `first` and the `last` parts (`BackboneCut`).
 
         embedding: the name of the token embedding, which is left out.
@@ -238,7 +261,7 @@ class _Run:
             dict.fromkeys(str(event) for event in events if event != embedding)
             for events in (self.events[: places[0]], self.events[places[-1] + 1 :])
         )
-        weighted = {path for path, child in backbone.named_children() if _has_weights(child)}
+        weighted = {path for path, child in _children_of_language_model(decoder) if _has_weights(child)}
         clear = before.keys() ^ after.keys()
         if unclear := {path for path in weighted if path not in clear and path != embedding}:
             raise _DependenceError(
@@ -278,7 +301,9 @@ class _RandomEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, run: _Run):
         super().__init__()
-        self.run, self.weight = run, torch.empty(0, embedding.embedding_dim, dtype=embedding.weight.dtype)
+        self.run = run
+        # some backbones read the row of padding
+        self.weight = torch.zeros((), dtype=embedding.weight.dtype).expand(embedding.weight.shape)
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
         ids = _ids(arguments, options)
@@ -287,11 +312,21 @@ class _RandomEmbedding(nn.Module):
         return self.run.embeddings[-1].clone()  # some backbones scale it in place
 
 
+def _children_of_language_model(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of the language model, with their names in the backbone."""
+    (prefix,) = (path for path, module in decoder.backbone.named_modules() if module is decoder.language_model)
+    for path, child in decoder.language_model.named_children():
+        yield f"{prefix}.{path}" if prefix else path, child
+
+
 def _children(decoder: Decoder, name: str) -> tuple[str, str]:
-    """Return the names of the embedding and of the layers. Raises ValueError unless they are the backbone's own."""
+    """Return the names of the embedding and of the layers in the backbone.
+
+    Raises ValueError unless both are children of the language model, which may be the backbone.
+    """
     layers: list[nn.Module | None] = [layer_list(decoder.pretrained)]
     if layers[0] is None:
-        layers = [child for child in decoder.backbone.children() if isinstance(child, nn.ModuleList)]
+        layers = [child for child in decoder.language_model.children() if isinstance(child, nn.ModuleList)]
     wanted = {
         "an embedding": decoder.pretrained.get_input_embeddings(),
         "one list of layers": layers[0] if len(layers) == 1 else None,
@@ -299,12 +334,13 @@ def _children(decoder: Decoder, name: str) -> tuple[str, str]:
     names = {
         part: path
         for part, module in wanted.items()
-        for path, child in decoder.backbone.named_children()
+        for path, child in _children_of_language_model(decoder)
         if child is module
     }
     if missing := wanted.keys() - names.keys():
         raise _DependenceError(
-            f"the backbone of {name} does not itself have {name_list(missing)}, but perhaps in another part: {UNCUT}"
+            f"the language model of {name} does not itself have {name_list(missing)}, but perhaps in another part: "
+            f"{UNCUT}"
         )
     return names["an embedding"], names["one list of layers"]
 
@@ -332,7 +368,7 @@ def _replace_weights(decoder: Decoder, layers: str, run: _Run) -> None:
     for parameter in backbone.parameters():
         parameter.uniform_(0.5, 1.0)
     make_buffers(decoder)
-    for path, child in backbone.named_children():
+    for path, child in _children_of_language_model(decoder):
         child.register_forward_pre_hook(lambda *_, path=path: run.events.append(path))
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.dtensors import local
 from stillhouse.models.layer_hooks import hidden_of, hooked
+from stillhouse.models.lm_head import input_embedding
 from stillhouse.models.model_checks import describe
 from stillhouse.models.model_parts import plan_name
 from stillhouse.objective import CrossEntropy, ObjectiveOutput, OutputHead, linear_objective
@@ -189,7 +190,7 @@ def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> AbstractCont
             hidden_BSD.register_hook(partial(add, name))
 
     names = {module: name for name, module in student.named_modules()}
-    embedding = student.pretrained.get_input_embeddings()
+    embedding = input_embedding(student.pretrained)
     watched = [*([] if embedding is None else [embedding]), *student.layers()]
     hooks = [
         module.register_forward_hook(lambda module, _, output: watch(f"'{names[module]}'", output))

@@ -23,6 +23,7 @@ from stillhouse.display import name_list
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.document_packing import KERNELS, KernelError, PackingError, packing_errors
 from stillhouse.models.forward_modes import autocast, autocast_dtype, in_mode
+from stillhouse.models.lm_head import input_embedding
 from stillhouse.models.load_proof import (
     ProbeDocuments,
     prove_attention,
@@ -90,7 +91,7 @@ def prove_runner(
             with _raised(runner, name):
                 if decoder is not None and decoder.has_head:
                     # the layers of both results are the same, compiled or not
-                    with layers_not_compiled(), evaluating(decoder), autocast(runner.device, _precision(runner)):
+                    with layers_not_compiled(), evaluating(decoder), autocast(runner.device, probe_precision(runner)):
                         prove_logits(decoder, _logit_inputs(runner, decoder))
     for pair in runner.pairs.values():
         reshard(pair)
@@ -136,7 +137,7 @@ def _prove_compiled_layers(runner: Runner, name: str, *, teacher_in_stages: bool
             runner,
             partial(forward, forward.probe.ids_BS, forward.probe.position_ids_BS),
             forward_backward,
-            _precision(runner),
+            probe_precision(runner),
         )
     for pair in runner.pairs.values():
         reshard(pair)
@@ -168,8 +169,8 @@ def _prove_passes(runner: Runner, names: tuple[str, str], training: bool, *, tea
                 if hidden[part]:
                     prove_documents(side.decoders[-1], hidden[part], probe)
                     if not training:
-                        prove_places(side.decoders[-1], hidden[part], probe, _precision(runner))
-                        prove_attention(side.decoders[-1], by_attention[part], _precision(runner))
+                        prove_places(side.decoders[-1], hidden[part], probe, probe_precision(runner))
+                        prove_attention(side.decoders[-1], by_attention[part], probe_precision(runner))
         except PackingError as error:
             side.refuse(error)
             is_exact = False
@@ -238,7 +239,7 @@ def _run_first_stage(runner: Runner, side: _Side) -> None:
     micro_batch = ProbeForward(runner, side.signals).micro_batch()
     with _raised(runner, side.name), packing_errors(decoder.pretrained, decoder.packing):
         if 0 in runner.pairs:
-            with evaluating(decoder), autocast(runner.device, _precision(runner)):
+            with evaluating(decoder), autocast(runner.device, probe_precision(runner)):
                 decoder(**model_inputs(micro_batch, None), head=False)
 
 
@@ -256,7 +257,7 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
                 continue
             for decoder in decoders:
                 stack.enter_context(evaluating(decoder))
-                errors = stack.enter_context(layers_compared(decoder, source.build, _precision(runner)))
+                errors = stack.enter_context(layers_compared(decoder, source.build, probe_precision(runner)))
                 compared.append((source.name, decoder, errors))
         run_probe(forward, forward.probe, forward.device)
     with runner.ranks.all_raise(ProofError):
@@ -285,14 +286,17 @@ class ProbeForward:
 
     def inputs(self, micro_batch: MicroBatch, processor: OutputProcessor) -> StageInputs:
         mtp = [MtpLayersRun(NextTokens(self.depths, self._runner.mesh.group("context")))] if self.depths else []
-        return StageInputs(micro_batch, self.signals, processor, mtp, autocast=_precision(self._runner))
+        return StageInputs(micro_batch, self.signals, processor, mtp, autocast=probe_precision(self._runner))
 
     def micro_batch(self) -> MicroBatch:
         """Return this process's columns of the probe."""
         return _micro_batch(self._runner, self.probe.ids_BS, self.probe.position_ids_BS)
 
     def __call__(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
-        micro_batch = _micro_batch(self._runner, ids_BS, position_ids_BS)
+        return self.hidden(_micro_batch(self._runner, ids_BS, position_ids_BS))
+
+    def hidden(self, micro_batch: MicroBatch) -> Sequence[Tensor]:
+        """Return the hidden states of this process's columns of a micro-batch, as a call does."""
         results = self._runner.forward([self.inputs(micro_batch, _hidden)])
         if not results:
             return []
@@ -313,8 +317,8 @@ def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, de
     return _Hidden(hidden_by_depth, None)
 
 
-def _precision(runner: Runner) -> torch.dtype | None:
-    """Return the autocast dtype: the layout's, or else the dtype that the model needs."""
+def probe_precision(runner: Runner) -> torch.dtype | None:
+    """Return the student's autocast dtype in its proof: the layout's, or else the dtype that the model needs."""
     layout = runner.layout
     return layout.autocast or layout.gather_dtype or autocast_dtype(runner.decoders[0].pretrained)
 
@@ -336,7 +340,7 @@ def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
     probe = ProbeDocuments.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
     ids_BS = probe.ids_BS[:1]
     micro_batch = _micro_batch(runner, ids_BS, torch.arange(ids_BS.shape[1])[None])  # one document
-    if getattr(decoder.pretrained.get_input_embeddings(), "weight", None) is None:
+    if getattr(input_embedding(decoder.pretrained), "weight", None) is None:
         return _embedded(decoder, micro_batch.position_ids_BS)
     if runner.layout.degrees.context == 1:  # some models take no position ids
         return {"input_ids": micro_batch.input_ids_BS}

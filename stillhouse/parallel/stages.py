@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from stillhouse.models import Decoder
+from stillhouse.models.lm_head import PassThrough
 from stillhouse.models.model_parts import experts_per_token, is_of_experts
-from stillhouse.parallel.backbone_cut import AbsentLayer, BackboneCut, continue_with_received, remove_part
+from stillhouse.parallel.backbone_cut import AbsentLayer, BackboneCut, continue_with_received, remove_part, set_part
 
 
 @dataclass(frozen=True)
@@ -179,17 +180,17 @@ def keep_layers(
     norm: keep the final norm; None: as `last`.
     """
     backbone: Any = decoder.backbone
-    modules = getattr(backbone, cut.layers)
+    modules = backbone.get_submodule(cut.layers)
     for number, layer in enumerate(modules):
         if number not in layers:
             modules[number] = AbsentLayer(layer, cut.returns_tuple)
     for loss in decoder.layer_losses.values():
         loss.keep(layers)
-    absent = (() if first else cut.first) + (() if (last if norm is None else norm) else cut.last)
+    absent = (() if first else cut.first + cut.images) + (() if (last if norm is None else norm) else cut.last)
     for path in absent:
         remove_part(backbone, path)
     if not first:
         continue_with_received(backbone, modules[0])
         if not (last and decoder.mtp is not None):  # MTP layers read the embedding
-            setattr(backbone, cut.embedding, None)
+            set_part(backbone, cut.embedding, PassThrough())
     decoder.keep_part(first=first, last=last)

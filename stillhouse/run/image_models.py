@@ -10,12 +10,15 @@ from torch import Tensor
 from stillhouse.config import ConfigError
 from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.engine.engine import Engine
-from stillhouse.models import Decoder, ProofError
+from stillhouse.models import ProofError
 from stillhouse.models.document_packing import PackingError
-from stillhouse.models.image_proof import document_positions, prove_images
+from stillhouse.models.forward_modes import autocast_dtype
+from stillhouse.models.image_proof import ImageModel, WholeModel, document_positions, prove_image_model
 from stillhouse.models.model_checks import prefixed
-from stillhouse.parallel import Layout
+from stillhouse.parallel import Runner
 from stillhouse.parallel.runner import reshard
+from stillhouse.parallel.runner_proof import probe_precision
+from stillhouse.parallel.staged_images import staged_models
 from stillhouse.run.inputs import RunData
 from stillhouse.run.setup import RunSetup
 from stillhouse.signals import SignalSource
@@ -25,7 +28,6 @@ _EXPECTED = "the data has images, which this cannot read yet: expected {}, or do
 
 def require_image_layout(setup: RunSetup, processor: ImageProcessor) -> None:
     """Raise ConfigError for a layout that does not read images, or for a teacher with another processor of images."""
-    _require_one_stage(setup.layout)
     for section in setup.own_layouts:
         raise ConfigError(f"{section}.parallel", _EXPECTED.format("null"))
     own = _settings(processor)
@@ -46,30 +48,31 @@ def require_image_layout(setup: RunSetup, processor: ImageProcessor) -> None:
 def with_images_proven(data: RunData, engine: Engine, source: SignalSource) -> RunData:
     """Prove the models of this job on documents with images, and return the data with the student's axis positions.
 
-    A collective of all processes. Without images, this returns the same data. Raises ConfigError for a pipeline, and
-    ProofError, naming the model, for a model that does not read images exactly, or not at the student's positions.
+    A collective of all processes. Without images, this returns the same data. Raises ConfigError for a pipeline with
+    teachers outside of its stages, and ProofError, naming the model, for a model that does not read images exactly,
+    or not at the student's positions.
     """
     if (inputs := data.train.image_inputs) is None:
         return data
     student, processor = engine.student, inputs.processor
-    _require_one_stage(student.layout)
+    if student.layout.stages > 1 and source.decoders:
+        raise ConfigError(
+            "parallel.pipeline", _EXPECTED.format("1, or one teacher in the student's stages, or a cached one")
+        )
     documents = processor.example_documents()
     positions = [document_positions(student.decoders[0], document) for document in documents]
-    for name, decoder in _models(engine, source):
+    for name, model in _models(engine, source):
+        decoder = model.decoders[0]
         if not all(map(_is_equal, positions, (document_positions(decoder, document) for document in documents))):
             raise ProofError(
                 f"{name}: its rotary positions of images are not those of the student: expected a model of its family"
             )
         agreed = partial(student.ranks.all_raise, PackingError, ProofError)
         with prefixed(name, ProofError):
-            prove_images(decoder, documents, processor.join, agreed)
-        reshard(decoder)  # no backward follows; the optimizer must get the sharded weights
+            prove_image_model(model, documents, processor.join, agreed)
+        for part in model.decoders:
+            reshard(part)  # no backward follows; the optimizer must get the sharded weights
     return data.with_axis_positions(student.decoders[0].axis_positions)
-
-
-def _require_one_stage(layout: Layout) -> None:
-    if layout.stages > 1:
-        raise ConfigError("parallel.pipeline", _EXPECTED.format("1"))
 
 
 def _is_equal(positions_SA: Tensor | None, others_SA: Tensor | None) -> bool:
@@ -83,9 +86,16 @@ def _settings(processor: ImageProcessor) -> dict[str, Any]:
     return settings
 
 
-def _models(engine: Engine, source: SignalSource) -> Iterator[tuple[str, Decoder]]:
-    """Yield names and decoders of the student and of its teachers in this job."""
-    yield from (("student", decoder) for decoder in engine.student.decoders)
-    others = {"teacher": engine.student.teacher, **source.decoders}
+def _models(engine: Engine, source: SignalSource) -> Iterator[tuple[str, ImageModel]]:
+    """Yield names and models of the student and of its teachers in this job."""
+    runner = engine.student
+    assert isinstance(runner, Runner), "images under another engine than torch's"
+    if runner.layout.stages > 1:
+        yield from staged_models(runner)
+        return
+    yield "student", WholeModel(runner.decoders[0], probe_precision(runner))
+    others = {"teacher": runner.teacher, **source.decoders}
     # of a teacher in a cache, only the output head is in this job
-    yield from ((name, decoder) for name, decoder in others.items() if decoder is not None and decoder.layers())
+    for name, decoder in others.items():
+        if decoder is not None and decoder.layers():
+            yield name, WholeModel(decoder, autocast_dtype(decoder.pretrained))

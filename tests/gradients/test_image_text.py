@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit.families import build
 from kit.image_documents import joined_images
-from kit.image_text_models import IMAGE, MAKERS, S, gemma3, llava, model_of, qwen2_5_vl, qwen3_vl, with_image
+from kit.image_text_models import IMAGE, S, gemma3, llava, model_of, qwen2_5_vl, qwen3_vl, with_image
 from kit.parity_cases import ONE, mesh_of
 from kit.shard_ranks import Rank, shared_pool
 from kit.teacher_gradients import named_gradients
@@ -30,7 +30,6 @@ from stillhouse.models.pretrained import auto_class
 from stillhouse.models.processor_targets import Targets
 from stillhouse.models.processors import cross_entropy
 from stillhouse.parallel import Degrees, Layout, ModelSource, build_runner
-from stillhouse.parallel.backbone_cut import require_cuttable
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.sharded_loading import empty_decoder, load_weights
 from stillhouse.tools.parity import relative_difference
@@ -166,12 +165,6 @@ def test_a_vision_tower_has_its_gradients_under_tensor_parallelism(family: str) 
         # a bias of the keys shifts all scores of a query alike, so its gradient is rounding alone
         bad = [item for item in differences if not item[1] < 1e-5 and not item[0].endswith(".k_proj.bias")]
         assert not bad
-
-
-@pytest.mark.parametrize("family", MAKERS)
-def test_a_pipeline_is_refused(family: str) -> None:
-    with pytest.raises(ValueError, match="expected pipeline=1"):
-        require_cuttable(MAKERS[family]())
 
 
 def test_layers_are_those_of_the_language_model() -> None:

@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit import loading_memory
+from kit import loading_memory, slow
 from kit.causal_families import build as build_causal
 from kit.families import SHAPE, build
 from kit.shard_ranks import Rank, RankPool, shared_pool
@@ -78,9 +79,19 @@ def test_the_generation_configuration_comes_along(tmp_path: Path) -> None:
     assert empty_decoder(tmp_path).pretrained.generation_config.max_length != 77
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_stages_follow_one_another(tmp_path: Path, tied: bool) -> None:
-    build("llama", tied=tied).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    "model",
+    [
+        partial(build, "llama", tied=True),
+        partial(build, "llama", tied=False),
+        # the language model is a part of the backbone, with and without a vision tower beside it
+        partial(build_causal, "llava_next"),
+        *(slow(partial(build_causal, family)) for family in ("opt", "qwen2_vl", "minicpmv4_6")),
+    ],
+    ids=str,
+)
+def test_stages_follow_one_another(tmp_path: Path, model: Callable[[], PreTrainedModel]) -> None:
+    model().save_pretrained(tmp_path)
     first, second = empty_decoder(tmp_path), empty_decoder(tmp_path)
     cut = require_cuttable(first.config)
     keep_layers(first, cut, range(1), first=True, last=False)

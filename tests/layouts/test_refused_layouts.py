@@ -61,7 +61,7 @@ def test_tensor_parallelism(model_type: str, message: str) -> None:
             "gemma4_unified_text",
             "layer 2 of the student reads keys and values of layer 0, and stage 2 of 2 begins",
         ),
-        ("llava", "the backbone of model type 'llava' does not itself have an embedding, one list of layers"),
+        ("gemma4", "layer 0 of model type 'gemma4' reads 'per_layer_input', which is computed from embeddings"),
     ],
 )
 def test_pipelines(model_type: str, message: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stillhouse.models import Decoder
+from stillhouse.models.lm_head import input_embedding
 
 
 def apply_residual_dtype(decoder: Decoder, dtype: torch.dtype) -> None:
@@ -20,7 +21,7 @@ def apply_residual_dtype(decoder: Decoder, dtype: torch.dtype) -> None:
     A pipeline stage without the head always sends hidden states of this dtype, also of a family whose layers return
     another one, because the next stage receives this dtype.
     """
-    embedding = decoder.pretrained.get_input_embeddings()
+    embedding = input_embedding(decoder.pretrained)
     if embedding is not None:
         embedding.register_forward_hook(partial(_round_under_autocast, dtype))
     if not decoder.has_head:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from stillhouse.models import Decoder, model_parts
 from stillhouse.models.adapter import lora_parts
-from stillhouse.models.lm_head import Head
+from stillhouse.models.lm_head import Head, input_embedding
 from stillhouse.models.model_parts import is_of_experts, plan_name
 from stillhouse.objective import VocabShard
 
@@ -101,7 +101,7 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
             f"model type '{config.model_type}' chooses activations by their mean over all columns of a matrix "
             "(activation_sparsity_pattern), of which a tensor rank has a part: expected tensor=1"
         )
-    embedding = decoder.pretrained.get_input_embeddings()
+    embedding = input_embedding(decoder.pretrained)
     if embedding is not None and (inner := [name for name, _ in embedding.named_children()]):
         raise ValueError(
             f"the embedding of model type '{config.model_type}' contains {', '.join(inner)}, which cannot run on a "
@@ -191,7 +191,7 @@ def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:
 
 def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Shard the embedding and the head by vocabulary rows, if they are on this stage."""
-    embedding, head = decoder.pretrained.get_input_embeddings(), decoder.head
+    embedding, head = input_embedding(decoder.pretrained), decoder.head
     if embedding is not None:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
     if not isinstance(head, Head):

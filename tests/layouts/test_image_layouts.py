@@ -1,0 +1,205 @@
+"""Vision-language models in a pipeline: losses and gradients are those of one process, and what is refused.
+
+B rows, S tokens per row, D width.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from kit import slow
+from kit.image_documents import Document, documents_of, joined_images, model_of, packed
+from kit.image_models import FAMILIES
+from kit.image_runs import SETTINGS, write_image_run
+from kit.layout_runs import assert_same_model, assert_same_weights, distill
+from kit.parity_cases import ONE, SPEC, TRAIN, mesh_of
+from kit.runs import write_run
+from kit.shard_ranks import Rank, shared_pool
+from torch import Tensor
+
+from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.models import Decoder, ProofError
+from stillhouse.models.document_packing import PackingError
+from stillhouse.models.dtensors import gathered_tensor
+from stillhouse.models.image_proof import WholeModel, prove_image_model
+from stillhouse.models.trained_parts import LANGUAGE, PROJECTOR, VISION, train_parts
+from stillhouse.parallel import Degrees, Layout, ModelSource, Runner, build_runner, pair
+from stillhouse.parallel.staged_images import staged_models
+from stillhouse.signals import InStageTeacher
+from stillhouse.tools.parity import relative_difference
+
+TWO_STAGES = Layout(Degrees(pipeline=2))
+PARTS = [LANGUAGE, PROJECTOR, VISION]
+#: the documents of each row of each micro-batch; only the first two have images
+ROWS = (((0, 1), (2,)), ((3, 2),), ((2,), (2,)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, a family, the student's number of layers (the teacher has one more), options of both models."""
+
+    family: str
+    layout: Layout = TWO_STAGES
+    layers: int = 2
+    with_images: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        what = "images" if self.with_images else "text"
+        return f"{self.family}-{self.layout.degrees}-{self.layout.schedule}-{what}".replace(" × ", "-")
+
+
+def decoder_of(case: Case, seed: int, more: int, parts: list[str]) -> Decoder:
+    text = {"num_hidden_layers": case.layers + more}
+    decoder = Decoder(model_of(case.family, seed=seed, **text, **case.options), verify=False)
+    train_parts(decoder, parts)
+    return decoder
+
+
+def built(case: Case, layout: Layout, mesh: Any, documents: list[Document]) -> Runner:
+    """A runner whose student and teacher are proven with images."""
+    student = ModelSource(partial(decoder_of, case, 0, 0, PARTS), name="student")
+    runner = build_runner(layout, mesh, student, ModelSource(partial(decoder_of, case, 1, 1, PARTS), name="teacher"))
+    if case.with_images:
+        prove(runner, documents)
+    for decoder in runner.decoders:
+        decoder.train()
+    return runner
+
+
+def prove(runner: Runner, documents: list[Document]) -> None:
+    if runner.layout.stages > 1:
+        for _, model in staged_models(runner):
+            agreed = partial(runner.ranks.all_raise, PackingError, ProofError)
+            prove_image_model(model, documents, joined_images, agreed)
+    else:
+        for decoder in (*runner.decoders, runner.teacher):
+            prove_image_model(WholeModel(decoder), documents, joined_images)
+
+
+def micro_batches(decoder: Decoder, documents: list[Document]) -> Iterator[MicroBatch]:
+    for of_rows in ROWS:
+        batch = packed(decoder, [[documents[number] for number in row] for row in of_rows])
+        arguments = dict(batch.arguments)
+        is_padding_BS, images = arguments.pop("is_padding"), arguments.pop("images")
+        labels_T = batch.labels_BS.flatten()
+        yield MicroBatch(
+            inputs=arguments,
+            labels_T=labels_T,
+            weights_T=(labels_T >= 0).float(),
+            document_T=-is_padding_BS.flatten().long(),
+            valid_index=(labels_T >= 0).nonzero()[:, 0],
+            images=images,
+        )
+
+
+def step_of(runner: Runner, documents: list[Document]) -> tuple[float, float, dict[str, Tensor]]:
+    """Return the loss of an evaluation, the loss of a step, and the gradients by the parameters' names."""
+    step = StepMicroBatches(list(micro_batches(runner.decoders[0], documents)))
+    engine, source = TorchEngine(runner, SPEC, train=TRAIN), InStageTeacher(runner)
+    held_out = runner.shard(step, training=False)
+    evaluated = engine.evaluate([(held_out, source.request(held_out).result())])["loss"]
+    batches = runner.shard(step, training=True)
+    sums = engine.forward_backward(batches, source.request(batches).result(), step.normalizer).sums
+    engine.gradient_norm()
+    gradients = {
+        runner.shared_name(name): gathered_tensor(weight.grad)
+        for name, weight in runner.named_parameters()
+        if weight.grad is not None
+    }
+    return evaluated, sums["loss"], gradients
+
+
+def compare(rank: Rank, case: Case) -> tuple[float, float, dict[str, float], set[str]]:
+    """A job: return relative differences of both losses and of this rank's gradients, and all names with one."""
+    with TemporaryDirectory() as folder:
+        sizes = {} if case.with_images else {"sizes": ((),) * 4}
+        documents = documents_of(case.family, Path(folder), **sizes)
+    evaluated, loss, gradients = step_of(built(case, Layout(), ONE, documents), documents)
+    mesh = mesh_of(case.layout.degrees)
+    of_stages = step_of(built(case, case.layout, mesh, documents), documents)
+    differences = {
+        name: relative_difference(gradient, gradients[name], 1e-3) for name, gradient in of_stages[2].items()
+    }
+    return abs(of_stages[0] / evaluated - 1), abs(of_stages[1] / loss - 1), differences, set(gradients)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("qwen3_vl"),
+        *(slow(Case(family)) for family in ("idefics3", "internvl", "llava_onevision", "gemma3")),
+        slow(Case("qwen3_vl", Layout(Degrees(pipeline=2), "zbv"), layers=4)),
+        slow(Case("idefics3", Layout(Degrees(pipeline=2), "1f1b_ahead"))),
+        slow(Case("internvl", with_images=False)),
+    ],
+    ids=str,
+)
+def test_a_pipeline_has_the_gradients_of_one_process(case: Case) -> None:
+    answers = shared_pool(2).call(compare, case, limit=120.0)
+    names = set().union(*(differences for _, _, differences, _ in answers))
+    for evaluated, loss, differences, expected in answers:
+        assert evaluated < 1e-5
+        assert loss < 1e-5
+        assert names == expected
+        # a bias of the keys shifts all scores of a query alike, so its gradient is rounding alone
+        assert not [name for name, error in differences.items() if not error < 1e-5 and "k_proj.bias" not in name]
+    assert any("vis" in name for name in names)
+
+
+# what the proof at load refuses
+
+
+def refused(rank: Rank, case: tuple[Case, str]) -> str:
+    """A job: return the error of a proof whose later stages do not get an input of this name."""
+    of_family, missing = case
+    with TemporaryDirectory() as folder:
+        documents = documents_of(of_family.family, Path(folder))
+    inputs_of = pair.model_inputs
+
+    def without(micro_batch: MicroBatch, hidden: Tensor | None) -> dict[str, Any]:
+        inputs = inputs_of(micro_batch, hidden)
+        return {name: value for name, value in inputs.items() if hidden is None or name != missing}
+
+    mesh = mesh_of(of_family.layout.degrees)
+    with pytest.raises(ProofError) as caught, patch.object(pair, "model_inputs", without):
+        built(of_family, of_family.layout, mesh, documents)
+    return str(caught.value)
+
+
+TOWER = FAMILIES["qwen3_vl"].options["vision_config"]
+TWO_FEATURES = {"vision_config": {**TOWER, "deepstack_visual_indexes": [0, 1]}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "missing", "error"),
+    [
+        (Case("qwen3_vl", options=TWO_FEATURES), "", "adds features of images behind its layer 1, and"),
+        (Case("qwen3_vl"), "axis_position_ids", "from those of the plain model on that document alone: expected"),
+        (Case("gemma3"), "token_type_ids", "from those of the plain model on that document alone: expected"),
+    ],
+    ids=["features on a later stage", "no positions of axes", "no kinds of tokens"],
+)
+def test_stages_that_differ_from_the_plain_model_are_refused(case: Case, missing: str, error: str) -> None:
+    for answer in shared_pool(2).call(refused, (case, missing)):
+        assert error in answer
+
+
+@pytest.mark.slow
+def test_a_run_in_two_stages_has_the_model_of_one_process(tmp_path: Path) -> None:
+    """All parts are trained. A run in one process continues from the checkpoint of both stages."""
+    write_image_run(tmp_path, "qwen3_vl")
+    write_run(tmp_path, **SETTINGS, **{"train.steps": 3, "checkpoint.every": 2, "student.train": PARTS})
+    distill(tmp_path, "one", 1)
+    distill(tmp_path, "two", 2, "parallel.pipeline=2")
+    assert_same_model(tmp_path / "one", tmp_path / "two")
+    again = f"checkpoint.resume={tmp_path / 'two' / 'checkpoints' / 'step-00000002'}"
+    assert distill(tmp_path, "again", 1, again).out.count("resuming from") == 1
+    assert_same_weights(tmp_path / "again", tmp_path / "one")
