@@ -50,6 +50,7 @@ _ADDED: dict[str, Any] = {
     "student.mtp": None,
     "student.train": ["language"],
     "teacher.quantize": None,
+    "teachers.balance": "tokens",
     "objective.hidden": [],
     "objective.by_origin": None,
     "rollout.deviation": "population",

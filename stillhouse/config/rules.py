@@ -96,6 +96,13 @@ RULES: tuple[Rule, ...] = (
         "without one, the student with its present weights is the student",
     ),
     excludes("teachers.sum", "teachers.route", because="every document has one teacher"),
+    needs("teachers.balance", "teachers.route"),
+    Rule(
+        ("teachers.balance", "teachers"),
+        lambda balance, teachers: balance != "tokens" and len(teachers.named) == 1,
+        "tokens, or two teachers",
+        "a single teacher has the whole loss",
+    ),
     excludes(
         f"{NAMED}temperature",
         "teachers.sum=distributions",

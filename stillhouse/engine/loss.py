@@ -28,7 +28,7 @@ from stillhouse.objective import (
     linear_objective,
     routed_objective,
 )
-from stillhouse.objective.metric_keys import IS_SAMPLED, WEIGHTS
+from stillhouse.objective.metric_keys import BALANCE, GRADIENT_SQUARE, IS_SAMPLED, WEIGHTS
 from stillhouse.objective.origins import origin_masks
 from stillhouse.objective.spec import ObjectiveSpec
 
@@ -45,8 +45,10 @@ class StepLoss:
 
     The output has these metrics beside those of the objective: `weights`, the sum of the rows' weights, by which sums
     of entropies and of agreement are divided; for each teacher with a routed signal and each origin of an objective
-    by origin, `weights/<name>`, the same sum over its rows, and `tokens/<name>`, the number of these rows. An
-    objective that needs rollouts is replaced by `objective.at_mtp_depths()` at MTP depths.
+    by origin, `weights/<name>`, the same sum over its rows, and `tokens/<name>`, the number of these rows. With
+    `teachers.balance`, each of these rows counts by its factor, and `gradient_square/<name>` is the teacher's squared
+    norm of the gradient with respect to the hidden states, before the division by the normalizer. An objective that
+    needs rollouts is replaced by `objective.at_mtp_depths()` at MTP depths.
     """
 
     objective: ObjectiveSpec
@@ -67,7 +69,8 @@ class StepLoss:
             signals = {name: heads.enter_context(signal.opened(head)) for name, signal in targets.signals.items()}
             if routed := {name: signal for name, signal in signals.items() if isinstance(signal, RoutedSignal)}:
                 groups = self._routed_terms(hidden_TD, routed, targets, head)
-                output = routed_objective(hidden_TD, head, groups, **options)
+                is_balanced = BALANCE in targets.per_token
+                output = routed_objective(hidden_TD, head, groups, with_hidden_squares=is_balanced, **options)
             else:
                 terms = self._terms(hidden_TD, signals, targets, head, targets.valid_index, depth)
                 output = linear_objective(hidden_TD, head, terms, valid_index=targets.valid_index, **options)
@@ -132,8 +135,13 @@ class StepLoss:
 def _row_counts(
     targets: DistillTargets, routed: Mapping[str, RoutedSignal], output: ObjectiveOutput
 ) -> dict[str, Tensor]:
-    """Return the metrics `weights`, `weights/<name>` and `tokens/<name>` of `StepLoss`."""
+    """Return the metrics `weights` of `StepLoss`, and those of teachers with a routed signal."""
     counts = {f"tokens/{name}": output.loss.new_full((), len(signal.index)) for name, signal in routed.items()}
+    if (factor_T := targets.per_token.get(BALANCE)) is not None:
+        counts = {f"tokens/{name}": factor_T[signal.index].to(output.loss).sum() for name, signal in routed.items()}
+    if (squares_T := output.hidden_squares_T) is not None:
+        squares = {name: squares_T[signal.index].sum() for name, signal in routed.items()}
+        counts |= {f"{GRADIENT_SQUARE}/{name}": square.to(output.loss) for name, square in squares.items()}
     sums = {f"{WEIGHTS}/{name}": _sum_of_weights(targets, output, signal.index) for name, signal in routed.items()}
     return counts | sums | {WEIGHTS: _sum_of_weights(targets, output, targets.valid_index)}
 

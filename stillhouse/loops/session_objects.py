@@ -25,7 +25,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.document_packing import PACKED
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import ModelSource, Ranks, ShardedMicroBatches
-from stillhouse.signals import NoTeacher, SignalSource, SignalStore
+from stillhouse.signals import NoTeacher, SignalSource, SignalStore, TeacherBalance
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Session:
     student_source: the source of the student's weights, for a copy of the student that generates completions.
     teacher_configs: the sections of all teachers, by their keys.
     processor: the student's processor for images; None if it has none.
+    balance: weighs the documents of several teachers; None: each target token counts once.
     by_length: whether a micro-batch has documents of similar lengths, because a model runs one document per row.
     track, values: the trackers, and the configuration by dotted keys, which the trackers show.
     """
@@ -68,6 +69,7 @@ class Session:
     plan: PromptPlan | None = None
     dataset: Documents | None = None
     processor: ImageProcessor | None = None
+    balance: TeacherBalance | None = None
 
     @property
     def processor_files(self) -> list[Path]:
@@ -139,7 +141,11 @@ class Session:
         """Request a step's signals, then run its forward and backward. engine: None for the run's own engine."""
         engine = engine or self.engine
         signals = self.source_for(engine).request(micro_batches).result()
-        return engine.forward_backward(micro_batches, signals, micro_batches.of_all_ranks.normalizer)
+        return engine.forward_backward(self.weighed(micro_batches), signals, micro_batches.of_all_ranks.normalizer)
+
+    def weighed(self, micro_batches: ShardedMicroBatches) -> ShardedMicroBatches:
+        """Return a step's micro-batches with the weights that `balance` gives to the documents of each teacher."""
+        return micro_batches if self.balance is None else self.balance.weigh(micro_batches)
 
     def close(self) -> None:
         """Give up pending requests for signals."""

@@ -89,6 +89,9 @@ class Training:
         """
         seconds = time.monotonic() - self._started if seconds is None else seconds
         session, progress = self.session, self.progress
+        if session.balance is not None:
+            session.balance.measure(output.sums)
+            progress.teacher_gradients = dict(session.balance.gradients)
         progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
         metrics = step_metrics(output.sums, session.spec, session.engine.parts) | {
             "train/learning_rate": self._rate,
@@ -187,6 +190,8 @@ def _progress(
     progress, steps = Progress(), session.step_schedule.steps
     if checkpoint is not None:
         progress = load_checkpoint(checkpoint, session.engine)
+        if session.balance is not None:
+            session.balance.gradients = dict(progress.teacher_gradients)
         if session.rollout_config is not None and folder.owns(checkpoint.path):
             _restore_queue(session, checkpoint, progress.step, queue)
         if progress.step > steps:

@@ -38,6 +38,7 @@ class Progress:
     configuration: a hash of the values that affect the weights.
     log_bytes, log_sha256: the length and the hash of metrics.jsonl.
     started_from: the checkpoint of another run that this run began with, if any.
+    teacher_gradients: the size of each teacher's gradient (`TeacherBalance.gradients`).
     """
 
     __pydantic_config__ = _STRICT
@@ -52,6 +53,7 @@ class Progress:
     log_sha256: str = ""
     configuration: str = ""
     started_from: str | None = None
+    teacher_gradients: dict[str, NonNegativeFloat] = field(default_factory=dict)
 
     def saved_log(self, path: Path) -> bytes | None:
         """The content of metrics.jsonl when this progress was saved; None if the file no longer begins with it."""

@@ -215,5 +215,6 @@ def _several_in_words(teachers: TeachersConfig, spec: ObjectiveSpec, stores: Map
             details.append(f"temperature {share.temperature:g}")
         factor = "" if share.weight == 1 else f"{share.weight:.3g} × "
         parts.append(f"{factor}{name}: {source} ({', '.join(details)})")
-    how = f"one by column '{teachers.route}'" if teachers.route else f"sum of {teachers.sum}"
+    balanced = "" if teachers.balance == "tokens" else f", balanced by {teachers.balance},"
+    how = f"one by column '{teachers.route}'{balanced}" if teachers.route else f"sum of {teachers.sum}"
     return f"{how} of {'; '.join(parts)}"

@@ -94,6 +94,7 @@ def build_session(setup: RunSetup, *, announce: bool = True) -> Session:
         plan=plan,
         dataset=data.dataset,
         processor=data.processor,
+        balance=setup.balance,
     )
     warnings = [
         *setup.warnings,

@@ -16,6 +16,7 @@ from stillhouse.signals.signal_source import (
 from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.signal_store import SignalsLostError, SignalStore, StoredTeacher
 from stillhouse.signals.student_top_k import ChosenTeacher
+from stillhouse.signals.teacher_balance import TeacherBalance
 from stillhouse.signals.weight_average import WeightAverage
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "SignalStore",
     "SignalsLostError",
     "StoredTeacher",
+    "TeacherBalance",
     "WeightAverage",
 ]

@@ -183,7 +183,7 @@ def _step_lines(session: Session, folder: RunFolder) -> Iterator[str]:
     asked, signals = _timed(lambda: session.source_for(engine).request(micro_batches).result())
     yield f"running one step{_size(session)}: forward and backward; functions are compiled …"
     normalizer = micro_batches.of_all_ranks.normalizer
-    trained, output = _timed(lambda: engine.forward_backward(micro_batches, signals, normalizer))
+    trained, output = _timed(lambda: engine.forward_backward(session.weighed(micro_batches), signals, normalizer))
     first = asked + trained
     norm = engine.gradient_norm()
     memory = peak_memory()
