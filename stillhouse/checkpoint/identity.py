@@ -49,6 +49,7 @@ _ADDED: dict[str, Any] = {
     "student.init": None,
     "student.mtp": None,
     "student.train": ["language"],
+    "student.quantize": None,
     "teacher.quantize": None,
     "teachers.balance": "tokens",
     "objective.hidden": [],

@@ -293,6 +293,12 @@ RULES: tuple[Rule, ...] = (
     ),
     # the student's trained parts
     excludes("student.train", "student.adapter", because="only the adapter is trained"),
+    Rule(
+        ("student.quantize", "student.adapter"),
+        lambda kind, adapter: kind is not None and adapter is None,
+        "null, or student.adapter",
+        "rounded weights cannot be trained",
+    ),
     excludes("student.train", "student.mtp"),
     excludes("student.train", "parallel.engine=megatron"),
     # steps and batches
@@ -320,7 +326,7 @@ RULES: tuple[Rule, ...] = (
     *(
         excludes(key, "parallel.engine=megatron", because="Megatron-Core does not have it here")
         for key in (
-            *("student.adapter.dropout", "student.attention"),
+            *("student.adapter.dropout", "student.attention", "student.quantize"),
             *("teacher.offload", "teacher.quantize", "teacher.attention", "train.optimizer", "train.compile"),
             *("objective.hidden", "parallel.offload", "parallel.gather_dtype"),
         )
@@ -364,7 +370,10 @@ RULES: tuple[Rule, ...] = (
     excludes(
         "train.compile", "parallel.tensor", "parallel.expert", because="torch cannot compile layers with DTensors"
     ),
-    excludes("train.compile", "teacher.quantize", because="its layers have no plain weights"),
+    *(
+        excludes("train.compile", f"{model}.quantize", because="its layers have no plain weights")
+        for model in ("student", "teacher")
+    ),
     # not supported with multi-token prediction
     *(
         excludes(key, "student.mtp")

@@ -47,14 +47,15 @@ class TorchState:
     def student_weights(self) -> dict[str, Any]:
         """Return this rank's parameters and buffers of the student. A tied head has the embedding's name.
 
-        If the student has an adapter, frozen parameters are left out, because the base model's files have them.
+        If the student has an adapter, frozen parameters are left out, because the base model's files have them. So
+        are the scales of quantized ones, whose names begin with those of their weights.
         """
         weights: dict[str, Any] = {}
         for student in self.runner.decoders:
             named = () if student.lora is None else student.named_parameters()
             frozen = {name for name, parameter in named if not parameter.requires_grad}
             for name, value in student.state_dict().items():
-                if name not in frozen:
+                if name not in frozen and name.partition(".weight.")[0] + ".weight" not in frozen:
                     weights.setdefault(f"{WEIGHT}{self.runner.shared_name(name)}", value)
         return weights
 

@@ -21,7 +21,7 @@ from stillhouse.data.render.image_processor import ImageProcessor
 from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.schedule import StepSchedule
 from stillhouse.generation import PromptPlan
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, weight_bytes
 from stillhouse.models.document_packing import PACKED
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import ModelSource, Ranks, ShardedMicroBatches
@@ -125,7 +125,9 @@ class Session:
         if self.student.lora is None:
             return None
         base_note = "; the teacher is the same model without the adapter, so only one model is in memory"
-        return f"{self.student.lora}{base_note if self.student_source.teacher_is_base else ''}"
+        kind = self.student_config.quantize
+        bits = f"; the base in {kind}, {weight_bytes(self.student) / 2**30:.2f} GiB with it" if kind else ""
+        return f"{self.student.lora}{bits}{base_note if self.student_source.teacher_is_base else ''}"
 
     @property
     def packing_in_words(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ from stillhouse.models.model_checks import (
 )
 from stillhouse.models.model_parts import eos_ids
 from stillhouse.models.moe import balance_routers
-from stillhouse.models.quantized import quantized_identity
+from stillhouse.models.quantized import element_count, quantized_identity, weight_bytes
 from stillhouse.models.router_aux_loss import RouterAuxLoss
 from stillhouse.models.trained_parts import train_parts
 from stillhouse.models.varlen import Activations
@@ -37,6 +37,7 @@ __all__ = [
     "check_document_length",
     "check_finite_weights",
     "check_saving",
+    "element_count",
     "eos_ids",
     "evaluating",
     "initialize_lora",
@@ -47,5 +48,6 @@ __all__ = [
     "recorded",
     "train_parts",
     "warn_of_positions",
+    "weight_bytes",
     "without_lora",
 ]

@@ -23,6 +23,7 @@ from stillhouse.libraries import reading
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.dtensors import name_seed, set_from_global
 from stillhouse.models.lora import Lora
+from stillhouse.models.quantized import element_count, is_quantized
 
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # peft's name for the only adapter of a model
@@ -72,7 +73,7 @@ def add_lora(
         weight = layer.get_base_layer().weight
         for matrices in (layer.lora_A, layer.lora_B):
             matrices.to_empty(device=weight.device).to(torch.promote_types(weight.dtype, torch.float32))
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in decoder.parameters()]
+    sizes = [(element_count(parameter), parameter.requires_grad) for parameter in decoder.parameters()]
     trained = sum(size for size, trains in sizes if trains)
     decoder.lora = Lora(r, alpha, len(layers), trained, sum(size for size, _ in sizes))
     return decoder.lora
@@ -200,7 +201,7 @@ def _is_linear(module: nn.Module) -> bool:
     """
     if not isinstance(module, _LINEAR):
         return False
-    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward) or is_quantized(module.weight):
         return True
     row_1D = torch.empty(1, module.in_features, dtype=module.weight.dtype, device="meta")
     try:

@@ -119,6 +119,7 @@ class Decoder(nn.Module):
         trust_remote_code: bool = False,
         device: str | torch.device | None = None,
         quantize: str | None = None,
+        trained: bool = False,
         packing: str = AUTO,
         images: bool = False,
         activations: Activations | None = None,
@@ -130,8 +131,8 @@ class Decoder(nn.Module):
         this dtype is narrower than float32, because rounding changes the results. `attention`: transformers'
         `attn_implementation`. `device`: the model is moved to this device before it is verified, since some attention
         implementations run only on a GPU. `quantize`: "int8", "nf4" or "fp8", for a frozen model whose layers have
-        weights of 8 or 4 bits (see `quantized.py`). `images`: load the vision tower, too, of a family that also has a
-        class for its language model alone.
+        weights of 8 or 4 bits (see `quantized.py`); `trained`: an adapter will be trained on it. `images`: load the
+        vision tower, too, of a family that also has a class for its language model alone.
 
         Raises ValueError for a model that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """
@@ -142,6 +143,7 @@ class Decoder(nn.Module):
             attention=attention,
             trust_remote_code=trust_remote_code,
             quantize=quantize,
+            trained=trained,
             images=images,
             device=device,
         )

@@ -32,7 +32,7 @@ from stillhouse.display import escaped, first_line, name_list
 from stillhouse.libraries import reading
 from stillhouse.models.float8 import FP8, round_to_float8
 from stillhouse.models.model_checks import prefixed
-from stillhouse.models.quantized import quantized_loading, require_quantized
+from stillhouse.models.quantized import keep_gradients, quantized_loading, require_quantized
 from stillhouse.models.unsaved_buffers import initialize_buffers
 
 #: the largest allowed number of layers: for a damaged, huge number, transformers would create layers for hours
@@ -57,6 +57,7 @@ def load_causal_lm(
     attention: str | None = None,
     trust_remote_code: bool = False,
     quantize: str | None = None,
+    trained: bool = False,
     images: bool = False,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
@@ -66,7 +67,8 @@ def load_causal_lm(
     buffers that code from the folder does not initialise. Weights are read only from safetensors files, even with
     trust_remote_code.
 
-    quantize: quantize the linear layers to "int8", "nf4" or "fp8" (see `quantized.py`). device: None means the CPU.
+    quantize: quantize the linear layers to "int8", "nf4" or "fp8" (see `quantized.py`). trained: whether they are
+    below an adapter, so that gradients flow through them. device: None means the CPU.
     images: see `auto_class`.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
@@ -101,6 +103,8 @@ def load_causal_lm(
         if quantize is not None:
             with prefixed(failure):
                 require_quantized(model, quantize, name_or_path, revision)
+            if trained:
+                keep_gradients(model)
     except ValueError as error:
         if isinstance(error.__cause__, OSError):
             raise ValueError(_not_found(what, name_or_path, revision, error.__cause__)) from error

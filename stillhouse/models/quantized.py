@@ -10,6 +10,7 @@ weight.
 
 import importlib.util
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from stillhouse.libraries import reading
 from stillhouse.models.float8 import FP8, float8_problem
 
+#: bitsandbytes lays the weights out anew at their first evaluation on some CPUs, for kernels without gradients
+_REPACKS = "support_avx512bf16_for_cpu"
 #: the library of each kind
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes", FP8: "torchao"}
 
@@ -85,6 +88,13 @@ def require_quantized(
         _check_finite_file(path)
 
 
+def keep_gradients(model: PreTrainedModel) -> None:
+    """Let gradients flow through quantized layers, before their first use."""
+    for module in model.modules():
+        if hasattr(module, _REPACKS):
+            setattr(module, _REPACKS, False)
+
+
 def quantized_identity(fingerprint: str, kind: str | None) -> str:
     """Return an identity from the fingerprint of a model's files and the kind of its quantization."""
     return fingerprint if kind is None else f"{fingerprint}-{kind}"
@@ -93,6 +103,12 @@ def quantized_identity(fingerprint: str, kind: str | None) -> str:
 def is_quantized(weight: Tensor) -> bool:
     """Whether a weight is stored in 8 or 4 bits, which its `dtype` does not show."""
     return hasattr(weight, "qdata") or hasattr(weight, "quant_state")
+
+
+def element_count(weight: Tensor) -> int:
+    """Return the number of a weight's values; four bits of nf4 are one."""
+    state = getattr(weight, "quant_state", None)
+    return weight.numel() if state is None else math.prod(state.shape)
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -222,10 +222,12 @@ def source_fingerprint(name: str, revision: str | None) -> str:
 
 
 def _student_fingerprint(student: StudentConfig, teacher: TeacherConfig | None, seed: int) -> str:
-    """A hash of the student's files; with `student.init`, also of the teacher's files or the seed."""
+    """A hash of the student's files and of its quantization; with `student.init`, also of the teacher's files or the
+    seed.
+    """
     of_files, init = source_fingerprint(student.model, student.revision), student.init
     if init is None:
-        return of_files
+        return quantized_identity(of_files, student.quantize)
     start: str | int = seed
     if init.source == "teacher":
         assert teacher is not None
@@ -255,7 +257,8 @@ def load_model(
             attention=model.attention,
             trust_remote_code=model.trust_remote_code,
             device=device,
-            quantize=model.quantize if isinstance(model, TeacherConfig) else None,
+            quantize=model.quantize,
+            trained=isinstance(model, StudentConfig),
             packing=packing,
             images=images,
             activations=activations_for(model.attention, device, autocast),

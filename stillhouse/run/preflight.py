@@ -45,6 +45,7 @@ def check_before_loading(setup: RunSetup) -> None:
     device = setup.ranks.device
     require_attention(config.student, setup.teachers, device)
     require_teachers_fit(setup.teachers, setup.own_layouts, setup.layout, device)
+    require_plain_student(config.student, setup.layout)
 
 
 def check_data(setup: RunSetup, data: RunData, model_hashes: Mapping[str, str]) -> None:
@@ -110,6 +111,14 @@ def _is_installed(package: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def require_plain_student(student: StudentConfig, layout: Layout) -> None:
+    """Raise ConfigError for a quantized student under a layout of several processes."""
+    if student.quantize is not None and layout.degrees.processes > 1:
+        raise ConfigError(
+            "student.quantize", f"got {student.quantize} under {layout}, which shards plain weights: expected null"
+        )
 
 
 def require_teachers_fit(

@@ -25,7 +25,7 @@ from stillhouse.display import escaped
 from stillhouse.engine.engine import Engine
 from stillhouse.loops.finite import not_finite_error
 from stillhouse.loops.rollouts import first_rollouts
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, element_count
 from stillhouse.models.dtensors import local
 from stillhouse.objective.divergence import weighted_parts
 from stillhouse.objective.spec import ObjectiveSpec
@@ -132,7 +132,7 @@ def _lines(session: Session, folder: RunFolder, state: str) -> Iterator[str]:
 
 
 def _model_line(decoder: Decoder) -> str:
-    parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    parameters = sum(map(element_count, decoder.parameters()))
     dtype = str(next(decoder.parameters()).dtype).removeprefix("torch.")
     tied = ", tied" if decoder.tied else ""
     return (

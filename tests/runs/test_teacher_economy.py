@@ -6,19 +6,17 @@ The reference for quantized weights is a plain model with the dequantized weight
 import importlib.util
 import json
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.runs import forward_backward, session_of, write_run
+from kit.low_bit import dequantized, first_step, save_teacher
+from kit.runs import session_of, write_run
 from kit.serving import Server
-from kit.teacher_gradients import Gradients, assert_close, gradients, named_gradients
-from kit.toy_tokenizer import toy_tokenizer
+from kit.teacher_gradients import Gradients, assert_close, gradients
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stillhouse.config import ConfigError
 from stillhouse.models import Decoder
@@ -27,7 +25,7 @@ from stillhouse.models.quantized import is_quantized, weight_bytes
 from stillhouse.parallel import Degrees, Layout, WaitingWeights
 from stillhouse.run import preflight
 from stillhouse.run.preflight import require_teachers_fit
-from stillhouse.run.session import Session, prepare
+from stillhouse.run.session import prepare
 from stillhouse.signals import SignalCache
 from stillhouse.tools.write_cache import write_cache
 
@@ -45,37 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save_teacher(folder: Path, change: Callable[[Any], None] = lambda model: None) -> Path:
-    """Save a teacher whose rows are multiples of 64 numbers, the blocks of nf4 on a CPU."""
-    tokenizer = toy_tokenizer()
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=16, initializer_range=0.2, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        change(model)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def first_step(session: Session) -> Gradients:
-    loss = forward_backward(session).sums["loss"]
-    return loss, named_gradients(session.student)
-
-
 def distance(one: Gradients, other: Gradients) -> float:
     return float(torch.stack([(weight - other[1][name]).norm() for name, weight in one[1].items()]).norm())
-
-
-def dequantized(weight: Any) -> Tensor:
-    if hasattr(weight, "qdata"):
-        return weight.dequantize()
-    from bitsandbytes.functional import dequantize_4bit
-
-    return dequantize_4bit(weight.data, weight.quant_state)
 
 
 @pytest.fixture(scope="module", params=KINDS)

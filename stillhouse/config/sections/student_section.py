@@ -127,6 +127,10 @@ class StudentConfig(ModelConfig):
     adapter is at least float32."""
     adapter: AdapterConfig | None = None
     """An adapter to train instead of the model's own weights. null: train the weights."""
+    quantize: Literal["int8", "nf4"] | None = None
+    """With an adapter (QLoRA, arXiv:2305.14314): the frozen weights of the linear layers in 8 bits (int8) or 4 bits
+    (nf4), made while the model is loaded; embedding and head keep dtype. Needs `stillhouse[low-bit]` and a run of one
+    process. The trained adapter fits the rounded weights. null: not quantized."""
     mtp: MtpConfig | None = None
     """Multi-token prediction: layers that draft tokens. null: the student has none."""
     train: Annotated[list[_Part], Field(min_length=1), AfterValidator(_unlike)] = Field(default=["language"])

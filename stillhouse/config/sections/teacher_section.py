@@ -100,7 +100,8 @@ class TeacherConfig(ModelConfig):
         if student.adapter is None or not self.source_kind.runs_model:
             return False
         same = all(getattr(student, key) == getattr(self, key) for key in ("model", "revision", "attention"))
-        return same and self.quantize is None and self.dtype in ("auto", student.dtype) and self.parallel is None
+        same = same and self.quantize == student.quantize
+        return same and self.dtype in ("auto", student.dtype) and self.parallel is None
 
     @model_validator(mode="before")
     @classmethod

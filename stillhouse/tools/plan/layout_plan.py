@@ -178,6 +178,8 @@ def _require_planned(config: RunConfig) -> None:
             "a plan has one teacher, in the student's stages: expected teachers=null with teacher.model, or with "
             "teacher=null for the student alone",
         )
+    if config.student.quantize is not None:
+        raise ConfigError("student.quantize", "a plan counts plain weights: expected null")
     for section, teacher in config.teacher_sections.items():
         if teacher.source_kind.is_store:
             raise ConfigError(
